@@ -1,0 +1,36 @@
+"""tilewise: exact attention for PyTorch, tile by tile, in which additive bias and masks are first class.
+
+Public names are resolved on first use: importing tilewise touches neither CUDA nor Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilewise.api import attention
+    from tilewise.explanation import explain
+    from tilewise.sdpa import scaled_dot_product_attention
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "attention": "tilewise.api",
+    "explain": "tilewise.explanation",
+    "scaled_dot_product_attention": "tilewise.sdpa",
+}
+
+__all__ = ["attention", "explain", "scaled_dot_product_attention"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,118 @@
+"""The public call. It names and checks its arguments; everything else happens further down."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from tilewise.autograd import attention_op
+from tilewise.backends import Inputs
+from tilewise.problem import check_numbers
+from tilewise.score.terms import Band, Score
+
+Window = tuple[int | None, int | None]
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
+    return_lse: Literal[False] = ..., deterministic: bool | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
+    return_lse: Literal[True], deterministic: bool | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``, without ever storing the score matrix.
+
+    Args:
+        q: queries (B, H, M, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256. Any strides: data laid
+            out as (B, M, H, D) passes by ``transpose(1, 2)`` without a copy, and the output has the same layout.
+        k: keys (B, Hkv, N, D) in q's dtype, where Hkv divides H (GQA, MQA): query head h uses head h // (H / Hkv).
+        v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
+        bias: added to the scaled scores; floating, any dtype whatever q's is, of at most 4 dimensions, broadcastable
+            {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is summed in float32. A bias
+            of -inf hides the key from the query like a mask.
+        mask: bool, the same broadcasting; True = attend.
+        causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
+        window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
+        scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
+        softcap: if given, scores become ``softcap * tanh(score / softcap)`` before the bias is added.
+        dropout_p: must be 0 for now.
+        return_lse: also return the logarithm of each row's softmax denominator.
+        deterministic: True: equal inputs give bitwise equal gradients. Default: what
+            ``torch.use_deterministic_algorithms`` says.
+        backend: "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default: chosen by
+            the plan, see `tilewise.explain`.
+
+    Returns:
+        o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
+        natural logarithm, differentiable. A query that sees no key gives o = 0, lse = -inf and zero gradients, and
+        NaN or infinity in a key or value that a query does not see stays out of its output.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+        NotImplementedError: dropout_p > 0.
+
+    Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; docs/maths.md derives every formula.
+    """
+    check_numbers(window, scale, softcap, dropout_p)
+    inputs = _inputs(q, k, v, bias, mask)
+    # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
+    diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
+    score = Score(
+        scale=_scale(q, scale),
+        softcap=None if softcap is None else float(softcap),
+        band=Band.aligned(bool(causal), window, diagonal),
+    )
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    o, lse = attention_op(inputs, score, deterministic, "auto" if backend is None else backend)
+    return (o, lse) if return_lse else o
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    if scale is not None:
+        return float(scale)
+    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Inputs:
+    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
+        if not isinstance(x, Tensor) and not (x is None and name in ("bias", "mask")):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if mask is not None and mask.requires_grad:
+        raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
+    return Inputs(q, k, v, _four_dims(bias), _four_dims(mask))
+
+
+def _four_dims(x: Tensor | None) -> Tensor | None:
+    """Leading dimensions of size 1 up to four, as broadcasting reads a smaller shape."""
+    if x is None or x.dim() >= 4:
+        return x
+    return x[(None,) * (4 - x.dim())]

@@ -1,0 +1,99 @@
+"""Quadratic attention in float64, one formula a line: what every other backend is measured against in the tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, lse_dtype
+from tilewise.problem import Problem
+from tilewise.score import reference
+
+
+def declines(problem: Problem) -> str | None:
+    return None
+
+
+def tiles(problem: Problem) -> str:
+    return f"one tile of {problem.queries} x {problem.keys} scores a head, in float64"
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    q, k, v, _, _ = inputs
+    s, visible, _ = _scores(problem, inputs)
+    lse = torch.logsumexp(s, dim=-1)
+    p = _probabilities(s, lse)
+    o = reference.visible_product(p, visible, _per_head(problem, v))
+    return Outputs(o.to(q.dtype), lse.to(lse_dtype(q.dtype)))
+
+
+def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
+    q, k, v, bias, _ = inputs
+    s, visible, capped = _scores(problem, inputs)
+    p = _probabilities(s, torch.logsumexp(s, dim=-1))
+    do = cotangents.o.double()
+    kh, vh = _per_head(problem, k), _per_head(problem, v)
+
+    o = reference.visible_product(p, visible, vh)
+    delta = (do * o).sum(-1, keepdim=True)
+    if cotangents.lse is not None:
+        delta = delta - cotangents.lse.double().unsqueeze(-1)
+    # Pairs that are not visible carry no gradient, whatever NaN stands in their key or value.
+    ds = torch.where(visible, reference.softmax_derivative(p, do @ vh.mT, delta), 0.0)
+    dbias = None
+    if needs.bias and bias is not None:
+        dbias = _sum_to(ds, problem, bias.shape).to(bias.dtype)
+    if problem.score.softcap is not None:
+        ds = torch.where(visible, ds * reference.softcap_derivative(capped, problem.score.softcap), 0.0)
+    dq = problem.score.scale * reference.visible_product(ds, visible, kh)
+    dk = problem.score.scale * (ds.mT @ q.double())
+    dv = p.mT @ do
+    return Gradients(
+        dq.to(q.dtype) if needs.q else None,
+        _sum_to(dk, problem, k.shape).to(k.dtype) if needs.k else None,
+        _sum_to(dv, problem, v.shape).to(v.dtype) if needs.v else None,
+        dbias,
+    )
+
+
+def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with -inf where hidden, which pairs are visible, and the capped scores that the softcap's derivative needs."""
+    q, k, _, bias, mask = inputs
+    score = problem.score
+    s = score.scale * (q.double() @ _per_head(problem, k).mT)
+    if score.softcap is not None:
+        s = reference.softcap(s, score.softcap)
+    capped = s
+    rows = torch.arange(problem.queries, device=q.device)[:, None]
+    cols = torch.arange(problem.keys, device=q.device)[None, :]
+    visible = reference.in_band(rows, cols, score.band).expand(s.shape)
+    if mask is not None:
+        visible = visible & _per_head(problem, mask)
+    if bias is not None:
+        bias = _per_head(problem, bias).double()
+        s = s + bias
+        visible = visible & (bias != -torch.inf)
+    return torch.where(visible, s, -torch.inf), visible, capped
+
+
+def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse); a row that sees nothing has lse = -inf and probabilities 0."""
+    return torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+
+
+def _per_head(problem: Problem, x: Tensor) -> Tensor:
+    """Repeat (B, Hkv, ...) for the query heads of each group; tensors of H heads or one head stay."""
+    if x.dtype != torch.bool:
+        x = x.double()
+    if x.shape[1] in (1, problem.heads):
+        return x
+    return x.repeat_interleave(problem.heads // x.shape[1], dim=1)
+
+
+def _sum_to(x: Tensor, problem: Problem, shape: torch.Size) -> Tensor:
+    """Sum (B, H, ...) over each axis on which ``shape`` broadcasts, and over the heads of a group."""
+    B, H = x.shape[:2]
+    if shape[1] not in (1, H):
+        x = x.reshape(B, shape[1], H // shape[1], *x.shape[2:]).sum(2)
+    return x.sum_to_size(shape)

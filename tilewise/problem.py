@@ -1,0 +1,189 @@
+"""Problem: one frozen description of a call. Every error about shapes, dtypes and devices is raised here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.score.terms import Score
+from tilewise.score.tiles import visible_pairs
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A bias or mask of shape ``(batch, heads, rows, cols)``; a size of 1 broadcasts, ``heads`` may be H, Hkv or 1."""
+
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    rows: int
+    cols: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.rows, self.cols
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call asks for: sizes, dtype, device and score terms. Hashable: plans are cached by it."""
+
+    device: str  # torch's device type
+    capability: tuple[int, int] | None  # of a CUDA device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    score: Score
+    bias: Operand | None = None
+    mask: Operand | None = None
+    bias_grad: bool = False  # the bias asks for a gradient
+    deterministic: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute: no query, or no key to look at."""
+        return 0 in (self.batch, self.heads, self.queries, self.keys, self.value_dim)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that the band leaves visible, over all batches and heads."""
+        return self.batch * self.heads * visible_pairs(self.queries, self.keys, self.score.band)
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs: two products, a multiply and an add each, for every visible pair."""
+        return 2 * self.pairs * (self.head_dim + self.value_dim)
+
+    @property
+    def backward_flops(self) -> int:
+        """Backward FLOPs: S, dQ and dK over the head dimension, dP and dV over the value dimension."""
+        return 2 * self.pairs * (3 * self.head_dim + 2 * self.value_dim)
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        score: Score,
+        *,
+        bias_grad: bool = False,
+        deterministic: bool = False,
+    ) -> Problem:
+        """Describe a call, or raise a ValueError or TypeError that names the argument at fault."""
+        _check_tensors(q, k, v)
+        B, H, M, D = q.shape
+        _, Hkv, N, Dv = v.shape
+        return cls(
+            device=q.device.type,
+            capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None,
+            dtype=q.dtype,
+            batch=B,
+            heads=H,
+            kv_heads=Hkv,
+            queries=M,
+            keys=N,
+            head_dim=D,
+            value_dim=Dv,
+            score=score,
+            bias=_operand("bias", bias, q, Hkv, N),
+            mask=_operand("mask", mask, q, Hkv, N),
+            bias_grad=bias_grad,
+            deterministic=deterministic,
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (batch, heads, length, head_dim), got shape {_shape(x)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype must equal q's, got {x.dtype} with q {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: batch size must equal q's {q.shape[0]}, got {x.shape[0]} (shape {_shape(x)})")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k: head dimension must equal q's {q.shape[3]}, got {k.shape[3]}")
+    for name, n, size in (("v: number of heads", 1, v), ("v: length", 2, v)):
+        if size.shape[n] != k.shape[n]:
+            raise ValueError(f"{name} must equal k's {k.shape[n]}, got {size.shape[n]}")
+    H, Hkv = q.shape[1], k.shape[1]
+    if Hkv != H and (Hkv == 0 or H % Hkv != 0):
+        raise ValueError(f"k, v: the {Hkv} key/value heads must divide the {H} query heads")
+    for name, x in (("q, k", q), ("v", v)):
+        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[3]}")
+
+
+def _operand(name: str, x: Tensor | None, q: Tensor, Hkv: int, N: int) -> Operand | None:
+    if x is None:
+        return None
+    if name == "mask" and x.dtype != torch.bool:
+        raise TypeError(f"mask: dtype must be bool (True = attend), got {x.dtype}; an additive mask is passed as bias=")
+    if name == "bias" and x.dtype not in DTYPES:
+        raise TypeError(
+            f"bias: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}"
+            + ("; a bool mask is passed as mask=" if x.dtype == torch.bool else "")
+        )
+    if x.device != q.device:
+        raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
+    if x.dim() != 4:
+        raise ValueError(f"{name}: expected at most 4 dimensions, got shape {_shape(x)}")
+    B, H, M, _ = q.shape
+    b, h, m, n = x.shape
+    if b not in (1, B) or h not in (1, Hkv, H) or m not in (1, M) or n not in (1, N):
+        heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
+        raise ValueError(f"{name}: shape {_shape(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)")
+    return Operand(x.dtype, b, h, m, n)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def check_numbers(
+    window: tuple[int | None, int | None] | None, scale: float | None, softcap: float | None, dropout_p: float
+) -> None:
+    """Raise for a number that no call accepts; sizes play no part here."""
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window: expected a pair (left, right) of int or None, got {window!r}")
+        for side, width in zip(("left", "right"), window, strict=True):
+            if width is None:
+                continue
+            if isinstance(width, (bool, float)):
+                raise TypeError(f"window: {side} width must be an int or None, got {width!r}")
+            if width < 0:
+                raise ValueError(f"window: {side} width must be 0 or more (None for no limit), got {width}")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is None:
+            continue
+        if isinstance(number, (bool, Tensor, str)):
+            raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
+        if not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"{name}: must be positive and finite, got {number}")
+    if isinstance(dropout_p, (bool, Tensor, str)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: must be a float in [0, 1), got {dropout_p!r}")
+    if dropout_p > 0:
+        raise NotImplementedError(f"dropout_p: dropout is not implemented yet, got {dropout_p}")
