@@ -1,0 +1,345 @@
+"""The two operators as PyTorch sees them: opcheck, torch.compile, gradients on demand, layouts, empty calls."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from tilewise import attention, autograd
+from tilewise.backends import Gradients, cpu
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def tensors(B=2, H=4, Hkv=2, M=5, N=7, D=8, Dv=6, dtype=torch.float32, requires_grad=True):
+    torch.manual_seed(0)
+    return [
+        torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
+        for shape in ((B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, Dv))
+    ]
+
+
+def gradients(function, leaves):
+    o, lse = function(*leaves)
+    return torch.autograd.grad((o.square().sum() + lse.sin().sum()), leaves)
+
+
+# --- the operators ---
+
+OPERATOR_CASES = {
+    "plain": {},
+    "causal with a bias": {"bias": (1, 4, 5, 7), "hi": 2},
+    "mask and window": {"mask": (2, 1, 5, 7), "lo": -2, "hi": 3},
+    "bias of key/value heads, softcap": {"bias": (2, 2, 1, 7), "softcap": 3.0, "deterministic": True},
+    "float64": {"dtype": torch.float64, "bias": (1, 1, 1, 1), "mask": (1, 1, 1, 7)},
+    "half with a float32 bias": {"dtype": torch.float16, "bias": (1, 4, 5, 7)},
+    "heads last": {"heads_last": True, "bias": (1, 1, 5, 7)},
+    "sliced and expanded": {"sliced": True, "bias": (1, 4, 5, 7)},
+    "no queries": {"M": 0, "bias": (1, 4, 1, 7)},
+    "no keys": {"N": 0},
+}
+
+
+def operator_arguments(case, requires_grad):
+    case = dict(case)
+    bias, mask = case.pop("bias", None), case.pop("mask", None)
+    terms = [case.pop(name, default) for name, default in
+             (("lo", None), ("hi", None), ("scale", 0.4), ("softcap", None), ("deterministic", False))]  # fmt: skip
+    heads_last, sliced = case.pop("heads_last", False), case.pop("sliced", False)
+    q, k, v = tensors(**case, requires_grad=False)
+    if heads_last:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if sliced:
+        q, k, v = torch.cat([q, q], -1)[..., : q.shape[3]], k[:, :1].expand_as(k), v.repeat(1, 1, 2, 1)[:, :, ::2]
+    for x in (q, k, v):
+        x.requires_grad_(requires_grad)
+    bias_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
+    return (
+        q, k, v,
+        None if bias is None else torch.randn(bias, dtype=bias_dtype, requires_grad=requires_grad),
+        None if mask is None else torch.rand(mask) < 0.7,
+        *terms, "auto",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPERATOR_CASES.items()])
+def test_opcheck_forward(case):
+    torch.library.opcheck(torch.ops.tilewise.attention.default, operator_arguments(case, requires_grad=True))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPERATOR_CASES.items()])
+@pytest.mark.parametrize("use_lse", [False, True])
+def test_opcheck_backward(case, use_lse):
+    q, k, v, bias, mask, *terms = operator_arguments(case, requires_grad=False)
+    o, lse = torch.ops.tilewise.attention(q, k, v, bias, mask, *terms)
+    dlse = torch.randn_like(lse) if use_lse else None
+    needs = [True, use_lse, True, bias is not None]
+    torch.library.opcheck(
+        torch.ops.tilewise.attention_backward.default,
+        (torch.randn_like(o), dlse, q, k, v, bias, mask, o, lse, *terms, needs),
+    )
+
+
+# --- torch.compile ---
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def biased(q, k, v, bias, mask):
+    """What a model does around the call as well: transposes before and after."""
+    o, lse = attention(q, k, v, bias=bias, mask=mask, causal=True, window=(6, None), softcap=9.0, return_lse=True)
+    return o.transpose(1, 2).flatten(2), lse
+
+
+def biased_inputs(length):
+    """Lengths that are no other dimension: dynamic shapes take equal sizes for one size."""
+    q, k, v = tensors(M=length, N=length + 1)
+    bias = torch.randn(1, 4, length, length + 1, requires_grad=True)
+    return q, k, v, bias, torch.rand(2, 1, 1, length + 1) < 0.8
+
+
+def values_and_gradients(function, inputs):
+    leaves = [x for x in inputs if x.requires_grad]
+    o, lse = function(*inputs)
+    loss = o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sin().sum()
+    return o, lse, *torch.autograd.grad(loss, leaves)
+
+
+def check_compiled(compiled, length):
+    inputs = biased_inputs(length)
+    for x, expected in zip(values_and_gradients(compiled, inputs), values_and_gradients(biased, inputs), strict=True):
+        torch.testing.assert_close(x, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("dynamic", "more_graphs"), [(True, 0), (None, 1), (False, 4)])
+def test_compile_makes_no_graph_for_each_length(fresh_dynamo, dynamic, more_graphs):
+    """dynamic=True: one graph for all lengths. By default: one for the first length, one for all others."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(biased, backend=counter, fullgraph=True, dynamic=dynamic)
+    check_compiled(compiled, 11)
+    before = counter.frame_count
+    for length in (17, 30, 9, 23):
+        check_compiled(compiled, length)
+    assert counter.frame_count == before + more_graphs
+    assert not counters["graph_break"]
+
+
+def test_compile_for_inference_and_a_changing_number_of_keys(fresh_dynamo):
+    """Decoding: one query, ever more keys, the cache grows; no length compiles anew after the second."""
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(q, k, v):
+        return attention(q, k, v, causal=True)
+
+    with torch.no_grad():
+        for keys in (11, 12, 13, 30, 64):
+            q, k, v = tensors(M=1, N=keys, requires_grad=False)
+            torch.testing.assert_close(step(q, k, v), attention(q, k, v, causal=True), **TOLERANCE)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # PyTorch's own use
+def test_compile_with_inductor(fresh_dynamo):
+    """The default backend: the operator stays opaque, strides of its outputs are what the fake kernel said."""
+    compiled = torch.compile(biased, fullgraph=True, dynamic=True)
+    for length in (11, 17):
+        check_compiled(compiled, length)
+
+
+# --- which gradients ---
+
+
+class Spy:
+    """Stands in for a backend's functions, keeps what they were asked for, and calls them."""
+
+    def __init__(self, monkeypatch):
+        self.needs, self.cotangents, self.bias_grad, self.forwards = [], [], [], 0
+        forward, backward = cpu.forward, cpu.backward
+
+        def spied_forward(problem, inputs):
+            self.forwards += 1
+            return forward(problem, inputs)
+
+        def spied_backward(problem, inputs, outputs, cotangents, needs):
+            self.needs.append(tuple(needs))
+            self.cotangents.append(cotangents)
+            self.bias_grad.append(problem.bias_grad)
+            gradients = backward(problem, inputs, outputs, cotangents, needs)
+            assert isinstance(gradients, Gradients)
+            assert tuple(g is not None for g in gradients) == tuple(needs)
+            return gradients
+
+        monkeypatch.setattr(cpu, "forward", spied_forward)
+        monkeypatch.setattr(cpu, "backward", spied_backward)
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    return Spy(monkeypatch)
+
+
+@pytest.mark.parametrize("wanted", [(3,), (0,), (1,), (2,), (0, 3), (1, 2), (0, 1, 2), (0, 1, 2, 3)])
+def test_gradients_only_for_what_asks_for_one(spy, wanted):
+    inputs = [*tensors(requires_grad=False), torch.randn(1, 4, 5, 7)]
+    everything = [x.clone().requires_grad_() for x in inputs]
+    expected = gradients(lambda q, k, v, bias: attention(q, k, v, bias=bias, return_lse=True), everything)
+    for n in wanted:
+        inputs[n].requires_grad_()
+    q, k, v, bias = inputs
+    o, lse = attention(q, k, v, bias=bias, return_lse=True)
+    (o.square().sum() + lse.sin().sum()).backward()
+    assert spy.needs[-1] == tuple(n in wanted for n in range(4))
+    assert spy.bias_grad[-1] == (3 in wanted)
+    for n, x in enumerate(inputs):
+        if n in wanted:
+            torch.testing.assert_close(x.grad, expected[n], **TOLERANCE)
+        else:
+            assert x.grad is None
+
+
+def test_only_the_lse_is_used(spy):
+    """do is zero then, and dlse alone gives what autograd gives for a plain logsumexp."""
+    q, k, v = tensors(Hkv=4, dtype=torch.float64)
+    _, lse = attention(q, k, v, return_lse=True)
+    cotangent = torch.randn_like(lse)
+    grads = torch.autograd.grad(lse, (q, k, v), cotangent)
+    expected = torch.autograd.grad(torch.logsumexp(q @ k.mT / math.sqrt(8), -1), (q, k), cotangent)
+    assert (spy.cotangents[-1].o == 0).all()
+    for x, y in zip(grads, expected, strict=False):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+    assert (grads[2] == 0).all()
+
+
+def test_only_the_output_is_used(spy):
+    """The cotangent of an LSE that nothing uses is None, not zeros."""
+    q, k, v = tensors()
+    o, _ = attention(q, k, v, return_lse=True)
+    o.sum().backward()
+    assert spy.cotangents[-1].lse is None
+
+
+def test_nothing_is_computed_where_no_gradient_arrives(spy):
+    q, k, v = tensors()
+    o, lse = attention(q, k, v, return_lse=True)
+    grads = torch.autograd.grad((o.detach().sum() + lse.detach().sum() + 0 * q.sum()), (q, k), allow_unused=True)
+    assert grads[1] is None
+    assert spy.needs == []
+
+
+def test_no_graph_without_a_need_for_one():
+    q, k, v = tensors(requires_grad=False)
+    assert not attention(q, k, v).requires_grad
+    q, k, v = tensors()
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+
+
+def test_an_expanded_bias_gets_its_gradient_through_autograd():
+    """A bias that the caller expanded is a full one here; autograd sums its gradient over the expansion."""
+    q, k, v = tensors()
+    bias = torch.randn(4, 1, 7, requires_grad=True)
+    (expected,) = torch.autograd.grad(attention(q, k, v, bias=bias).square().sum(), bias)
+    (grad,) = torch.autograd.grad(attention(q, k, v, bias=bias.expand(2, 4, 5, 7)).square().sum(), bias)
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivative_raises():
+    q, k, v = tensors()
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^tilewise\.attention has no second derivative"):
+        dq.sum().backward()
+
+
+def test_backward_twice_and_in_place_changes():
+    """What is saved is guarded: an input changed in place between forward and backward is an error."""
+    q, k, v = tensors()
+    o = attention(q, k, v)
+    first = torch.autograd.grad(o.sum(), q, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(o.sum(), q, retain_graph=True), first, rtol=0, atol=0)
+    with torch.no_grad():
+        k.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(o.sum(), q)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("by_default", [True, False])
+def test_deterministic_reaches_the_problem(monkeypatch, deterministic, by_default):
+    asked = []
+    of = autograd.Problem.of
+    monkeypatch.setattr(
+        autograd.Problem, "of", lambda *args, **kwargs: asked.append(kwargs["deterministic"]) or of(*args, **kwargs)
+    )
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic if by_default else not deterministic)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, was)
+        attention(*tensors(), deterministic=None if by_default else deterministic).sum().backward()
+    assert asked == [deterministic] * 2  # forward and backward
+
+
+# --- layouts and dtypes ---
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+def test_the_output_has_the_layout_of_q(heads_first, backend):
+    """Data laid out (B, M, H, D) comes by a transpose and goes back by one, without a copy."""
+    q, k, v = tensors()
+    if not heads_first:
+        q = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    o, lse = attention(q, k, v, return_lse=True, backend=backend)
+    assert (o if heads_first else o.transpose(1, 2)).is_contiguous()
+    assert lse.is_contiguous()
+    meta = [x.detach().to("meta") for x in (q, k, v)]
+    meta[0] = torch.empty_strided(q.shape, q.stride(), device="meta")
+    assert attention(*meta).stride() == o.stride()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "statistics"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_dtypes_of_outputs_and_gradients(dtype, statistics):
+    q, k, v = tensors(dtype=dtype)
+    bias = torch.randn(4, 5, 7, dtype=torch.float32, requires_grad=True)
+    o, lse = attention(q, k, v, bias=bias, return_lse=True)
+    assert (o.dtype, lse.dtype) == (dtype, statistics)
+    (o.sum() + lse.sum()).backward()
+    assert [x.grad.dtype for x in (q, k, v, bias)] == [dtype, dtype, dtype, torch.float32]
+    assert [x.grad.shape for x in (q, k, v, bias)] == [x.shape for x in (q, k, v, bias)]
+
+
+# --- nothing to compute ---
+
+
+@pytest.mark.parametrize("sizes", [{"M": 0}, {"N": 0}, {"B": 0}, {"M": 0, "N": 0}, {"H": 0, "Hkv": 0}])
+@pytest.mark.parametrize("use_lse", [False, True])
+def test_zero_sizes(sizes, use_lse):
+    """No query: empty outputs. No key: outputs 0, lse -inf. Gradients are zeros of the right shape either way."""
+    q, k, v = tensors(**sizes)
+    bias = torch.randn(1, 1, q.shape[2], 1, requires_grad=True)
+    o, lse = attention(q, k, v, bias=bias, return_lse=True)
+    assert o.shape == (*q.shape[:3], 6)
+    assert lse.shape == q.shape[:3]
+    assert (o == 0).all()
+    assert (lse == -math.inf).all()
+    loss = o.sum() + (lse.exp().sum() if use_lse else 0.0)
+    for x, grad in zip((q, k, v, bias), torch.autograd.grad(loss, (q, k, v, bias)), strict=True):
+        assert grad.shape == x.shape
+        assert (grad == 0).all()

@@ -1,0 +1,154 @@
+"""The shape of the house: which module may import which, what importing tilewise costs, how long a module may be."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+PACKAGE = Path(tilewise.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
+# doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
+BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score"}
+ROOMS = {
+    "tilewise.score": set(),
+    "tilewise.problem": {"tilewise.score"},
+    "tilewise.backends": set(),
+    "tilewise.backends.oracle": BACKEND,
+    "tilewise.backends.cpu": BACKEND,
+    "tilewise.backends.triton": BACKEND,
+    "tilewise.plan": {"tilewise.problem"},
+    "tilewise.autograd": {"tilewise.plan", *BACKEND},
+    "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
+}
+TRITON_ROOMS = {"tilewise.backends.triton"}
+
+
+def name_of(path):
+    parts = ["tilewise", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def imports(tree):
+    """Every module that the source names, at its top or inside a function; `from a import b` is a.b if that is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if node.module == "tilewise":  # a public name: its home is what is imported
+                    inner = tilewise._HOMES.get(alias.name, inner)
+                yield inner if inner in MODULES else node.module if node.module != "tilewise" else inner
+
+
+def inside(module, room):
+    return module == room or module.startswith(room + ".")
+
+
+def room_of(module):
+    """The innermost listed room that the module is in, or None."""
+    rooms = [room for room in ROOMS if inside(module, room)]
+    return max(rooms, key=len, default=None)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) is not None])
+def test_arrows_run_one_way(module):
+    room = room_of(module)
+    for imported in imports(MODULES[module]):
+        if inside(imported, "tilewise") and room_of(imported) != room:
+            assert room_of(imported) in ROOMS[room], f"{module} imports {imported}"
+
+
+def test_every_backend_has_a_room():
+    backends = {".".join(name.split(".")[:3]) for name in MODULES if name.startswith("tilewise.backends.")}
+    assert backends == {room for room in ROOMS if room.startswith("tilewise.backends.")}
+    for backend in backends:
+        others = backends - {backend}
+        for name in MODULES:
+            if inside(name, backend):
+                found = [i for i in imports(MODULES[name]) if any(inside(i, other) for other in others)]
+                assert not found, f"{name} imports {found}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_its_backend_imports_triton(module):
+    names = [name for name in imports(MODULES[module]) if inside(name, "triton")]
+    assert not names or any(inside(module, room) for room in TRITON_ROOMS)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) is not None])
+def test_only_autograd_knows_torch_autograd_and_library(module):
+    if module == "tilewise.autograd":
+        return
+    tree = MODULES[module]
+    dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | set(imports(tree))
+    assert not [name for name in dotted if name.startswith(("torch.autograd", "torch.library"))]
+
+
+@pytest.mark.parametrize(
+    "path", [*SOURCES, *(REPOSITORY / "tests").rglob("*.py")], ids=lambda path: str(path.relative_to(REPOSITORY))
+)
+def test_no_module_over_600_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_with_twenty_parameters(module):
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.FunctionDef):
+            arguments = node.args
+            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+            assert count < 20, f"{module}.{node.name} has {count} parameters"
+
+
+def child(code):
+    """Run code in a fresh interpreter, without the test run's environment switches; returns what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_tilewise_touches_neither_cuda_nor_triton():
+    """Nor torch, transformers or anything else heavy; a call on the CPU does not import triton either."""
+    loaded = "[m for m in ('torch', 'triton', 'transformers', 'numpy') if m in sys.modules]"
+    before, names, after_call, cuda = child(f"""
+import sys, tilewise
+print(*{loaded}, "-", sep="")
+assert set(tilewise.__all__) <= set(dir(tilewise))
+print(",".join(sorted(tilewise.__all__)))
+import torch
+had = "triton" in sys.modules
+q = torch.zeros(1, 1, 2, 8)
+tilewise.attention(q, q, q, bias=torch.zeros(2, 2, requires_grad=True)).sum().backward()
+print(had == ("triton" in sys.modules) and "transformers" not in sys.modules)
+print(torch.cuda.is_initialized())
+""")
+    assert before == "-"
+    assert names == ",".join(sorted(tilewise.__all__))
+    assert after_call == "True"
+    assert cuda == "False"
+
+
+@pytest.mark.parametrize("name", tilewise.__all__)
+def test_public_names_are_resolved(name):
+    value = getattr(tilewise, name)
+    assert value.__module__ == tilewise._HOMES[name]
+    assert value.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"^module 'tilewise' has no attribute 'atention'$"):
+        tilewise.atention  # noqa: B018

@@ -1,0 +1,329 @@
+"""Every error of the public call, by its whole message, and what a Problem says of a call that is accepted."""
+
+import re
+
+import pytest
+import torch
+
+from tilewise import attention
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
+
+B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
+
+
+def tensors():
+    return {"q": torch.randn(B, H, M, D), "k": torch.randn(B, HKV, N, D), "v": torch.randn(B, HKV, N, DV)}
+
+
+def call(arguments):
+    arguments = tensors() | arguments
+    return attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def zeros(*shape, **kwargs):
+    return torch.zeros(shape, **kwargs)
+
+
+BAD_TENSORS = {
+    "q is a list": ({"q": [1.0]}, TypeError, "q: expected a torch.Tensor, got list"),
+    "k is None": ({"k": None}, TypeError, "k: expected a torch.Tensor, got NoneType"),
+    "bias is a number": ({"bias": 3.0}, TypeError, "bias: expected a torch.Tensor, got float"),
+    "mask is a list": ({"mask": [True]}, TypeError, "mask: expected a torch.Tensor, got list"),
+    "q has three dimensions": (
+        {"q": zeros(H, M, D)},
+        ValueError,
+        "q: expected 4 dimensions (batch, heads, length, head_dim), got shape (4, 5, 8)",
+    ),
+    "v has five dimensions": (
+        {"v": zeros(1, B, HKV, N, DV)},
+        ValueError,
+        "v: expected 4 dimensions (batch, heads, length, head_dim), got shape (1, 2, 2, 6, 3)",
+    ),
+    "q is of integers": (
+        {"q": zeros(B, H, M, D, dtype=torch.int64)},
+        TypeError,
+        "q: dtype must be float16, bfloat16, float32 or float64, got torch.int64",
+    ),
+    "k is complex": (
+        {"k": zeros(B, HKV, N, D, dtype=torch.complex64)},
+        TypeError,
+        "k: dtype must be float16, bfloat16, float32 or float64, got torch.complex64",
+    ),
+    "k of another dtype": (
+        {"k": zeros(B, HKV, N, D, dtype=torch.float16)},
+        TypeError,
+        "k: dtype must equal q's, got torch.float16 with q torch.float32",
+    ),
+    "v of another dtype": (
+        {"v": zeros(B, HKV, N, DV, dtype=torch.float64)},
+        TypeError,
+        "v: dtype must equal q's, got torch.float64 with q torch.float32",
+    ),
+    "k on another device": (
+        {"k": zeros(B, HKV, N, D, device="meta")},
+        ValueError,
+        "k: must be on q's device cpu, got meta",
+    ),
+    "v on another device": (
+        {"v": zeros(B, HKV, N, DV, device="meta")},
+        ValueError,
+        "v: must be on q's device cpu, got meta",
+    ),
+    "q on another device": (
+        {"q": zeros(B, H, M, D, device="meta")},
+        ValueError,
+        "k: must be on q's device meta, got cpu",
+    ),
+    "k of another batch": (
+        {"k": zeros(1, HKV, N, D)},
+        ValueError,
+        "k: batch size must equal q's 2, got 1 (shape (1, 2, 6, 8))",
+    ),
+    "v of another batch": (
+        {"v": zeros(3, HKV, N, DV)},
+        ValueError,
+        "v: batch size must equal q's 2, got 3 (shape (3, 2, 6, 3))",
+    ),
+    "k of another head dimension": (
+        {"k": zeros(B, HKV, N, 7)},
+        ValueError,
+        "k: head dimension must equal q's 8, got 7",
+    ),
+    "v of other heads": ({"v": zeros(B, 1, N, DV)}, ValueError, "v: number of heads must equal k's 2, got 1"),
+    "v of another length": ({"v": zeros(B, HKV, 1, DV)}, ValueError, "v: length must equal k's 6, got 1"),
+    "heads do not divide": (
+        {"q": zeros(B, 3, M, D)},
+        ValueError,
+        "k, v: the 2 key/value heads must divide the 3 query heads",
+    ),
+    "more key heads than query heads": (
+        {"q": zeros(B, 1, M, D)},
+        ValueError,
+        "k, v: the 2 key/value heads must divide the 1 query heads",
+    ),
+    "no key heads": (
+        {"k": zeros(B, 0, N, D), "v": zeros(B, 0, N, DV)},
+        ValueError,
+        "k, v: the 0 key/value heads must divide the 4 query heads",
+    ),
+    "head dimension over 256": (
+        {"q": zeros(B, H, M, 257), "k": zeros(B, HKV, N, 257)},
+        ValueError,
+        "q, k: head dimension must be between 1 and 256, got 257",
+    ),
+    "head dimension 0": (
+        {"q": zeros(B, H, M, 0), "k": zeros(B, HKV, N, 0)},
+        ValueError,
+        "q, k: head dimension must be between 1 and 256, got 0",
+    ),
+    "value dimension over 256": (
+        {"v": zeros(B, HKV, N, 257)},
+        ValueError,
+        "v: head dimension must be between 1 and 256, got 257",
+    ),
+    "value dimension 0": (
+        {"v": zeros(B, HKV, N, 0)},
+        ValueError,
+        "v: head dimension must be between 1 and 256, got 0",
+    ),
+}
+
+BAD_OPERANDS = {
+    "bias of integers": (
+        {"bias": zeros(M, N, dtype=torch.int64)},
+        TypeError,
+        "bias: dtype must be float16, bfloat16, float32 or float64, got torch.int64",
+    ),
+    "bias of bool": (
+        {"bias": zeros(M, N, dtype=torch.bool)},
+        TypeError,
+        "bias: dtype must be float16, bfloat16, float32 or float64, got torch.bool; a bool mask is passed as mask=",
+    ),
+    "mask of floats": (
+        {"mask": zeros(M, N)},
+        TypeError,
+        "mask: dtype must be bool (True = attend), got torch.float32; an additive mask is passed as bias=",
+    ),
+    "mask that requires grad": (
+        {"mask": zeros(M, N, requires_grad=True)},
+        ValueError,
+        "mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=",
+    ),
+    "bias on another device": (
+        {"bias": zeros(M, N, device="meta")},
+        ValueError,
+        "bias: must be on q's device cpu, got meta",
+    ),
+    "mask on another device": (
+        {"mask": zeros(M, N, device="meta", dtype=torch.bool)},
+        ValueError,
+        "mask: must be on q's device cpu, got meta",
+    ),
+    "bias of five dimensions": (
+        {"bias": zeros(1, B, H, M, N)},
+        ValueError,
+        "bias: expected at most 4 dimensions, got shape (1, 2, 4, 5, 6)",
+    ),
+    "bias of another batch": (
+        {"bias": zeros(3, H, M, N)},
+        ValueError,
+        "bias: shape (3, 4, 5, 6) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "bias of other heads": (
+        {"bias": zeros(B, 3, M, N)},
+        ValueError,
+        "bias: shape (2, 3, 5, 6) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "bias of other queries": (
+        {"bias": zeros(B, H, N, N)},
+        ValueError,
+        "bias: shape (2, 4, 6, 6) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "mask of other keys": (
+        {"mask": zeros(B, H, M, M, dtype=torch.bool)},
+        ValueError,
+        "mask: shape (2, 4, 5, 5) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "bias without grouped heads": (
+        {"k": zeros(B, H, N, D), "v": zeros(B, H, N, DV), "bias": zeros(1, 2, M, N)},
+        ValueError,
+        "bias: shape (1, 2, 5, 6) does not broadcast to (2|1, 4|1, 5|1, 6|1)",
+    ),
+}
+
+BAD_NUMBERS = {
+    "window is a number": ({"window": 3}, TypeError, "window: expected a pair (left, right) of int or None, got 3"),
+    "window of three": (
+        {"window": (1, 2, 3)},
+        TypeError,
+        "window: expected a pair (left, right) of int or None, got (1, 2, 3)",
+    ),
+    "window of a negative left width": (
+        {"window": (-1, 0)},
+        ValueError,
+        "window: left width must be 0 or more (None for no limit), got -1",
+    ),
+    "window of a negative right width": (
+        {"window": (None, -2)},
+        ValueError,
+        "window: right width must be 0 or more (None for no limit), got -2",
+    ),
+    "window of a float": (
+        {"window": (1, 2.0)},
+        TypeError,
+        "window: right width must be an int or None, got 2.0",
+    ),
+    "window of a bool": ({"window": (True, None)}, TypeError, "window: left width must be an int or None, got True"),
+    "window of a word": ({"window": ("4", None)}, TypeError, "window: left width must be an int or None, got '4'"),
+    "scale 0": ({"scale": 0}, ValueError, "scale: must be positive and finite, got 0"),
+    "scale negative": ({"scale": -0.5}, ValueError, "scale: must be positive and finite, got -0.5"),
+    "scale infinite": ({"scale": float("inf")}, ValueError, "scale: must be positive and finite, got inf"),
+    "scale not a number": ({"scale": float("nan")}, ValueError, "scale: must be positive and finite, got nan"),
+    "scale a tensor": ({"scale": torch.tensor(0.5)}, TypeError, "scale: expected a float, got Tensor"),
+    "scale a word": ({"scale": "0.5"}, TypeError, "scale: expected a float, got str"),
+    "scale a list": ({"scale": [0.5]}, TypeError, "scale: expected a float, got list"),
+    "scale complex": ({"scale": 1j}, TypeError, "scale: expected a float, got complex"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap: must be positive and finite, got 0.0"),
+    "softcap negative": ({"softcap": -30.0}, ValueError, "softcap: must be positive and finite, got -30.0"),
+    "softcap a bool": ({"softcap": True}, TypeError, "softcap: expected a float, got bool"),
+    "dropout over 1": ({"dropout_p": 1.5}, ValueError, "dropout_p: must be a float in [0, 1), got 1.5"),
+    "dropout negative": ({"dropout_p": -0.1}, ValueError, "dropout_p: must be a float in [0, 1), got -0.1"),
+    "dropout a bool": ({"dropout_p": True}, TypeError, "dropout_p: expected a float, got bool"),
+    "dropout None": ({"dropout_p": None}, TypeError, "dropout_p: expected a float, got NoneType"),
+    "dropout": (
+        {"dropout_p": 0.1},
+        NotImplementedError,
+        "dropout_p: dropout is not implemented yet, got 0.1",
+    ),
+}
+
+UNKNOWN = "backend: must be one of triton, cpu, oracle or None, got "
+BAD_BACKENDS = {
+    "unknown": ({"backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
+    "empty name": ({"backend": ""}, ValueError, UNKNOWN + "''"),
+    "the plan's own word": ({"backend": "auto"}, ValueError, UNKNOWN + "'auto'"),
+    "no name": ({"backend": 3}, ValueError, UNKNOWN + "3"),
+    "unknown, nothing to compute": ({"q": zeros(B, H, 0, D), "backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        pytest.param(*case, id=name)
+        for table in (BAD_TENSORS, BAD_OPERANDS, BAD_NUMBERS, BAD_BACKENDS)
+        for name, case in table.items()
+    ],
+)
+def test_error(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$") as raised:
+        call(arguments)
+    assert type(raised.value) is error  # NotImplementedError is a RuntimeError, and so on
+
+
+@pytest.mark.parametrize("queries", [M, 0])
+def test_explicit_backend_that_declines_is_an_error(queries):
+    """Also where there is nothing to compute: what is asked for is not replaced."""
+    with pytest.raises(ValueError, match=r"^backend: 'triton' cannot run this call: .*cpu"):
+        call({"q": zeros(B, H, queries, D), "backend": "triton"})
+
+
+def test_errors_are_the_same_on_the_meta_device():
+    meta = {name: x.to("meta") for name, x in tensors().items()}
+    assert call(meta).shape == (B, H, M, DV)
+    with pytest.raises(ValueError, match=r"^k: head dimension must equal q's 8, got 7$"):
+        call(meta | {"k": zeros(B, HKV, N, 7, device="meta")})
+
+
+@pytest.mark.parametrize(
+    ("given", "described"),
+    [
+        ((), (1, 1, 1, 1)),
+        ((N,), (1, 1, 1, N)),
+        ((M, 1), (1, 1, M, 1)),
+        ((H, M, N), (1, H, M, N)),
+        ((HKV, 1, N), (1, HKV, 1, N)),
+        ((B, 1, 1, N), (B, 1, 1, N)),
+        ((B, H, M, N), (B, H, M, N)),
+    ],
+)
+def test_smaller_shapes_broadcast_from_the_right(given, described):
+    same = tensors()
+    bias = torch.randn(given, requires_grad=True)
+    o = call(same | {"bias": bias})
+    full = call(same | {"bias": bias.detach().view(described)})
+    torch.testing.assert_close(o, full, rtol=0, atol=0)
+    (grad,) = torch.autograd.grad(o.sum(), bias)
+    assert grad.shape == bias.shape
+
+
+def test_problem_describes_the_call():
+    x = tensors()
+    score = Score(0.5, 20.0, Band(None, 1))
+    bias, mask = zeros(B, 1, M, N, dtype=torch.bfloat16), zeros(1, HKV, 1, N, dtype=torch.bool)
+    problem = Problem.of(x["q"], x["k"], x["v"], bias, mask, score, bias_grad=True, deterministic=True)
+    assert problem == Problem(
+        device="cpu", capability=None, dtype=torch.float32, batch=B, heads=H, kv_heads=HKV, queries=M, keys=N,
+        head_dim=D, value_dim=DV, score=score, bias=Operand(torch.bfloat16, B, 1, M, N),
+        mask=Operand(torch.bool, 1, HKV, 1, N), bias_grad=True, deterministic=True,
+    )  # fmt: skip
+    assert hash(problem) == hash(Problem.of(*x.values(), bias, mask, score, bias_grad=True, deterministic=True))
+    assert problem.group == 2
+    assert not problem.empty
+    assert problem.bias is not None
+    assert problem.bias.shape == (B, 1, M, N)
+    # Causal, bottom-right, five queries and six keys: query i sees i + 2 keys.
+    assert problem.pairs == B * H * (2 + 3 + 4 + 5 + 6)
+    assert problem.flops == 2 * problem.pairs * (D + DV)
+    assert problem.backward_flops == 2 * problem.pairs * (3 * D + 2 * DV)
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads", "queries", "keys"])
+def test_zero_sizes_are_empty_problems(axis):
+    shape = {"batch": B, "heads": H, "queries": M, "keys": N} | {axis: 0}
+    q = zeros(shape["batch"], shape["heads"], shape["queries"], D)
+    k = zeros(shape["batch"], shape["heads"], shape["keys"], D)
+    problem = Problem.of(q, k, k, None, None, Score(1.0))
+    assert problem.empty
+    assert problem.pairs == problem.flops == 0

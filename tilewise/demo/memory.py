@@ -1,0 +1,226 @@
+"""Part 3: memory and time of forward plus backward against sequence length, with a trainable bias.
+
+Measured is the working memory: the peak while the step runs, less what was there before and less the output and the
+gradients, which any implementation must return. What remains is what the algorithm itself needs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from tilewise.demo.comparison import (
+    Advance,
+    Attend,
+    Comparison,
+    relative_difference,
+    sdpa_attention,
+    tilewise_attention,
+    worst,
+)
+
+# Relative to the largest element, between two implementations in the same dtype, each rounding in its own order.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SEED = 20
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """q, k, v (batch, heads, S, head_dim) and bias (1, heads, S, S), shared by the batch, for each S in ``lengths``."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    repeats: int
+
+    def bias_bytes(self, length: int) -> int:
+        return self.heads * length * length * self.dtype.itemsize
+
+
+CPU = MemorySettings(2, 4, 64, lengths=(256, 512, 1024, 2048), dtype=torch.float32, repeats=3)
+CUDA = MemorySettings(4, 8, 64, lengths=(1024, 2048, 4096, 8192, 16384, 32768), dtype=torch.bfloat16, repeats=5)
+# Of a GPU's memory, how much the bias and its gradient may take; longer sequences are left out.
+BIAS_SHARE = 0.4
+
+
+def quick(settings: MemorySettings) -> MemorySettings:
+    return replace(settings, lengths=settings.lengths[:3], repeats=1)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Working memory in bytes and median time in seconds of one step; None where the device ran out of memory."""
+
+    length: int
+    working_bytes: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    settings: MemorySettings
+    tilewise: list[Measurement]
+    sdpa: list[Measurement]
+    comparisons: list[Comparison]
+
+
+Step = Callable[[], tuple[Tensor, ...]]
+
+
+def random_inputs(settings: MemorySettings, length: int, device: torch.device) -> list[Tensor]:
+    """q, k, v, bias, all trainable, and the gradient that the output receives."""
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=settings.dtype)
+
+    shape = (settings.batch, settings.heads, length, settings.head_dim)
+    q, k, v = (random(*shape).requires_grad_() for _ in range(3))
+    bias = random(1, settings.heads, length, length).requires_grad_()
+    return [q, k, v, bias, random(*shape)]
+
+
+def attention_step(attend: Attend, inputs: list[Tensor]) -> Step:
+    """A function that runs one forward and backward and returns the output and the gradients of q, k, v, bias."""
+    *leaves, do = inputs
+
+    def step() -> tuple[Tensor, ...]:
+        o = attend(*leaves)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    return step
+
+
+def working_bytes(step: Step, device: torch.device) -> int:
+    """Peak memory while ``step`` runs, less what was held before and what it returns."""
+    peak, results = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
+    return peak - sum(x.numel() * x.itemsize for x in results)
+
+
+def _cuda_peak(step: Step, device: torch.device) -> tuple[int, tuple[Tensor, ...]]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    results = step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before, results
+
+
+def _cpu_peak(step: Step) -> tuple[int, tuple[Tensor, ...]]:
+    """The profiler notes every allocation that passes through torch's allocator, inside fused kernels too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        results = step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        with trace.open(encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    changes = [event["args"] for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == 0]
+    held = peak = 0
+    for change in sorted(changes, key=lambda change: change["Ev Idx"]):
+        held += change["Bytes"]
+        peak = max(peak, held)
+    return peak, results
+
+
+def _seconds(step: Step, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def lengths_that_fit(settings: MemorySettings, device: torch.device) -> tuple[int, ...]:
+    if device.type != "cuda":
+        return settings.lengths
+    room = BIAS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return tuple(length for length in settings.lengths if 2 * settings.bias_bytes(length) <= room)
+
+
+def measure(
+    attends: dict[str, Attend], settings: MemorySettings, length: int, device: torch.device
+) -> dict[str, Measurement]:
+    """Measure each implementation at one length; timed runs take turns, so that a busy machine slows all alike."""
+    inputs = random_inputs(settings, length, device)
+    steps = {name: attention_step(attend, inputs) for name, attend in attends.items()}
+    results: dict[str, Measurement] = {}
+    for name, step in steps.items():
+        try:
+            step()  # compilation and first-use buffers do not count
+            results[name] = Measurement(length, working_bytes(step, device), None)
+        except torch.OutOfMemoryError:
+            results[name] = Measurement(length, None, None)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    steps = {name: step for name, step in steps.items() if results[name].working_bytes is not None}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(settings.repeats):
+        for name, step in steps.items():
+            times[name].append(_seconds(step, device))
+    for name, seconds in times.items():
+        results[name] = replace(results[name], seconds=statistics.median(seconds))
+    return results
+
+
+def compare(attend: Attend, settings: MemorySettings, length: int, device: torch.device) -> list[Comparison]:
+    """Output and gradients of ``attend`` against SDPA's, on the same random inputs."""
+    inputs = random_inputs(settings, length, device)
+    ours, theirs = attention_step(attend, inputs)(), attention_step(sdpa_attention, inputs)()
+    difference = worst(relative_difference(a, b) for a, b in zip(ours, theirs, strict=True))
+    return [Comparison(f"o, dq, dk, dv, dbias at S = {length}, relative", difference, TOLERANCES[settings.dtype])]
+
+
+def run(
+    settings: MemorySettings,
+    device: torch.device,
+    advance: Advance = lambda fraction: None,
+    attend: Attend = tilewise_attention,
+) -> MemoryResult:
+    """Measure every length, ``advance`` after each; the shortest is also where the results are compared."""
+    lengths = lengths_that_fit(settings, device)
+    work = sum(length**2 for length in lengths)
+    comparisons = compare(attend, settings, lengths[0], device)
+    measured = []
+    for length in lengths:
+        measured.append(measure({"tilewise": attend, "sdpa": sdpa_attention}, settings, length, device))
+        advance(length**2 / work)
+    return MemoryResult(
+        replace(settings, lengths=lengths),
+        tilewise=[m["tilewise"] for m in measured],
+        sdpa=[m["sdpa"] for m in measured],
+        comparisons=comparisons,
+    )
+
+
+def describe(result: MemoryResult) -> list[str]:
+    """The account for the reader, a line each."""
+    s = result.settings
+    dtype = str(s.dtype).removeprefix("torch.")
+    lines = [
+        f"Forward and backward, q, k, v ({s.batch}, {s.heads}, S, {s.head_dim}) in {dtype}, trainable bias "
+        f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients.",
+        f"{'S':>7}  {'tilewise':>22}  {'SDPA':>22}",
+    ]
+    for ours, theirs in zip(result.tilewise, result.sdpa, strict=True):
+        lines.append(f"{ours.length:>7}  {_row(ours):>22}  {_row(theirs):>22}")
+    return lines
+
+
+def _row(m: Measurement) -> str:
+    if m.working_bytes is None or m.seconds is None:
+        return "out of memory"
+    return f"{m.working_bytes / 2**20:.1f} MiB {1e3 * m.seconds:9.1f} ms"

@@ -1,0 +1,230 @@
+"""The door for code that calls torch.nn.functional.scaled_dot_product_attention: the same signature and semantics."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.autograd import attention_op
+from tilewise.backends import Inputs
+from tilewise.problem import DTYPES, check_numbers
+from tilewise.score.terms import Band, Score
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``softmax(scale * query @ key.mT + attn_mask) @ value`` as `torch.nn.functional.scaled_dot_product_attention`.
+
+    The signature, the shapes and the meaning of every argument are PyTorch's. The score matrix is never stored and a
+    float ``attn_mask`` that requires grad gets its gradient, summed in float32.
+
+    Args:
+        query: (..., H, L, E), any number of leading dimensions, also none; float16, bfloat16, float32, or float64
+            (CPU). E is 1 to 256.
+        key: (..., H, S, E), query's dtype. Leading dimensions of query, key and value broadcast against each other.
+        value: (..., H, S, Ev), query's dtype. Ev is 1 to 256.
+        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. Floating, of any dtype: added to the scores;
+            -inf hides the key from the query.
+        dropout_p: must be 0 for now.
+        is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``).
+        scale: multiplies ``query @ key.mT``. Default ``1 / sqrt(E)``.
+        enable_gqa: key and value may have fewer heads (dimension -3) than query, a divisor of H.
+
+    Returns:
+        (..., H, L, Ev) in query's dtype, or in autocast's: under `torch.autocast`, query, key and value are cast to its
+        dtype as for PyTorch's function, while attn_mask keeps its own.
+
+    Where PyTorch's implementations differ from each other: a query that sees no key gives 0 and zero gradients.
+    NaN or infinity in a key or value that no query sees stays out of the output.
+
+    Copies: 4-dimensional arguments are never copied, nor is a mask expanded. More leading dimensions are folded into
+    two by views; query, key and value are copied where their strides do not allow that: where attn_mask has some of
+    the leading dimensions but not their last, or the last but not all others, and where sizes of 1 were broadcast. Key
+    heads that are neither equal to value's nor 1 are repeated up to the common multiple.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed; also for attn_mask with is_causal.
+        NotImplementedError: dropout_p > 0.
+    """
+    _check_tensors(query, key, value, attn_mask)
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask: must be None when is_causal=True; pass one mask that says both")
+    query, scale = _positive_scale(query, scale)
+    check_numbers(None, scale, None, dropout_p)
+    query, key, value = autocast(query, key, value)
+    inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
+    score = Score(float(scale), band=Band.aligned(bool(is_causal), None, diagonal=0))
+    o, _ = attention_op(inputs, score, torch.are_deterministic_algorithms_enabled(), "auto")
+    return fold.unfold(o)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` in autocast's dtype where autocast is on: float64 stays, as it does for PyTorch's own operators."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if x is None and name == "attn_mask":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(f"{name}: nested tensors are not supported")
+        if x.device != query.device:
+            raise ValueError(f"{name}: must be on query's device {query.device}, got {x.device}")
+        if name != "attn_mask" and x.dim() < 2:
+            raise ValueError(f"{name}: expected at least 2 dimensions (..., length, head_dim), got shape {_shape(x)}")
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(
+            f"attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype} "
+            f"with query {query.dtype}"
+        )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key: head dimension must equal query's {query.shape[-1]}, got {key.shape[-1]}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value: length must equal key's {key.shape[-2]}, got {value.shape[-2]}")
+
+
+def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """A scale that is not positive, which PyTorch allows, is the query's sign: -1 and 0 round nothing."""
+    if scale is None:
+        return query, 1.0 / math.sqrt(max(query.shape[-1], 1))
+    if isinstance(scale, (int, float)) and scale <= 0:
+        return (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    return query, scale
+
+
+class _Fold(NamedTuple):
+    """How leading dimensions were folded into (B, H): ``order`` permutes them, ``sizes`` are theirs in that order."""
+
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def unfold(self, o: Tensor) -> Tensor:
+        o = o.reshape(*self.sizes, *o.shape[-2:])
+        n = len(self.order)
+        if self.order != tuple(range(n)):
+            o = o.permute(*(self.order.index(i) for i in range(n)), -2, -1)
+        return o
+
+
+def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, gqa: bool) -> tuple[Inputs, _Fold]:
+    """The arguments as (B, H, L, E) and the way back."""
+    without_heads = query.dim() == key.dim() == value.dim() == 2
+    if without_heads and gqa:
+        raise ValueError(f"enable_gqa: needs a dimension of heads, got query of shape {_shape(query)}")
+    heads, kv_heads = _heads(query, key, value, gqa)
+    batch = _broadcast_batch(query, key, value)
+    query = _per_head(query, heads, batch)
+    key, value = _per_head(key, kv_heads, batch), _per_head(value, kv_heads, batch)
+    lead = (*batch, heads)
+    if attn_mask is not None:
+        attn_mask = _with_leading(attn_mask, lead, query.shape[-2], key.shape[-2])
+    beside_batch, beside_heads = _groups(lead, None if attn_mask is None else attn_mask.shape[:-2])
+
+    def fold(x: Tensor) -> Tensor:
+        order = (*beside_batch, *beside_heads)
+        if x.dim() == 4 and order == (0, 1):
+            return x
+        B = math.prod(x.shape[i] for i in beside_batch)
+        H = math.prod(x.shape[i] for i in beside_heads)
+        return x.permute(*order, -2, -1).reshape(B, H, *x.shape[-2:])
+
+    bias, mask = None, None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        mask = fold(attn_mask)
+    elif attn_mask is not None:
+        bias = fold(attn_mask)
+    order = (*beside_batch, *beside_heads)
+    result = _Fold(order, tuple(lead[i] for i in order))
+    if without_heads:
+        result = _Fold((), ())
+    return Inputs(fold(query), fold(key), fold(value), bias, mask), result
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> tuple[int, int]:
+    """Query heads H and key/value heads; a tensor of two dimensions has one head."""
+    H, Hk, Hv = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    for name, h in (("key", Hk), ("value", Hv)):
+        if gqa and h != H and (h == 0 or H % h != 0):
+            raise ValueError(f"{name}: its {h} heads must divide query's {H} heads")
+    if gqa:
+        return H, math.lcm(Hk, Hv)
+    sizes = {H, Hk, Hv} - {1}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"key, value: number of heads must equal query's {H} or be 1, got {Hk} and {Hv}; "
+            "enable_gqa=True allows a divisor"
+        )
+    kv = {Hk, Hv} - {1}
+    return (sizes.pop() if sizes else 1), (kv.pop() if kv else 1)
+
+
+def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    shapes = [tuple(x.shape[:-3]) for x in (query, key, value)]
+    rank = max(1, *(len(s) for s in shapes))
+    batch = []
+    for i in range(rank):
+        sizes = {s[i - rank + len(s)] for s in shapes if i - rank + len(s) >= 0} - {1}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"query, key, value: leading dimensions do not broadcast: shapes {_shape(query)}, {_shape(key)}, "
+                f"{_shape(value)}"
+            )
+        batch.append(sizes.pop() if sizes else 1)
+    return tuple(batch)
+
+
+def _per_head(x: Tensor, heads: int, batch: tuple[int, ...]) -> Tensor:
+    """``x`` expanded to (*batch, heads, length, head_dim)."""
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    if x.shape[-3] != heads:
+        repeats = heads // max(x.shape[-3], 1)
+        x = x.unsqueeze(-3).expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
+    return x.expand(*batch, *x.shape[-3:])
+
+
+def _with_leading(attn_mask: Tensor, lead: tuple[int, ...], L: int, S: int) -> Tensor:
+    full = (*lead, L, S)
+    missing = len(full) - attn_mask.dim()
+    x = attn_mask[(None,) * missing] if missing > 0 else attn_mask
+    if missing < 0 or any(size not in (1, allowed) for size, allowed in zip(x.shape, full, strict=True)):
+        raise ValueError(f"attn_mask: shape {_shape(attn_mask)} does not broadcast to {full}")
+    return x
+
+
+def _groups(lead: tuple[int, ...], mask: torch.Size | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which leading dimensions are folded into B and which, with the heads, into H.
+
+    A mask that is broadcast along some of the leading dimensions stays unexpanded if the dimensions that it has and
+    those that it lacks go to different sides. Folding a dimension into H keeps groups of heads together, since the key
+    heads fold by the same dimension.
+    """
+    heads = len(lead) - 1
+    others = tuple(range(heads))
+    if mask is None or len({mask[i] != 1 for i in others if lead[i] != 1}) <= 1:
+        return others, (heads,)
+    beside_heads = tuple(i for i in others if lead[i] != 1 and (mask[i] != 1) == (mask[heads] != 1))
+    return tuple(i for i in others if i not in beside_heads), (*beside_heads, heads)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
