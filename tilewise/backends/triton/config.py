@@ -1,4 +1,10 @@
-"""Tile sizes, warps and pipeline depth of the Triton kernels, with the reason for the numbers."""
+"""Tile sizes, warps and pipeline depth of the Triton kernels, with the reason for the numbers.
+
+Measured on an H200 with Triton 3.6 (docs/performance.md). Two rules explain most of the table. The load pipeline needs
+three stages: with two, Triton issues the next load at the end of an iteration and its latency is exposed. And a small
+tile with several programs on a multiprocessor beats one large program, because the softmax of one then runs under the
+products of another; a bias tile in shared memory leaves room for fewer programs and turns that round at D = 128.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,16 @@ from tilewise.problem import Problem
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of block_m queries by block_n keys, warps a program, stages of the load pipeline."""
+    """Tile of block_m queries by block_n keys, warps a program, stages of the load pipeline.
+
+    dq_tma: dQ is reduced by TMA, through shared memory, and not by pointers, from registers.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    dq_tma: bool = False
 
 
 def shared_memory(problem: Problem) -> int:
@@ -31,24 +41,45 @@ def padded(n: int) -> int:
 
 
 def forward_config(problem: Problem) -> Config:
+    """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
-        return Config(64, 32, 4, 2) if d <= 128 else Config(32, 16, 4, 1)
-    hopper = shared_memory(problem) > 200 * 1024
+        return Config(64, 32, 4, 2) if d <= 64 else Config(32, 16, 4, 1)
+    if shared_memory(problem) < 200 * 1024:
+        if d <= 64:
+            return Config(128, 64, 4, 2)
+        return Config(64, 32, 4, 2) if d <= 128 else Config(64, 16, 4, 1)
+    bias_tile = _bias_tile(problem)
     if d <= 64:
-        return Config(128, 128, 8, 3) if hopper else Config(128, 64, 4, 2)
+        if bias_tile:
+            return Config(128, 64, 4, 3)
+        return Config(64, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
     if d <= 128:
-        return Config(128, 128, 8, 2) if hopper else Config(128, 64 if d <= 64 else 32, 4, 2)
-    return Config(128, 64, 8, 2) if hopper else Config(64, 32, 4, 1)
+        return Config(128, 64, 8, 3 if bias_tile == 2 else 2) if bias_tile else Config(64, 64, 4, 3)
+    return Config(128, 64, 8, 2) if bias_tile < 4 else Config(128, 32, 8, 2)
 
 
 def backward_config(problem: Problem) -> Config:
+    """The backward's tiles; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
-        return Config(32, 32, 4, 1) if d <= 128 else Config(16, 16, 4, 1)
-    hopper = shared_memory(problem) > 200 * 1024
+        return Config(32, 32, 4, 1) if d <= 64 else Config(16, 16, 4, 1)
+    if shared_memory(problem) < 200 * 1024:
+        if d <= 64:
+            return Config(64, 64, 4, 2) if shared_memory(problem) > 100 * 1024 else Config(32, 64, 4, 2)
+        return Config(32, 64, 8, 1) if d <= 128 else Config(16, 32, 4, 1)
+    bias_tile = _bias_tile(problem)
     if d <= 64:
-        return Config(64, 128, 8, 2) if hopper else Config(64, 64, 4, 2)
+        if not bias_tile:
+            return Config(64, 64, 4, 4)
+        shared = problem.bias is not None and (problem.bias.batch, problem.bias.heads) != (problem.batch, problem.heads)
+        return Config(32, 128, 4, 3) if shared else Config(64, 64, 4, 3)
     if d <= 128:
-        return Config(64, 128, 8, 2) if hopper else Config(32, 64, 4, 1)
-    return Config(64, 64, 8, 1) if hopper else Config(16, 32, 4, 1)
+        return Config(32, 128, 8, 3) if bias_tile else Config(64, 128, 8, 3, dq_tma=True)
+    return Config(32, 64, 8, 2 if bias_tile < 4 else 1, dq_tma=True)
+
+
+def _bias_tile(problem: Problem) -> int:
+    """Bytes an element of the bias tile that passes through shared memory; 0 where there is none."""
+    bias = problem.bias
+    return 0 if bias is None or bias.rows == 1 or bias.cols == 1 else bias.dtype.itemsize

@@ -1,13 +1,14 @@
 """The score pipeline on the GPU: jit twins, name by name, of `tilewise.score.reference` and `tilewise.score.tiles`.
 
 Indices are arguments of every helper, so that one helper serves [M, N] tiles (forward) and [N, M] tiles (backward).
-Scores live in accumulator units, 1/scale, until the exponential: its fused multiply-add carries scale * log2(e), so the
-scale costs no multiply of its own and rounds no operand.
+The scale costs no multiply of its own and rounds no operand: it rides on the fused multiply-add that adds the bias or,
+without a bias, on the one that the exponential needs anyway. (An accumulator that starts from the bias would cost the
+same number of instructions, but Triton pipelines no load that feeds an accumulator.)
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,15 +26,14 @@ query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
 class Terms(NamedTuple):
     """Numbers and switches of the score pipeline; a switch that is off compiles its term away."""
 
-    exponent: float  # logits to base-2 exponents: scale * log2(e), or log2(e) when a softcap has applied the scale
+    exponent: float  # logits to base-2 exponents: log2(e), times the scale where neither bias nor softcap applies it
     scale: float
     cap: float
-    bias_unit: float  # the bias in accumulator units: 1 / scale, or 1 when it is added after a softcap
     lo: int
     hi: int
-    HAS_LO: tl.constexpr
-    HAS_HI: tl.constexpr
-    HAS_CAP: tl.constexpr
+    HAS_LO: Any
+    HAS_HI: Any
+    HAS_CAP: Any
 
 
 @triton.jit

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,13 +24,37 @@ class Strided(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """How a bias or mask spreads: which row and column axes are full, how batch and head are found."""
+    """How a bias or mask spreads over batch, heads, rows and columns; every field is a tl.constexpr."""
 
-    BATCH: tl.constexpr  # one matrix a batch element, or one for all
-    GROUP: tl.constexpr  # query heads that share a matrix
-    ROWS: tl.constexpr
-    COLS: tl.constexpr
-    TMA: tl.constexpr
+    BATCH: Any  # a matrix for each batch element, or one for all
+    GROUP: Any  # query heads that share a matrix
+    ROWS: Any  # full along the queries, or one row for all
+    COLS: Any
+    TMA: Any
+
+
+class Reads(NamedTuple):
+    """What the tile bodies read: built inside a kernel, because descriptors can only be arguments of their own."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse2: Any
+    delta: Any
+    bias: Any
+    mask: Any
+
+
+class Sizes(NamedTuple):
+    batch: int
+    heads: int
+    group: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    padded_queries: int  # queries, rounded up to whole tiles: the length of the backward's row statistics
 
 
 def strided(x: Tensor) -> Strided:
@@ -51,8 +74,7 @@ def fits_tma(x: Tensor) -> bool:
     return (
         x.data_ptr() % 16 == 0
         and x.stride(-1) == 1
-        and x.dtype is not torch.float64
-        and all(s > 0 and s * size % 16 == 0 for s in strides)
+        and all(s > 0 and s * size % 16 == 0 and s * size < 2**40 for s in strides)
         and max(x.shape) < 2**31
     )
 
@@ -70,28 +92,72 @@ def wide(*tensors: Tensor | None) -> bool:
 
 
 @triton.jit
-def load_rows(x, b, h, row0, rows, row_end, cols, col_end, TMA: tl.constexpr, TAIL: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """The tile of q, k, v or do that starts at ``row0``: [len(rows), len(cols)], 0 outside the tensor.
+def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
+    """(tile, head, batch) of this program. What varies fastest decides which programs run together and share the L2:
+    the tiles of one head (its keys and values), or the batch elements or heads that read one bias tile."""
+    pid = tl.program_id(0)
+    if ORDER == "tiles":
+        tile = pid % tiles
+        pid = pid // tiles
+        return tile, pid % heads, pid // heads
+    elif ORDER == "balanced":
+        # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
+        # Eight heads' keys and values still fit the L2.
+        first = pid // (8 * tiles) * 8
+        width = tl.minimum(heads * batch - first, 8)
+        pid = pid - first * tiles
+        head = first + pid % width
+        return pid // width, head % heads, head // heads
+    elif ORDER == "batch":
+        b = pid % batch
+        pid = pid // batch
+        return pid % tiles, pid // tiles, b
+    else:  # heads
+        h = pid % heads
+        pid = pid // heads
+        return pid % tiles, h, pid // tiles
 
-    ``rows`` and ``cols`` count from 0. TAIL: rows may pass ``row_end``. EVEN: cols cannot pass ``col_end``.
+
+@triton.jit
+def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
+              sizes, c):  # fmt: skip
+    """The tile [BLOCK, padded dim] of q, k, v, o or do that starts at ``row0``; 0 outside the tensor.
+
+    DIM: "head" or "value", which of the two dimensions the columns are. TAIL: rows may pass ``row_end``, a number or
+    one for each row.
     """
+    COLS: tl.constexpr = c.BLOCK_D if DIM == "head" else c.BLOCK_DV
+    EVEN: tl.constexpr = c.EVEN_D if DIM == "head" else c.EVEN_DV
     if TMA:
-        tile = x.load([b, h, row0, 0]).reshape([rows.shape[0], cols.shape[0]])
+        tile = x.load([b, h, row0, 0]).reshape([BLOCK, COLS])
     else:
-        start = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1 + tl.cast(row0, tl.int64) * x.stride2
-        r, c = rows[:, None], cols[None, :]
-        if WIDE:
-            r, c = r.to(tl.int64), c.to(tl.int64)
-        at = start + r * x.stride2 + c * x.stride3
+        rows, cols = tl.arange(0, BLOCK), tl.arange(0, COLS)
+        at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+        at = at + tl.cast(row0, tl.int64) * x.stride2
+        if c.WIDE:
+            at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
+        else:
+            at = at + rows[:, None] * x.stride2 + cols[None, :] * x.stride3
+        end = sizes.head_dim if DIM == "head" else sizes.value_dim
         if TAIL and not EVEN:
-            tile = tl.load(at, mask=(row0 + rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0)
+            tile = tl.load(at, mask=(row0 + rows < row_end)[:, None] & (cols < end)[None, :], other=0.0)
         elif TAIL:
             tile = tl.load(at, mask=(row0 + rows < row_end)[:, None], other=0.0)
         elif EVEN:
             tile = tl.load(at)
         else:
-            tile = tl.load(at, mask=(cols < col_end)[None, :], other=0.0)
+            tile = tl.load(at, mask=(cols < end)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
+    """Store [rows, COLS] into a `Strided`, in its dtype; what lies past the ends is dropped."""
+    cols = tl.arange(0, COLS)
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
+    inside = (rows < row_end)[:, None] & (cols < col_end)[None, :]
+    tl.store(at, value.to(x.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -102,7 +168,7 @@ def matrix_of(how, b, h):
 
 
 @triton.jit
-def load_scores(x, how, b, h, m0, n0, rows, cols, M, N, TAIL: tl.constexpr, WIDE: tl.constexpr):
+def load_scores(x, how, b, h, m0, n0, rows, cols, TAIL: tl.constexpr, sizes, c):
     """The tile of a bias or mask at (m0, n0), of a shape that broadcasts to [rows, cols]; 0 outside the tensor.
 
     ``rows`` and ``cols`` count from 0 and are two-dimensional, [BM, 1] and [1, BN] or, for a transposed tile, [1, BM]
@@ -117,43 +183,24 @@ def load_scores(x, how, b, h, m0, n0, rows, cols, M, N, TAIL: tl.constexpr, WIDE
             tile = tl.trans(tile)
     else:
         at = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
-        inside = (rows >= 0) & (cols >= 0)
-        r, c = rows, cols
-        if WIDE:
-            r, c = r.to(tl.int64), c.to(tl.int64)
+        r, n = rows, cols
+        if c.WIDE:
+            r, n = r.to(tl.int64), n.to(tl.int64)
         if how.ROWS and how.COLS:
-            at = at + tl.cast(m0, tl.int64) * x.stride2 + tl.cast(n0, tl.int64) * x.stride3 + r * x.stride2 + c * x.stride3
-            inside = (m0 + rows < M) & (n0 + cols < N)
+            at = at + tl.cast(m0, tl.int64) * x.stride2 + tl.cast(n0, tl.int64) * x.stride3
+            at = at + r * x.stride2 + n * x.stride3
+            inside = (m0 + rows < sizes.queries) & (n0 + cols < sizes.keys)
         elif how.ROWS:
             at = at + tl.cast(m0, tl.int64) * x.stride2 + r * x.stride2
-            inside = m0 + rows < M
+            inside = m0 + rows < sizes.queries
         elif how.COLS:
-            at = at + tl.cast(n0, tl.int64) * x.stride3 + c * x.stride3
-            inside = n0 + cols < N
+            at = at + tl.cast(n0, tl.int64) * x.stride3 + n * x.stride3
+            inside = n0 + cols < sizes.keys
         else:
             at = at + rows * 0
             inside = rows >= 0
-        if TAIL:
+        if TAIL:  # noqa: SIM108  (one branch is compiled, not both)
             tile = tl.load(at, mask=inside, other=0)
         else:
             tile = tl.load(at)
     return tile
-
-
-@triton.jit
-def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
-    """(tile, head, batch) of this program. What varies fastest decides which programs run together and share the L2:
-    the tiles of one head (its keys and values), or the batch elements that read one bias tile."""
-    pid = tl.program_id(0)
-    if ORDER == "tiles":
-        tile = pid % tiles
-        pid = pid // tiles
-        return tile, pid % heads, pid // heads
-    elif ORDER == "batch":
-        b = pid % batch
-        pid = pid // batch
-        return pid % tiles, pid // tiles, b
-    else:  # heads
-        h = pid % heads
-        pid = pid // heads
-        return pid % tiles, h, pid // tiles

@@ -1,0 +1,118 @@
+"""dQ and dBias for `deterministic=True`: every sum runs inside one program, in one order, without atomics.
+
+Both recompute the score tiles with the helper of `backward_kernel`; that is what determinism costs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.backward_kernel import load_stats, tile_gradients
+from tilewise.backends.triton.score import key_tiles
+from tilewise.backends.triton.tensors import Reads, load_rows, program_tile, store_rows
+
+
+@triton.jit
+def _load_queries(x, b, h, m0, sizes, c):
+    q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, True, sizes, c)
+    do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, True, sizes, c)
+    return q_tile, do_tile, load_stats(x.lse2, b, h, m0, sizes, c), load_stats(x.delta, b, h, m0, sizes, c)
+
+
+@triton.jit
+def _clean(tile, HIDES: tl.constexpr):
+    """0 where not finite: see `backward_kernel._load_keys`."""
+    if HIDES:
+        tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0).to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def _score_gradients(rows, x, terms, sizes, b, h, m0, n, PARTIAL: tl.constexpr, c):
+    """The tile of keys, dSᵀ with respect to scale·Q Kᵀ, and to the biased score; ``rows`` come from `_load_queries`."""
+    n0 = tl.cast(n, tl.int32) * c.BLOCK_N
+    hk = h // sizes.group
+    k_tile = load_rows(x.k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
+    v_tile = load_rows(x.v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
+    k_tile = _clean(k_tile, c.HIDES)
+    _, ds, db = tile_gradients(
+        k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, terms, sizes, b, h, m0, n0, PARTIAL, c
+    )
+    return k_tile, ds, db
+
+
+@triton.jit
+def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dq, terms, sizes, c):
+    """dQ of one tile of queries; walks the key tiles that the band leaves."""
+    x = Reads(q, k, v, do, lse2, delta, bias, mask)
+    tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
+    tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
+    if terms.HAS_HI:
+        tile = tiles - 1 - tile
+    m0 = tile * c.BLOCK_M
+    rows = _load_queries(x, b, h, m0, sizes, c)
+    begin, full_begin, full_end, end = key_tiles(
+        m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
+    )
+    if m0 + c.BLOCK_M > sizes.queries:  # queries past the end: a bias or mask tile reaches past its tensor
+        full_begin = begin
+        full_end = begin
+    acc = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
+    for n in tl.range(full_begin, full_end):
+        k_tile, ds, _ = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, c)
+        acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
+    left = full_begin - begin
+    for i in tl.range(0, left + end - full_end):
+        n = tl.where(i < left, begin + i, full_end + i - left)
+        k_tile, ds, _ = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
+        acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
+    m = m0 + tl.arange(0, c.BLOCK_M)
+    store_rows(dq, acc * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
+
+
+@triton.jit
+def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dbias, terms, sizes, c):
+    """One tile of a broadcast dBias; walks every batch element, head, query and key tile that shares it."""
+    x = Reads(q, k, v, do, lse2, delta, bias, mask)
+    m_tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
+    n_tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
+    own_m = m_tiles if c.BIAS_HOW.ROWS else 1
+    own_n = n_tiles if c.BIAS_HOW.COLS else 1
+    pid = tl.program_id(0)
+    tm = pid % own_m
+    tn = (pid // own_m) % own_n
+    matrix = pid // own_m // own_n
+    matrices = sizes.heads // c.BIAS_HOW.GROUP
+    mh = matrix % matrices
+    mb = matrix // matrices
+
+    acc = tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32)
+    for jb in range(0, 1 if c.BIAS_HOW.BATCH else sizes.batch):
+        for jh in range(0, c.BIAS_HOW.GROUP):
+            b = mb + jb
+            h = mh * c.BIAS_HOW.GROUP + jh
+            for i in range(0, 1 if c.BIAS_HOW.ROWS else m_tiles):
+                m0 = (tm + i) * c.BLOCK_M
+                rows = _load_queries(x, b, h, m0, sizes, c)
+                begin, _, _, end = key_tiles(
+                    m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
+                )
+                if c.BIAS_HOW.COLS:
+                    begin = tl.maximum(begin, tn)
+                    end = tl.minimum(end, tn + 1)
+                for n in range(begin, end):
+                    _, _, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
+                    acc += db
+    m = tm * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    n = tn * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
+    base = dbias.pointer + tl.cast(mb, tl.int64) * dbias.stride0 + tl.cast(mh, tl.int64) * dbias.stride1
+    if c.BIAS_HOW.ROWS and c.BIAS_HOW.COLS:
+        at = base + m.to(tl.int64)[None, :] * dbias.stride2 + n.to(tl.int64)[:, None] * dbias.stride3
+        tl.store(at, acc, mask=(m < sizes.queries)[None, :] & (n < sizes.keys)[:, None])
+    elif c.BIAS_HOW.ROWS:
+        tl.store(base + m.to(tl.int64) * dbias.stride2, tl.sum(acc, 0), mask=m < sizes.queries)
+    elif c.BIAS_HOW.COLS:
+        tl.store(base + n.to(tl.int64) * dbias.stride3, tl.sum(acc, 1), mask=n < sizes.keys)
+    else:
+        tl.store(base, tl.sum(tl.sum(acc, 1), 0))
