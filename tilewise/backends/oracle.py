@@ -19,7 +19,7 @@ def tiles(problem: Problem) -> str:
 
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
-    q, k, v, _, _ = inputs
+    q, v = inputs.q, inputs.v
     s, visible, _ = _scores(problem, inputs)
     lse = torch.logsumexp(s, dim=-1)
     p = _probabilities(s, lse)
@@ -58,7 +58,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores with -inf where hidden, which pairs are visible, and the capped scores that the softcap's derivative needs."""
+    """Scores with -inf where hidden, which pairs are visible, and the capped scores, for the softcap's derivative."""
     q, k, _, bias, mask = inputs
     score = problem.score
     s = score.scale * (q.double() @ _per_head(problem, k).mT)

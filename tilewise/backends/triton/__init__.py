@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.problem import Problem
@@ -41,10 +43,19 @@ def tiles(problem: Problem) -> str:
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     from tilewise.backends.triton import launch
 
-    return launch.forward(problem, inputs)
+    with _device_of(inputs.q):
+        return launch.forward(problem, inputs)
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     from tilewise.backends.triton import launch
 
-    return launch.backward(problem, inputs, outputs, cotangents, needs)
+    with _device_of(inputs.q):
+        return launch.backward(problem, inputs, outputs, cotangents, needs)
+
+
+def _device_of(q: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensors' own, at no cost where it already is."""
+    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(q.device)

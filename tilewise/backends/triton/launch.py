@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,18 @@ from tilewise.backends.triton.config import Config, backward_config, forward_con
 from tilewise.backends.triton.forward_kernel import forward_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
-from tilewise.backends.triton.tensors import Broadcast, Sizes, Strided, broadcast, descriptor, fits_tma, strided, wide
+from tilewise.backends.triton.tensors import (
+    Broadcast,
+    Sizes,
+    Strided,
+    bound,
+    broadcast,
+    descriptor,
+    fits_tma,
+    strided,
+    unbound,
+    wide,
+)
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
 
@@ -52,87 +64,173 @@ class Compiled(NamedTuple):
     WANT_V: Any = False
 
 
-def forward(problem: Problem, inputs: Inputs) -> Outputs:
+class Prepared:
+    """All of a call but its tensors, made once for each problem and each layout of its tensors."""
+
+    def __init__(self, problem: Problem, config: Config, c: Compiled, sizes: Sizes, sources: dict[str, Any]):
+        self.problem, self.config, self.c = problem, config, c
+        self.numbers = (_terms(problem), sizes, c)
+        self.sources = {name: unbound(source) for name, source in sources.items()}
+        self._kernels: dict[str, Any] = {}
+
+    def bind(self, name: str, x: Tensor | None) -> Any:
+        """The kernel argument of a tensor whose layout was prepared under ``name``."""
+        return bound(self.sources[name], x)
+
+    def launch(self, kernel: Any, programs: int, *args: Any, num_warps: int = 4, num_stages: int = 3) -> None:
+        """Launch; from the second time on without Triton's search for the compiled kernel, some 50 µs of host time."""
+        name = kernel.__name__
+        if name in self._kernels:
+            self._kernels[name][programs, 1, 1](*args)
+            return
+        compiled_kernel = kernel[(programs,)](*args, num_warps=num_warps, num_stages=num_stages)
+        if not INTERPRET:
+            self._kernels[name] = compiled_kernel
+
+
+_prepared: dict[tuple, Prepared] = {}
+
+
+def _prepare(kind: Any, problem: Problem, tensors: tuple[Tensor | None, ...], make: Callable[[], Prepared]) -> Prepared:
+    """What ``make`` makes, kept under everything that a compiled kernel depends on."""
+    layouts = tuple(None if x is None else (x.stride(), x.data_ptr() % 16, x.dtype) for x in tensors)
+    device = tensors[0].device.index if tensors[0] is not None else None
+    key = (kind, problem, layouts, device, torch.backends.cuda.matmul.allow_tf32)
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= 4096:
+            _prepared.clear()
+        prepared = _prepared[key] = make()
+    return prepared
+
+
+def _prepare_forward(problem: Problem, inputs: Inputs, o: Tensor) -> Prepared:
     q, k, v, bias, mask = inputs
     config = forward_config(problem)
-    o = empty_output(q, problem.value_dim)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     tma = _uses_tma(problem, q, k, v)
     c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask)
-    forward_kernel[(triton.cdiv(problem.queries, config.block_m) * problem.heads * problem.batch,)](
-        _rows_source(q, config.block_m, c.BLOCK_D, tma),
-        _rows_source(k, config.block_n, c.BLOCK_D, tma),
-        _rows_source(v, config.block_n, c.BLOCK_DV, tma),
-        _scores_source(bias, c.BIAS_HOW, config), _scores_source(mask, c.MASK_HOW, config),
-        strided(o), lse, _terms(problem), _sizes(problem), c,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    sources = {
+        **_input_sources(inputs, config, c, tma),
+        "o": strided(o),
+    }
+    return Prepared(problem, config, c, _sizes(problem), sources)
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    q, k, v, bias, mask = inputs
+    o = empty_output(q, problem.value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    ready = _prepare("forward", problem, (*inputs, o), lambda: _prepare_forward(problem, inputs, o))
+    config = ready.config
+    ready.launch(
+        forward_kernel, triton.cdiv(problem.queries, config.block_m) * problem.heads * problem.batch,
+        ready.bind("q", q), ready.bind("k", k), ready.bind("v", v), ready.bind("bias", bias), ready.bind("mask", mask),
+        ready.bind("o", o), lse, *ready.numbers, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return Outputs(o, lse)
+
+
+class Targets(NamedTuple):
+    """Where gradients go. Sums over several programs have float32 tensors of their own."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+    q_sum: Tensor | None  # (B·H, D, padded queries), transposed: the kernel has dQᵀ, whose rows make wide reduce-adds
+
+
+def _prepare_backward(
+    problem: Problem, inputs: Inputs, o: Tensor, do: Tensor, dlse: Tensor | None, stats: Tensor, targets: Targets
+) -> Prepared:
+    q, k, v, bias, mask = inputs
+    config = backward_config(problem)
+    tma = _uses_tma(problem, q, k, v, do)
+    reduction = "none" if targets.bias is None else bias_reduction(problem, bias)
+    dbias_tma = targets.bias is not None and reduction in ("store", "add") and _uses_tma(problem, targets.bias)
+    c = _compiled(
+        problem, config, inputs, tma, q, k, v, o, do, bias, mask, *targets[:4],
+        DQ_TMA=tma and config.dq_tma,
+        DBIAS="none" if _ordered(problem, reduction) else reduction,
+        DBIAS_TMA=dbias_tma,
+        WANT_Q=targets.q_sum is not None, WANT_K=targets.k is not None, WANT_V=targets.v is not None,
+    )  # fmt: skip
+    q_sum: Any = Strided(None, 0, 0, 0, 0)
+    if targets.q_sum is not None and c.DQ_TMA.value:
+        q_sum = TensorDescriptor(
+            targets.q_sum, targets.q_sum.shape, targets.q_sum.stride(), [1, c.BLOCK_D.value, config.block_m]
+        )
+    dbias: Any = _target(targets.bias)
+    if targets.bias is not None and dbias_tma:
+        dbias = descriptor(targets.bias, config.block_m, config.block_n)
+    sources = {
+        **_input_sources(inputs, config, c, tma),
+        "do": _rows_source(do, config.block_m, c.BLOCK_DV, tma),
+        "stats": _stats_source(stats, config.block_m, tma),
+        "o": strided(o), "do_rows": strided(do), "k_rows": strided(k), "v_rows": strided(v),
+        "dlse": NOTHING if dlse is None else strided(dlse[..., None]),
+        "dq": _target(targets.q), "dk": _target(targets.k), "dv": _target(targets.v),
+        "dbias": dbias, "dbias_rows": _target(targets.bias), "q_sum": q_sum,
+    }  # fmt: skip
+    return Prepared(problem, config, c, _sizes(problem, stats.shape[2]), sources)
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     q, k, v, bias, mask = inputs
     do, dlse = cotangents
-    B, H, M, N = problem.batch, problem.heads, problem.queries, problem.keys
-    config = backward_config(problem)
-    padded_queries = triton.cdiv(M, config.block_m) * config.block_m
-    tma = _uses_tma(problem, q, k, v, do)
-
-    dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs[:3], strict=True))
+    B, H, N = problem.batch, problem.heads, problem.keys
+    block_m = backward_config(problem).block_m
+    m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(N, backward_config(problem).block_n)
+    delta, lse2 = (q.new_empty((B, H, m_tiles * block_m), dtype=torch.float32) for _ in range(2))
     reduction = bias_reduction(problem, bias) if needs.bias else "none"
-    dbias = _empty_bias_gradient(problem, bias, reduction)
-    # Sums over several programs go to kernels of their own where equal inputs must give equal bits.
-    ordered_q = needs.q and problem.deterministic
-    ordered_bias = reduction not in ("none", "store") and problem.deterministic
-    dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
-    c = _compiled(
-        problem, config, inputs, tma, q, k, v, outputs.o, do, dq, bias, mask, dbias,
-        DQ_TMA=tma and config.dq_tma, DBIAS="none" if ordered_bias else reduction, DBIAS_TMA=dbias_tma,
-        WANT_Q=needs.q and not ordered_q, WANT_K=needs.k, WANT_V=needs.v,
+    summed = needs.q and not problem.deterministic
+    targets = Targets(
+        *(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs[:3], strict=True)),
+        bias=_empty_bias_gradient(problem, bias, reduction),
+        q_sum=q.new_empty((B * H, problem.head_dim, m_tiles * block_m), dtype=torch.float32) if summed else None,
+    )
+    ready = _prepare(
+        ("backward", needs), problem, (*inputs, outputs.o, do, dlse, *targets[:4]),
+        lambda: _prepare_backward(problem, inputs, outputs.o, do, dlse, delta, targets),
     )  # fmt: skip
-    sizes = _sizes(problem, padded_queries)
-    numbers = (_terms(problem), sizes, c)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    m_tiles, n_tiles = padded_queries // config.block_m, triton.cdiv(N, config.block_n)
+    c, numbers, bind = ready.c, ready.numbers, ready.bind
+    options = {"num_warps": ready.config.num_warps, "num_stages": ready.config.num_stages}
 
-    delta = torch.empty(B, H, padded_queries, dtype=torch.float32, device=q.device)
-    lse2 = torch.empty_like(delta)
-    # transposed: the kernel has dQᵀ, and queries that lie side by side make wide reduce-adds
-    dq_sum = q.new_empty((B * H, problem.head_dim, padded_queries), dtype=torch.float32) if c.WANT_Q.value else None
-    prepare_kernel[(m_tiles * H * B,)](
-        strided(outputs.o), strided(do), outputs.lse, _strided3(dlse), delta, lse2, dq_sum, sizes,
-        dlse is not None, c, num_warps=4,
+    ready.launch(
+        prepare_kernel, m_tiles * H * B, bind("o", outputs.o), bind("do_rows", do), outputs.lse, bind("dlse", dlse),
+        delta, lse2, targets.q_sum, numbers[1], dlse is not None, c,
     )  # fmt: skip
     finite = None
     if c.HIDES.value:
         finite = torch.empty(2, B, problem.kv_heads, N, dtype=torch.int8, device=q.device)
-        finite_kernel[(n_tiles * problem.kv_heads * B,)](strided(k), strided(v), finite, sizes, c, num_warps=4)
-
+        ready.launch(
+            finite_kernel, n_tiles * problem.kv_heads * B, bind("k_rows", k), bind("v_rows", v), finite, *numbers[1:]
+        )
     rows = (
-        _rows_source(q, config.block_m, c.BLOCK_D, tma),
-        _rows_source(k, config.block_n, c.BLOCK_D, tma),
-        _rows_source(v, config.block_n, c.BLOCK_DV, tma),
-        _rows_source(do, config.block_m, c.BLOCK_DV, tma),
-        *(_stats_source(x, config.block_m, tma) for x in (lse2, delta)),
-        _scores_source(bias, c.BIAS_HOW, config), _scores_source(mask, c.MASK_HOW, config),
+        bind("q", q), bind("k", k), bind("v", v), bind("do", do), bind("stats", lse2), bind("stats", delta),
+        bind("bias", bias), bind("mask", mask),
     )  # fmt: skip
     if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
-        dq_target: Any = dq_sum
-        if dq_sum is not None and c.DQ_TMA.value:
-            dq_target = TensorDescriptor(dq_sum, dq_sum.shape, dq_sum.stride(), [1, c.BLOCK_D.value, config.block_m])
-        targets = (dq_target, _target(dk), _target(dv), _bias_target(dbias, config, dbias_tma))
-        backward_kernel[(n_tiles * problem.kv_heads * B,)](
-            *rows, strided(k), strided(v), finite, *targets, *numbers, **options
-        )
-    if dq is not None and dq_sum is not None:
-        finish_kernel[(m_tiles * H * B,)](dq_sum, strided(dq), *numbers, num_warps=4)
-    if dq is not None and ordered_q:
-        query_gradient_kernel[(m_tiles * H * B,)](*rows, strided(dq), *numbers, **options)
-    if dbias is not None and ordered_bias:
-        b, h, m, n = dbias.shape
-        grid = (b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1),)
-        bias_gradient_kernel[grid](*rows, strided(dbias), *numbers, **options)
-    return Gradients(dq, dk, dv, None if dbias is None or bias is None else dbias.to(bias.dtype))
+        q_sum = bind("q_sum", targets.q_sum) if c.DQ_TMA.value else targets.q_sum
+        ready.launch(
+            backward_kernel, n_tiles * problem.kv_heads * B, *rows, bind("k_rows", k), bind("v_rows", v), finite,
+            q_sum, bind("dk", targets.k), bind("dv", targets.v), bind("dbias", targets.bias), *numbers, **options,
+        )  # fmt: skip
+    if targets.q_sum is not None:
+        ready.launch(finish_kernel, m_tiles * H * B, targets.q_sum, bind("dq", targets.q), *numbers)
+    elif targets.q is not None:
+        ready.launch(query_gradient_kernel, m_tiles * H * B, *rows, bind("dq", targets.q), *numbers, **options)
+    if targets.bias is not None and _ordered(problem, reduction):
+        b, h, m, n = targets.bias.shape
+        programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
+        ready.launch(bias_gradient_kernel, programs, *rows, bind("dbias_rows", targets.bias), *numbers, **options)
+    dbias = None if targets.bias is None or bias is None else targets.bias.to(bias.dtype)
+    return Gradients(targets.q, targets.k, targets.v, dbias)
+
+
+def _ordered(problem: Problem, reduction: str) -> bool:
+    """Whether dBias is a sum that must run in one order."""
+    return problem.deterministic and reduction not in ("none", "store")
 
 
 def bias_reduction(problem: Problem, bias: Tensor | None) -> str:
@@ -221,10 +319,20 @@ def _rows_source(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
     return descriptor(x, block, cols.value) if tma else strided(x)
 
 
+def _input_sources(inputs: Inputs, config: Config, c: Compiled, tma: bool) -> dict[str, Any]:
+    return {
+        "q": _rows_source(inputs.q, config.block_m, c.BLOCK_D, tma),
+        "k": _rows_source(inputs.k, config.block_n, c.BLOCK_D, tma),
+        "v": _rows_source(inputs.v, config.block_n, c.BLOCK_DV, tma),
+        "bias": _scores_source(inputs.bias, c.BIAS_HOW, config),
+        "mask": _scores_source(inputs.mask, c.MASK_HOW, config),
+    }
+
+
 def _stats_source(x: Tensor, block: int, tma: bool) -> Any:
-    """LSE or delta as its kernel argument."""
+    """LSE or delta as its kernel argument: a descriptor, or else the tensor itself."""
     if not tma:
-        return x
+        return None
     rows = x.shape[0] * x.shape[1]
     return TensorDescriptor(x, [rows, x.shape[2]], [x.shape[2], 1], [1, block])
 
@@ -245,16 +353,6 @@ def _broadcast(x: Tensor | None, problem: Problem) -> Broadcast | None:
 
 def _target(x: Tensor | None) -> Strided:
     return NOTHING if x is None else strided(x)
-
-
-def _strided3(x: Tensor | None) -> Strided:
-    return NOTHING if x is None else strided(x[..., None])
-
-
-def _bias_target(dbias: Tensor | None, config: Config, tma: bool) -> Any:
-    if dbias is None or not tma:
-        return _target(dbias)
-    return descriptor(dbias, config.block_m, config.block_n)
 
 
 def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str) -> Tensor | None:

@@ -86,6 +86,25 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, cols])
 
 
+def unbound(source: Any) -> Any:
+    """A `Strided` or descriptor without its tensor: a layout to `bound` other tensors to. None stays None."""
+    if isinstance(source, Strided):
+        return source._replace(pointer=None)
+    return None if source is None else bound(source, None)
+
+
+def bound(source: Any, x: Tensor | None) -> Any:
+    """The kernel argument of ``x`` in the layout ``source``; ``x`` itself where there is none."""
+    if isinstance(source, Strided):
+        return Strided(x, *source[1:])
+    if source is None:
+        return x
+    copy = object.__new__(TensorDescriptor)  # without the checks that the layout has passed already
+    copy.__dict__.update(source.__dict__)
+    copy.base = x
+    return copy
+
+
 def wide(*tensors: Tensor | None) -> bool:
     """Whether an offset inside one tile can pass 2³¹ elements, so that it needs 64 bits."""
     return any(256 * max(x.stride()) >= 2**31 for x in tensors if x is not None and x.numel())
