@@ -174,13 +174,10 @@ def _visit(dk, dv, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, tile,
     if c.WANT_V:
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=c.PRECISION)
     ds = ds.to(q_tile.dtype)
-    # dQ before dK: Triton waits for dQ at once, but leaves dK running while dQ and dBias leave through shared memory.
-    if c.WANT_Q:
-        dq_tile = tl.dot(k_tile.T, ds, input_precision=c.PRECISION)
     if c.WANT_K:
         dk = tl.dot(ds, q_tile, dk, input_precision=c.PRECISION)
     if c.WANT_Q:
-        _add_queries(dq, dq_tile, b, h, m0, sizes, c)
+        _add_queries(dq, tl.dot(k_tile.T, ds, input_precision=c.PRECISION), b, h, m0, sizes, c)
     if c.DBIAS == "cols":
         dcol += tl.sum(db, 1)
     elif c.DBIAS != "none":

@@ -70,10 +70,7 @@ def backward_config(problem: Problem) -> Config:
         return Config(32, 64, 8, 1) if d <= 128 else Config(16, 32, 4, 1)
     bias_tile = _bias_tile(problem)
     if d <= 64:
-        if not bias_tile:
-            return Config(64, 64, 4, 4)
-        shared = problem.bias is not None and (problem.bias.batch, problem.bias.heads) != (problem.batch, problem.heads)
-        return Config(32, 128, 4, 3) if shared else Config(64, 64, 4, 3)
+        return Config(32, 128, 4, 3) if bias_tile else Config(64, 64, 4, 4)
     if d <= 128:
         return Config(32, 128, 8, 3) if bias_tile else Config(64, 128, 8, 3, dq_tma=True)
     return Config(32, 64, 8, 2 if bias_tile < 4 else 1, dq_tma=True)

@@ -63,7 +63,7 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dq, terms, sizes
         k_tile, ds, _ = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, c)
         acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
     left = full_begin - begin
-    for i in tl.range(0, left + end - full_end):
+    for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
         n = tl.where(i < left, begin + i, full_end + i - left)
         k_tile, ds, _ = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
         acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
