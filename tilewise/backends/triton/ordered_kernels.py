@@ -60,12 +60,12 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dq, terms, sizes
         full_end = begin
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
     for n in tl.range(full_begin, full_end):
-        k_tile, ds, _ = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, c)
+        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, c)
         acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
     left = full_begin - begin
     for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
         n = tl.where(i < left, begin + i, full_end + i - left)
-        k_tile, ds, _ = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
+        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
         acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
     m = m0 + tl.arange(0, c.BLOCK_M)
     store_rows(dq, acc * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
@@ -95,14 +95,14 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dbias, terms, siz
             for i in range(0, 1 if c.BIAS_HOW.ROWS else m_tiles):
                 m0 = (tm + i) * c.BLOCK_M
                 rows = _load_queries(x, b, h, m0, sizes, c)
-                begin, _, _, end = key_tiles(
+                begin, _full_begin, _full_end, end = key_tiles(
                     m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
                 )
                 if c.BIAS_HOW.COLS:
                     begin = tl.maximum(begin, tn)
                     end = tl.minimum(end, tn + 1)
                 for n in range(begin, end):
-                    _, _, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
+                    _k_tile, _ds, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
                     acc += db
     m = tm * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     n = tn * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
