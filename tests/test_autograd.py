@@ -1,15 +1,18 @@
 """The two operators as PyTorch sees them: opcheck, torch.compile, gradients on demand, layouts, empty calls."""
 
-import contextlib
+import itertools
 import math
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import attention, autograd
-from tilewise.backends import Gradients, cpu
+from tilewise.backends import Gradients, Inputs, cpu
+from tilewise.score.terms import Band, Score
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -22,11 +25,6 @@ def tensors(B=2, H=4, Hkv=2, M=5, N=7, D=8, Dv=6, dtype=torch.float32, requires_
     ]
 
 
-def gradients(function, leaves):
-    o, lse = function(*leaves)
-    return torch.autograd.grad((o.square().sum() + lse.sin().sum()), leaves)
-
-
 # --- the operators ---
 
 OPERATOR_CASES = {
@@ -36,6 +34,8 @@ OPERATOR_CASES = {
     "bias of key/value heads, softcap": {"bias": (2, 2, 1, 7), "softcap": 3.0, "deterministic": True},
     "float64": {"dtype": torch.float64, "bias": (1, 1, 1, 1), "mask": (1, 1, 1, 7)},
     "half with a float32 bias": {"dtype": torch.float16, "bias": (1, 4, 5, 7)},
+    "values as wide as keys": {"Dv": 8},
+    "values as wide as keys, heads last": {"Dv": 8, "M": 7, "Hkv": 4, "hi": 0, "heads_last": True},
     "heads last": {"heads_last": True, "bias": (1, 1, 5, 7)},
     "sliced and expanded": {"sliced": True, "bias": (1, 4, 5, 7)},
     "no queries": {"M": 0, "bias": (1, 4, 1, 7)},
@@ -133,6 +133,22 @@ def test_compile_makes_no_graph_for_each_length(fresh_dynamo, dynamic, more_grap
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compile_with_numbers_made_from_shapes(fresh_dynamo, dynamic):
+    """A scale and a window that a model computes from sizes are symbols in a graph."""
+
+    def from_sizes(q, k, v):
+        return attention(q, k, v, scale=q.shape[3] ** -0.5, window=(q.shape[2] // 2, None))
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(from_sizes, backend=counter, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for length in (11, 17, 30):
+            inputs = tensors(M=length, N=length)
+            torch.testing.assert_close(compiled(*inputs), from_sizes(*inputs), **TOLERANCE)
+    assert counter.frame_count <= 2
+
+
 def test_compile_for_inference_and_a_changing_number_of_keys(fresh_dynamo):
     """Decoding: one query, ever more keys, the cache grows; no length compiles anew after the second."""
     counter = CompileCounterWithBackend("eager")
@@ -160,20 +176,20 @@ def test_compile_with_inductor(fresh_dynamo):
 
 
 class Spy:
-    """Stands in for a backend's functions, keeps what they were asked for, and calls them."""
+    """Stands in for a backend's two functions, keeps what they were asked for, and calls them."""
 
     def __init__(self, monkeypatch):
-        self.needs, self.cotangents, self.bias_grad, self.forwards = [], [], [], 0
+        self.needs, self.cotangents, self.problems = [], [], []
         forward, backward = cpu.forward, cpu.backward
 
         def spied_forward(problem, inputs):
-            self.forwards += 1
+            self.problems.append(problem)
             return forward(problem, inputs)
 
         def spied_backward(problem, inputs, outputs, cotangents, needs):
+            self.problems.append(problem)
             self.needs.append(tuple(needs))
             self.cotangents.append(cotangents)
-            self.bias_grad.append(problem.bias_grad)
             gradients = backward(problem, inputs, outputs, cotangents, needs)
             assert isinstance(gradients, Gradients)
             assert tuple(g is not None for g in gradients) == tuple(needs)
@@ -189,17 +205,18 @@ def spy(monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", [(3,), (0,), (1,), (2,), (0, 3), (1, 2), (0, 1, 2), (0, 1, 2, 3)])
-def test_gradients_only_for_what_asks_for_one(spy, wanted):
-    inputs = [*tensors(requires_grad=False), torch.randn(1, 4, 5, 7)]
+@pytest.mark.parametrize("Dv", [6, 8])
+def test_gradients_only_for_what_asks_for_one(spy, wanted, Dv):
+    inputs = [*tensors(Dv=Dv, requires_grad=False), torch.randn(1, 4, 5, 7)]
     everything = [x.clone().requires_grad_() for x in inputs]
-    expected = gradients(lambda q, k, v, bias: attention(q, k, v, bias=bias, return_lse=True), everything)
+    o = attention(*everything[:3], bias=everything[3])
+    expected = torch.autograd.grad(o.square().sum(), everything)
     for n in wanted:
         inputs[n].requires_grad_()
     q, k, v, bias = inputs
-    o, lse = attention(q, k, v, bias=bias, return_lse=True)
-    (o.square().sum() + lse.sin().sum()).backward()
+    attention(q, k, v, bias=bias).square().sum().backward()
     assert spy.needs[-1] == tuple(n in wanted for n in range(4))
-    assert spy.bias_grad[-1] == (3 in wanted)
+    assert spy.problems[-1].bias_grad == (3 in wanted)
     for n, x in enumerate(inputs):
         if n in wanted:
             torch.testing.assert_close(x.grad, expected[n], **TOLERANCE)
@@ -228,11 +245,23 @@ def test_only_the_output_is_used(spy):
     assert spy.cotangents[-1].lse is None
 
 
+class Stop(torch.autograd.Function):
+    """Has a place in the graph and no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
 def test_nothing_is_computed_where_no_gradient_arrives(spy):
     q, k, v = tensors()
     o, lse = attention(q, k, v, return_lse=True)
-    grads = torch.autograd.grad((o.detach().sum() + lse.detach().sum() + 0 * q.sum()), (q, k), allow_unused=True)
-    assert grads[1] is None
+    (Stop.apply(o).sum() + Stop.apply(lse).sum()).backward()
+    assert [x.grad for x in (q, k, v)] == [None] * 3
     assert spy.needs == []
 
 
@@ -274,18 +303,72 @@ def test_backward_twice_and_in_place_changes():
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("by_default", [True, False])
-def test_deterministic_reaches_the_problem(monkeypatch, deterministic, by_default):
-    asked = []
-    of = autograd.Problem.of
-    monkeypatch.setattr(
-        autograd.Problem, "of", lambda *args, **kwargs: asked.append(kwargs["deterministic"]) or of(*args, **kwargs)
-    )
+def test_deterministic_reaches_the_problem(spy, deterministic, by_default):
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic if by_default else not deterministic)
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.use_deterministic_algorithms, was)
+    try:
         attention(*tensors(), deterministic=None if by_default else deterministic).sum().backward()
-    assert asked == [deterministic] * 2  # forward and backward
+    finally:
+        torch.use_deterministic_algorithms(was)
+    assert [problem.deterministic for problem in spy.problems] == [deterministic] * 2  # forward and backward
+
+
+# --- eager calls, and who looks on ---
+
+
+def test_an_eager_call_is_the_operator():
+    """An eager call takes a shorter way: the same numbers, bit for bit."""
+    inputs = [*tensors(), torch.randn(1, 4, 5, 7, requires_grad=True), torch.rand(1, 1, 5, 7) < 0.7]
+    score = Score(0.4, 5.0, Band(-3, 2))
+    leaves = inputs[:4]
+
+    def loss_of(o, lse):
+        return o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+
+    eager = autograd.attention_op(Inputs(*inputs), score, False, "auto")
+    operator = torch.ops.tilewise.attention(*inputs, -3, 2, 0.4, 5.0, False, "auto")
+    pairs = [*zip(eager, operator, strict=True)]
+    pairs += zip(*(torch.autograd.grad(loss_of(*out), leaves) for out in (eager, operator)), strict=True)
+    for x, expected in pairs:
+        torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+def test_tracers_see_the_operator():
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    with Log():
+        attention(*tensors()).sum().backward()
+    assert "tilewise.attention.default" in seen
+    assert "tilewise.attention_backward.default" in seen
+
+
+def test_fake_and_meta_tensors_give_shapes():
+    q, k, v = tensors(requires_grad=False)
+    with FakeTensorMode() as mode:
+        o, lse = attention(*(mode.from_tensor(x) for x in (q, k, v)), return_lse=True)
+    meta = attention(*(x.to("meta").requires_grad_() for x in (q, k, v)), return_lse=True)
+    for out in ((o, lse), meta):
+        assert [tuple(x.shape) for x in out] == [(2, 4, 5, 6), (2, 4, 5)]
+    assert meta[0].is_meta
+
+
+def test_what_a_call_leaves_behind_does_not_answer_another():
+    """Plans are kept by all that they depend on: another dtype or another term is another call."""
+    q, k, v = tensors(requires_grad=False)
+    mask = torch.rand(1, 1, 5, 7) < 0.6
+    calls = [{}, {"causal": True}, {"scale": 0.1}, {"softcap": 1.0}, {"window": (1, 1)}, {"mask": mask}]
+    results = [attention(q, k, v, **terms) for terms in calls]
+    for i, j in itertools.combinations(range(len(calls)), 2):
+        assert not torch.equal(results[i], results[j])
+    for terms, expected in zip(calls, results, strict=True):
+        assert torch.equal(attention(q, k, v, **terms), expected)
+        torch.testing.assert_close(attention(*(x.double() for x in (q, k, v)), **terms).float(), expected, **TOLERANCE)
+    with pytest.raises(TypeError, match=r"^mask: dtype must be bool"):
+        attention(q, k, v, mask=mask.float())
 
 
 # --- layouts and dtypes ---

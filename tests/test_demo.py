@@ -20,7 +20,7 @@ from tilewise import cli
 from tilewise.demo import command, comparison, memory, picture, sentences, training
 
 CPU = torch.device("cpu")
-TINY_TRAINING = training.TrainingSettings(steps=4, length=24, batch=4, layers=2, heads=2, width=16)
+TINY_TRAINING = training.TrainingSettings(4, 24, 4, layers=2, heads=2, width=16, learning_rate=0.1, warmup=1)
 TINY_MEMORY = memory.MemorySettings(2, 2, 16, lengths=(48, 80), dtype=torch.float32, repeats=1)
 
 
@@ -42,6 +42,15 @@ def tiny(monkeypatch):
     """The command runs tiny sizes."""
     monkeypatch.setattr(training, "CPU", TINY_TRAINING)
     monkeypatch.setattr(memory, "CPU", TINY_MEMORY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny tensors gain nothing from more, and threads that outnumber free cores wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # The command line
@@ -76,10 +85,11 @@ def test_no_arguments_show_the_commands():
 )
 def test_mistakes_end_with_status_2_and_a_message(arguments, message, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = demo("--output", tmp_path, *arguments)
+    result = demo("--output", tmp_path / "new", *arguments)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert message in shown(result.output)
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_output_that_cannot_be_a_folder_is_named(tmp_path):
@@ -138,7 +148,9 @@ def test_demo_tells_draws_and_ends_with_status_0(tiny, tmp_path):
 
 
 def test_demo_ends_with_status_1_when_a_comparison_fails(tiny, monkeypatch, tmp_path):
-    monkeypatch.setitem(memory.TOLERANCES, torch.float32, -1.0)
+    monkeypatch.setattr(
+        training, "LOSS_TOLERANCE", -1.0
+    )  # of the first part: the second, which agrees, must not hide it
     result = demo("--output", tmp_path, "--device", "cpu", "--parts", "memory,training")
     assert result.exit_code == 1
     assert "DIFFERENT" in result.output
@@ -272,7 +284,7 @@ def test_working_bytes_sees_what_is_allocated_and_freed_again():
 
 def test_working_bytes_leaves_out_what_the_step_returns():
     x = torch.ones(1 << 16)
-    assert memory.working_bytes(lambda: (x + 1, x * 2), CPU) == 0
+    assert 0 <= memory.working_bytes(lambda: (x + 1, x * 2), CPU) < 1024  # of 512 KiB
 
 
 def test_memory_of_sdpa_with_a_trainable_bias_grows_with_the_square_of_the_length():

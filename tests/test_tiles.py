@@ -70,7 +70,7 @@ def test_no_limit_is_no_limit_at_any_length(length):
         for start in (0, last):
             assert tiles_of(start, block, length, NO_LO, NO_HI, block) == (0, 0, whole, tiles)
     assert length + block + NO_HI < 1 << 31
-    assert -(1 << 31) <= NO_LO - length - block
+    assert NO_LO - length - block >= -(1 << 31)
 
 
 def test_visible_pairs():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -81,6 +81,39 @@ def attention(
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; docs/maths.md derives every formula.
     """
+    call = read_call(
+        q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
+        dropout_p=dropout_p, deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    o, lse = attention_op(*call)
+    return (o, lse) if return_lse else o
+
+
+class Call(NamedTuple):
+    """The arguments of a call with their defaults filled in: those of `attention_op`."""
+
+    inputs: Inputs
+    score: Score
+    deterministic: bool
+    backend: str
+
+
+def read_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    deterministic: bool | None,
+    backend: str | None,
+) -> Call:
+    """The keyword arguments of `attention`, read and checked."""
     check_numbers(window, scale, softcap, dropout_p)
     inputs = _inputs(q, k, v, bias, mask)
     # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
@@ -92,8 +125,7 @@ def attention(
     )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    o, lse = attention_op(inputs, score, deterministic, "auto" if backend is None else backend)
-    return (o, lse) if return_lse else o
+    return Call(inputs, score, deterministic, "auto" if backend is None else backend)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -74,7 +74,9 @@ def _backward(do, dlse, q, k, v, bias, mask, o, lse, *terms_and_needs):
     inputs, needs = Inputs(q, k, v, bias, mask), Needs(*wanted)
     plan = _plan(inputs, tuple(terms), needs.bias)
     if plan.problem.empty:
-        grads = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
+        grads = [
+            torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs[:4], needs, strict=True)
+        ]
     else:
         cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
         grads = plan.module.backward(plan.problem, inputs, Outputs(o, lse), cotangents, needs)

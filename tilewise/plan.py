@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 from tilewise.problem import Problem
@@ -27,7 +27,7 @@ class Plan:
         return backend_module(self.backend)
 
 
-@lru_cache(maxsize=None)
+@cache
 def backend_module(name: str) -> ModuleType:
     """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)``, ``backward(...)``."""
     return importlib.import_module(f"tilewise.backends.{name}")
@@ -44,7 +44,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
             raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
         others = tuple((b, "another backend was asked for") for b in AUTOMATIC if b != backend)
         return Plan(problem, backend, others)
-    declined = []
+    declined: list[tuple[str, str]] = []
     for name in AUTOMATIC:
         reason = backend_module(name).declines(problem)
         if reason is None:

@@ -50,9 +50,9 @@ def scaled_dot_product_attention(
     NaN or infinity in a key or value that no query sees stays out of the output.
 
     Copies: 4-dimensional arguments are never copied, nor is a mask expanded. More leading dimensions are folded into
-    two by views; query, key and value are copied where their strides do not allow that: where attn_mask has some of
-    the leading dimensions but not their last, or the last but not all others, and where sizes of 1 were broadcast. Key
-    heads that are neither equal to value's nor 1 are repeated up to the common multiple.
+    two by views; query, key and value are copied where their strides do not allow that: where sizes of 1 were
+    broadcast, and where attn_mask has some of the leading dimensions before the heads and broadcasts along others. Key
+    and value heads of different numbers are repeated to query's.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed; also for attn_mask with is_causal.
@@ -63,6 +63,8 @@ def scaled_dot_product_attention(
         raise ValueError("attn_mask: must be None when is_causal=True; pass one mask that says both")
     query, scale = _positive_scale(query, scale)
     check_numbers(None, scale, None, dropout_p)
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     score = Score(float(scale), band=Band.aligned(bool(is_causal), None, diagonal=0))
@@ -72,11 +74,15 @@ def scaled_dot_product_attention(
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """``tensors`` in autocast's dtype where autocast is on: float64 stays, as it does for PyTorch's own operators."""
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _autocast_on(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _autocast_on(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
@@ -91,6 +97,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
             raise ValueError(f"{name}: must be on query's device {query.device}, got {x.device}")
         if name != "attn_mask" and x.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions (..., length, head_dim), got shape {_shape(x)}")
+        if name != "attn_mask" and x.dtype != query.dtype and not _autocast_on(query):
+            raise TypeError(f"{name}: dtype must equal query's {query.dtype}, got {x.dtype}")
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         raise TypeError(
             f"attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype} "
@@ -102,33 +110,33 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         raise ValueError(f"value: length must equal key's {key.shape[-2]}, got {value.shape[-2]}")
 
 
-def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """A scale that is not positive, which PyTorch allows, is the query's sign: -1 and 0 round nothing."""
-    if scale is None:
-        return query, 1.0 / math.sqrt(max(query.shape[-1], 1))
+def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """A scale that is not positive, which PyTorch allows, goes into the query as its sign: -1 and 0 round nothing."""
     if isinstance(scale, (int, float)) and scale <= 0:
         return (-query, -scale) if scale < 0 else (query * 0, 1.0)
     return query, scale
 
 
 class _Fold(NamedTuple):
-    """How leading dimensions were folded into (B, H): ``order`` permutes them, ``sizes`` are theirs in that order."""
+    """How leading dimensions became (B, H): ``order`` permutes ``lead``; the result keeps the last ``rank`` of them."""
 
     order: tuple[int, ...]
-    sizes: tuple[int, ...]
+    lead: tuple[int, ...]
+    rank: int
 
     def unfold(self, o: Tensor) -> Tensor:
-        o = o.reshape(*self.sizes, *o.shape[-2:])
-        n = len(self.order)
-        if self.order != tuple(range(n)):
-            o = o.permute(*(self.order.index(i) for i in range(n)), -2, -1)
-        return o
+        n = len(self.lead)
+        if n > 2:
+            o = o.reshape(*[self.lead[i] for i in self.order], *o.shape[-2:])
+            o = o.permute(*[self.order.index(i) for i in range(n)], -2, -1)
+        # A query without a batch, or without heads, was given one.
+        return o.reshape(*self.lead[n - self.rank :], *o.shape[-2:]) if self.rank < n else o
 
 
 def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, gqa: bool) -> tuple[Inputs, _Fold]:
     """The arguments as (B, H, L, E) and the way back."""
-    without_heads = query.dim() == key.dim() == value.dim() == 2
-    if without_heads and gqa:
+    rank = max(x.dim() - 2 for x in (query, key, value))
+    if gqa and query.dim() < 3:
         raise ValueError(f"enable_gqa: needs a dimension of heads, got query of shape {_shape(query)}")
     heads, kv_heads = _heads(query, key, value, gqa)
     batch = _broadcast_batch(query, key, value)
@@ -138,58 +146,63 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
     if attn_mask is not None:
         attn_mask = _with_leading(attn_mask, lead, query.shape[-2], key.shape[-2])
     beside_batch, beside_heads = _groups(lead, None if attn_mask is None else attn_mask.shape[:-2])
+    order = (*beside_batch, *beside_heads)
 
     def fold(x: Tensor) -> Tensor:
-        order = (*beside_batch, *beside_heads)
-        if x.dim() == 4 and order == (0, 1):
+        if len(lead) == 2:
             return x
-        B = math.prod(x.shape[i] for i in beside_batch)
-        H = math.prod(x.shape[i] for i in beside_heads)
-        return x.permute(*order, -2, -1).reshape(B, H, *x.shape[-2:])
+        return x.permute(*order, -2, -1).reshape(_product(x, beside_batch), _product(x, beside_heads), *x.shape[-2:])
 
     bias, mask = None, None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         mask = fold(attn_mask)
     elif attn_mask is not None:
         bias = fold(attn_mask)
-    order = (*beside_batch, *beside_heads)
-    result = _Fold(order, tuple(lead[i] for i in order))
-    if without_heads:
-        result = _Fold((), ())
-    return Inputs(fold(query), fold(key), fold(value), bias, mask), result
+    return Inputs(fold(query), fold(key), fold(value), bias, mask), _Fold(order, lead, rank)
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> tuple[int, int]:
     """Query heads H and key/value heads; a tensor of two dimensions has one head."""
-    H, Hk, Hv = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    H, Hk, Hv = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
+    if H == Hk == Hv:
+        return H, H
     for name, h in (("key", Hk), ("value", Hv)):
         if gqa and h != H and (h == 0 or H % h != 0):
             raise ValueError(f"{name}: its {h} heads must divide query's {H} heads")
     if gqa:
-        return H, math.lcm(Hk, Hv)
-    sizes = {H, Hk, Hv} - {1}
-    if len(sizes) > 1:
+        return H, Hk if Hk == Hv else H
+    common, kv = _common(H, Hk, Hv), _common(Hk, Hv)
+    if common is None or kv is None:
         raise ValueError(
             f"key, value: number of heads must equal query's {H} or be 1, got {Hk} and {Hv}; "
             "enable_gqa=True allows a divisor"
         )
-    kv = {Hk, Hv} - {1}
-    return (sizes.pop() if sizes else 1), (kv.pop() if kv else 1)
+    return common, kv
 
 
 def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """What precedes the heads, at least one dimension."""
     shapes = [tuple(x.shape[:-3]) for x in (query, key, value)]
+    if shapes[0] == shapes[1] == shapes[2]:
+        return shapes[0] or (1,)
     rank = max(1, *(len(s) for s in shapes))
-    batch = []
-    for i in range(rank):
-        sizes = {s[i - rank + len(s)] for s in shapes if i - rank + len(s) >= 0} - {1}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"query, key, value: leading dimensions do not broadcast: shapes {_shape(query)}, {_shape(key)}, "
-                f"{_shape(value)}"
-            )
-        batch.append(sizes.pop() if sizes else 1)
-    return tuple(batch)
+    batch = [_common(*sizes) for sizes in zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)]
+    if None in batch:
+        raise ValueError(
+            f"query, key, value: leading dimensions do not broadcast: shapes {_shape(query)}, {_shape(key)}, "
+            f"{_shape(value)}"
+        )
+    return tuple(size for size in batch if size is not None)
+
+
+def _common(*sizes: int) -> int | None:
+    """The size that all ``sizes`` broadcast to, or None."""
+    common = 1
+    for size in sizes:
+        if size != 1 and common not in (1, size):
+            return None
+        common = common if size == 1 else size
+    return common
 
 
 def _per_head(x: Tensor, heads: int, batch: tuple[int, ...]) -> Tensor:
@@ -199,7 +212,7 @@ def _per_head(x: Tensor, heads: int, batch: tuple[int, ...]) -> Tensor:
     if x.shape[-3] != heads:
         repeats = heads // max(x.shape[-3], 1)
         x = x.unsqueeze(-3).expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
-    return x.expand(*batch, *x.shape[-3:])
+    return x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:])
 
 
 def _with_leading(attn_mask: Tensor, lead: tuple[int, ...], L: int, S: int) -> Tensor:
@@ -220,10 +233,21 @@ def _groups(lead: tuple[int, ...], mask: torch.Size | None) -> tuple[tuple[int, 
     """
     heads = len(lead) - 1
     others = tuple(range(heads))
-    if mask is None or len({mask[i] != 1 for i in others if lead[i] != 1}) <= 1:
+    if mask is None:
         return others, (heads,)
-    beside_heads = tuple(i for i in others if lead[i] != 1 and (mask[i] != 1) == (mask[heads] != 1))
+    lacking = [i for i in range(len(lead)) if mask[i] == 1]
+    long = [i for i in others if lead[i] != 1]
+    if all(i in lacking for i in long) or not any(i in lacking for i in long):
+        return others, (heads,)
+    beside_heads = tuple(i for i in long if (i in lacking) == (heads in lacking))
     return tuple(i for i in others if i not in beside_heads), (*beside_heads, heads)
+
+
+def _product(x: Tensor, dims: tuple[int, ...]) -> int:
+    n = 1
+    for i in dims:
+        n = n * x.shape[i]
+    return n
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

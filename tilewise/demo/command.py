@@ -50,15 +50,16 @@ def command(
     """
     chosen = _parse_parts(parts)
     _check_packages(chosen)
+    # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    where = _torch_device(device)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {output}: {error.strerror}", param_hint="--output") from None
     if not os.access(output, os.W_OK):
         raise typer.BadParameter(f"cannot write into the folder {output}", param_hint="--output")
-    # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    if not run_parts(chosen, _torch_device(device), quick, output / PICTURE):
+    if not run_parts(chosen, where, quick, output / PICTURE):
         raise typer.Exit(1)
 
 
@@ -119,8 +120,9 @@ def run_parts(chosen: list[str], device: torch.device, quick: bool, picture: Pat
                 progress.advance(task, fraction)
 
             results[name] = part.run(*_settings(part, device, quick), device, advance)
+            progress.update(tasks[name], completed=1.0)  # fractions may add up to a little less
             _tell(progress.console, name, part.describe(results[name]), results[name].comparisons)
-            passed = all(comparison.passed for comparison in results[name].comparisons)
+            passed = passed and all(comparison.passed for comparison in results[name].comparisons)
 
     from tilewise.demo.picture import draw
 

@@ -14,13 +14,14 @@ from matplotlib.gridspec import SubplotSpec
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 
+from tilewise.demo.comparison import worst
 from tilewise.demo.memory import MemoryResult
 from tilewise.demo.sentences import QUERY, SentencesResult, ranking
 from tilewise.demo.training import TrainingResult
 
 TILEWISE, SDPA, INK, FAINT = "#c2410c", "#9fb8d4", "#1f2937", "#6b7280"
 PANEL_WIDTH, PANEL_HEIGHT, DPI = 4.6, 4.1, 200  # inches, inches, dots an inch
-LEFT, RIGHT = 0.3, 0.2  # margins, inches
+LEFT, LEFT_OF_TICKS, RIGHT = 0.3, 0.7, 0.2  # margins, inches
 
 
 def draw(
@@ -40,7 +41,8 @@ def draw(
     width = PANEL_WIDTH * len(panels)
     figure = Figure(figsize=(width, PANEL_HEIGHT), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    left, right = LEFT / width, 1 - RIGHT / width
+    left = (LEFT_OF_TICKS if sentences is None else LEFT) / width
+    right = 1 - RIGHT / width
     grid = figure.add_gridspec(1, len(panels), left=left, right=right, top=0.82, bottom=0.125, wspace=0.25)
     for column, panel in enumerate(panels):
         panel(figure, grid[0, column])
@@ -99,7 +101,7 @@ def _draw_training(figure: Figure, cell: SubplotSpec, result: TrainingResult) ->
     upper.legend(fontsize=9, frameon=False, labelcolor=INK)
     floor = 1e-8
     lower.semilogy(steps, [max(d, floor) for d in result.loss_differences], ".", color=INK, markersize=3)
-    lower.set_ylim(floor / 2, 1e-2)
+    lower.set_ylim(floor / 2, max(1e-2, 2 * worst(result.loss_differences)))
     lower.set_yticks([1e-8, 1e-5, 1e-2], labels=["0", "$10^{-5}$", "$10^{-2}$"])
     lower.yaxis.set_minor_locator(NullLocator())
     lower.set_ylabel("|difference|", fontsize=9, color=FAINT)
@@ -118,16 +120,18 @@ def _draw_training(figure: Figure, cell: SubplotSpec, result: TrainingResult) ->
 
 def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> None:
     upper, lower = _stacked(figure, cell, height_ratios=(1, 1))
+    most = max(m.working_bytes or 0 for m in (*result.sdpa, *result.tilewise))
+    unit, size = ("GiB", 2**30) if most > 2**33 else ("MiB", 2**20)
     for measurements, color, name in ((result.sdpa, SDPA, "SDPA"), (result.tilewise, TILEWISE, "tilewise")):
         width = 3 if name == "SDPA" else 1.6
-        mebibytes = [(m.length, m.working_bytes / 2**20) for m in measurements if m.working_bytes is not None]
-        milliseconds = [(m.length, 1e3 * m.seconds) for m in measurements if m.seconds is not None]
-        for axes, points in ((upper, mebibytes), (lower, milliseconds)):
+        memory = [(m.length, m.working_bytes / size) for m in measurements if m.working_bytes is not None]
+        times = [(m.length, 1e3 * m.seconds) for m in measurements if m.seconds is not None]
+        for axes, points in ((upper, memory), (lower, times)):
             if not points:
                 continue
             axes.loglog(*zip(*points, strict=True), "o-", color=color, linewidth=width, markersize=5, label=name)
-        if 0 < len(mebibytes) < len(measurements):
-            x, y = mebibytes[-1]
+        if 0 < len(memory) < len(measurements):
+            x, y = memory[-1]
             upper.annotate(
                 "then out of memory",
                 (x, y),
@@ -137,7 +141,7 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
                 fontsize=8,
                 color=FAINT,
             )
-    upper.set_ylabel("working memory, MiB", fontsize=9, color=FAINT)
+    upper.set_ylabel(f"working memory, {unit}", fontsize=9, color=FAINT)
     lower.set_ylabel("time, ms", fontsize=9, color=FAINT)
     lower.set_xlabel("sequence length", fontsize=9, color=FAINT)
     lower.legend(loc="upper left", fontsize=9, frameon=False, labelcolor=INK)
@@ -146,8 +150,8 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
         axes.set_xticks(result.settings.lengths)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-        axes.yaxis.set_major_locator(LogLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_locator(LogLocator(numticks=12))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.set_ylim(*_whole_decades(*axes.get_ylim()))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)

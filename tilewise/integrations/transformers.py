@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -187,7 +186,6 @@ def attention_mask(
 
 
 @torch.compiler.assume_constant_result
-@cache
 def _has_its_own_attention(config_type: type) -> bool:
     """The model's file defines attention layers but does not know AttentionInterface."""
     file = sys.modules.get(config_type.__module__.replace(".configuration_", ".modeling_"))

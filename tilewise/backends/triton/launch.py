@@ -184,17 +184,17 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     delta, lse2 = (q.new_empty((B, H, m_tiles * block_m), dtype=torch.float32) for _ in range(2))
     reduction = bias_reduction(problem, bias) if needs.bias else "none"
     summed = needs.q and not problem.deterministic
-    targets = Targets(
-        *(torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs[:3], strict=True)),
-        bias=_empty_bias_gradient(problem, bias, reduction),
-        q_sum=q.new_empty((B * H, problem.head_dim, m_tiles * block_m), dtype=torch.float32) if summed else None,
-    )
+    dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs[:3], strict=True))
+    q_sum = q.new_empty((B * H, problem.head_dim, m_tiles * block_m), dtype=torch.float32) if summed else None
+    targets = Targets(dq, dk, dv, _empty_bias_gradient(problem, bias, reduction), q_sum)
     ready = _prepare(
         ("backward", needs), problem, (*inputs, outputs.o, do, dlse, *targets[:4]),
         lambda: _prepare_backward(problem, inputs, outputs.o, do, dlse, delta, targets),
     )  # fmt: skip
     c, numbers, bind = ready.c, ready.numbers, ready.bind
     options = {"num_warps": ready.config.num_warps, "num_stages": ready.config.num_stages}
+    # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
+    ordered = options | {"num_stages": min(ready.config.num_stages, 2)}
 
     ready.launch(
         prepare_kernel, m_tiles * H * B, bind("o", outputs.o), bind("do_rows", do), outputs.lse, bind("dlse", dlse),
@@ -219,11 +219,11 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     if targets.q_sum is not None:
         ready.launch(finish_kernel, m_tiles * H * B, targets.q_sum, bind("dq", targets.q), *numbers)
     elif targets.q is not None:
-        ready.launch(query_gradient_kernel, m_tiles * H * B, *rows, bind("dq", targets.q), *numbers, **options)
+        ready.launch(query_gradient_kernel, m_tiles * H * B, *rows, bind("dq", targets.q), *numbers, **ordered)
     if targets.bias is not None and _ordered(problem, reduction):
         b, h, m, n = targets.bias.shape
         programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
-        ready.launch(bias_gradient_kernel, programs, *rows, bind("dbias_rows", targets.bias), *numbers, **options)
+        ready.launch(bias_gradient_kernel, programs, *rows, bind("dbias_rows", targets.bias), *numbers, **ordered)
     dbias = None if targets.bias is None or bias is None else targets.bias.to(bias.dtype)
     return Gradients(targets.q, targets.k, targets.v, dbias)
 

@@ -1,0 +1,179 @@
+"""The Triton kernels on the device, held to the error rule of helpers.py, in poisoned memory.
+
+Compiling takes longer than running, so cases share what a kernel is compiled for (dtype, head dimensions, terms and
+which lengths are multiples of 16 or of a tile), and one test runs several lengths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import LAYOUTS, Case, check
+
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = (1, 3, 127, 128, 129, 239, 799, 1023, 2048)
+BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
+USUAL = Case(B=2, H=4, Hkv=4, M=239, N=432, D=64, dtype=BRAIN)
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
+
+
+def hold(*cases):
+    for case in cases:
+        check(case, "triton", "cuda")
+
+
+TERMS_OF_LENGTHS = [{}, {"bias": "1hmn", "causal": True}]
+
+
+@pytest.mark.parametrize("terms", TERMS_OF_LENGTHS, ids=str)
+@pytest.mark.parametrize("M", LENGTHS)
+def test_lengths(M, terms):
+    hold(*(replace(USUAL, H=2, Hkv=2, M=M, N=N, **terms) for N in LENGTHS))
+
+
+@pytest.mark.parametrize("terms", TERMS_OF_LENGTHS, ids=str)
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_remainder(terms, quarter):
+    """Every M mod 128, each with another N mod 128."""
+    lengths = range(128 + 32 * quarter, 160 + 32 * quarter)
+    hold(*(replace(USUAL, H=2, Hkv=2, M=M, N=128 + (37 * M) % 128, **terms) for M in lengths))
+
+
+@each(
+    replace(USUAL, dtype=dtype, D=D, M=431, N=577, causal=causal, window=window, softcap=softcap, bias=bias)
+    for dtype, D in ((BRAIN, 64), (BRAIN, 128), (HALF, 128))
+    for causal, window, softcap, bias in (
+        (False, None, None, None),
+        (False, None, None, "bhmn"),
+        (False, None, None, "1hmn"),
+        (False, None, 2.0, None),
+        (True, None, None, None),
+        (True, None, None, "1hmn"),
+        (True, (100, None), 2.0, "b11n"),
+        (False, (60, 20), None, "1hm1"),
+        (False, (0, 0), None, None),
+        (False, (None, 30), 2.0, "bhmn"),
+    )
+)
+def test_terms(case):
+    hold(case)
+
+
+@pytest.mark.parametrize("bias", BROADCASTS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bias_broadcasts(bias, deterministic):
+    """In q's dtype by TMA (rows of a multiple of 16 bytes) and in float32 by pointers, several key and query tiles."""
+    case = replace(USUAL, Hkv=2, bias=bias, deterministic=deterministic)
+    hold(case, replace(case, N=433, bias_dtype=FLOAT))
+
+
+@each(
+    replace(USUAL, Hkv=2, mask=mask, bias=bias)
+    for mask, bias in (
+        ("bhmn", None), ("1hmn", "1hmn"), ("b1mn", None), ("bkmn", None), ("b11n", "bhmn"), ("1hm1", None),
+        ("1k1n", None), ("11mn", "b11n"), ("1111", None),
+    )
+)  # fmt: skip
+def test_mask_broadcasts(case):
+    hold(case, replace(case, N=433))
+
+
+@each(
+    replace(USUAL, D=D, Dv=Dv, dtype=dtype, **terms)
+    for D, Dv, dtype, terms in (
+        (8, 8, BRAIN, {}),
+        (40, 40, BRAIN, {"bias": "1hmn"}),
+        (72, 200, BRAIN, {"causal": True}),
+        (96, 96, HALF, {"bias": "bhmn"}),
+        (64, 128, BRAIN, {"bias": "1hmn", "deterministic": True}),
+        (192, 128, BRAIN, {"causal": True}),
+        (256, 256, BRAIN, {}),
+        (256, 256, BRAIN, {"causal": True, "bias": "1hmn"}),
+        (256, 256, BRAIN, {"bias": "bhmn", "bias_dtype": FLOAT}),
+        (256, 256, HALF, {"mask": "b1mn", "deterministic": True, "bias": "1hmn"}),
+        (13, 7, HALF, {"bias": "b11n"}),
+        (32, 32, BRAIN, {"bias": "bhmn", "softcap": 2.0}),
+    )
+)
+def test_head_dimensions(case):
+    hold(case)
+
+
+@each(
+    replace(USUAL, dtype=FLOAT, M=150, D=D, **terms)
+    for D, terms in (
+        (64, {"bias": "1hmn"}),
+        (64, {"causal": True, "deterministic": True, "bias": "b11n"}),
+        (128, {"mask": "b1mn"}),
+        (256, {"bias": "bhmn"}),
+    )
+)
+def test_float32(case):
+    hold(case)
+
+
+@each(
+    replace(USUAL, H=H, Hkv=Hkv, bias=bias, causal=True, deterministic=deterministic)
+    for H, Hkv in ((8, 2), (4, 1), (6, 3))
+    for bias, deterministic in ((None, False), ("1kmn", False), ("bk1n", True))
+)
+def test_grouped_heads(case):
+    hold(case)
+
+
+@each(
+    replace(USUAL, Hkv=Hkv, **terms)
+    for Hkv, terms in (
+        (4, {}),
+        (2, {"bias": "bhmn", "causal": True}),
+        (4, {"bias": "1hmn", "mask": "b1mn", "bias_dtype": FLOAT}),
+        (2, {"bias": "bk1n", "mask": "1hm1", "planted": math.nan, "deterministic": True}),
+    )
+)
+def test_layouts(case):
+    """One after the other in one process: what is kept of one call must not serve the next."""
+    hold(*(replace(case, layout=layout) for layout in (*LAYOUTS, *reversed(LAYOUTS))))
+
+
+@each(
+    replace(USUAL, Hkv=2, planted=planted, deterministic=deterministic, **terms)
+    for terms in (
+        {"mask": "b11n"},
+        {"mask": "1hmn", "bias": "1hmn"},
+        {"mask": "111n", "bias": "bh1n", "softcap": 2.0},
+        {"bias": "1hmn"},
+        {"bias": "b11n"},
+        {"window": (50, None)},
+        {"window": (50, 20), "causal": True, "bias": "bhmn"},
+    )
+    for planted, deterministic in ((math.nan, False), (math.inf, True))
+)
+def test_hidden_keys_that_are_not_finite(case):
+    hold(case)
+
+
+@each(
+    replace(USUAL, blind=True, **terms)
+    for terms in (
+        {"mask": "b1mn"},
+        {"mask": "1hmn", "bias": "1hmn", "deterministic": True},
+        {"bias": "bhmn", "bias_hides": True},
+        {"bias": "1hm1", "softcap": 2.0},
+        {"N": 128, "causal": True, "bias": "1h1n"},
+    )
+)
+def test_rows_that_see_nothing(case):
+    hold(case)
+
+
+@pytest.mark.parametrize("grads", ["", "q", "k", "v", "b", "qb", "kv"])
+def test_gradients_on_demand(grads):
+    case = replace(USUAL, grads=grads, bias="1hmn")
+    hold(case, replace(case, deterministic=True, lse=False))

@@ -1,0 +1,258 @@
+"""What only a device has: offsets past 2³¹ elements, bits that may differ, memory, streams, graphs, a compiler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import NAMES, Case, Results, Tensors, call, differentiate, hold, poisoned_memory, run, tensors
+
+from tilewise import attention
+
+BRAIN = torch.bfloat16
+FULL = Case(B=4, H=16, M=2048, N=2048, D=128, dtype=BRAIN)
+SMALL = Case(B=2, H=4, M=239, N=432, D=64, dtype=BRAIN, bias="1hmn", causal=True)
+
+
+def normal(*shape, dtype=BRAIN):
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def heads(x, which):
+    return None if x is None else x if x.shape[1] == 1 else x[:, which]
+
+
+def of_heads(results, which):
+    return Results(*(heads(x, which) for x in results))
+
+
+# --- element offsets past 2³¹ ---
+
+
+def test_queries_past_two_to_the_31():
+    """q, o and their gradients pass 2³¹ elements; rows near both ends and at the border have a cotangent."""
+    M, N, D = 2**23 + 200, 64, 128
+    rows = torch.cat([torch.arange(n, n + 100, device="cuda") for n in (0, 2**23 - 50, M - 100)])
+    q, k, v = normal(1, 2, M, D), normal(1, 2, N, D), normal(1, 2, N, D)
+    do, dlse = torch.zeros_like(q), torch.zeros(1, 2, M, device="cuda")
+    do[:, :, rows] = normal(1, 2, len(rows), D)
+    dlse[:, :, rows] = normal(1, 2, len(rows), dtype=torch.float32)
+    case = Case(B=1, H=2, M=M, N=N, D=D, dtype=BRAIN)
+    assert q.numel() > 2**31
+    o, lse, dq, dk, dv, _ = run(case, "triton", "cuda", Tensors(q, k, v, None, None, do, dlse))
+    assert o.isfinite().all()
+    part = Tensors(q[:, :, rows], k, v, None, None, do[:, :, rows], dlse[:, :, rows])
+    results = Results(o[:, :, rows], lse[:, :, rows], dq[:, :, rows], dk, dv, None)
+    hold(replace(case, M=len(rows)), results, "cuda", part)
+    dq[:, :, rows] = 0
+    assert not dq.any()
+
+
+def test_keys_past_two_to_the_31():
+    case = Case(B=1, H=32, M=64, N=2**19 + 200, D=128, dtype=BRAIN)
+    inputs = tensors(case, "cuda")
+    assert inputs.k.numel() > 2**31
+    results = run(case, "triton", "cuda", inputs)
+    assert all(x.isfinite().all() for x in results if x is not None)
+    for head in (0, 31):
+        part = slice(head, head + 1)
+        hold(replace(case, H=1), of_heads(results, part), "cuda", Tensors(*(heads(x, part) for x in inputs)))
+
+
+@pytest.mark.parametrize("bias", ["bhmn", "11mn"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides_past_two_to_the_31(bias, transposed):
+    """Rows 2²³ elements apart (transposed: columns of the bias and the mask): offsets inside a tile need 64 bits."""
+    case = Case(B=1, H=2, M=300, N=300, D=64, dtype=BRAIN, bias=bias, mask="1hmn")
+    small = tensors(case, "cuda")
+    numbers = torch.full((300, 2**23), math.nan, dtype=BRAIN, device="cuda")
+    flags = torch.ones((300, 2**23), dtype=torch.bool, device="cuda")
+    spread, at = [], 8
+    for name, x in zip(small._fields[:5], small, strict=False):
+        _, count, rows, cols = x.shape
+        view = (flags if name == "mask" else numbers)[:rows, at : at + count * cols]
+        view = view.unflatten(1, (count, cols)).transpose(0, 1)[None]
+        if transposed and name in ("bias", "mask"):
+            view = view.mT
+        spread.append(view.copy_(x))
+        at += count * cols
+    assert 299 * spread[3].stride(3 if transposed else 2) > 2**31
+    hold(case, run(case, "triton", "cuda", Tensors(*spread, small.do, small.dlse)), "cuda")
+
+
+def test_a_bias_past_two_to_the_31():
+    """Heads of a bias 2³¹ elements apart, and one whose own elements are more than that."""
+    case = Case(B=1, H=2, M=512, N=512, D=64, dtype=BRAIN, bias="1hmn")
+    small = tensors(case, "cuda")
+    buffer = torch.full((2**31 + 512 * 512,), math.nan, dtype=BRAIN, device="cuda")
+    bias = buffer.as_strided(small.bias.shape, (0, 2**31, 512, 1)).copy_(small.bias)
+    for deterministic in (False, True):
+        case = replace(case, deterministic=deterministic)
+        hold(case, run(case, "triton", "cuda", small._replace(bias=bias)), "cuda", small)
+    del buffer, bias
+
+    case = Case(B=1, H=9, M=16384, N=16384, D=64, dtype=BRAIN, bias="bhmn", lse=False, grads="qb")
+    inputs = tensors(case, "cuda")
+    assert inputs.bias.numel() > 2**31
+    results = run(case, "triton", "cuda", inputs)
+    rows = torch.cat([torch.arange(n, n + 32, device="cuda") for n in (0, 8000, 16384 - 32)])
+    for head in (0, 8):
+        q, k, v, bias, _, do, dlse = (heads(x, slice(head, head + 1)) for x in inputs)
+        some = Tensors(q[:, :, rows], k, v, bias[:, :, rows], None, do[:, :, rows], dlse[:, :, rows])
+        o, lse, dq, dbias = (x[:, :, rows] for x in of_heads(results, slice(head, head + 1)) if x is not None)
+        hold(replace(case, H=1, M=len(rows), grads="qb"), Results(o, lse, dq, None, None, dbias), "cuda", some)
+
+
+# --- bits ---
+
+
+@pytest.mark.parametrize("bias", [None, "1hmn"])
+def test_forward_repeats_bit_by_bit(bias):
+    case = replace(FULL, bias=bias, grads="")
+    inputs = tensors(case, "cuda")
+    first = run(case, "triton", "cuda", inputs)
+    for _ in range(100):
+        again = run(case, "triton", "cuda", inputs)
+        assert torch.equal(again.o, first.o)
+        assert torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}, {"bias": "b11n", "causal": True}], ids=str)
+def test_deterministic_backward_repeats_bit_by_bit(terms):
+    case = replace(FULL, deterministic=True, **terms)
+    inputs = tensors(case, "cuda")
+    first = run(case, "triton", "cuda", inputs)
+    for _ in range(100):
+        for name, x, y in zip(NAMES, run(case, "triton", "cuda", inputs), first, strict=True):
+            assert y is None or torch.equal(x, y), name
+
+
+def test_a_second_call_elsewhere_in_memory():
+    """Equal shapes and strides, once at an address of 16 bytes' alignment and once not, in both orders."""
+    for first in (0, 1):
+        case = replace(SMALL, scale=0.1 + first)
+        inputs = tensors(case, "cuda")
+        for offset in (first, 1 - first, first):
+            moved = []
+            for x in inputs:
+                buffer = None if x is None else x.new_empty(x.numel() + 8)
+                moved.append(None if x is None else buffer[offset : offset + x.numel()].view_as(x).copy_(x))
+            hold(case, run(case, "triton", "cuda", Tensors(*moved)), "cuda", inputs)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bias", ["1hmn", "b11n", "11mn"])
+def test_no_buffer_of_all_scores(bias, deterministic):
+    """Peak memory is results, the float32 sums of dQ and dBias, and a little: no B·H·M·N anywhere."""
+    case = Case(B=16, H=16, M=2048, N=2048, D=64, dtype=BRAIN, bias=bias, deterministic=deterministic)
+    inputs = tensors(case, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = differentiate(case, inputs, lambda x: call(case, "triton", x))
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    expected = sum(x.numel() * x.element_size() for x in results) + 4 * (results.dq.numel() + results.dbias.numel())
+    scores = case.B * case.H * case.M * case.N
+    assert used < expected + 32 * 2**20
+    assert used < scores, "bytes: half of what the scores would take in 16 bits"
+
+
+# --- streams, graphs, compilers ---
+
+
+def test_another_stream():
+    """Inputs arrive late, on the stream that is current: a kernel on any other stream would read NaN."""
+    inputs = tensors(SMALL, "cuda")
+    late = Tensors(*(None if x is None else torch.full_like(x, math.nan) for x in inputs))
+    run(SMALL, "triton", "cuda", inputs)  # compiled, so that the launches come at once
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)
+        for x, y in zip(late, inputs, strict=True):
+            if x is not None:
+                x.copy_(y)
+        results = differentiate(SMALL, late, lambda x: call(SMALL, "triton", x))
+    stream.synchronize()
+    hold(SMALL, results, "cuda")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cuda_graph(deterministic):
+    """Forward and backward captured once, replayed with other numbers."""
+    case = replace(SMALL, deterministic=deterministic)
+    static = tensors(case, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        differentiate(case, static, lambda x: call(case, "triton", x))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = differentiate(case, static, lambda x: call(case, "triton", x))
+    for draw in (1, 2):
+        fresh = tensors(case, "cuda", draw=draw)
+        for x, y in zip(static, fresh, strict=True):
+            if x is not None:
+                x.copy_(y)
+        for x in results:
+            x.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        hold(case, results, "cuda", fresh)
+
+
+# PyTorch's compiler warns of its own doings, differently in each release.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    """The operator stays opaque: the same bits, without a graph break."""
+    torch._dynamo.reset()
+
+    def around(x):
+        o, lse = attention(2 * x.q, x.k, x.v, bias=x.bias, causal=True, return_lse=True, deterministic=True,
+                           backend="triton")  # fmt: skip
+        return o.transpose(1, 2).contiguous().transpose(1, 2), lse + 1.0
+
+    compiled = torch.compile(around, fullgraph=True, dynamic=dynamic)
+    for M, N in ((239, 432), (431, 577)):
+        case = replace(SMALL, M=M, N=N)
+        inputs = tensors(case, "cuda")
+        eager, graph = (differentiate(case, inputs, function) for function in (around, compiled))
+        for name, x, y in zip(NAMES, graph, eager, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, msg=lambda message, name=name: f"{name}: {message}")
+    torch._dynamo.reset()
+
+
+OPERATOR_CASES = [
+    replace(SMALL, dtype=torch.float32),
+    replace(SMALL, bias="b11n", mask="b1mn", causal=False, layout="heads_last"),
+]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
+def test_opcheck(case):
+    """Shapes, dtypes and strides of the fake kernels; autograd; no input written."""
+    x = tensors(case, "cuda")
+    terms = (None, case.N - case.M if case.causal else None, 0.125, None, True, "triton")
+    leaves = [y.detach().requires_grad_() for y in x[:4]]
+    torch.library.opcheck(torch.ops.tilewise.attention.default, (*leaves, x.mask, *terms))
+    inputs = [y.detach() for y in leaves]
+    o, lse = torch.ops.tilewise.attention(*inputs, x.mask, *terms)
+    torch.library.opcheck(
+        torch.ops.tilewise.attention_backward.default,
+        (x.do, x.dlse, *inputs, x.mask, o, lse, *terms, [True, True, True, True]),
+    )
+
+
+def test_poisoned_memory_on_the_device():
+    with poisoned_memory("cuda"):
+        assert torch.empty(3, 5, device="cuda").isnan().all()

@@ -1,0 +1,448 @@
+"""attn_implementation="tilewise" against transformers' own "eager" and "sdpa", on small random models of each kind."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from tilewise.integrations import transformers as integration  # noqa: E402
+
+B, N, VOCAB, WINDOW = 2, 13, 48, 5
+
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+GQA = {"num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+           "shared_expert_intermediate_size": 16}  # fmt: skip
+
+# kind: (name of the model, of its config, the config)
+KINDS = {
+    "bert": ("BertModel", "BertConfig", SMALL | NO_DROPOUT),
+    "bert decoder": ("BertLMHeadModel", "BertConfig", SMALL | NO_DROPOUT | {"is_decoder": True}),
+    "modernbert": ("ModernBertModel", "ModernBertConfig",
+                   SMALL | {"local_attention": 2 * WINDOW, "layer_types": ["full_attention", "sliding_attention"],
+                            "cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL | GQA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SMALL | GQA | {"sliding_window": WINDOW}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config",
+               SMALL | GQA | {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4,
+                              "layer_types": ["full_attention", "sliding_attention"]}),
+    # Its layers do not pass the window on: the mask alone says which of them have one.
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+                  SMALL | GQA | EXPERTS | {"sliding_window": WINDOW, "use_sliding_window": True,
+                                           "layer_types": ["full_attention", "sliding_attention"]}),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig",
+               SMALL | GQA | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 32, "num_local_experts": 2,
+                              "layer_types": ["full_attention", "chunked_attention"]}),
+    "t5": ("T5ForConditionalGeneration", "T5Config",
+           {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 32,
+            "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}),
+}  # fmt: skip
+NO_SDPA = {"gemma2"}  # transformers' sdpa has no softcap
+NO_LEFT_PADDING_IN_EAGER = {
+    "llama4"
+}  # its eager mask hides other pairs than its sdpa mask where padding is on the left
+DECODERS = ["bert decoder", "llama", "mistral", "gemma2", "qwen2_moe", "llama4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    integration.register()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What reaches tilewise.attention: the keyword arguments of each call."""
+    seen = []
+    attention = integration.attention
+
+    def spy(q, k, v, **options):
+        seen.append(options | {"M": q.shape[2], "N": k.shape[2]})
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(integration, "attention", spy)
+    return seen
+
+
+def build(kind, implementation, **changes):
+    name, config_name, options = KINDS[kind]
+    config = getattr(transformers, config_name)(**(options | changes))
+    model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
+    assert model.config._attn_implementation == implementation
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.3)  # as initialized, scores are so small that every attention is a mean
+    return model
+
+
+def implementations(kind):
+    return ["eager"] if kind in NO_SDPA else ["eager", "sdpa"]
+
+
+def tokens(length=N):
+    return torch.randint(3, VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side):
+    mask = torch.ones(B, N, dtype=torch.long)
+    if side == "left":
+        mask[0, :4] = 0
+    elif side == "right":
+        mask[0, -4:] = 0
+    return None if side is None else mask
+
+
+def run(model, kind, mask, **inputs):
+    if kind == "t5":
+        # other lengths for the decoder, and padding of its own
+        inputs |= {"decoder_input_ids": tokens().flip(0)[:, :-2]}
+        if mask is not None:
+            inputs |= {"decoder_attention_mask": mask.flip(0)[:, :-2]}
+    out = model(input_ids=tokens(), attention_mask=mask, **inputs)
+    return out.logits if "logits" in out else out.last_hidden_state
+
+
+def real(kind, mask, o):
+    """The rows of ``o`` that are not padding: what padding attends to is nobody's business."""
+    if mask is None:
+        return o.flatten(0, 1)
+    return o[(mask.flip(0)[:, :-2] if kind == "t5" else mask).bool()]
+
+
+def close(a, b, floor=0.0):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=max(2e-5 * b.abs().max().item(), floor))
+
+
+@pytest.mark.parametrize("side", [None, "right", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients(kind, side, calls):
+    mask = padding(side)
+    results = {}
+    for implementation in ("tilewise", *implementations(kind)):
+        model = build(kind, implementation).train()
+        o = real(kind, mask, run(model, kind, mask))
+        cotangent = torch.randn(o.shape, generator=torch.Generator().manual_seed(2))
+        (o * cotangent).sum().backward()
+        results[implementation] = o.detach(), {name: p.grad for name, p in model.named_parameters()}
+    o, gradients = results.pop("tilewise")
+    assert len(calls) == (6 if kind == "t5" else 2)
+    assert any(g is not None and g.any() for g in gradients.values())
+    for implementation, (expected, expected_gradients) in results.items():
+        if implementation == "eager" and side == "left" and kind in NO_LEFT_PADDING_IN_EAGER:
+            continue
+        close(o, expected)
+        # A gradient that is 0 in exact arithmetic (of a key bias) is the rounding of the others.
+        floor = 1e-6 * max(g.abs().max().item() for g in expected_gradients.values() if g is not None)
+        for name, g in expected_gradients.items():
+            if g is None:
+                assert gradients[name] is None
+            else:
+                close(gradients[name], g, floor)
+
+
+def test_position_bias_is_trained(calls):
+    model = build("t5", "tilewise")
+    run(model, "t5", padding("right")).square().mean().backward()
+    assert all(call["bias"].requires_grad == call["bias"].any().item() for call in calls)  # zeros across the stacks
+    for stack in (model.encoder, model.decoder):
+        assert stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("side", [None, "right"])
+@pytest.mark.parametrize("kind", ["bert", "llama", "mistral", "gemma2", "t5"])
+def test_no_square_mask(kind, side, calls):
+    """Causality and windows stay numbers; padding is one row of keys."""
+    run(build(kind, "tilewise"), kind, padding(side))
+    for call in calls:
+        assert call["mask"] is None if side is None else call["mask"].shape == (B, 1, 1, call["N"])
+    causal = [call["causal"] for call in calls]
+    assert causal == {"bert": [False] * 2, "t5": [False] * 2 + [True, False] * 2}.get(kind, [True] * 2)
+    windows = [call["window"] for call in calls]
+    window = (WINDOW - 1, 0)
+    assert windows == {"mistral": [window] * 2, "gemma2": [None, window]}.get(kind, [None] * len(calls))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", [*DECODERS, "t5"])
+def test_generate(kind, cache, calls):
+    """Greedy decoding past the window, from prompts padded on the left: the same tokens."""
+    options = {"attention_mask": padding("left"), "max_new_tokens": 9, "do_sample": False, "disable_compile": True}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    reference = "eager" if kind in NO_SDPA else "sdpa"
+    ours, theirs = (build(kind, i).eval().generate(tokens(), **options) for i in ("tilewise", reference))
+    assert len(calls) >= 2 * 9
+    assert ours.tolist() == theirs.tolist()
+    assert len(ours.unique()) > 3
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("kind", [*DECODERS])
+@pytest.mark.parametrize("pieces", [(8, 5), (3, 4, 6), (12, 1)])
+def test_a_prompt_in_pieces(kind, side, pieces, calls):
+    """With a cache, M < N: what one forward gives for all positions, several give piece by piece."""
+    model, mask = build(kind, "tilewise").eval(), padding(side)
+    with torch.no_grad():
+        whole = run(model, kind, mask)
+        cache, outputs, begin = transformers.DynamicCache(config=model.config), [], 0
+        for piece in pieces:
+            end = begin + piece
+            out = model(
+                input_ids=tokens()[:, begin:end],
+                attention_mask=None if mask is None else mask[:, :end],
+                position_ids=torch.arange(begin, end)[None].expand(B, -1),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            outputs.append(out.logits)
+            begin = end
+    assert any(call["M"] < call["N"] for call in calls)
+    close(real(kind, mask, torch.cat(outputs, 1)), real(kind, mask, whole))
+
+
+@pytest.mark.parametrize("shape", [(B, 1, N, N), (1, 1, N, N), (B, 1, 1, N), (B, 4, N, N)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_masks_of_the_users_own(kind, shape, dtype):
+    """Four dimensions are the whole truth: neither causality nor the window is added to them."""
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    seen[..., 0] = True
+    mask = seen if dtype == torch.bool else torch.zeros(shape).masked_fill(~seen, torch.finfo(dtype).min)
+    close(*(run(build(kind, i), kind, mask) for i in ("tilewise", "sdpa")))
+
+
+def test_packed_sequences():
+    """Several sequences in one row, told by their positions."""
+    positions = torch.cat([torch.arange(6), torch.arange(N - 6)])[None].expand(B, -1)
+    for kind in ("llama", "mistral"):
+        ours, theirs = (build(kind, i)(input_ids=tokens(), position_ids=positions).logits for i in ("tilewise", "sdpa"))
+        close(ours, theirs)
+
+
+def test_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        for kind in ("bert", "llama"):
+            ours, theirs = (run(build(kind, i), kind, padding("right")) for i in ("tilewise", "sdpa"))
+            error = (ours - theirs).float().square().mean() / theirs.float().square().mean()
+            assert error < 1e-3
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, is_causal):
+        super().__init__()
+        self.is_causal = is_causal
+
+
+def both(layer_is_causal, q, k, v, mask=None, **options):
+    """`attention_forward` and transformers' own for sdpa, of the same arguments."""
+    sdpa = transformers.AttentionInterface()["sdpa"]
+    (ours, weights), (theirs, _) = (f(Layer(layer_is_causal), q, k, v, mask, **options) for f in
+                                    (integration.attention_forward, sdpa))  # fmt: skip
+    assert weights is None
+    assert ours.is_contiguous()
+    assert ours.dtype == theirs.dtype
+    return ours, theirs
+
+
+def test_queries_of_batch_one_are_broadcast():
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(B, 4, 6, 8), torch.randn(B, 4, 6, 8)
+    close(*both(False, q, k, v))
+
+
+def test_autocast_of_one_layer():
+    """Queries and keys may reach a layer in float32 where rotary embeddings or norms are."""
+    q, k, v = torch.randn(B, 4, 3, 8), torch.randn(B, 2, 6, 8), torch.randn(B, 2, 6, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = both(False, q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("form", ["none", "bool", "float"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_position_bias_beside_a_mask(is_causal, form):
+    torch.manual_seed(0)
+    q, k, v, bias = torch.randn(B, 4, 6, 8), torch.randn(B, 4, 6, 8), torch.randn(B, 4, 6, 5), torch.randn(1, 4, 6, 6)
+    mask = {"none": None, "bool": torch.rand(B, 1, 6, 6) < 0.7, "float": torch.randn(B, 1, 6, 6)}[form]
+    if form == "bool":
+        mask[..., 0] = True
+    bias.requires_grad_()
+    ours, theirs = both(is_causal, q, k, v, mask, position_bias=bias, scaling=0.5)
+    close(ours, theirs)
+    close(*(torch.autograd.grad(o.square().sum(), bias)[0] for o in (ours, theirs)))
+
+
+@pytest.mark.parametrize("argument", [True, False, None])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_argument_comes_before_the_layers_own(is_causal, argument):
+    x = torch.randn(B, 4, 6, 8)
+    close(*both(is_causal, x, x, x, is_causal=argument))
+
+
+def test_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    for kind, mask in (("llama", None), ("mistral", padding("left")), ("bert", padding("right"))):
+        model = build(kind, "tilewise").eval()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            ours = run(compiled, kind, mask)
+            theirs = run(model, kind, mask)
+            close(real(kind, mask, ours), real(kind, mask, theirs))
+
+
+# The mask function by itself: each of its short forms, written out, is what transformers' own function says.
+
+
+def written_out(mask, batch, M, N):
+    """The pairs that `attention_forward` shows to a layer that is causal, as (batch, 1, M, N)."""
+    distance = torch.arange(N)[None, :] - (torch.arange(M)[:, None] + N - M)
+    causal = distance <= 0
+    if mask is None:
+        return causal.expand(batch, 1, M, N)
+    if mask.dim() == 2:
+        return causal & mask[:, None, None, :]
+    if mask.dim() == 3:
+        return (causal & (distance > -mask.shape[1]) & mask[:, None, :1, :]).expand(batch, 1, M, N)
+    return mask.expand(batch, 1, M, N)
+
+
+CAUSAL_PATTERNS = {
+    "causal": (causal_mask_function, None, {}),
+    "window": (sliding_window_causal_mask_function(WINDOW), WINDOW, {"sliding_window": WINDOW}),
+    "wide window": (sliding_window_causal_mask_function(40), 40, {"sliding_window": 40}),
+    "chunks": (chunked_causal_mask_function(WINDOW, torch.zeros(B, dtype=torch.int)), WINDOW,
+               {"attention_chunk_size": WINDOW}),
+    "chunks beside a window": (chunked_causal_mask_function(WINDOW, torch.zeros(B, dtype=torch.int)), WINDOW,
+                               {"attention_chunk_size": WINDOW, "sliding_window": WINDOW}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("pattern", CAUSAL_PATTERNS)
+def test_short_forms_say_what_the_full_mask_says(pattern, padded):
+    function, size, fields = CAUSAL_PATTERNS[pattern]
+    config = transformers.PreTrainedConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    short_forms = 0
+    for M in (1, 2, 6, 13):
+        for q_offset in (0, 3, 9):
+            # all keys; a sliding cache; a static one, longer than what it holds
+            for kv_offset, length in ((0, q_offset + M), (q_offset // 2, q_offset - q_offset // 2 + M), (0, 25)):
+                attention_mask = None
+                if padded:
+                    attention_mask = torch.ones(B, q_offset + M, dtype=torch.bool)
+                    attention_mask[0, : (q_offset + M) // 2] = False
+                arguments = {
+                    "batch_size": B, "q_length": M, "kv_length": length, "q_offset": q_offset, "kv_offset": kv_offset,
+                    "mask_function": function, "attention_mask": attention_mask, "local_size": size,
+                }  # fmt: skip
+                ours = integration.attention_mask(**arguments, config=config, allow_is_causal_skip=True)
+                theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
+                assert torch.equal(written_out(ours, B, M, length), theirs)
+                if ours is None or ours.dim() < 4:
+                    short_forms += 1
+                    assert ours is None or ours.untyped_storage().nbytes() <= B * (q_offset + M)
+                full = integration.attention_mask(**arguments, config=config, allow_is_causal_skip=False)
+                assert torch.equal(full, theirs)
+    # of 12 cases each with all keys and with a sliding cache; a padded sliding cache needs kv_offset == 0, or a window
+    expected = {"causal": 24, "window": 24, "wide window": 24}
+    assert short_forms >= expected.get(pattern, 0) * (0.6 if padded else 1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_without_causality(padded):
+    attention_mask = padding("left").bool() if padded else None
+    arguments = {"batch_size": B, "q_length": 4, "kv_length": N, "attention_mask": attention_mask,
+                 "allow_is_causal_skip": False}  # fmt: skip
+    short = integration.attention_mask(
+        **arguments, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=True
+    )
+    assert torch.equal(short, attention_mask[:, None, None]) if padded else short is None
+    for function in (
+        bidirectional_mask_function,
+        sliding_window_bidirectional_mask_function(2),
+        and_masks(bidirectional_mask_function, lambda b, h, q, k: k != q),
+    ):
+        theirs = sdpa_mask(**arguments, mask_function=function)
+        assert torch.equal(integration.attention_mask(**arguments, mask_function=function), theirs)
+
+
+def test_static_offsets_are_not_read():
+    """A static cache counts in a tensor; reading it would break a compiled graph."""
+    mask = integration.attention_mask(batch_size=B, q_length=4, kv_length=4, q_offset=torch.tensor(0))
+    assert mask.shape == (B, 1, 4, 4)
+
+
+def test_an_answer_that_comes_back_is_kept():
+    config = transformers.MistralConfig(sliding_window=WINDOW)
+    arguments = {"batch_size": B, "q_length": N, "kv_length": N, "local_size": WINDOW, "config": config,
+                 "mask_function": sliding_window_causal_mask_function(WINDOW)}  # fmt: skip
+    for attention_mask in (None, padding("left").bool()):
+        mask = integration.attention_mask(**arguments, attention_mask=attention_mask)
+        assert mask.dim() == 3
+        assert integration.attention_mask(**arguments, attention_mask=mask.contiguous()).equal(mask)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"attention_mask: expected 2 or 4 dimensions, got shape \(2, 13, 13\)"):
+        run(build("llama", "tilewise"), "llama", torch.ones(B, N, N, dtype=torch.bool))
+    # In training mode a model hands its dropout on, in eval mode 0.
+    for kind, option in (
+        ("bert", "attention_probs_dropout_prob"),
+        ("llama", "attention_dropout"),
+        ("t5", "dropout_rate"),
+    ):
+        model = build(kind, "tilewise", **{option: 0.1})
+        with pytest.raises(NotImplementedError, match=rf"dropout: .* not implemented yet, got 0\.1; .*{option}.* to 0"):
+            run(model.train(), kind, None)
+        run(model.eval(), kind, None)
+    q = torch.randn(1, 2, 3, 4)
+    for name in ("s_aux", "sinks", "indices", "block_indices", "cache"):
+        with pytest.raises(NotImplementedError, match=f"^{name}: .* is not implemented"):
+            integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})
+    with pytest.raises(ValueError, match="output_attentions: the weights are never formed"):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused():
+    """Bloom adds its mask to the scores: a bool one would pass silently."""
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomModel._from_config(config, attn_implementation="tilewise")
+    with pytest.raises(ValueError, match="the model of BloomConfig does not call AttentionInterface"):
+        model(tokens())
+
+
+def test_registering_twice_changes_nothing():
+    before = dict(transformers.AttentionInterface()), dict(transformers.AttentionMaskInterface())
+    integration.register()
+    after = dict(transformers.AttentionInterface()), dict(transformers.AttentionMaskInterface())
+    assert before == after
+    assert after[0]["tilewise"] is integration.attention_forward
+    assert after[1]["tilewise"] is integration.attention_mask
+
+
+def test_importing_tilewise_does_not_import_transformers():
+    code = (
+        "import sys, tilewise, tilewise.integrations; tilewise.attention, tilewise.scaled_dot_product_attention; "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -1,0 +1,29 @@
+"""What runs in the child process of test_triton_interpreter.py, where Triton's kernels are Python."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+from helpers import Case, Results, run, tensors, visible
+from torch import Tensor
+
+
+def start() -> None:
+    """Make this process an interpreter of Triton kernels; triton reads the variable when it is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # numpy speaks up where a GPU computes on: log2(0), inf - inf, a product of NaN, an overflow that marks one.
+    for message in (
+        "divide by zero encountered in log2", "invalid value encountered", "overflow encountered", "All-NaN slice",
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", message, RuntimeWarning, r"triton\.runtime\.interpreter|numpy\..*")
+
+
+def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple[Results, Results, Tensor]:
+    """Put ``value`` into q, k, v, bias or do: results of the triton backend, of the oracle, and who sees what."""
+    inputs = tensors(case)
+    getattr(inputs, which)[where] = value
+    return run(case, "triton", inputs=inputs), run(case, "oracle", inputs=inputs), visible(case, inputs)

@@ -1,0 +1,468 @@
+"""The CPU backend: its tiles and PyTorch's fused kernel by the error rule, what it allocates, and its parts."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import LAYOUTS, Case, check, hold, reference, run, tensors, visible
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewise import attention
+from tilewise.backends import Inputs, Needs, Outputs, cpu
+from tilewise.backends.cpu import fused, parts, tiled
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
+
+LENGTHS = (1, 3, 127, 128, 129, 239, 799)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FULL, SMALL = {"B": 2, "H": 4, "Hkv": 2, "M": 37, "N": 53, "D": 16}, {"B": 2, "H": 2, "M": 37, "N": 53, "D": 8}
+
+
+def case(**fields):
+    """A case in float32, in which tests/helpers.py makes no other exception."""
+    return Case(**{"dtype": torch.float32, **fields})
+
+
+def tiles_only(monkeypatch):
+    for name in ("declines", "declines_backward"):
+        monkeypatch.setattr(fused, name, lambda problem: "the test wants tiles")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Short operators in several threads wait for each other more than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["as chosen", "tiles", "small tiles"])
+def route(request, monkeypatch):
+    """PyTorch's kernel where it serves, tiles for everything, and tiles so small that short rows need many."""
+    if request.param != "as chosen":
+        tiles_only(monkeypatch)
+    if request.param == "small tiles":
+        small_tiles(monkeypatch)
+    return request.param
+
+
+def small_tiles(monkeypatch):
+    for name, size in (("BLOCK_M", 16), ("MAX_BLOCK_M", 16), ("BLOCK_N", 24)):
+        monkeypatch.setattr(tiled, name, size)
+
+
+# --- by the error rule ---
+
+
+@pytest.mark.parametrize(("M", "N"), list(itertools.product(LENGTHS, LENGTHS)))
+def test_lengths(M, N):
+    """Each length against each, with the terms and the dtype taking turns."""
+    turn = LENGTHS.index(M) * 3 + LENGTHS.index(N)
+    terms = [{}, {"causal": True}, {"window": (100, 30)}, {"mask": "b1mn"}, {"softcap": 2.0}][turn % 5]
+    bias = [None, "bhmn", "1hmn", "b11n"][turn % 4]
+    check(case(B=1, M=M, N=N, dtype=FLOATS[turn % 3], bias=bias, **terms), "cpu")
+    check(case(B=1, M=M, N=N, D=8, bias=bias, **terms), "cpu")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [None, "bhmn", "1hmn"])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "M": 53},
+        {"window": (9, 3)},
+        {"window": (None, 4), "mask": "11mn"},
+        {"softcap": 1.5},
+        {"mask": "b11n"},
+        {"mask": "bhmn", "causal": True},
+        {"scale": 0.3, "Dv": 5},
+    ],
+    ids=str,
+)
+def test_terms(route, dtype, bias, terms):
+    check(case(**{**SMALL, **terms}, dtype=dtype, bias=bias), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", ["".join(x) for x in itertools.product("b1", "hk1", "m1", "n1")])
+def test_gradient_of_every_bias(route, bias, dtype):
+    check(case(**FULL, bias=bias, dtype=dtype), "cpu")
+
+
+@pytest.mark.parametrize("mask", ["".join(x) for x in itertools.product("b1", "hk1", "m1", "n1")])
+def test_every_mask(route, mask):
+    check(case(**FULL, mask=mask, bias="1hmn" if "m" in mask else None), "cpu")
+
+
+@pytest.mark.parametrize(("H", "Hkv"), [(6, 6), (6, 3), (6, 2), (6, 1)])
+@pytest.mark.parametrize("terms", [{}, {"bias": "bhmn", "causal": True}, {"bias": "1k1n", "mask": "bkmn"}], ids=str)
+def test_groups(route, H, Hkv, terms):
+    check(case(B=2, H=H, Hkv=Hkv, M=41, N=70, D=8, **terms), "cpu")
+
+
+def test_groups_in_ordinary_tiles():
+    """Several tiles of the ordinary size along each axis, ragged at each end."""
+    M, N = tiled.MAX_BLOCK_M // 2 + 13, tiled.BLOCK_N + 7
+    check(case(B=1, H=2, Hkv=1, M=M, N=N, D=16, bias="1hmn", causal=True), "cpu")
+    check(case(B=1, H=2, Hkv=1, M=M, N=N, D=16, bias="1hmn", dtype=torch.bfloat16, window=(300, 20)), "cpu")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("terms", [{}, {"bias": "bhmn"}, {"mask": "bhmn", "causal": True}, {"bias": "b1mn"}], ids=str)
+def test_layouts(route, layout, terms):
+    check(case(**SMALL, **terms, layout=layout), "cpu")
+
+
+@pytest.mark.parametrize("grads", ["", "qkv"])
+def test_rows_that_are_not_contiguous(route, grads):
+    """Head dimensions that are not the last in memory, rows that overlap: the fused kernel would read past them."""
+    for axes in ((2, 3), (1, 3)):
+        c = case(B=2, H=2, M=9, N=11, D=8, bias="11mn", grads=grads)
+        t = tensors(c)
+        q, k, v, do = (x.transpose(*axes).contiguous().transpose(*axes) for x in (t.q, t.k, t.v, t.do))
+        hold(c, run(c, "cpu", inputs=t._replace(q=q, k=k, v=v, do=do)))
+    k, v = (x[:, :, :1].expand_as(x) for x in (t.k, t.v))
+    repeated = run(c, "cpu", inputs=t._replace(k=k, v=v))
+    plain = run(c, "cpu", inputs=t._replace(k=k.contiguous(), v=v.contiguous()))
+    torch.testing.assert_close(repeated, plain)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias_dtype", [*FLOATS, torch.float64])
+@pytest.mark.parametrize("bias", ["1hmn", "b11n"])
+def test_bias_dtypes(route, dtype, bias_dtype, bias):
+    check(case(**SMALL, dtype=dtype, bias=bias, bias_dtype=bias_dtype), "cpu")
+
+
+@pytest.mark.parametrize("grads", ["q", "k", "v", "b", "kb", "qv"])
+def test_gradients_on_demand(route, grads):
+    check(case(**SMALL, bias="bhmn", softcap=3.0, lse="v" not in grads, grads=grads), "cpu")
+    check(case(**SMALL, bias="1hmn", lse=False, grads=grads), "cpu")
+
+
+@pytest.mark.parametrize("terms", [{}, {"bias": "bhmn"}, {"causal": True, "M": 53}, {"mask": "b11n"}], ids=str)
+def test_without_an_lse_gradient(route, terms):
+    """Then PyTorch's fused backward may serve."""
+    check(case(**{**SMALL, **terms}, lse=False, grads="qkv"), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_summed_in_float32(dtype):
+    """Many queries on few keys, so that dK and dV are long sums: summed in 16 bits they break the rule."""
+    check(case(B=1, H=2, M=4096, N=16, D=16, dtype=dtype, lse=False), "cpu")
+
+
+@pytest.mark.parametrize("terms", [{}, {"bias": "1hmn", "causal": True}, {"mask": "b11n", "softcap": 2.0}], ids=str)
+def test_float64(route, terms):
+    """To float64's precision, from the backend that the other dtypes are measured with."""
+    c = case(**FULL, **terms)
+    inputs = type(tensors(c))(*(x.double() if x is not None and x.is_floating_point() else x for x in tensors(c)))
+    torch.testing.assert_close(run(c, "cpu", inputs=inputs), reference(c, inputs), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [{}, {"causal": True}, {"window": (2, 1)}, {"softcap": 0.7}, {"mask": torch.rand(1, 2, 4, 5) < 0.6}],
+    ids=str,
+)
+@pytest.mark.parametrize("bias", [(2, 2, 4, 5), (2, 1, 4, 1), (1, 1, 1, 5)])
+def test_gradcheck(route, terms, bias):
+    torch.manual_seed(3)
+    shapes = ((2, 2, 4, 3), (2, 1, 5, 3), (2, 1, 5, 2), bias)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def outputs(q, k, v, bias):
+        o, lse = attention(q, k, v, bias=bias, return_lse=True, backend="cpu", **terms)
+        return o, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(outputs, inputs)
+
+
+# --- what is hidden ---
+
+HIDDEN = [
+    {"mask": "b11n"},
+    {"mask": "bhmn"},
+    {"mask": "1hmn", "bias": "1hmn"},
+    {"bias": "bhmn"},
+    {"bias": "b11n"},
+    {"M": 80, "window": (5, 5), "N": 120, "causal": True},
+]
+
+
+@pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("terms", HIDDEN, ids=str)
+def test_hidden_keys_may_hold_anything(route, terms, planted):
+    """Keys that nobody sees; the results are those of the same call with ordinary numbers there."""
+    check(case(**{**SMALL, **terms}, planted=planted), "cpu")
+    check(case(**{**SMALL, **terms}, planted=planted, lse=False, grads="qkv"), "cpu")
+    if "bias" in terms:
+        check(case(**{**SMALL, **terms}, planted=planted, softcap=2.0), "cpu")
+
+
+@pytest.mark.parametrize(("which", "value"), [("k", math.nan), ("v", math.nan), ("v", math.inf), ("v", -math.inf)])
+@pytest.mark.parametrize(
+    "terms", [{"causal": True, "M": 53}, {"mask": "b1mn"}, {"bias": "bhmn", "bias_hides": True}], ids=str
+)
+def test_a_bad_key_shows_where_it_is_seen_and_only_there(route, terms, which, value):
+    c = case(**{**SMALL, **terms})
+    t = tensors(c)
+    clean = run(c, "cpu")
+    x = getattr(t, which).clone()
+    x[:, :, 20] = value
+    seen = visible(c, t)[..., 20]
+    assert seen.any()
+    assert not seen.all()
+    got = run(c, "cpu", inputs=t._replace(**{which: x}))
+    assert (~got.o[seen].isfinite()).any(-1).all()
+    assert (~got.dq[seen].isfinite()).any(-1).all()
+    for result, expected in ((got.o, clean.o), (got.lse, clean.lse), (got.dq, clean.dq), (got.dbias, clean.dbias)):
+        if result is not None:
+            torch.testing.assert_close(result[~seen], expected[~seen])
+    # A key shares no query with the bad one, so nothing may reach it.
+    apart = ~(visible(c, t) & seen[..., None]).any(2)
+    for result, expected in ((got.dk, clean.dk), (got.dv, clean.dv)):
+        torch.testing.assert_close(result[apart], expected[apart])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "terms",
+    [{"mask": "b1mn"}, {"mask": "bhmn", "bias": "1hmn"}, {"bias": "b1mn"}, {"bias": "bhmn", "causal": True, "M": 53},
+     {"M": 70, "N": 30, "causal": True}, {"M": 200, "N": 7, "causal": True, "bias": "1h11"}],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_see_nothing(route, dtype, terms):
+    check(case(**{**SMALL, **terms}, dtype=dtype, blind=True), "cpu")
+    check(case(**{**SMALL, **terms}, dtype=dtype, blind=True, lse=False, grads="qkv"), "cpu")
+
+
+def test_a_row_with_lse_zero_is_not_blind(route):
+    """PyTorch's kernel gives LSE = 0 and O = 0 to rows that see nothing; others may have both by right."""
+    q, k, v = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)
+    bias = torch.tensor([0.0, -math.inf, 0.0, 1.0]).view(1, 1, 4, 1)
+    o, lse = attention(q, k, v, bias=bias, return_lse=True, backend="cpu")
+    assert torch.equal(o, torch.zeros(1, 1, 4, 8))
+    assert lse.flatten().tolist() == [0.0, -math.inf, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("terms", [{"bias": "bhmn"}, {"bias": "1h1n", "mask": "b1mn"}, {"bias": "b1mn"}], ids=str)
+def test_a_bias_may_hide(route, terms):
+    check(case(**SMALL, **terms, bias_hides=True), "cpu")
+    check(case(**SMALL, **terms, bias_hides=True, softcap=1.0), "cpu")
+
+
+def test_nothing_reaches_a_row_that_sees_nothing(route):
+    """Not even an infinite gradient of its LSE, which a loss on -inf may well give."""
+    c = case(**SMALL, mask="bhmn", blind=True)
+    t = tensors(c)
+    blind = ~visible(c, t).any(-1)
+    hold(c, run(c, "cpu", inputs=t._replace(dlse=t.dlse.masked_fill(blind, math.inf))))
+
+
+# --- what it is made of ---
+
+
+def problem(bias=None, mask=None, bias_grad=False, **fields):
+    t = tensors(case(bias=bias, mask=mask, **fields))
+    band = Band.aligned(fields.get("causal", False), fields.get("window"), t.k.shape[2] - t.q.shape[2])
+    score = Score(0.25, fields.get("softcap"), band)
+    inputs = Inputs(t.q, t.k, t.v, t.bias, t.mask)
+    return Problem.of(*inputs, score, bias_grad=bias_grad), inputs, t
+
+
+@pytest.mark.parametrize(
+    ("fields", "forward", "backward"),
+    [
+        ({}, True, True),
+        ({"M": 9, "N": 9, "causal": True}, True, True),
+        ({"M": 1, "causal": True}, True, True),  # one query: the band hides nothing
+        ({"mask": "b11n"}, True, True),
+        ({"bias": "bhmn"}, True, True),
+        ({"bias": "bhmn", "dtype": torch.bfloat16, "bias_dtype": torch.float32}, True, "16-bit"),
+        ({"bias": "b11n", "bias_dtype": torch.float16}, True, True),
+        ({"bias": "bhmn", "bias_grad": True}, True, "bias gradient"),
+        ({"dtype": torch.bfloat16}, True, "16-bit"),
+        ({"bias": "bhmn", "bias_dtype": torch.float16}, "float16 bias", "float16 bias"),
+        ({"bias": "bhmn", "mask": "b11n"}, "not both", "not both"),
+        ({"mask": "b1mn"}, "M x N", "M x N"),
+        ({"causal": True}, "one band", "one band"),
+        ({"window": (3, 3)}, "one band", "one band"),
+        ({"softcap": 2.0}, "softcap", "softcap"),
+        ({"Dv": 4}, "as wide", "as wide"),
+        ({"H": 4, "bias": "bkmn"}, "group", "group"),
+    ],
+    ids=str,
+)
+def test_the_choice_is_made_and_told(monkeypatch, fields, forward, backward):
+    fields = {"B": 2, "H": 2, "Hkv": 2, "M": 9, "N": 11, "D": 8, **fields}
+    p, inputs, t = problem(**fields)
+    words = cpu.tiles(p)
+    if forward is True and backward is True:
+        assert words == "PyTorch's fused kernel"
+    elif forward is True:
+        assert words.startswith("forward: PyTorch's fused kernel; backward: tiles of 9 queries x 11 keys")
+        assert backward in words
+    else:
+        assert words.startswith("tiles of 9 queries x 11 keys, 4 heads" if fields["H"] == 2 else "tiles of 9 queries")
+        assert forward in words
+
+    def forbidden(*arguments):
+        raise AssertionError("not the kernel that was told")
+
+    for chosen, name in ((forward, "forward"), (backward, "backward")):
+        monkeypatch.setattr(tiled if chosen is True else fused, name, forbidden)
+    outputs = cpu.forward(p, inputs)
+    needs = Needs(True, False, True, p.bias_grad)
+    found = cpu.backward(p, inputs, outputs, Outputs(t.do, None), needs)
+    assert [x is not None for x in found] == list(needs)
+
+
+def test_device():
+    p, _, _ = problem()
+    assert cpu.declines(p) is None
+    moved = Problem(**{**{name: getattr(p, name) for name in p.__dataclass_fields__}, "device": "cuda"})
+    assert "cuda" in cpu.declines(moved)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest memory of a tensor that any operator returns, in bytes; that of ``known`` tensors does not count."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.largest = 0
+        self.known = {x.untyped_storage().data_ptr() for x in known if x is not None}
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        results = function(*arguments, **(keywords or {}))
+        for x in torch.utils._pytree.tree_leaves(results):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return results
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"causal": True}, {"mask": "b11n"}, {"window": (64, 64)}, {"softcap": 2.0}, {"Hkv": 1},
+     {"dtype": torch.bfloat16}, {"bias": "111n"}, {"bias": "b1m1", "causal": True}, {"layout": "heads_last"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("tiled_only", [False, True])
+def test_no_buffer_grows_with_the_square_of_the_length(monkeypatch, tiled_only, fields):
+    """A tile's size at most, in 8 bytes a score: a band's distances are int64. S² bits would be four times as much."""
+    if tiled_only:
+        tiles_only(monkeypatch)
+    monkeypatch.setattr(tiled, "BLOCK_M", 256)
+    monkeypatch.setattr(tiled, "BLOCK_N", 256)
+    S = 1536
+    p, inputs, t = problem(B=1, H=2, M=S, N=S, D=8, **fields)
+    with Allocations(t) as seen:
+        outputs = cpu.forward(p, inputs)
+        for dlse, bias_grad in ((None, False), (t.dlse, inputs.bias is not None)):
+            p, _, _ = problem(B=1, H=2, M=S, N=S, D=8, bias_grad=bias_grad, **fields)
+            cpu.backward(p, inputs, outputs, Outputs(t.do, dlse), Needs(True, True, True, bias_grad))
+    assert seen.largest <= 8 * 256 * 256
+
+
+def test_a_full_bias_is_read_and_its_gradient_written_in_place():
+    """One buffer of M x N, dBias itself; for a bias with a strided last axis too, which PyTorch's kernel would copy."""
+    S = 1500
+    for layout in ("contiguous", "heads_last"):
+        p, inputs, t = problem(
+            B=1, H=2, M=S, N=S, D=8, bias="1hmn", dtype=torch.bfloat16, layout=layout, bias_grad=True
+        )
+        with Allocations(t) as forward:
+            outputs = cpu.forward(p, inputs)
+        with Allocations(t) as backward:
+            cpu.backward(p, inputs, outputs, Outputs(t.do, None), Needs(True, True, True, True))
+        assert forward.largest <= 4 * torch.get_num_threads() * tiled.BLOCK_M * tiled.BLOCK_N
+        assert backward.largest == inputs.bias.numel() * 2
+
+
+def test_results_repeat_bit_by_bit(route):
+    c = case(**FULL, bias="1hmn", mask="b1mn")
+    for x, y in zip(run(c, "cpu"), run(c, "cpu"), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_number_of_threads_changes_the_tiles_only():
+    c = case(B=1, H=1, M=700, N=600, D=8, bias="1hmn", causal=True)
+    p, _, _ = problem(B=1, H=1, M=4000, N=4000, D=8)
+    for n in (1, 2, 4):
+        torch.set_num_threads(n)
+        assert tiled.tiling(p) == (1, 512 * n, 512)
+        check(c, "cpu")
+
+
+def test_short_sequences_share_tiles():
+    p, _, _ = problem(B=6, H=4, Hkv=2, M=10, N=20, D=8)
+    assert tiled.tiling(p) == (12, 10, 20)
+    long, _, _ = problem(B=6, H=4, Hkv=2, M=300, N=600, D=8)
+    assert tiled.tiling(long).heads == 1
+
+
+def test_autocast_leaves_the_tiles_in_float32(route):
+    c = case(**FULL, bias="bhmn", mask="b1mn")
+    plain = run(c, "cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run(c, "cpu")
+    for x, y in zip(plain, cast, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 5, 7, 3), (3, 5, 7, 3), (1, 256, 64, 256), (1, 300, 77, 211)])
+def test_product(shape, dtype):
+    T, m, k, n = shape
+    torch.manual_seed(0)
+    a, b, start = (torch.randn(*s, dtype=dtype) for s in ((T, m, k), (T, n, k), (T, m, n)))
+    strided = torch.randn(T, m, 2 * n, dtype=dtype)[..., :n]
+    for x, y in itertools.product((a, a.mT.contiguous().mT), (b.mT, b.mT.contiguous())):
+        exact = (a.double() @ b.mT.double()).to(dtype)
+        torch.testing.assert_close(parts.product(x, y), exact)
+        for onto in (start, strided, start[:, :, :1].expand_as(start)):
+            before = onto.clone()
+            torch.testing.assert_close(parts.product(x, y, onto), onto + exact)
+            assert torch.equal(onto, before)
+
+
+@pytest.mark.skipif(not parts._has_onednn(), reason="PyTorch without oneDNN")
+def test_large_float32_products_go_through_onednn(monkeypatch):
+    called = []
+    for name in ("bmm", "baddbmm"):
+        monkeypatch.setattr(torch, name, lambda *x, name=name: called.append(name) or x[-1])
+    large, small = torch.ones(1, 256, 256), torch.ones(1, 8, 8)
+    parts.product(large, large)
+    parts.product(large, large, large)
+    assert not called
+    parts.product(small, small)
+    parts.product(small, small, small)
+    parts.product(large.double(), large.double())
+    parts.product(large.expand(2, -1, -1), large.expand(2, -1, -1))
+    assert called == ["bmm", "baddbmm", "bmm", "bmm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hide(dtype):
+    s = torch.tensor([1.5, -0.0, math.nan, math.inf, -math.inf, -1e30, 0.0], dtype=dtype).repeat(2, 3, 1)
+    visible = torch.rand(3, 7) < 0.5
+    expected = torch.where(visible, s, -math.inf)
+    got = s.clone()
+    assert parts.hide(got, visible).data_ptr() == got.data_ptr()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exp_difference(dtype):
+    s = torch.cat((torch.linspace(-90, 5, 200, dtype=dtype), torch.tensor([-math.inf], dtype=dtype))).repeat(3, 1)
+    row = torch.tensor([[5.0], [7.5], [-math.inf]], dtype=dtype)
+    s[2] = -math.inf
+    expected = torch.exp(s.double() - torch.tensor([[5.0], [7.5], [0.0]])).to(dtype)
+    got = parts.exp_difference(s, row)
+    assert got.data_ptr() == s.data_ptr()
+    # The scores are 90 here, so that a relative error of the exponent's last bit is 90 of the result's.
+    torch.testing.assert_close(got, expected, rtol=200 * torch.finfo(dtype).eps, atol=0)

@@ -1,0 +1,84 @@
+"""The documents name code that exists, and their formulas render."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "tilewise"
+MATHS = (REPOSITORY / "docs" / "maths.md").read_text(encoding="utf-8")
+ROOMS = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+NAME = re.compile(r"`(\w+(?:\.\w+)+)`")
+
+
+def names(text):
+    """`score.tiles.key_tiles` and the like: dotted, in backticks, beginning with a module of the package."""
+    return [name for name in NAME.findall(text) if name.split(".")[0] in ROOMS]
+
+
+def defined(body):
+    """What a module or class defines: functions, classes, and names that are assigned."""
+    found = {}
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                found |= {n.id: node for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return found
+
+
+def exists(name):
+    """Whether the package has it: a module, or something defined in one. Read, not imported: kernels need no GPU."""
+    parts = name.split(".")
+    at = PACKAGE
+    while parts and (at / parts[0]).is_dir():
+        at /= parts.pop(0)
+    if parts and (at / parts[0]).with_suffix(".py").is_file():
+        source = (at / parts.pop(0)).with_suffix(".py")
+    else:
+        source = at / "__init__.py"
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    for part in parts:
+        node = defined(body).get(part)
+        if node is None:
+            return False
+        body = getattr(node, "body", [])
+    return True
+
+
+def test_names_are_looked_up():
+    assert exists("score.tiles.key_tiles")
+    assert exists("backends.oracle")
+    assert exists("backends.triton.declines")
+    assert exists("problem.Problem.flops")
+    assert exists("backends.Inputs.q")
+    assert not exists("score.tiles.tiles_of_keys")
+    assert not exists("problem.Problem.flop")
+    assert not exists("backends.metal.forward")
+
+
+@pytest.mark.parametrize("name", sorted(set(names(MATHS))))
+def test_maths_names_what_exists(name):
+    assert exists(name)
+
+
+@pytest.mark.parametrize("section", re.split(r"^## ", MATHS, flags=re.MULTILINE)[2:-1], ids=lambda s: s.split("\n")[0])
+def test_every_section_with_a_formula_names_its_functions(section):
+    """All but the symbols, which come first, and the sources, which come last."""
+    assert "```math" in section
+    assert names(section)
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("docs/*.md")), ids=lambda path: path.name)
+def test_formulas_render(path):
+    """GitHub takes a backslash before punctuation from inline maths, and `$` must come in pairs on a line."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for line in text.splitlines():
+        assert line.count("$") % 2 == 0, line
+        for formula in re.findall(r"\$([^$]*)\$", line):
+            assert formula == formula.strip(), line
+            assert not re.search(r"\\[^A-Za-z]", formula), line
+            assert formula.count("{") == formula.count("}"), line

@@ -1,0 +1,234 @@
+"""explain(): its numbers by hand, its words, and that it runs nothing."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import explain
+from tilewise.backends import cpu
+from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, _quantity
+from tilewise.problem import Problem
+from tilewise.score.terms import Score
+
+B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
+
+
+def meta(*shape, dtype=torch.bfloat16, requires_grad=False):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def small(dtype=torch.bfloat16):
+    return meta(B, H, M, D, dtype=dtype), meta(B, HKV, N, D, dtype=dtype), meta(B, HKV, N, DV, dtype=dtype)
+
+
+def test_work_by_hand():
+    e = explain(*small(), device="cpu")
+    pairs = B * H * M * N
+    inputs = 2 * (B * H * M * D + B * HKV * N * D + B * HKV * N * DV)
+    results = B * H * M * (2 * DV + 4)  # o in bfloat16, lse in float32
+    assert e.forward == Work(2 * pairs * (D + DV), inputs + results, 4 * 2 * pairs)
+    assert e.backward == Work(2 * pairs * (3 * D + 2 * DV), 2 * inputs + results + 2 * B * H * M * DV, 7 * 2 * pairs)
+    assert e.forward.intensity == e.forward.flops / e.forward.bytes
+    assert e.problem is e.plan.problem
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "read"),
+    [
+        ((B, H, M, N), torch.float32, 4 * B * H * M * N),
+        ((H, M, N), torch.bfloat16, 2 * H * M * N),
+        ((HKV, 1, N), torch.float32, 4 * HKV * N),
+        ((M, 1), torch.float16, 2 * M),
+    ],
+)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_traffic_of_a_bias(shape, dtype, read, requires_grad):
+    """Read once in each pass as it is, not as it broadcasts; its gradient, where asked for, is written once."""
+    plain = explain(*small(), device="cpu")
+    biased = explain(*small(), bias=meta(*shape, dtype=dtype, requires_grad=requires_grad), device="cpu")
+    assert biased.forward.bytes - plain.forward.bytes == read
+    assert biased.backward.bytes - plain.backward.bytes == read * (2 if requires_grad else 1)
+    assert biased.forward.flops == plain.forward.flops
+
+
+def test_traffic_of_a_mask():
+    plain = explain(*small(), device="cpu")
+    masked = explain(*small(), mask=meta(B, 1, M, N, dtype=torch.bool), device="cpu")
+    assert masked.forward.bytes - plain.forward.bytes == B * M * N
+
+
+def test_what_the_band_hides_is_neither_computed_nor_read():
+    """Causal, bottom-right, with a left window of one: query i sees keys i and i + 1 of six, so all keys are seen."""
+    bias = meta(H, M, N)
+    full, band = (
+        explain(*small(), bias=bias, **terms, device="cpu") for terms in ({}, {"causal": True, "window": (1, None)})
+    )
+    assert band.forward.flops == 2 * B * H * (2 * M) * (D + DV)
+    assert full.forward.bytes - band.forward.bytes == 2 * H * (M * N - 2 * M)
+    # One query at the end of a long cache with a window of 10: eleven keys are read.
+    q, k = meta(1, 1, 1, D), meta(1, 1, 1000, D)
+    whole, window = explain(q, k, k, device="cpu"), explain(q, k, k, window=(10, 0), device="cpu")
+    assert whole.forward.bytes - window.forward.bytes == 2 * (1000 - 11) * 2 * D
+    # More queries than keys: the first three see nothing and are not read.
+    q, k = meta(1, 1, 5, D), meta(1, 1, 2, D)
+    whole, causal = explain(q, k, k, device="cpu"), explain(q, k, k, causal=True, device="cpu")
+    assert whole.forward.bytes - causal.forward.bytes == 2 * 3 * D
+
+
+def test_the_bound():
+    e = explain(*small(), device="cpu")
+    assert e.limits is None
+    assert e.bound is None
+    intensity = e.forward.intensity
+    for factor, bound in ((0.9, "compute"), (1.1, "memory")):
+        e = explain(*small(), device="cpu", limits=(1e9 * intensity * factor, 1e9))
+        assert e.bound == bound
+        assert f"{bound}-bound" in str(e)
+        assert e.limits.seconds(e.forward) == pytest.approx(
+            max(e.forward.flops / (1e9 * intensity * factor), e.forward.bytes / 1e9)
+        )
+
+
+def test_unknown_limits_are_said_with_the_break_even():
+    text = str(explain(*small(), device="cpu"))
+    assert "limits: unknown device or dtype: give limits=(flops, bytes_per_second)" in text
+    assert re.search(r"\d FLOP/byte: compute-bound where a device does fewer than [\d.]+ FLOP in the time of", text)
+    assert "memory-bound" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [
+        (None, 3.35e12),
+        ("NVIDIA H100 80GB HBM3", 3.35e12),
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_data_sheets_go_by_the_device_name(name, bandwidth):
+    problem = dataclasses.replace(Problem.of(*small(), None, None, Score(1.0)), device="cuda", capability=(9, 0))
+    found = _data_sheet(problem, name)
+    assert (None if found is None else found[:2]) == (None if bandwidth is None else (990e12, bandwidth))
+    for other in (
+        dataclasses.replace(problem, dtype=torch.float32),
+        dataclasses.replace(problem, capability=(7, 5)),
+        dataclasses.replace(problem, device="cpu", capability=None),
+    ):
+        assert _data_sheet(other, name) is None
+
+
+def test_every_data_sheet_is_in_order_of_magnitude():
+    for sheets in DATA_SHEETS.values():
+        for sheet in sheets:
+            assert 100 < Limits(sheet.flops, sheet.bytes_per_second, "").break_even < 1000
+
+
+def test_words_of_a_plan_for_a_gpu():
+    q = meta(4, 16, 4096, 128)
+    bias = meta(1, 16, 4096, 4096, dtype=torch.float32, requires_grad=True)
+    e = explain(q, q, q, bias=bias, causal=True, device="sm_90")
+    assert e.plan.backend == "triton"
+    assert e.problem.capability == (9, 0)
+    assert e.problem.bias_grad
+    lines = str(e).splitlines()
+    assert lines[0] == "attention on cuda (compute capability 9.0), bfloat16"
+    for line in (
+        "  q (4, 16, 4096, 128)",
+        "  bias (1, 16, 4096, 4096) float32, with its gradient",
+        "  causal or window: 50% of the scores are visible",
+        f"backend triton: {e.tiles}",
+        "  storing S and P would add 8.59 GB of traffic",
+        "limits: 990 TFLOP/s, 3.35 TB/s (data sheet of the H100 SXM)",
+    ):
+        assert line in lines, line
+    assert any(re.match(r"  not cpu: .*CPU", line) for line in lines)
+    assert re.fullmatch(r"\d+ queries x \d+ keys, .*", e.tiles)
+    assert any(line.startswith("forward: 275 GFLOP, at least 806 MB of memory traffic") for line in lines)
+    assert any(line.startswith("backward: 687 GFLOP, at least 2.15 GB") for line in lines)
+
+
+def test_words_of_a_plan_for_the_cpu():
+    q, k, v = (torch.zeros(x.shape) for x in small())
+    e = explain(q, k, v)
+    assert e.plan.backend == "cpu"
+    assert e.tiles == cpu.tiles(e.problem)
+    lines = str(e).splitlines()
+    assert lines[0] == "attention on cpu, float32"
+    assert f"backend cpu: {e.tiles}" in lines
+    assert any(re.match(r"  not triton: .*CUDA", line) for line in lines)
+    assert explain(q, k, v, device="sm_120").problem.capability == (12, 0)
+    named = explain(q, k, v, backend="oracle")
+    assert named.plan.backend == "oracle"
+    assert "  not cpu: another backend was asked for" in str(named).splitlines()
+
+
+def test_nothing_is_run(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("explain ran the backend")
+
+    monkeypatch.setattr(cpu, "forward", refuse)
+    monkeypatch.setattr(cpu, "backward", refuse)
+    assert isinstance(explain(*(torch.zeros(x.shape) for x in small())), Explanation)
+
+
+def test_nothing_to_compute():
+    q, k = torch.zeros(1, 1, 3, D), torch.zeros(1, 1, 0, D)
+    e = explain(q, k, k, bias=torch.zeros(3, 1), causal=True)
+    assert e.forward.flops == e.forward.unfused_bytes == 0
+    assert e.forward.intensity == 0
+    assert str(e).splitlines()[-1] == "no query sees a key: o is 0 and lse -inf"
+
+
+def test_the_arguments_are_attentions():
+    """The same keyword arguments, in the same order, and the same errors."""
+    ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (explain, tilewise.attention))
+    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
+    assert [p.name for p in ours[len(theirs) :]] == ["device", "limits"]
+    with pytest.raises(ValueError, match=r"^window: left width must be 0 or more"):
+        explain(*small(), window=(-1, 0), device="cpu")
+    with pytest.raises(ValueError, match=r"^bias: shape \(1, 1, 3, 3\) does not broadcast to"):
+        explain(*small(), bias=meta(3, 3), device="cpu")
+    with pytest.raises(ValueError, match=r"^backend: 'cpu' cannot run this call: "):
+        explain(*small(), backend="cpu", device="sm_90")
+
+
+@pytest.mark.parametrize("device", ["cuda", "sm90", "sm_9", "cuda:0", "", 90])
+def test_device_of_another_form(device):
+    with pytest.raises(ValueError, match=r"^device: must be 'cpu' or a compute capability such as 'sm_90', got "):
+        explain(*small(), device=device)
+
+
+def test_meta_tensors_need_a_device():
+    with pytest.raises(ValueError, match=r"^device: needed for tensors on the meta device"):
+        explain(*small())
+
+
+@pytest.mark.parametrize(
+    ("limits", "error", "message"),
+    [
+        (3.0, TypeError, "expected a pair (FLOP/s, bytes/s), got 3.0"),
+        ((1e12,), TypeError, "expected a pair (FLOP/s, bytes/s), got (1000000000000.0,)"),
+        ((1e12, "2"), TypeError, "expected a pair (FLOP/s, bytes/s) of floats, got (1000000000000.0, '2')"),
+        ((1e12, 0), ValueError, "must be positive and finite, got (1000000000000.0, 0)"),
+        ((float("inf"), 1e9), ValueError, "must be positive and finite, got (inf, 1000000000.0)"),
+    ],
+)
+def test_limits_of_another_form(limits, error, message):
+    with pytest.raises(error, match=f"^{re.escape('limits: ' + message)}$"):
+        explain(*small(), device="cpu", limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (0, "0 s"), (1, "1 s"), (999, "999 s"), (1000, "1 ks"), (1234567, "1.23 Ms"), (0.00123, "1.23 ms"),
+        (2.5e-6, "2.5 µs"), (3e-10, "0.3 ns"), (9.9e17, "990 Ps"), (999600, "1 Ms"),
+    ],
+)  # fmt: skip
+def test_quantities(x, words):
+    assert _quantity(x, "s") == words

@@ -1,0 +1,92 @@
+"""The error rule itself: it accepts what is right and rejects what is slightly wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import LAYOUTS, NAMES, SLACK, Case, check, hold, poisoned_memory, run, tensors, unfused_results
+
+BIASED = Case(H=4, Hkv=2, M=40, N=50, D=16, bias="1hmn")
+CASES = [
+    Case(),
+    BIASED,
+    replace(BIASED, dtype=torch.bfloat16, bias="bk1n", bias_dtype=torch.float32, causal=True, softcap=2.0),
+    replace(BIASED, dtype=torch.float32, mask="b1mn", blind=True, window=(9, 4)),
+    replace(BIASED, bias="1111", lse=False),
+    replace(BIASED, mask="b11n", planted=math.nan, bias_hides=True),
+    *(replace(BIASED, layout=layout, mask="11mn") for layout in LAYOUTS),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["oracle", "cpu"])
+def test_right_results_pass(case, backend):
+    ratios = check(case, backend)
+    assert list(ratios) == list(NAMES if case.bias else NAMES[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_result_fails(name, dtype):
+    """One element off by a few roundings, or all by a little; NaN; a result that nobody asked for."""
+    case = replace(BIASED, dtype=dtype)
+    inputs = tensors(case)
+    right = unfused_results(case, inputs)
+    x = getattr(right, name)
+    little = max(16 * torch.finfo(dtype).eps, 3 * SLACK)
+    one = x.clone().flatten()
+    one[7] += little * x.abs().max()
+    for wrong in (one.view_as(x), x * (1 + little)):
+        with pytest.raises(AssertionError, match=f"{name} is off by"):
+            hold(case, right._replace(**{name: wrong}))
+    one[7] = math.nan
+    with pytest.raises(AssertionError, match="finite"):
+        hold(case, right._replace(**{name: one.view_as(x)}))
+    if name.startswith("d"):
+        fewer = replace(case, grads="qkvb".replace(name[1], ""))
+        with pytest.raises(AssertionError, match="nobody asked for"):
+            hold(fewer, unfused_results(fewer, inputs)._replace(**{name: x}), inputs=inputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_exact_is_compared_exactly(name):
+    """A row that sees nothing and a key that nobody sees: not one bit but zero."""
+    case = replace(BIASED, dtype=torch.float32, mask="11mn", blind=True, planted=math.nan)
+    right = run(case, "oracle")
+    hold(case, right)
+    x = getattr(right, name).clone()
+    x[:, :, -1 if name in ("dk", "dv") else 0] = 1e-30
+    with pytest.raises(AssertionError, match=name):
+        hold(case, right._replace(**{name: x}))
+
+
+def test_layouts_are_what_they_say():
+    case = Case(H=4, Hkv=2, M=40, N=50, D=16, bias="bhmn", mask="bhmn")
+    for layout in LAYOUTS:
+        x = tensors(replace(case, layout=layout))
+        strides = {name: getattr(x, name).stride() for name in ("q", "k", "bias", "do")}
+        assert x.q.is_contiguous() == (layout == "contiguous")
+        assert (0 in strides["q"] and 0 in strides["k"] and 0 in strides["do"]) == (layout == "expanded")
+        assert (x.q.data_ptr() % 16 != 0) == (layout == "sliced")
+        assert (strides["bias"][2] == 1) == (layout == "heads_last")
+        if layout == "padded":
+            assert all(s * 2 % 16 == 0 for s in strides["q"][:3] + strides["bias"][:3])
+
+
+def test_planted_values_are_hidden_and_differ_by_nothing_else():
+    case = replace(BIASED, bias="1h1n", mask="b1mn", planted=math.inf)
+    planted, clean = tensors(case), tensors(case, planted=False)
+    for x, y in zip(planted, clean, strict=True):
+        assert torch.equal(x.masked_fill(x == math.inf, 0.0), y.masked_fill(x == math.inf, 0.0))
+    assert sum((x == math.inf).any() for x in planted) == 3  # k, v, bias
+    assert all(x.isfinite().all() for x in clean)
+
+
+def test_poisoned_memory():
+    with poisoned_memory():
+        assert torch.empty_like(torch.zeros(2, 3).T).isnan().all()
+        assert torch.zeros(3).new_empty(2, dtype=torch.float16).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,275 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, held to the error rule of helpers.py.
+
+TRITON_INTERPRET is read when triton is imported, so the kernels run in a child process and this one stays as it was.
+float16 and float32 only: the interpreter computes bfloat16 products wrongly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import interpreter_child
+import pytest
+import torch
+from helpers import LAYOUTS, Case, check
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+HALF, FLOAT = torch.float16, torch.float32
+LENGTHS = (1, 3, 127, 128, 129, 239)
+# Which axes a bias or mask has: all 24 for grouped heads.
+BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Calls a function of helpers or interpreter_child in the child process."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
+
+
+# B, H, D of most cases are small: the interpreter's time goes by programs and operations, not by elements.
+TERMS_OF_LENGTHS = (
+    {},
+    {"B": 2, "causal": True, "bias": "1hmn", "bias_dtype": FLOAT},
+    {"mask": "b1mn", "window": (60, 40), "bias": "1h1n"},
+)
+
+
+@each(Case(**{"B": 1, "H": 1, "M": M, "N": N, "D": 16, **terms})
+      for M in LENGTHS for N in LENGTHS for terms in TERMS_OF_LENGTHS)  # fmt: skip
+def test_lengths(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    [
+        Case(B=1, H=1, M=799, N=1023, D=16, causal=True, bias="11mn"),
+        Case(B=1, H=1, M=1023, N=799, D=16, causal=True),
+        Case(B=1, H=1, M=300, N=799, D=16, mask="11mn", bias="1111"),
+    ]
+)
+def test_long(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+DIMENSIONS = [
+    (1, 1), (3, 5), (8, 8), (16, 24), (24, 16), (40, 40), (64, 64), (40, 96), (96, 40), (96, 96), (128, 128),
+    (64, 256), (256, 64), (160, 192), (256, 256), (8, 256),
+]  # fmt: skip
+
+
+@each(
+    Case(B=1, H=1, M=20, N=50, D=D, Dv=Dv, dtype=dtype, **terms)
+    for D, Dv in DIMENSIONS
+    for dtype, terms in ((HALF, {"bias": "1hmn"}), (FLOAT, {"causal": True}), (HALF, {"softcap": 1.5}))
+)
+def test_head_dimensions(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(B=1, H=H, Hkv=Hkv, M=20, N=67, D=16, dtype=dtype, bias=bias, causal=bias is None)
+    for H, Hkv in ((4, 2), (3, 1), (6, 3))
+    for dtype, bias in ((HALF, None), (FLOAT, None), (HALF, "bkmn"), (FLOAT, "1h1n"))
+)
+def test_grouped_heads(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(H=4 if bias[1] == "k" else 2, Hkv=2, M=20, N=67, D=16, bias=bias, bias_dtype=dtype,
+         deterministic=deterministic, **terms)
+    for n, bias in enumerate(BROADCASTS)
+    for deterministic in (False, True)
+    for dtype, terms in (((None, {}), (FLOAT, {"window": (30, 5)}), (torch.bfloat16, {"softcap": 2.0}))[n % 3],)
+)  # fmt: skip
+def test_bias_broadcasts(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(B=1, H=2, Hkv=1, M=67, N=40, D=16, bias=bias, causal=True, lse=False, deterministic=deterministic)
+    for bias in ("1hmn", "b11n", "1km1", "1111")
+    for deterministic in (False, True)
+)
+def test_bias_gradient_without_the_lse(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(H=4 if mask[1] == "k" else 2, Hkv=2, M=20, N=67, D=16, mask=mask, bias=("1hmn", None)[n % 2])
+    for n, mask in enumerate(BROADCASTS)
+)
+def test_mask_broadcasts(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(B=1, H=1, M=M, N=N, D=16, causal=causal, window=window, softcap=softcap, bias=bias)
+    for M, N in ((100, 170), (170, 100))
+    for causal in (False, True)
+    for window in (None, (40, None), (None, 9), (33, 7), (0, 0))
+    for softcap, bias in ((None, None), (1.5, "1h1n"))
+)
+def test_terms(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(**{"B": 1, "M": 40, "N": 67, "D": 16, "dtype": dtype, "blind": True, **terms})
+    for dtype in (HALF, FLOAT)
+    for terms in (
+        {"mask": "b1mn"},
+        {"mask": "11m1", "bias": "1h1n"},
+        {"mask": "1hmn", "deterministic": True, "bias": "1hmn"},
+        {"bias": "bhmn"},
+        {"bias": "1hmn", "bias_hides": True, "deterministic": True},
+        {"bias": "1hm1", "softcap": 2.0},
+        {"N": 20, "causal": True},
+        {"N": 20, "causal": True, "bias": "1h1n", "deterministic": True},
+    )
+)
+def test_rows_that_see_nothing(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(B=1, M=40, N=67, D=16, dtype=dtype, bias=bias, bias_hides=True, deterministic=deterministic, **terms)
+    for bias, dtype, terms in (
+        ("bhmn", HALF, {}),
+        ("b11n", FLOAT, {"softcap": 2.0}),
+        ("1hm1", HALF, {"causal": True}),
+    )
+    for deterministic in (False, True)
+)
+def test_bias_that_hides(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+HIDERS = (
+    {"mask": "b11n"},
+    {"mask": "1hmn", "bias": "1hmn"},
+    {"mask": "111n", "bias": "bh1n", "softcap": 2.0},
+    {"bias": "1hmn"},
+    {"bias": "b11n", "softcap": 2.0},
+    {"window": (8, None)},
+    {"window": (8, 3), "causal": True, "bias": "11mn"},
+)
+
+
+@each(
+    Case(B=1, H=2, Hkv=1, M=20, N=90, D=16, dtype=dtype, planted=planted, deterministic=deterministic, **terms)
+    for terms in HIDERS
+    for dtype, planted, deterministic in (
+        (HALF, math.nan, False),
+        (HALF, math.inf, True),
+        (FLOAT, -math.inf, False),
+        (HALF, math.nan, True),
+    )
+)
+def test_hidden_keys_that_are_not_finite(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(H=2, Hkv=Hkv, M=20, N=67, D=D, layout=layout, **terms)
+    for layout in LAYOUTS
+    for Hkv, D, terms in (
+        (2, 16, {}),
+        (1, 24, {"bias": "bhmn", "causal": True}),
+        (2, 16, {"bias": "1hmn", "mask": "b1mn", "dtype": FLOAT}),
+        (1, 16, {"bias": "bk1n", "mask": "1hm1", "planted": math.nan, "deterministic": True}),
+    )
+)
+def test_layouts(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@each(
+    Case(B=1, M=20, N=67, D=16, bias=bias, grads=grads, lse=lse, deterministic=deterministic)
+    for grads, lse, deterministic in (
+        ("", True, False), ("q", False, False), ("k", True, False), ("v", False, True), ("b", True, False),
+        ("b", False, True), ("qb", True, True), ("kv", False, False), ("kb", True, False), ("q", True, True),
+    )
+    for bias in ("bhmn", "11mn", "b11n")
+)  # fmt: skip
+def test_gradients_on_demand(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+SMALL = Case(B=1, M=20, N=67, D=16)
+SPOILED = [
+    (SMALL, "v", (0, 0, 5, 3), math.inf),
+    (SMALL, "k", (0, 1, 66, 3), math.nan),
+    (SMALL, "q", (0, 1, 10, 0), math.nan),
+    (replace(SMALL, causal=True), "v", (0, 0, 50, 3), math.nan),
+    (replace(SMALL, causal=True), "v", (0, 0, 66, 3), -math.inf),
+    (replace(SMALL, causal=True), "k", (0, 0, 60), math.nan),
+    (replace(SMALL, window=(9, 2)), "k", (0, 0, 55), math.nan),
+    (replace(SMALL, mask="1hmn"), "v", (0, 1, 9), math.nan),
+    (replace(SMALL, mask="1hmn", bias="1hmn"), "bias", (0, 1, 9, 12), math.nan),
+    (replace(SMALL, bias="1hmn", bias_hides=True), "v", (0, 1, 9), math.nan),
+    (replace(SMALL, bias="1hmn"), "do", (0, 1, 9, 2), math.nan),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("spoiled", SPOILED, ids=lambda x: f"{x[1]}{list(x[2])} {x[3]}, {x[0]}")
+def test_what_is_visible_is_not_hidden(interpreter, spoiled, deterministic):
+    """A value that is not finite reaches the rows that see it, as it does in the oracle, and no other.
+
+    The gradients of what such a row sees are not finite; what it does not see in its own head is left open.
+    """
+    case, which, where, value = spoiled
+    case = replace(case, deterministic=deterministic)
+    ours, oracle, seen = interpreter(interpreter_child.spoil, case, which, where, value)
+    for name in ("o", "lse", "dq"):
+        assert torch.equal(getattr(ours, name).isfinite(), getattr(oracle, name).isfinite()), name
+    spoilt = ~oracle.dq.isfinite().all(-1)
+    assert spoilt.any()
+    must = (seen & spoilt[..., None]).any(2)  # keys
+    may = spoilt.any(2)  # heads
+    for name in ("dk", "dv"):
+        broken = ~getattr(ours, name).isfinite().all(-1)
+        if name == "dk" or which != "v":  # dV = Pᵀ dO does not read V
+            assert broken[must].all(), name
+        assert not broken[~may].any(), name
+    if ours.dbias is not None:
+        broken = ~ours.dbias.isfinite()
+        assert broken[seen & spoilt[..., None]].all()
+        assert not broken[~may].any()
+
+
+LENGTH = st.integers(1, 100)
+MAYBE_AXES = st.none() | st.sampled_from(BROADCASTS)
+WIDTH = st.none() | st.integers(0, 60)
+
+
+@st.composite
+def any_case(draw):
+    Hkv = draw(st.integers(1, 2))
+    return Case(
+        B=draw(st.integers(1, 2)), H=Hkv * draw(st.integers(1, 2)), Hkv=Hkv, M=draw(LENGTH), N=draw(LENGTH),
+        D=draw(st.integers(1, 40)), Dv=draw(st.integers(1, 40)), dtype=draw(st.sampled_from([HALF, FLOAT])),
+        bias=draw(MAYBE_AXES), bias_dtype=draw(st.sampled_from([None, HALF, FLOAT, torch.bfloat16])),
+        mask=draw(MAYBE_AXES), causal=draw(st.booleans()), window=draw(st.none() | st.tuples(WIDTH, WIDTH)),
+        softcap=draw(st.none() | st.floats(0.5, 5)), scale=draw(st.none() | st.floats(0.05, 1)),
+        layout=draw(st.sampled_from(LAYOUTS)), bias_hides=draw(st.booleans()),
+        deterministic=draw(st.booleans()), grads=draw(st.sampled_from(["qkvb", "qkv", "b", "q", "kb"])),
+    )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(case=any_case())
+def test_anything(interpreter, case):
+    interpreter(check, case, "triton")

@@ -1,0 +1,38 @@
+"""Attention on the CPU: PyTorch's fused kernel where it computes the same thing, our own tiles elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.backends import Gradients, Inputs, Needs, Outputs
+from tilewise.backends.cpu import fused, tiled
+from tilewise.problem import Problem
+
+
+def declines(problem: Problem) -> str | None:
+    return None if problem.device == "cpu" else f"it runs on the CPU, and the tensors are on {problem.device}"
+
+
+def tiles(problem: Problem) -> str:
+    size = tiled.tiling(problem)
+    words = f"tiles of {size.rows} queries x {size.cols} keys, {size.heads * problem.group} heads at a time"
+    forward_reason, backward_reason = fused.declines(problem), fused.declines_backward(problem)
+    if forward_reason is not None:
+        return f"{words} ({forward_reason})"
+    if backward_reason is not None:
+        return f"forward: PyTorch's fused kernel; backward: {words} ({backward_reason})"
+    return "PyTorch's fused kernel"
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    with torch.autocast("cpu", enabled=False):  # which would round the float32 tiles at each product
+        outputs = None if fused.declines(problem) else fused.forward(problem, inputs)
+        return tiled.forward(problem, inputs) if outputs is None else outputs
+
+
+def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    with torch.autocast("cpu", enabled=False):
+        gradients = None
+        if cotangents.lse is None and fused.declines_backward(problem) is None:
+            gradients = fused.backward(problem, inputs, outputs, cotangents, needs)
+        return tiled.backward(problem, inputs, outputs, cotangents, needs) if gradients is None else gradients

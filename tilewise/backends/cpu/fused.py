@@ -1,0 +1,144 @@
+"""PyTorch's own fused CPU kernel, held to this library's conventions.
+
+It computes the same attention but for four points. It gives a row that sees nothing LSE = 0, which is mended here. It
+lets NaN and infinity in a hidden key or value through: `forward` and `backward` then return None, and the tiles compute
+the call. It copies a bias whose last dimension is strided, which would be a buffer of M x N: None again. And it
+accumulates 16-bit gradients in 16 bits, so that its backward serves float32 and float64 only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends.cpu.parts import band_hides, finite, hide
+from tilewise.problem import Problem
+from tilewise.score import reference
+
+_CHECKED_ROWS = 256  # rows of the bias that are looked through at a time
+
+
+def declines(problem: Problem) -> str | None:
+    """Why the kernel does not compute this problem; None if it does."""
+    bias, mask, band = problem.bias, problem.mask, problem.score.band
+    if problem.score.softcap is not None:
+        return "PyTorch's fused kernel has no softcap"
+    if problem.head_dim != problem.value_dim:
+        return "PyTorch's fused kernel needs values as wide as keys"
+    if band_hides(problem) and (band.lo is not None or band.hi != 0):
+        return "PyTorch's fused kernel knows one band, causal from the top left"
+    if bias is not None and mask is not None:
+        return "PyTorch's fused kernel takes a bias or a mask, not both"
+    if mask is not None and mask.rows > 1:
+        return "PyTorch's fused kernel takes a float mask, which would be a buffer of M x N"
+    operand = bias or mask
+    if operand is not None and operand.heads not in (1, problem.heads):
+        return "PyTorch's fused kernel cannot give one bias to each group of heads"
+    if bias is not None and bias.rows > 1 and bias.dtype not in _additive_dtypes(problem):
+        return f"PyTorch's fused kernel takes no {bias.dtype} bias with {problem.dtype} inputs"
+    return None
+
+
+def declines_backward(problem: Problem) -> str | None:
+    """Why the kernel's backward does not compute this problem's; None if it does."""
+    if problem.bias_grad:
+        return "PyTorch's fused kernel has no bias gradient"
+    if problem.dtype in (torch.float16, torch.bfloat16):
+        return "PyTorch's fused kernel accumulates 16-bit gradients in 16 bits"
+    return declines(problem)
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
+    """None if only the tiles can compute the call; `declines` lets the problem pass."""
+    operand = _operand(problem, inputs)
+    if operand is None:
+        return None
+    q, k, v = (_dense_rows(x) for x in inputs[:3])
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, operand.causal, attn_mask=operand.additive, scale=problem.score.scale
+    )
+    if operand.hides and not finite(o):
+        return None  # a NaN or infinity, perhaps from a hidden key or value
+    lse = lse.contiguous()
+    if operand.additive is not None and (lse == 0).any():
+        _mark_blind_rows(problem, o, lse, operand.additive)
+    expected = empty_output(inputs.q, problem.value_dim)
+    return Outputs(o if o.stride() == expected.stride() else expected.copy_(o), lse)
+
+
+def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients | None:
+    """None if only the tiles can compute the call; `declines_backward` lets the problem pass."""
+    operand = _operand(problem, inputs)
+    if operand is None or (operand.hides and not (finite(inputs.k) and finite(inputs.v))):
+        return None
+    q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
+    assert outputs.lse is not None
+    # exp(-inf - 0) = 0, where exp(-inf - lse) of a row that sees nothing would be NaN.
+    lse = outputs.lse.masked_fill(outputs.lse == -torch.inf, 0.0)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, outputs.o, lse, 0.0, operand.causal, attn_mask=operand.additive, scale=problem.score.scale
+    )
+    wanted = zip(inputs[:3], grads, needs[:3], strict=True)
+    dq, dk, dv = (_laid_out_like(x, grad) if need else None for x, grad, need in wanted)
+    return Gradients(dq, dk, dv, None)
+
+
+class _Operand(NamedTuple):
+    """Bias, mask and band as the kernel takes them; ``hides``: some query may not see some key."""
+
+    additive: Tensor | None  # (B|1, H|1, M|1, N|1)
+    causal: bool  # aligned top-left
+    hides: bool
+
+
+def _operand(problem: Problem, inputs: Inputs) -> _Operand | None:
+    causal = band_hides(problem)
+    if inputs.mask is not None:
+        mask = _unexpanded(inputs.mask)
+        return _Operand(hide(mask.new_zeros(mask.shape, dtype=lse_dtype(problem.dtype)), mask), causal, True)
+    if inputs.bias is None:
+        return _Operand(None, causal, causal)
+    bias = _unexpanded(inputs.bias)
+    if bias.dtype not in _additive_dtypes(problem):
+        bias = bias.to(lse_dtype(problem.dtype))  # it is one row, or `declines` had spoken
+    if bias.shape[2] > 1 and bias.shape[3] > 1 and bias.stride(3) != 1:
+        return None
+    return _Operand(bias, causal, True)
+
+
+def _additive_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
+    # With float64 inputs the kernel accepts a float32 mask too, but reads it as float64.
+    return (problem.dtype,) if problem.dtype == torch.float64 else (problem.dtype, torch.float32)
+
+
+def _unexpanded(x: Tensor) -> Tensor:
+    """``x`` with one element in each dimension along which it was expanded."""
+    for dim in range(x.dim()):
+        if x.stride(dim) == 0:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _mark_blind_rows(problem: Problem, o: Tensor, lse: Tensor, additive: Tensor) -> None:
+    """Set LSE = -inf in the rows that see nothing: the kernel gives them LSE = 0 and O = 0."""
+    additive = additive.expand(problem.batch, problem.heads, problem.queries, problem.keys)
+    cols = torch.arange(problem.keys, device=lse.device)
+    suspects = ((lse == 0) & (o == 0).all(-1)).nonzero()
+    for rows in suspects.split(_CHECKED_ROWS):
+        visible = reference.in_band(rows[:, 2, None], cols, problem.score.band)
+        visible &= additive[rows.unbind(1)] != -torch.inf
+        lse[rows[~visible.any(-1)].unbind(1)] = -torch.inf
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """``x`` with the rows the kernel takes for granted: contiguous and not overlapping."""
+    dense = (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) >= x.shape[3] or x.shape[2] == 1)
+    return x if dense else x.contiguous()
+
+
+def _laid_out_like(x: Tensor, grad: Tensor) -> Tensor:
+    expected = torch.empty_like(x)
+    return grad if grad.stride() == expected.stride() else expected.copy_(grad)

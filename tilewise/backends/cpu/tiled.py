@@ -1,0 +1,293 @@
+"""Attention tile by tile in plain torch: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2, with bias and masks.
+
+A tile holds scores in float32 (float64 for float64 inputs), whatever the inputs' dtype, and so do all sums. No buffer
+grows with M·N. The query heads of a group are stacked as rows of one tile, so that K and V are never repeated, and
+several key/value heads share a tile when the sequences are short.
+
+A plain product lets NaN and infinity in a hidden value through (0 · nan = nan). So it is tried first, and where it
+gives something that is not finite, careful tiles, several times slower, find out what was visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide, keep_freed_tiles, product
+from tilewise.problem import Problem
+from tilewise.score import reference
+from tilewise.score.tiles import key_tiles, limits
+
+# A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
+BLOCK_M, BLOCK_N, MAX_BLOCK_M = 512, 512, 2048
+
+
+class Tiling(NamedTuple):
+    """``heads`` key/value heads (T), ``rows`` queries of each query head of their groups, ``cols`` keys."""
+
+    heads: int
+    rows: int
+    cols: int
+
+
+def tiling(problem: Problem) -> Tiling:
+    block_m = min(BLOCK_M * torch.get_num_threads(), MAX_BLOCK_M)
+    cols = min(BLOCK_N, problem.keys)
+    rows = min(max(block_m // problem.group, 1), problem.queries)
+    size = problem.group * rows * cols
+    heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
+    return Tiling(min(heads, problem.batch * problem.kv_heads), rows, cols)
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    o = empty_output(inputs.q, problem.value_dim)
+    lse = inputs.q.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
+    for heads in _all_heads(problem, inputs):
+        for rows in heads.row_blocks():
+            o_i, lse_i = _attend(heads, rows, careful=False)
+            if heads.hides and not finite(o_i):
+                o_i, lse_i = _attend(heads, rows, careful=True)
+            heads.put_rows(o, rows, o_i)
+            heads.put_rows(lse, rows, lse_i)
+    return Outputs(o, lse)
+
+
+def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor]:
+    """O and LSE of a block of rows: Algorithm 1, whose lines the comments number."""
+    q = heads.rows(heads.inputs.q, rows) * heads.problem.score.scale  # 4
+    m_i = q.new_full((*q.shape[:2], 1), -torch.inf)  # 5
+    l_i = torch.zeros_like(m_i)
+    acc = q.new_zeros(*q.shape[:2], heads.problem.value_dim)
+    for tile in heads.tiles(rows, careful):  # 6, 7
+        s, _ = heads.scores(q, tile)  # 8
+        m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))  # 9
+        p = exp_difference(s, m_new)
+        alpha = exp_difference(m_i, m_new)
+        l_i = alpha * l_i + p.sum(-1, keepdim=True)
+        acc = heads.weighted_sum(p, heads.v[tile.j], tile, alpha * acc)  # 10
+        m_i = m_new
+    l_i.masked_fill_(l_i == 0, 1.0)  # rows that see nothing: O = 0, LSE = -inf
+    return acc / l_i, m_i + l_i.log()  # 12, 13
+
+
+def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
+    gradients = Gradients(dq, dk, dv, _bias_sum(problem, inputs) if needs.bias else None)
+    for heads in _all_heads(problem, inputs):
+        _attend_backward(heads, outputs, cotangents, gradients)
+    if gradients.bias is None or inputs.bias is None:
+        return gradients
+    layout = torch.empty_like(inputs.bias, device="meta")
+    if gradients.bias.dtype == layout.dtype and gradients.bias.stride() == layout.stride():
+        return gradients
+    return gradients._replace(bias=torch.empty_like(inputs.bias).copy_(gradients.bias))
+
+
+def _attend_backward(heads: _Heads, outputs: Outputs, cotangents: Outputs, want: Gradients) -> None:
+    """Write the gradients of some heads: Algorithm 2 with its loops exchanged, so that dQ too is written once."""
+    scale, cap = heads.problem.score.scale, heads.problem.score.softcap
+    careful = heads.hides and not all(finite(x) for x in (*heads.k, *heads.v))
+    # Transposed, (T, D, cols): a product is fastest when its first factor is contiguous along the sum.
+    dk: list[Tensor | None] = [None] * len(heads.k)
+    dv: list[Tensor | None] = [None] * len(heads.v)
+    for rows in heads.row_blocks():
+        q = heads.rows(heads.inputs.q, rows) * scale
+        do = heads.rows(cotangents.o, rows)
+        lse, delta = heads.row_terms(outputs, cotangents, rows)
+        q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
+        dq = None
+        for tile in heads.tiles(rows, careful):
+            s, capped = heads.scores(q, tile)
+            p = heads.only_visible(exp_difference(s, lse), tile)
+            if want.v is not None:
+                dv[tile.j] = product(do_t, p, dv[tile.j])
+            if want.q is None and want.k is None and want.bias is None:
+                continue
+            dp = product(do, heads.v[tile.j].mT)
+            ds = heads.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
+            if want.bias is not None:
+                heads.add_to_bias(want.bias, tile, ds)
+            if capped is not None and cap is not None:
+                ds = heads.only_visible(ds * reference.softcap_derivative(capped, cap), tile)
+            if want.q is not None:
+                dq = heads.weighted_sum(ds, heads.k[tile.j], tile, dq)
+            if want.k is not None:
+                dk[tile.j] = product(q_t, ds, dk[tile.j])
+        if want.q is not None:
+            heads.put_rows(want.q, rows, None if dq is None else dq.mul_(scale))
+    if want.k is not None:
+        heads.put_keys(want.k, dk)
+    if want.v is not None:
+        heads.put_keys(want.v, dv)
+
+
+def _bias_sum(problem: Problem, inputs: Inputs) -> Tensor:
+    """Where dBias is gathered: written once a tile if no axis broadcasts, else summed in the tiles' dtype."""
+    assert inputs.bias is not None
+    if inputs.bias.shape != (problem.batch, problem.heads, problem.queries, problem.keys):
+        return inputs.bias.new_zeros(inputs.bias.shape, dtype=lse_dtype(problem.dtype))
+    # Tiles that are skipped have gradient 0.
+    skips = inputs.mask is not None or band_hides(problem)
+    return torch.zeros_like(inputs.bias) if skips else torch.empty_like(inputs.bias)
+
+
+def _all_heads(problem: Problem, inputs: Inputs) -> Iterator[_Heads]:
+    """All heads, as many at a time as share a tile: some heads of one batch, or all heads of several batches."""
+    keep_freed_tiles()
+    B, Hkv, T = problem.batch, problem.kv_heads, tiling(problem).heads
+    batches, heads = max(T // Hkv, 1), min(T, Hkv)
+    for b in range(0, B, batches):
+        for h in range(0, Hkv, heads):
+            yield _Heads(problem, inputs, slice(b, min(b + batches, B)), slice(h, min(h + heads, Hkv)))
+
+
+class _Tile(NamedTuple):
+    """Tile ``j`` of some rows. ``visible`` broadcasts to (batches, heads, G, rows, cols); None: every pair is.
+
+    When ``careful``, ``visible`` is always given, and a bias of -inf hides like a mask.
+    """
+
+    rows: slice
+    j: int
+    visible: Tensor | None
+    careful: bool
+
+
+class _Heads:
+    """T key/value heads with the G query heads of each one's group: their part of the inputs, tile by tile.
+
+    A tile of scores is (T, R, cols), R = G·rows: the queries of a group's heads, one head after the other. A tile of q
+    or do is (T, R, D), one of k or v (T, cols, D).
+    """
+
+    def __init__(self, problem: Problem, inputs: Inputs, batches: slice, heads: slice) -> None:
+        self.problem, self.inputs = problem, inputs
+        self.dtype = lse_dtype(problem.dtype)
+        self.tiling = tiling(problem)
+        self.kv = (batches, heads)
+        self.grid = (batches.stop - batches.start, heads.stop - heads.start, problem.group)
+        self.k, self.v = self._key_tiles(inputs.k), self._key_tiles(inputs.v)
+        self.band_hides = band_hides(problem)
+        self.hides = self.band_hides or inputs.bias is not None or inputs.mask is not None
+
+    def _key_tiles(self, x: Tensor) -> list[Tensor]:
+        blocks = x[self.kv].split(self.tiling.cols, dim=2)
+        return [block.flatten(0, 1).to(self.dtype).contiguous() for block in blocks]
+
+    def put_keys(self, x: Tensor, tiles: list[Tensor | None]) -> None:
+        """Write the transposed tiles of dk or dv to ``x``; None: zeros."""
+        for block, tile in zip(x[self.kv].split(self.tiling.cols, dim=2), tiles, strict=True):
+            if tile is None:
+                block.zero_()
+            else:
+                block.copy_(tile.mT.unflatten(0, self.grid[:2]))
+
+    def row_blocks(self) -> Iterator[slice]:
+        M, step = self.problem.queries, self.tiling.rows
+        return (slice(m, min(m + step, M)) for m in range(0, M, step))
+
+    def _row_block(self, x: Tensor, rows: slice) -> Tensor:
+        """View of (B, H, M, ...) as (batches, heads, G, rows, ...)."""
+        return x.unflatten(1, (self.problem.kv_heads, self.problem.group))[(*self.kv, slice(None), rows)]
+
+    def rows(self, x: Tensor, rows: slice) -> Tensor:
+        """The tile of q, o or do."""
+        return self._row_block(x, rows).flatten(2, 3).flatten(0, 1).to(self.dtype).contiguous()
+
+    def put_rows(self, x: Tensor, rows: slice, tile: Tensor | None) -> None:
+        """Write a tile to (B, H, M, D), or (T, R, 1) to (B, H, M); None: zeros."""
+        place = self._row_block(x, rows)
+        if tile is None:
+            place.zero_()
+        else:
+            place.copy_(tile.view(place.shape))
+
+    def row_terms(self, outputs: Outputs, cotangents: Outputs, rows: slice) -> tuple[Tensor, Tensor]:
+        """LSE and ``D = rowsum(dO∘O) - dLSE``, (T, R, 1); a row that sees nothing has no gradient: its D is 0."""
+        assert outputs.lse is not None
+        lse = self.rows(outputs.lse.unsqueeze(-1), rows)
+        delta = (self.rows(cotangents.o, rows) * self.rows(outputs.o, rows)).sum(-1, keepdim=True)
+        if cotangents.lse is not None:
+            delta -= self.rows(cotangents.lse.unsqueeze(-1), rows)
+        return lse, delta.masked_fill_(lse == -torch.inf, 0.0)
+
+    def tiles(self, rows: slice, careful: bool) -> Iterator[_Tile]:
+        """The tiles of which ``rows`` may see something."""
+        band, step = self.problem.score.band, self.tiling.cols
+        lo, hi = limits(band)
+        begin, full_begin, full_end, end = key_tiles(
+            rows.start, rows.stop - rows.start, self.problem.keys, lo, hi, step
+        )
+        for j in range(begin, end):
+            visible = None
+            if self.inputs.mask is not None:
+                visible = self._operand_tile(self.inputs.mask, rows, j)
+                least, most = visible.view(torch.uint8).aminmax()  # far faster than all() and any()
+                if not most:
+                    continue
+                if least:
+                    visible = None
+            if careful or (self.band_hides and not full_begin <= j < full_end):
+                row = torch.arange(rows.start, rows.stop, device=self.inputs.q.device)
+                col = torch.arange(j * step, j * step + self.k[j].shape[1], device=self.inputs.q.device)
+                seen = reference.in_band(row[:, None], col, band)
+                visible = seen if visible is None else visible & seen
+                if careful and self.inputs.bias is not None:
+                    visible = visible & (self._operand_tile(self.inputs.bias, rows, j) != -torch.inf)
+            yield _Tile(rows, j, visible, careful)
+
+    def _operand_tile(self, x: Tensor, rows: slice, j: int) -> Tensor:
+        """The part of a bias, mask or bias gradient that belongs to a tile of scores; broadcast axes have size 1."""
+        p = self.problem
+        x = x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
+        where = (*self.kv, slice(None), rows, slice(j * self.tiling.cols, (j + 1) * self.tiling.cols))
+        return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape, strict=True))]
+
+    def _over_heads(self, tile: Tensor) -> Tensor:
+        """View of a tile of scores as (batches, heads, G, rows, cols)."""
+        return tile.view(*self.grid, -1, tile.shape[-1])
+
+    def scores(self, q: Tensor, tile: _Tile) -> tuple[Tensor, Tensor | None]:
+        """Scores for q times the scale, -inf where hidden; and with a softcap the capped ones, before the bias.
+
+        The order is that of the pipeline: product, softcap, bias, mask. Without a softcap the bias comes first: the
+        product is accumulated onto it.
+        """
+        k, cap, bias, capped = self.k[tile.j], self.problem.score.softcap, self.inputs.bias, None
+        if bias is not None:
+            bias = self._operand_tile(bias, tile.rows, tile.j).to(self.dtype)
+            bias = bias.expand(*self.grid, tile.rows.stop - tile.rows.start, k.shape[1]).flatten(2, 3).flatten(0, 1)
+        s = product(q, k.mT, bias if cap is None else None)
+        if cap is not None:
+            capped = reference.softcap(s, cap)
+            s = capped.clone() if bias is None else capped + bias
+        if tile.visible is not None:
+            hide(self._over_heads(s), tile.visible)
+        return s, capped
+
+    def only_visible(self, x: Tensor, tile: _Tile) -> Tensor:
+        """``x`` with 0 at hidden pairs of a careful tile; in any other they are 0 or finite."""
+        if not tile.careful or tile.visible is None:
+            return x
+        return torch.where(tile.visible, self._over_heads(x), 0.0).view(x.shape)
+
+    def weighted_sum(self, p: Tensor, x: Tensor, tile: _Tile, start: Tensor | None) -> Tensor:
+        """``start + p @ x``; in a careful tile a hidden pair adds nothing, not even NaN."""
+        if not tile.careful or tile.visible is None:
+            return product(p, x, start)
+        visible = tile.visible.expand_as(self._over_heads(p)).reshape(p.shape)
+        out = reference.visible_product(p, visible, x)
+        return out if start is None else out + start
+
+    def add_to_bias(self, dbias: Tensor, tile: _Tile, ds: Tensor) -> None:
+        """``dBias = dS``, summed over the axes along which the bias broadcasts."""
+        p = self.problem
+        ds, place = self._over_heads(ds), self._operand_tile(dbias, tile.rows, tile.j)
+        if dbias.shape == (p.batch, p.heads, p.queries, p.keys):
+            place.copy_(ds)
+        else:
+            place.add_(ds.sum_to_size(place.shape))

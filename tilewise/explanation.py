@@ -1,0 +1,298 @@
+"""explain(): what a call will do and what limits it, in words, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.api import Window, read_call
+from tilewise.backends import lse_dtype
+from tilewise.plan import Plan, make_plan
+from tilewise.problem import Operand, Problem
+from tilewise.score.tiles import key_tiles, query_tiles
+from tilewise.score.tiles import limits as band_limits
+
+
+class Limits(NamedTuple):
+    """What a device does at most, and where the numbers are from."""
+
+    flops: float  # FLOP/s
+    bytes_per_second: float
+    source: str
+
+    @property
+    def break_even(self) -> float:
+        """FLOP/byte above which the arithmetic takes longer than the memory traffic."""
+        return self.flops / self.bytes_per_second
+
+    def bound(self, work: Work) -> Literal["compute", "memory"]:
+        return "compute" if work.intensity > self.break_even else "memory"
+
+    def seconds(self, work: Work) -> float:
+        """The least time that ``work`` can take."""
+        return max(work.flops / self.flops, work.bytes / self.bytes_per_second)
+
+
+class DataSheet(NamedTuple):
+    """What a device is sold as, not what was measured: dense 16-bit tensor-core FLOP/s, and bytes/s of its memory."""
+
+    model: str
+    name: str  # a part of the device's name as CUDA gives it
+    flops: float
+    bytes_per_second: float
+
+
+# NVIDIA's data sheets, by compute capability; the first is taken for a capability without a device.
+DATA_SHEETS = {
+    (8, 0): (DataSheet("A100 SXM 80 GB", "A100-SXM4-80GB", 312e12, 2.0e12),),
+    (9, 0): (
+        DataSheet("H100 SXM", "H100 80GB HBM3", 990e12, 3.35e12),
+        DataSheet("H200 SXM", "NVIDIA H200", 990e12, 4.8e12),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass has to do.
+
+    Attributes:
+        flops: of the products alone, 2 for a multiply and an add; pairs that causal or window hide are not counted.
+        bytes: the least traffic with the device's memory: each input read once and each result written once.
+        unfused_bytes: what an implementation that stores the score matrix and its softmax (or their gradients) writes
+            and reads in addition. Forward: S and P, each written and read once. Backward: P read for dV and for dS, dP
+            written and read, dS written once and read for dQ and for dK. All in q's dtype.
+    """
+
+    flops: int
+    bytes: int
+    unfused_bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOP/byte; 0 where there is nothing to do."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; ``str()`` of it is the same in words.
+
+    Attributes:
+        plan: the backend, the problem, and for each other backend why not.
+        tiles: the backend's tiles, in words.
+        forward: the forward's work.
+        backward: the backward's work, with gradients of q, k and v, and of the bias if that requires grad.
+        limits: of the device, or None if they are not known.
+    """
+
+    plan: Plan
+    tiles: str
+    forward: Work
+    backward: Work
+    limits: Limits | None
+
+    @property
+    def problem(self) -> Problem:
+        return self.plan.problem
+
+    @property
+    def bound(self) -> Literal["compute", "memory"] | None:
+        """What limits the forward; None where the device's limits are not known."""
+        return None if self.limits is None else self.limits.bound(self.forward)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    limits: tuple[float, float] | None = None,
+) -> Explanation:
+    """What `tilewise.attention` would do with these arguments: backend, tiles, FLOPs, bytes, and what limits them.
+
+    Nothing is computed; the tensors' shapes, dtypes, device and requires_grad are all that is read.
+
+    Args:
+        q, k, v, bias, mask, causal, window, scale, softcap, dropout_p, deterministic, backend: as for
+            `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
+        return_lse: changes nothing: the LSE is computed and written in any case.
+        device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
+        limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for
+            16-bit tensors; elsewhere they are not known, and the bound is given as a condition.
+
+    Returns:
+        Explanation; print it.
+
+    Raises:
+        ValueError, TypeError: as `tilewise.attention`, and for a device or limits of another form.
+
+    Source: the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009).
+    """
+    call = read_call(
+        q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
+        dropout_p=dropout_p, deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    problem = Problem.of(
+        *call.inputs,
+        call.score,
+        bias_grad=bias is not None and bias.requires_grad,
+        deterministic=call.deterministic,
+    )
+    if device is not None:
+        problem, name = _on(problem, device), None
+    elif q.is_meta:
+        raise ValueError("device: needed for tensors on the meta device: 'cpu' or a compute capability such as 'sm_90'")
+    else:
+        name = torch.cuda.get_device_name(q.device) if q.is_cuda else None
+    known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
+    plan = make_plan(problem, call.backend)
+    tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
+    return Explanation(plan, tiles, _forward(problem), _backward(problem), known)
+
+
+def _on(problem: Problem, device: str) -> Problem:
+    if device == "cpu":
+        return dataclasses.replace(problem, device="cpu", capability=None)
+    capability = re.fullmatch(r"sm_(\d+)(\d)", device) if isinstance(device, str) else None
+    if capability is None:
+        raise ValueError(f"device: must be 'cpu' or a compute capability such as 'sm_90', got {device!r}")
+    major, minor = capability.groups()
+    return dataclasses.replace(problem, device="cuda", capability=(int(major), int(minor)))
+
+
+def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
+    """The limits of the device called ``name``; without a name, those of the capability's first data sheet."""
+    if problem.capability is None or problem.dtype.itemsize != 2:
+        return None
+    for sheet in DATA_SHEETS.get(problem.capability, ()):
+        if name is None or sheet.name in name:
+            return Limits(sheet.flops, sheet.bytes_per_second, f"data sheet of the {sheet.model}")
+    return None
+
+
+def _given_limits(pair: tuple[float, float]) -> Limits:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s), got {pair!r}")
+    for number in pair:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s) of floats, got {pair!r}")
+        if not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"limits: must be positive and finite, got {pair!r}")
+    return Limits(float(pair[0]), float(pair[1]), "limits as given")
+
+
+def _forward(problem: Problem) -> Work:
+    return Work(problem.flops, _read(problem) + _results(problem), 4 * _matrix(problem))
+
+
+def _backward(problem: Problem) -> Work:
+    """Reads what the forward read and wrote, and dO; writes a gradient of the size of each input that has one."""
+    size, heads = problem.dtype.itemsize, problem.batch * problem.heads
+    do = heads * problem.queries * problem.value_dim * size
+    dq = heads * problem.queries * problem.head_dim * size
+    dk_dv = problem.batch * problem.kv_heads * problem.keys * (problem.head_dim + problem.value_dim) * size
+    dbias = math.prod(problem.bias.shape) * problem.bias.dtype.itemsize if problem.bias and problem.bias_grad else 0
+    traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias
+    return Work(problem.backward_flops, traffic, 7 * _matrix(problem))
+
+
+def _read(problem: Problem) -> int:
+    """Bytes of q, k, v, bias and mask, of each only what the band lets somebody see."""
+    M, N = problem.queries, problem.keys
+    lo, hi = band_limits(problem.score.band)
+    first_key, _, _, last_key = key_tiles(0, M, N, lo, hi, 1)
+    first_query, _, _, last_query = query_tiles(0, N, M, lo, hi, 1)
+    queries = problem.batch * problem.heads * (last_query - first_query) * problem.head_dim
+    keys = problem.batch * problem.kv_heads * (last_key - first_key) * (problem.head_dim + problem.value_dim)
+    operands = sum(_operand(problem, x) for x in (problem.bias, problem.mask) if x is not None)
+    return (queries + keys) * problem.dtype.itemsize + operands
+
+
+def _operand(problem: Problem, x: Operand) -> int:
+    full = x.rows == problem.queries and x.cols == problem.keys and problem.batch * problem.heads > 0
+    pairs = problem.pairs // (problem.batch * problem.heads) if full else x.rows * x.cols
+    return x.batch * x.heads * pairs * x.dtype.itemsize
+
+
+def _results(problem: Problem) -> int:
+    """Bytes of o and lse."""
+    rows = problem.batch * problem.heads * problem.queries
+    return rows * (problem.value_dim * problem.dtype.itemsize + lse_dtype(problem.dtype).itemsize)
+
+
+def _matrix(problem: Problem) -> int:
+    """Bytes of one B x H x M x N matrix."""
+    return problem.batch * problem.heads * problem.queries * problem.keys * problem.dtype.itemsize
+
+
+def _lines(e: Explanation) -> Iterator[str]:
+    p = e.problem
+    where = p.device if p.capability is None else f"{p.device} (compute capability {p.capability[0]}.{p.capability[1]})"
+    yield f"attention on {where}, {_name(p.dtype)}"
+    yield f"  q ({p.batch}, {p.heads}, {p.queries}, {p.head_dim})"
+    yield f"  k ({p.batch}, {p.kv_heads}, {p.keys}, {p.head_dim})"
+    yield f"  v ({p.batch}, {p.kv_heads}, {p.keys}, {p.value_dim})"
+    for name, x in (("bias", p.bias), ("mask", p.mask)):
+        if x is not None:
+            grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
+            yield f"  {name} {x.shape} {_name(x.dtype)}{grad}"
+    if not p.score.band.unlimited:
+        total = p.batch * p.heads * p.queries * p.keys
+        yield f"  causal or window: {100 * p.pairs / max(total, 1):.3g}% of the scores are visible"
+    yield f"backend {e.plan.backend}: {e.tiles}"
+    for name, reason in e.plan.declined:
+        yield f"  not {name}: {reason}"
+    if e.forward.flops == 0:
+        yield "no query sees a key: o is 0 and lse -inf"
+        return
+    for name, work in (("forward", e.forward), ("backward", e.backward)):
+        yield f"{name}: {_quantity(work.flops, 'FLOP')}, at least {_quantity(work.bytes, 'B')} of memory traffic"
+        yield f"  {work.intensity:.3g} FLOP/byte: {_bound(e.limits, work)}"
+        yield f"  storing S and P would add {_quantity(work.unfused_bytes, 'B')} of traffic"
+    if e.limits is None:
+        yield "limits: unknown device or dtype: give limits=(flops, bytes_per_second)"
+    else:
+        speed, bandwidth, source = e.limits
+        yield f"limits: {_quantity(speed, 'FLOP/s')}, {_quantity(bandwidth, 'B/s')} ({source})"
+
+
+def _bound(known: Limits | None, work: Work) -> str:
+    if known is None:
+        return f"compute-bound where a device does fewer than {work.intensity:.3g} FLOP in the time of one byte"
+    return (
+        f"{known.bound(work)}-bound, the break-even is at {known.break_even:.3g}; "
+        f"at least {_quantity(known.seconds(work), 's')}"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantity(x: float, unit: str) -> str:
+    """Three digits and a prefix: 1.23 GFLOP, 45.6 µs."""
+    x = float(f"{x:.3g}")
+    exponent = min(max(math.floor(math.log10(x) / 3), -3), 5) if x > 0 else 0
+    return f"{x / 1000**exponent:.3g} {['n', 'µ', 'm', '', 'k', 'M', 'G', 'T', 'P'][exponent + 3]}{unit}"
