@@ -25,6 +25,7 @@ class Kernel(NamedTuple):
     name: str
     shared: int
     shared_limit: int
+    tensor_memory: int  # columns, of 512 that a Blackwell multiprocessor has; past them the kernel is one trap
     registers: int
     spill_stores: int
     instructions: dict[str, int]
@@ -84,7 +85,7 @@ def triton_version() -> str:
 
 
 def compile_case(case: Case) -> list[Kernel]:
-    """Every kernel that the forward and the backward of a case launch."""
+    """Every kernel that the forward and the backward of a case launch; of layouts, "contiguous" and "sliced"."""
     from tilewise.backends import Inputs, Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
     from tilewise.problem import Problem
@@ -93,7 +94,8 @@ def compile_case(case: Case) -> list[Kernel]:
     c = case
 
     def meta(*shape: int, dtype: torch.dtype = c.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        padding = 1 if c.layout == "sliced" else 0  # rows that no TMA descriptor can hold
+        return torch.empty((*shape[:-1], shape[-1] + padding), dtype=dtype, device="meta")[..., : shape[-1]]
 
     inputs = Inputs(
         meta(c.B, c.H, c.M, c.D),
@@ -105,7 +107,8 @@ def compile_case(case: Case) -> list[Kernel]:
     score = Score(c.D**-0.5, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
     problem = Problem.of(*inputs, score, bias_grad=c.bias is not None, deterministic=c.deterministic)
     problem = dataclasses.replace(problem, device="cuda", capability=_capability)
-    o, lse = empty_output(inputs.q, c.value_dim), meta(c.B, c.H, c.M, dtype=torch.float32)
+    o = empty_output(inputs.q, c.value_dim)
+    lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
     launch.forward(problem, inputs)
     launch.backward(
@@ -126,6 +129,7 @@ def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
         name,
         kernel.metadata.shared,
         limit,
+        getattr(kernel.metadata, "tmem_size", 0),
         int(registers[1]),
         int(spills[1]),
         {word: len(re.findall(pattern, kernel.asm["ptx"])) for word, pattern in INSTRUCTIONS.items()},

@@ -79,7 +79,8 @@ def test_lengths(M, N):
         {"softcap": 1.5},
         {"mask": "b11n"},
         {"mask": "bhmn", "causal": True},
-        {"scale": 0.3, "Dv": 5},
+        {"scale": 0.3},
+        {"Dv": 5},
     ],
     ids=str,
 )
@@ -117,18 +118,33 @@ def test_layouts(route, layout, terms):
     check(case(**SMALL, **terms, layout=layout), "cpu")
 
 
-@pytest.mark.parametrize("grads", ["", "qkv"])
-def test_rows_that_are_not_contiguous(route, grads):
+@pytest.mark.parametrize("bias", [None, "11mn"])
+def test_rows_that_are_not_contiguous(route, bias):
     """Head dimensions that are not the last in memory, rows that overlap: the fused kernel would read past them."""
+    c = case(B=2, H=2, M=9, N=11, D=8, bias=bias, lse=False, grads="qkv")
+    t = tensors(c)
     for axes in ((2, 3), (1, 3)):
-        c = case(B=2, H=2, M=9, N=11, D=8, bias="11mn", grads=grads)
-        t = tensors(c)
         q, k, v, do = (x.transpose(*axes).contiguous().transpose(*axes) for x in (t.q, t.k, t.v, t.do))
         hold(c, run(c, "cpu", inputs=t._replace(q=q, k=k, v=v, do=do)))
-    k, v = (x[:, :, :1].expand_as(x) for x in (t.k, t.v))
-    repeated = run(c, "cpu", inputs=t._replace(k=k, v=v))
-    plain = run(c, "cpu", inputs=t._replace(k=k.contiguous(), v=v.contiguous()))
-    torch.testing.assert_close(repeated, plain)
+    for part in ((..., slice(1)), (slice(None), slice(None), slice(1))):
+        k, v = (x[part].expand_as(x) for x in (t.k, t.v))
+        repeated = run(c, "cpu", inputs=t._replace(k=k, v=v))
+        plain = run(c, "cpu", inputs=t._replace(k=k.contiguous(), v=v.contiguous()))
+        torch.testing.assert_close(repeated, plain)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", [None, "1hmn"])
+def test_results_lie_as_the_operators_say(route, layout, bias):
+    """O as q, LSE contiguous, gradients as torch.empty_like: torch.compile was told so."""
+    c = case(**SMALL, bias=bias, layout=layout, lse=False, grads="qkv")
+    t = tensors(c)
+    results = run(c, "cpu")
+    heads_last = t.q.stride(1) < t.q.stride(2)
+    assert (results.o.transpose(1, 2) if heads_last else results.o).is_contiguous()
+    assert results.lse.is_contiguous()
+    for gradient, x in zip(results[2:5], t, strict=False):
+        assert gradient.stride() == torch.empty_like(x).stride()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -164,9 +180,19 @@ def test_float64(route, terms):
     torch.testing.assert_close(run(c, "cpu", inputs=inputs), reference(c, inputs), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", ["1hmn", "b11n"])
+def test_float64_with_a_bias_of_fewer_bits(route, bias, bias_dtype):
+    """PyTorch's kernel takes a float32 mask for float64 inputs, and reads it as float64."""
+    t = tensors(case(**SMALL, bias=bias, bias_dtype=bias_dtype))
+    q, k, v = t.q.double(), t.k.double(), t.v.double()
+    got = attention(q, k, v, bias=t.bias, backend="cpu")
+    torch.testing.assert_close(got, attention(q, k, v, bias=t.bias.double(), backend="oracle"), rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "terms",
-    [{}, {"causal": True}, {"window": (2, 1)}, {"softcap": 0.7}, {"mask": torch.rand(1, 2, 4, 5) < 0.6}],
+    [{}, {"causal": True}, {"window": (2, 1)}, {"softcap": 0.7}, {"mask": (1, 2, 4, 5)}],
     ids=str,
 )
 @pytest.mark.parametrize("bias", [(2, 2, 4, 5), (2, 1, 4, 1), (1, 1, 1, 5)])
@@ -174,6 +200,8 @@ def test_gradcheck(route, terms, bias):
     torch.manual_seed(3)
     shapes = ((2, 2, 4, 3), (2, 1, 5, 3), (2, 1, 5, 2), bias)
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    if "mask" in terms:
+        terms = {"mask": torch.rand(terms["mask"]) < 0.6}
 
     def outputs(q, k, v, bias):
         o, lse = attention(q, k, v, bias=bias, return_lse=True, backend="cpu", **terms)
@@ -239,6 +267,23 @@ def test_a_bad_key_shows_where_it_is_seen_and_only_there(route, terms, which, va
 def test_rows_that_see_nothing(route, dtype, terms):
     check(case(**{**SMALL, **terms}, dtype=dtype, blind=True), "cpu")
     check(case(**{**SMALL, **terms}, dtype=dtype, blind=True, lse=False, grads="qkv"), "cpu")
+
+
+def test_rows_made_blind_by_the_bias_and_the_band_together(route):
+    """What the bias leaves to a query, the band hides."""
+    for dtype in (torch.float32, torch.bfloat16):
+        c = case(**{**SMALL, "M": 53}, bias="bhmn", causal=True, dtype=dtype, lse=False, grads="qkv")
+        t = tensors(c)
+        t.bias[:, 0, 7, :8] = t.bias[:, 1, 30, :31] = -math.inf
+        seen = visible(c, t)
+        assert (~seen.any(-1)).sum() == 4
+        got = run(c, "cpu", inputs=t)
+        exact = reference(c, t)
+        assert torch.equal(got.lse == -math.inf, ~seen.any(-1))
+        assert torch.equal(exact.lse == -math.inf, ~seen.any(-1))
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(got.o.double(), exact.o, **tolerance)
+        torch.testing.assert_close(got.dk.double(), exact.dk, **tolerance)
 
 
 def test_a_row_with_lse_zero_is_not_blind(route):
@@ -320,6 +365,33 @@ def test_the_choice_is_made_and_told(monkeypatch, fields, forward, backward):
     needs = Needs(True, False, True, p.bias_grad)
     found = cpu.backward(p, inputs, outputs, Outputs(t.do, None), needs)
     assert [x is not None for x in found] == list(needs)
+
+
+def test_groups_are_kept_from_an_older_kernel(monkeypatch):
+    """It may take as many key heads for granted as there are query heads, and read past them."""
+    p, _, _ = problem(H=4, Hkv=2)
+    assert fused.declines(p) is None
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    assert "groups" in fused.declines(p)
+    assert fused.declines(problem()[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel"),
+    [("contiguous", True), ("sliced", True), ("expanded", True), ("heads_last", False), ("a column", True)],
+)
+def test_a_bias_that_would_be_copied_goes_to_the_tiles(monkeypatch, layout, kernel):
+    """PyTorch's kernel copies a bias whose last dimension is strided; one that repeats is handed over as a row."""
+    column = layout == "a column"
+    p, inputs, _ = problem(**SMALL, bias="bhmn", layout="contiguous" if column else layout)
+    if column:
+        inputs = inputs._replace(bias=inputs.bias[..., :1].expand_as(inputs.bias))
+    calls = []
+    forward = tiled.forward
+    monkeypatch.setattr(tiled, "forward", lambda *x: calls.append("tiles") or forward(*x))
+    outputs = cpu.forward(p, inputs)
+    assert calls == ([] if kernel else ["tiles"])
+    torch.testing.assert_close(outputs, forward(p, inputs))
 
 
 def test_device():

@@ -12,7 +12,7 @@ from tilewise import explain
 from tilewise.backends import cpu
 from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, _quantity
 from tilewise.problem import Problem
-from tilewise.score.terms import Score
+from tilewise.score.terms import Band, Score
 
 B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
 
@@ -111,7 +111,9 @@ def test_unknown_limits_are_said_with_the_break_even():
     ],
 )
 def test_data_sheets_go_by_the_device_name(name, bandwidth):
-    problem = dataclasses.replace(Problem.of(*small(), None, None, Score(1.0)), device="cuda", capability=(9, 0))
+    problem = dataclasses.replace(
+        Problem.of(*small(), None, None, Score(1.0, None, Band())), device="cuda", capability=(9, 0)
+    )
     found = _data_sheet(problem, name)
     assert (None if found is None else found[:2]) == (None if bandwidth is None else (990e12, bandwidth))
     for other in (

@@ -324,6 +324,6 @@ def test_zero_sizes_are_empty_problems(axis):
     shape = {"batch": B, "heads": H, "queries": M, "keys": N} | {axis: 0}
     q = zeros(shape["batch"], shape["heads"], shape["queries"], D)
     k = zeros(shape["batch"], shape["heads"], shape["keys"], D)
-    problem = Problem.of(q, k, k, None, None, Score(1.0))
+    problem = Problem.of(q, k, k, None, None, Score(1.0, None, Band()))
     assert problem.empty
     assert problem.pairs == problem.flops == 0

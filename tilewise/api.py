@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
+from tilewise.plan import check_backend
 from tilewise.problem import check_numbers
 from tilewise.score.terms import Band, Score
 
@@ -115,6 +116,7 @@ def read_call(
 ) -> Call:
     """The keyword arguments of `attention`, read and checked."""
     check_numbers(window, scale, softcap, dropout_p)
+    check_backend(backend)
     inputs = _inputs(q, k, v, bias, mask)
     # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
     diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0

@@ -44,8 +44,7 @@ def _plan(inputs: Inputs, terms: tuple, bias_grad: bool = False) -> Plan:
     key = (signature, terms, bias_grad)
     plan = _plans.get(key)
     if plan is None:
-        problem = _problem(inputs, terms, bias_grad)
-        plan = Plan(problem, "none", ()) if problem.empty else make_plan(problem, terms[-1])
+        plan = make_plan(_problem(inputs, terms, bias_grad), terms[-1])
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
@@ -141,6 +140,7 @@ def _is_eager(inputs: Inputs) -> bool:
     """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher."""
     return (
         not torch.compiler.is_compiling()
+        and not inputs.q.is_meta
         and all(x is None or type(x) in (Tensor, Parameter) for x in inputs)
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()

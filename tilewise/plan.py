@@ -27,6 +27,12 @@ class Plan:
         return backend_module(self.backend)
 
 
+def check_backend(name: str | None) -> None:
+    """Raise for a backend= that does not exist; None is the plan's own choice."""
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+
+
 @cache
 def backend_module(name: str) -> ModuleType:
     """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)``, ``backward(...)``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -172,18 +173,18 @@ def check_numbers(
         for side, width in zip(("left", "right"), window, strict=True):
             if width is None:
                 continue
-            if isinstance(width, (bool, float)):
+            if isinstance(width, bool) or not isinstance(width, (Integral, torch.SymInt)):
                 raise TypeError(f"window: {side} width must be an int or None, got {width!r}")
             if width < 0:
                 raise ValueError(f"window: {side} width must be 0 or more (None for no limit), got {width}")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is None:
+    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+        if number is None and name != "dropout_p":
             continue
-        if isinstance(number, (bool, Tensor, str)):
+        if isinstance(number, bool) or not isinstance(number, (Real, torch.SymFloat, torch.SymInt)):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-        if not (number > 0 and math.isfinite(number)):
+        if name != "dropout_p" and not 0 < number < math.inf:
             raise ValueError(f"{name}: must be positive and finite, got {number}")
-    if isinstance(dropout_p, (bool, Tensor, str)) or not 0 <= dropout_p < 1:
+    if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: must be a float in [0, 1), got {dropout_p!r}")
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p: dropout is not implemented yet, got {dropout_p}")

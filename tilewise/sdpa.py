@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
-    score = Score(float(scale), band=Band.aligned(bool(is_causal), None, diagonal=0))
+    score = Score(float(scale), None, Band.aligned(bool(is_causal), None, diagonal=0))
     o, _ = attention_op(inputs, score, torch.are_deterministic_algorithms_enabled(), "auto")
     return fold.unfold(o)
 

@@ -5,7 +5,9 @@
     forward(problem, inputs) -> Outputs
     backward(problem, inputs, outputs, cotangents, needs) -> Gradients
 
-They get validated, non-empty problems; gradients that nobody needs are None. No backend imports another.
+They get validated, non-empty problems; gradients that nobody needs are None. Under torch.compile strides are promised
+before they are known: o has those of `empty_output`, a gradient those of ``torch.empty_like`` of its input. No backend
+imports another.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, lse_dtype
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
 from tilewise.problem import Problem
 from tilewise.score import reference
 
@@ -24,7 +24,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     lse = torch.logsumexp(s, dim=-1)
     p = _probabilities(s, lse)
     o = reference.visible_product(p, visible, _per_head(problem, v))
-    return Outputs(o.to(q.dtype), lse.to(lse_dtype(q.dtype)))
+    return Outputs(empty_output(q, problem.value_dim).copy_(o), lse.to(lse_dtype(q.dtype)))
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
@@ -43,16 +43,16 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     ds = torch.where(visible, reference.softmax_derivative(p, do @ vh.mT, delta), 0.0)
     dbias = None
     if needs.bias and bias is not None:
-        dbias = _sum_to(ds, problem, bias.shape).to(bias.dtype)
+        dbias = torch.empty_like(bias).copy_(_sum_to(ds, problem, bias.shape))
     if problem.score.softcap is not None:
         ds = torch.where(visible, ds * reference.softcap_derivative(capped, problem.score.softcap), 0.0)
     dq = problem.score.scale * reference.visible_product(ds, visible, kh)
     dk = problem.score.scale * (ds.mT @ q.double())
     dv = p.mT @ do
     return Gradients(
-        dq.to(q.dtype) if needs.q else None,
-        _sum_to(dk, problem, k.shape).to(k.dtype) if needs.k else None,
-        _sum_to(dv, problem, v.shape).to(v.dtype) if needs.v else None,
+        torch.empty_like(q).copy_(dq) if needs.q else None,
+        torch.empty_like(k).copy_(_sum_to(dk, problem, k.shape)) if needs.k else None,
+        torch.empty_like(v).copy_(_sum_to(dv, problem, v.shape)) if needs.v else None,
         dbias,
     )
 

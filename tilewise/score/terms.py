@@ -44,5 +44,5 @@ class Score:
     """Every number of the score pipeline: ``scale`` (1/score units), ``softcap`` (score units or None), ``band``."""
 
     scale: float
-    softcap: float | None = None
-    band: Band = Band()
+    softcap: float | None
+    band: Band

@@ -30,6 +30,8 @@ def declines(problem: Problem) -> str | None:
         return "PyTorch's fused kernel needs values as wide as keys"
     if band_hides(problem) and (band.lo is not None or band.hi != 0):
         return "PyTorch's fused kernel knows one band, causal from the top left"
+    if problem.group > 1 and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        return "this PyTorch's fused kernel may not know groups of heads"
     if bias is not None and mask is not None:
         return "PyTorch's fused kernel takes a bias or a mask, not both"
     if mask is not None and mask.rows > 1:
@@ -64,7 +66,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
         return None  # a NaN or infinity, perhaps from a hidden key or value
     lse = lse.contiguous()
     if operand.additive is not None and (lse == 0).any():
-        _mark_blind_rows(problem, o, lse, operand.additive)
+        _mark_blind_rows(problem, lse, operand.additive)
     expected = empty_output(inputs.q, problem.value_dim)
     return Outputs(o if o.stride() == expected.stride() else expected.copy_(o), lse)
 
@@ -122,12 +124,11 @@ def _unexpanded(x: Tensor) -> Tensor:
     return x
 
 
-def _mark_blind_rows(problem: Problem, o: Tensor, lse: Tensor, additive: Tensor) -> None:
-    """Set LSE = -inf in the rows that see nothing: the kernel gives them LSE = 0 and O = 0."""
+def _mark_blind_rows(problem: Problem, lse: Tensor, additive: Tensor) -> None:
+    """Set LSE = -inf in the rows that see nothing: the kernel gives them LSE = 0."""
     additive = additive.expand(problem.batch, problem.heads, problem.queries, problem.keys)
     cols = torch.arange(problem.keys, device=lse.device)
-    suspects = ((lse == 0) & (o == 0).all(-1)).nonzero()
-    for rows in suspects.split(_CHECKED_ROWS):
+    for rows in (lse == 0).nonzero().split(_CHECKED_ROWS):
         visible = reference.in_band(rows[:, 2, None], cols, problem.score.band)
         visible &= additive[rows.unbind(1)] != -torch.inf
         lse[rows[~visible.any(-1)].unbind(1)] = -torch.inf

@@ -59,8 +59,13 @@ def forward_config(problem: Problem) -> Config:
     return Config(128, 64, 8, 2) if bias_tile < 4 else Config(128, 32, 8, 2)
 
 
-def backward_config(problem: Problem) -> Config:
-    """The backward's tiles; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers."""
+def backward_config(problem: Problem, tma: bool) -> Config:
+    """The backward's tiles; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers.
+
+    tma: q, k, v and do come by TMA. Pointers take registers, and so does the masking of a band: where both meet large
+    tiles, ptxas 12.8 spills hundreds of bytes and has been seen to hand wgmma a descriptor that it had overwritten.
+    Such combinations get smaller tiles; tests/test_triton_aot.py holds the spills down.
+    """
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
         return Config(32, 32, 4, 1) if d <= 64 else Config(16, 16, 4, 1)
@@ -69,11 +74,18 @@ def backward_config(problem: Problem) -> Config:
             return Config(64, 64, 4, 2) if shared_memory(problem) > 100 * 1024 else Config(32, 64, 4, 2)
         return Config(32, 64, 8, 1) if d <= 128 else Config(16, 32, 4, 1)
     bias_tile = _bias_tile(problem)
+    if not tma:
+        # Tiles of 32 queries that come by pointers gave wrong dQ on sm_90 (Triton 3.6; the cause is not known).
+        if d <= 64:
+            return Config(64, 64, 4, 3)
+        return Config(64, 64, 8, 2) if d <= 128 else Config(64, 32, 8, 1)
     if d <= 64:
-        return Config(32, 128, 4, 3) if bias_tile else Config(64, 64, 4, 4)
+        if not bias_tile:
+            return Config(64, 64, 4, 4)
+        return Config(32, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
     if d <= 128:
         return Config(32, 128, 8, 3) if bias_tile else Config(64, 128, 8, 3, dq_tma=True)
-    return Config(32, 64, 8, 2 if bias_tile < 4 else 1, dq_tma=True)
+    return Config(16, 32, 4, 2, dq_tma=True) if bias_tile == 4 else Config(32, 64, 8, 2, dq_tma=True)
 
 
 def _bias_tile(problem: Problem) -> int:

@@ -49,10 +49,12 @@ def _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, tile, PARTIAL: tl.
 
     # online softmax
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    top = m_new * terms.exponent
+    base = m_new
     if HIDES or c.BIAS:  # a row that has seen nothing yet has m_new = -inf
-        top = tl.where(m_new == -float("inf"), 0.0, top)
-    alpha = tl.exp2(m_i * terms.exponent - top)
+        base = tl.where(m_new == -float("inf"), 0.0, m_new)
+    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
+    alpha = tl.exp2((m_i - base) * terms.exponent)
+    top = base * terms.exponent
     p = tl.exp2(s * terms.exponent - top[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]

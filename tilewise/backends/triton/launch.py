@@ -144,8 +144,8 @@ def _prepare_backward(
     problem: Problem, inputs: Inputs, o: Tensor, do: Tensor, dlse: Tensor | None, stats: Tensor, targets: Targets
 ) -> Prepared:
     q, k, v, bias, mask = inputs
-    config = backward_config(problem)
     tma = _uses_tma(problem, q, k, v, do)
+    config = backward_config(problem, tma)
     reduction = "none" if targets.bias is None else bias_reduction(problem, bias)
     dbias_tma = targets.bias is not None and reduction in ("store", "add") and _uses_tma(problem, targets.bias)
     c = _compiled(
@@ -179,8 +179,9 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     q, k, v, bias, mask = inputs
     do, dlse = cotangents
     B, H, N = problem.batch, problem.heads, problem.keys
-    block_m = backward_config(problem).block_m
-    m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(N, backward_config(problem).block_n)
+    config = backward_config(problem, _uses_tma(problem, q, k, v, do))
+    block_m = config.block_m
+    m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(N, config.block_n)
     delta, lse2 = (q.new_empty((B, H, m_tiles * block_m), dtype=torch.float32) for _ in range(2))
     reduction = bias_reduction(problem, bias) if needs.bias else "none"
     summed = needs.q and not problem.deterministic
@@ -192,9 +193,9 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         lambda: _prepare_backward(problem, inputs, outputs.o, do, dlse, delta, targets),
     )  # fmt: skip
     c, numbers, bind = ready.c, ready.numbers, ready.bind
-    options = {"num_warps": ready.config.num_warps, "num_stages": ready.config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
-    ordered = options | {"num_stages": min(ready.config.num_stages, 2)}
+    ordered = options | {"num_stages": min(config.num_stages, 2)}
 
     ready.launch(
         prepare_kernel, m_tiles * H * B, bind("o", outputs.o), bind("do_rows", do), outputs.lse, bind("dlse", dlse),
