@@ -56,7 +56,10 @@ def forward_config(problem: Problem) -> Config:
         return Config(64, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
     if d <= 128:
         return Config(128, 64, 8, 3 if bias_tile == 2 else 2) if bias_tile else Config(64, 64, 4, 3)
-    return Config(128, 64, 8, 2) if bias_tile < 4 else Config(128, 32, 8, 2)
+    block_n = 64 if bias_tile < 4 else 32
+    if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
+        return Config(64, block_n, 4, 2)
+    return Config(128, block_n, 8, 2)
 
 
 def backward_config(problem: Problem, tma: bool) -> Config:
@@ -84,8 +87,15 @@ def backward_config(problem: Problem, tma: bool) -> Config:
             return Config(64, 64, 4, 4)
         return Config(32, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
     if d <= 128:
-        return Config(32, 128, 8, 3) if bias_tile else Config(64, 128, 8, 3, dq_tma=True)
+        if bias_tile:
+            return Config(32, 128, 8, 3)
+        # on Blackwell dS takes shared memory where Hopper keeps it in registers
+        return Config(64, 128, 8, 2 if _blackwell(problem) else 3, dq_tma=True)
     return Config(16, 32, 4, 2, dq_tma=True) if bias_tile == 4 else Config(32, 64, 8, 2, dq_tma=True)
+
+
+def _blackwell(problem: Problem) -> bool:
+    return problem.capability is not None and problem.capability[0] == 10
 
 
 def _bias_tile(problem: Problem) -> int:

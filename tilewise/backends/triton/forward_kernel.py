@@ -102,7 +102,7 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
 
     if c.HIDES:
         # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
-        spoilt = tl.max(tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1), 0)
+        spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # in one step: sm_100 has no code for two
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
             for n in tl.range(begin, end, num_stages=1):

@@ -1,0 +1,137 @@
+"""Compiles the Triton kernels ahead of time, for a GPU that need not be there; child process of test_triton_aot.py.
+
+What is compiled is what would run: the backend's own launch code, on meta tensors, with a driver that only names a
+target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from helpers import Case
+
+
+class Kernel(NamedTuple):
+    """What is known of one compiled kernel: sizes in bytes, `instructions` a count of each of INSTRUCTIONS."""
+
+    name: str
+    shared: int
+    shared_limit: int
+    tensor_memory: int  # columns, of 512 that a Blackwell multiprocessor has; past them the kernel is one trap
+    registers: int
+    spill_stores: int
+    instructions: dict[str, int]
+    warnings: list[str]
+
+
+# Tensor-core instructions in PTX: of Hopper (HGMMA in machine code), of Ampere and Ada (HMMA), of Blackwell.
+INSTRUCTIONS = {"wgmma": r"\bwgmma\.mma_async\b", "mma.sync": r"(?<!\.)\bmma\.sync\b", "tcgen05": r"\btcgen05\.mma\b"}
+
+_capability = (0, 0)
+_launched: list[tuple[str, Any]] = []  # name, kernel
+_logs: dict[str, str] = {}  # what ptxas said of a kernel, by its hash: several cases may share one
+
+
+def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> None:
+    """Make this process a compiler for one target, with the triton in ``triton_path`` or else the installed one."""
+    global _capability
+    _capability = capability
+    if triton_path is not None:
+        sys.path.insert(0, triton_path)
+    os.environ.update(TRITON_ALWAYS_COMPILE="1", TRITON_DUMP_PTXAS_LOG="1", TRITON_CACHE_DIR=cache)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    assert triton_path is None or Path(triton.__file__).is_relative_to(triton_path)
+
+    class Target:
+        """A driver of no device: names the target and nothing else."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int = 0) -> int:
+            return 0
+
+    def compile_only(self, *args, grid, warmup, **options):
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+        _logs.setdefault(kernel.hash, log.getvalue())
+        _launched.append((self.fn.__name__, kernel))
+        return kernel
+
+    driver.set_active(Target())
+    run, JITFunction.run = JITFunction.run, compile_only
+
+
+def triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def compile_case(case: Case) -> list[Kernel]:
+    """Every kernel that the forward and the backward of a case launch; of layouts, "contiguous" and "sliced"."""
+    from tilewise.backends import Inputs, Needs, Outputs, empty_output
+    from tilewise.backends.triton import config, launch
+    from tilewise.problem import Problem
+    from tilewise.score.terms import Band, Score
+
+    c = case
+
+    def meta(*shape: int, dtype: torch.dtype = c.dtype) -> torch.Tensor:
+        padding = 1 if c.layout == "sliced" else 0  # rows that no TMA descriptor can hold
+        return torch.empty((*shape[:-1], shape[-1] + padding), dtype=dtype, device="meta")[..., : shape[-1]]
+
+    inputs = Inputs(
+        meta(c.B, c.H, c.M, c.D),
+        meta(c.B, c.kv_heads, c.N, c.D),
+        meta(c.B, c.kv_heads, c.N, c.value_dim),
+        None if c.bias is None else meta(*c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
+        None if c.mask is None else meta(*c.shape(c.mask), dtype=torch.bool),
+    )
+    score = Score(c.D**-0.5, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
+    problem = Problem.of(*inputs, score, bias_grad=c.bias is not None, deterministic=c.deterministic)
+    problem = dataclasses.replace(problem, device="cuda", capability=_capability)
+    o = empty_output(inputs.q, c.value_dim)
+    lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
+    _launched.clear()
+    launch.forward(problem, inputs)
+    launch.backward(
+        problem, inputs, Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if c.lse else None),
+        Needs(True, True, True, c.bias is not None),
+    )  # fmt: skip
+    limit = config.shared_memory(problem)
+    return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
+
+
+def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
+    """Read what ptxas said of a kernel, and its code."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores", log)
+    if registers is None or spills is None:
+        raise AssertionError(f"{name}: ptxas did not say what it used:\n{log}")
+    return Kernel(
+        name,
+        kernel.metadata.shared,
+        limit,
+        getattr(kernel.metadata, "tmem_size", 0),
+        int(registers[1]),
+        int(spills[1]),
+        {word: len(re.findall(pattern, kernel.asm["ptx"])) for word, pattern in INSTRUCTIONS.items()},
+        [line for line in log.splitlines() if re.search(r"warning|performance loss|serializ", line, re.IGNORECASE)],
+    )
