@@ -58,7 +58,7 @@ def is_ours(provider: str) -> bool:
 def providers(device: torch.device) -> list[Provider]:
     """All of them, also those that are unavailable here: tilewise first, in the order of its backends' preference."""
     elsewhere = None if device.type == "cuda" else "measured on CUDA devices only"
-    flex = elsewhere or (None if importlib.util.find_spec("triton") else "triton is not installed")
+    flex = "has no backward on the CPU" if elsewhere else _missing("triton", "triton")
     return [
         *(_tilewise(backend, device) for backend in AUTOMATIC),
         _sdpa("sdpa-flash", "FLASH_ATTENTION", None),

@@ -26,7 +26,7 @@ def one_line(results: Results, row: Row) -> str:
 def heading(results: Results) -> str:
     """Where, when and with what; the calibration."""
     device, calibration = results.device, results.calibration
-    extra = [f"{name} {device[name]}" for name in ("driver", "threads") if device.get(name)]
+    extra = [f"{name} {device[name]}" for name in ("driver", "threads", "cores", "load") if name in device]
     packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     products = ", ".join(f"{_tera(x)} TFLOP/s in {name}" for name, x in calibration.matmul_flops.items())
     commit = results.commit[:12] or "unknown"

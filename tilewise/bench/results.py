@@ -77,7 +77,8 @@ class Results:
     Attributes:
         commit: of tilewise, with ``changed_files`` that differ from it.
         date: ISO 8601, UTC, of the start.
-        device: type, name, and what else tells it from others (driver, compute capability, memory, threads).
+        device: type, name, and what else tells it from others (driver, compute capability, memory; threads, cores, and
+            the load that other programs were before the run: above zero, a CPU's times say little).
         versions: of Python and of each package that took part.
         settings: of the run.
         unavailable: providers that cannot run on this machine, and why.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -275,7 +276,8 @@ def describe_device(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "memory_bytes": properties.total_memory,
         }
-    return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
+    facts = {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    return facts | ({"load": round(os.getloadavg()[0], 1)} if hasattr(os, "getloadavg") else {})
 
 
 def driver() -> str:

@@ -34,7 +34,7 @@ class Clock(NamedTuple):
         synchronize(self.device)
         estimate = max(time.perf_counter() - start, 1e-6)
         repeats = min(max(int(self.seconds / estimate), _FEWEST), _MOST)
-        for _ in range(max(repeats // 4, 1)):
+        for _ in range(repeats // 4):
             step()
         return summary(self._gpu(step, repeats) if self.device.type == "cuda" else _cpu(step, repeats))
 
