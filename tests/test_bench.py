@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -68,63 +71,6 @@ def measured():
     progress = Silent()
     found = run.run(run.Options("cpu", quick=True), progress, todo=[CAUSAL, BIASED, TINY, DECODE])
     return found, progress
-
-
-# The right answer
-
-
-@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
-@pytest.mark.parametrize(
-    "case",
-    [
-        CAUSAL,
-        replace(CAUSAL, queries=7, keys=19),
-        replace(BIASED, bias=(2, 2, 24, 24)),
-        BIASED,
-        replace(BIASED, bias=(2, 1, 1, 24)),
-        replace(BIASED, bias=(1, 4, 1, 24), heads=4),
-        DECODE,
-    ],
-    ids=str,
-)
-def test_the_reference_is_attention(case, at_once, monkeypatch):
-    """Against PyTorch's own in float64, in chunks of any size."""
-    monkeypatch.setitem(reference._SCORES_AT_ONCE, "cpu", at_once)
-    case = replace(case, dtype="float64")
-    x = case.inputs(CPU)
-    bias = torch.zeros(case.queries, case.keys, dtype=torch.float64) if x.bias is None else x.bias
-    if case.causal:
-        future = torch.ones(case.queries, case.keys, dtype=torch.bool).triu(1 + case.keys - case.queries)
-        bias = bias.masked_fill(future, -torch.inf)
-    o = F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias, enable_gqa=True)
-    expected = {"o": o}
-    if case.backward:
-        names = ["dq", "dk", "dv", "dbias"][: len(x.leaves)]
-        expected |= dict(zip(names, torch.autograd.grad(o, x.leaves, x.do), strict=True))
-    exact = reference.exact(case, x)
-    assert set(exact) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(exact[name], value.detach(), msg=name)
-
-
-def test_errors_see_what_a_norm_of_everything_hides():
-    """One wrong row among many large ones, one wrong head, a NaN."""
-    right = {"o": torch.ones(2, 2, 500, 8), "dq": torch.ones(2, 2, 500, 8)}
-    right["o"][:, :, 400:] = 1e-3
-    assert reference.errors(right, right) == {"o": 0.0, "dq": 0.0}
-    for name, place in (("o", (1, 1, 499)), ("dq", (1, 1))):
-        found = {key: x.clone() for key, x in right.items()}
-        found[name][place] *= 1.5
-        errors = reference.errors(found, right)
-        assert errors.pop(name) == pytest.approx(0.5)
-        assert set(errors.values()) == {0.0}
-    nan = right | {"dq": right["dq"].clone()}
-    nan["dq"][0, 0, 0, 0] = math.nan
-    errors = reference.errors(nan, right)
-    assert math.isnan(errors["dq"])
-    assert reference.wrong(errors, CAUSAL) == "dq is off by nan of its norm"
-    with pytest.raises(ValueError, match=r"^the shape is \(2, 1, 500, 8\), not \(2, 2, 500, 8\)$"):
-        reference.errors(right | {"o": right["o"][:, :1]}, right)
 
 
 # The run
@@ -268,6 +214,16 @@ def test_a_spent_budget_lists_the_rest(no_calibration):
     assert len(saved) == 2
 
 
+def test_a_lost_device_ends_the_run(monkeypatch, no_calibration):
+    def lose(*args: object) -> Row:
+        raise run.DeviceLost("the CUDA device was lost")
+
+    monkeypatch.setattr(run._Measured, "row", lose)
+    found = run.run(run.Options("cpu", providers=("sdpa",)), Silent(), todo=[CAUSAL, BIASED])
+    assert [row.outcome for row in found.rows] == ["failed", "not run", "not run", "not run"]
+    assert {row.reason for row in found.rows} == {"the CUDA device was lost"}
+
+
 def test_inputs_that_do_not_fit_are_told(monkeypatch, no_calibration):
     def no_room(*args: object) -> dict[str, Tensor]:
         raise torch.OutOfMemoryError("tried to allocate")
@@ -371,6 +327,10 @@ def test_ratios_and_shares_by_hand():
     flops = 4 * 2048 * 2048 * 64
     assert found.flops(hopper, "forward") == pytest.approx(flops / 2e-3)
     assert found.flops(hopper, "backward") == pytest.approx(2.5 * flops / 8e-3)
+    wider = replace(found, calibration=Calibration({"bfloat16": 1e12, "float32": 2e12}, 1e12))
+    assert [wider.limits(dtype).flops for dtype in ("bfloat16", "float32")] == [2e12, 2e12]
+    narrower = replace(found, calibration=Calibration({"bfloat16": 2e12, "float32": 1e12}, 1e12))
+    assert [narrower.limits(dtype).flops for dtype in ("bfloat16", "float32")] == [2e12, 1e12]
     assert found.share(hopper, "forward") == pytest.approx(flops / 1e12 / 2e-3)  # far above the break-even
 
 
@@ -393,6 +353,10 @@ def test_json_there_and_back(measured, tmp_path):
         (lambda d: d["rows"][0].update(speed=3), "damaged results: "),
         (lambda d: d["rows"][0].update(case="x"), "a row names the case 'x', which is not among the cases"),
         (lambda d: d["rows"][0]["forward"].update(median_s=0), "not a positive number: 0"),
+        (
+            lambda d: d["calibration"]["matmul_flops"].update(int3=1.0),
+            "a calibration is for 'int3', which is not a dtype",
+        ),
         (lambda d: d["calibration"]["matmul_flops"].clear(), "there is no calibration for bfloat16"),
     ],
 )
@@ -447,14 +411,14 @@ def test_the_terminal_table(measured):
     assert "  tilewise-triton declined: needs a CUDA device, the tensors are on cpu (every case)" in text.splitlines()
 
 
-@pytest.mark.parametrize("which", ["stored", "measured", "nothing measured"])
-def test_pictures_are_drawn(which, measured, tmp_path):
-    found = stored() if which == "stored" else measured[0]
-    if which == "nothing measured":
-        found = replace(found, rows=[])
-    paths = plot.draw_all(found, Path("x.json"), tmp_path)
-    assert [path.name for path in paths] == [name for _, name in report.picture_names(Path("y/x.json"))]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+@pytest.mark.parametrize("rows", ["all", "none"])
+def test_pictures_are_drawn(rows, tmp_path):
+    results.write(stored() if rows == "all" else replace(stored(), rows=[]), tmp_path / "x.json")
+    result = bench("plot", tmp_path / "x.json", "--into", tmp_path / "new" / "pictures")
+    assert result.exit_code == 0, result.output
+    drawn = sorted((tmp_path / "new" / "pictures").iterdir())
+    assert [path.name for path in drawn] == sorted(name for _, name in report.picture_names(Path("y/x.json")))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
 def test_documents_hold_what_their_results_say():
@@ -495,6 +459,8 @@ def shown(output: str) -> str:
         (["--json", "."], "cannot write ."),
         (["plot", "absent.json"], "cannot read absent.json: No such file or directory"),
         (["report", "absent.json"], "cannot read absent.json: No such file or directory"),
+        (["report", "x.json", "--into", "."], "is a directory"),
+        (["plot", "."], "cannot read .: Is a directory"),
         (["everything"], "No such command 'everything'"),
     ],
 )
@@ -519,9 +485,14 @@ def test_bench_writes_json_and_pictures(two_cases, tmp_path):
     assert results.read(path).commit == "abc"
     assert "decode S64" in result.output
     assert len(list(folder.iterdir())) == 3
-    again = bench("plot", path, "--into", tmp_path / "again")
-    assert again.exit_code == 0, again.output
-    assert len(list((tmp_path / "again").iterdir())) == 3
+
+
+def test_a_terminal_gets_a_bar(two_cases, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", partial(Console, file=screen, force_terminal=True, width=200))
+    assert bench("--device", "cpu", "--cases", "tiny", "--providers", "sdpa-math").exit_code == 0
+    assert "tiny S16: sdpa-math" in screen.getvalue()
+    assert "1/1" in screen.getvalue()
 
 
 def test_bench_ends_with_status_1_when_tilewise_is_wrong(two_cases, monkeypatch):
@@ -565,7 +536,7 @@ def test_without_typer_the_run_is_the_same(two_cases, monkeypatch, capsys, tmp_p
     assert plain.main() == 0
     assert [row.provider for row in results.read(path).rows] == ["tilewise-cpu"] * 2
     assert "[2/2] tiny S16" in capsys.readouterr().out
-    for wrong in (["--cases", "flux"], ["--json", "no/such/folder/x.json"]):
+    for wrong in (["--cases", "flux"], ["--json", "no/such/folder/x.json"], ["--json", "."]):
         monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", *wrong])
         with pytest.raises(SystemExit) as stop:
             plain.main()

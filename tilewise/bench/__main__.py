@@ -18,8 +18,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
     parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
+    if arguments.json is not None:
+        folder = arguments.json.absolute().parent
+        if not folder.is_dir():
+            parser.error(f"--json: there is no folder {folder}")
+        if arguments.json.is_dir() or not os.access(folder, os.W_OK):
+            parser.error(f"--json: cannot write {arguments.json}")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the profiler's announcements
     from tilewise.bench import report, results, run
 

@@ -126,7 +126,12 @@ def write_report(
     results_file: ResultsFile,
     into: Annotated[
         Path | None,
-        typer.Option(help="Markdown file that has the two markers of these results. Default: print.", exists=True),
+        typer.Option(
+            help="Markdown file that has the two markers of these results. Default: print.",
+            exists=True,
+            dir_okay=False,
+            writable=True,
+        ),
     ] = None,
     images: Annotated[
         Path | None, typer.Option(help="Folder for the pictures. Default: images beside the document.")
@@ -187,6 +192,8 @@ def _make_folder(path: Path, option: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}", param_hint=option) from None
+    if not os.access(path, os.W_OK):
+        raise typer.BadParameter(f"cannot write into the folder {path}", param_hint=option)
 
 
 @contextmanager

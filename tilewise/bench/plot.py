@@ -15,6 +15,7 @@ from tilewise.bench.cases import Case
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import picture_names
 from tilewise.bench.results import PASSES, Pass, Results, provider_names
+from tilewise.explanation import Limits
 
 INK, FAINT = "#1f2937", "#6b7280"
 OURS = ("#c2410c", "#f59e0b", "#7c2d12")
@@ -97,14 +98,16 @@ def draw_roofline(results: Results, path: Path) -> None:
                 if flops is not None:
                     x = results.work(case, which).intensity
                     drawn[label] = axes.scatter([x], [flops / 1e12], s=18, color=colours[label], zorder=3, alpha=0.8)
-        for dtype in results.calibration.matmul_flops:
-            limits = results.limits(dtype)
+        roofs: dict[Limits, list[str]] = {}
+        for dtype in dict.fromkeys(case.dtype for case in results.cases):
+            roofs.setdefault(results.limits(dtype), []).append(dtype)
+        for limits, dtypes in roofs.items():
             edge = limits.break_even
-            xs = [edge / 200, edge, edge * 30]
+            xs = [edge / 200, edge, edge * 100]
             axes.plot(xs, [min(x * limits.bytes_per_second, limits.flops) / 1e12 for x in xs], color=INK, linewidth=1)
             axes.annotate(
-                f"{dtype}: {limits.flops / 1e12:.3g} TFLOP/s, {limits.bytes_per_second / 1e12:.3g} TB/s",
-                (edge * 30, limits.flops / 1e12),
+                f"{', '.join(dtypes)}: {limits.flops / 1e12:.3g} TFLOP/s, {limits.bytes_per_second / 1e12:.3g} TB/s",
+                (edge * 100, limits.flops / 1e12),
                 xytext=(0, 4), textcoords="offset points", ha="right", fontsize=8, color=FAINT,
             )  # fmt: skip
         axes.set_xscale("log")

@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from tilewise.bench.cases import Case
 from tilewise.bench.providers import is_ours
 from tilewise.explanation import Limits, Work, backward_work, forward_work
 
 SCHEMA = 1
 Pass = Literal["forward", "backward"]
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
@@ -112,8 +115,10 @@ class Results:
         return None if timing is None else self.work(self.case(row.case), which).flops / timing.median_s
 
     def limits(self, dtype: str) -> Limits:
-        calibration = self.calibration
-        return Limits(calibration.matmul_flops[dtype], calibration.copy_bytes_per_second, "calibration")
+        """By the fastest product in ``dtype`` or a wider one: a CPU may well convert 16-bit numbers first."""
+        size = getattr(torch, dtype).itemsize
+        rates = [x for name, x in self.calibration.matmul_flops.items() if getattr(torch, name).itemsize >= size]
+        return Limits(max(rates), self.calibration.copy_bytes_per_second, "calibration")
 
     def share(self, row: Row, which: Pass) -> float | None:
         """The least time that the calibrated device needs, divided by the time taken: 1 is the limit."""
@@ -198,6 +203,9 @@ def _checked(results: Results) -> Results:
     for case in results.cases:
         if case.dtype not in results.calibration.matmul_flops:
             raise ValueError(f"there is no calibration for {case.dtype}")
+    for name in results.calibration.matmul_flops:
+        if name not in _DTYPES:
+            raise ValueError(f"a calibration is for {name!r}, which is not a dtype")
     for name, number in numbers:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
             raise ValueError(f"{name}: not a positive number: {number!r}")

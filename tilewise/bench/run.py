@@ -127,7 +127,7 @@ def run(
     device = torch.device(options.device)
     progress.start(len(chosen) * len(ready))
     progress.working("calibration")
-    dtypes = list(dict.fromkeys(case.dtype for case in chosen))
+    dtypes = list(dict.fromkeys([*(["float32"] if device.type == "cpu" else []), *(case.dtype for case in chosen)]))
     calibration = calibrate(Clock(device, 0.3), dtypes)
     results = Results(
         commit=options.commit or _git("rev-parse", "HEAD"),

@@ -40,5 +40,5 @@ def check_writable(path: Path, option: str) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {folder}", param_hint=option)
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    if path.is_dir() or not os.access(folder, os.W_OK):  # it is written beside and then moved there
         raise typer.BadParameter(f"cannot write {path}", param_hint=option)
