@@ -432,7 +432,7 @@ def test_documents_hold_what_their_results_say():
         made = report.markdown(results.read(file), f"benchmarks/results/{file.name}", pictures)
         assert report.insert(document, file.stem, made) == document, f"tilewise bench report {file} --into {path}"
         for _, name in pictures:
-            assert (REPOSITORY / name).is_file()
+            assert (path.parent / name).is_file()
 
 
 # The command line
