@@ -135,7 +135,7 @@ def test_a_missing_typer_is_one_line_that_names_the_extra(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "tilewise: the command line needs typer: pip install 'tilewise[demo]'\n"
+    assert capsys.readouterr().err == "tilewise: the command line needs typer: pip install 'tilewise[cli]'\n"
 
 
 def test_demo_tells_draws_and_ends_with_status_0(tiny, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import tilewise
 from tilewise import explain
 from tilewise.backends import cpu
-from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, _quantity
+from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, quantity
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 
@@ -233,4 +233,4 @@ def test_limits_of_another_form(limits, error, message):
     ],
 )  # fmt: skip
 def test_quantities(x, words):
-    assert _quantity(x, "s") == words
+    assert quantity(x, "s") == words

@@ -59,6 +59,12 @@ DATA_SHEETS = {
 }
 
 
+# How often an implementation that stores them passes over matrices of B x H x M x N. Forward: S and P, each written and
+# read once. Backward: P read for dV and for dS, dP written and read, dS written once and read for dQ and for dK.
+FORWARD_PASSES = {"S": 2, "P": 2}
+BACKWARD_PASSES = {"P": 2, "dP": 2, "dS": 3}
+
+
 @dataclass(frozen=True)
 class Work:
     """What one pass has to do.
@@ -67,8 +73,7 @@ class Work:
         flops: of the products alone, 2 for a multiply and an add; pairs that causal or window hide are not counted.
         bytes: the least traffic with the device's memory: each input read once and each result written once.
         unfused_bytes: what an implementation that stores the score matrix and its softmax (or their gradients) writes
-            and reads in addition. Forward: S and P, each written and read once. Backward: P read for dV and for dS, dP
-            written and read, dS written once and read for dQ and for dK. All in q's dtype.
+            and reads in addition, in q's dtype: `FORWARD_PASSES` or `BACKWARD_PASSES`.
     """
 
     flops: int
@@ -169,7 +174,7 @@ def explain(
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
     plan = make_plan(problem, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
-    return Explanation(plan, tiles, _forward(problem), _backward(problem), known)
+    return Explanation(plan, tiles, forward_work(problem), backward_work(problem), known)
 
 
 def _on(problem: Problem, device: str) -> Problem:
@@ -203,11 +208,12 @@ def _given_limits(pair: tuple[float, float]) -> Limits:
     return Limits(float(pair[0]), float(pair[1]), "limits as given")
 
 
-def _forward(problem: Problem) -> Work:
-    return Work(problem.flops, _read(problem) + _results(problem), 4 * _matrix(problem))
+def forward_work(problem: Problem) -> Work:
+    """Reads the inputs; writes o and lse."""
+    return Work(problem.flops, _read(problem) + _results(problem), _stored(problem, FORWARD_PASSES))
 
 
-def _backward(problem: Problem) -> Work:
+def backward_work(problem: Problem) -> Work:
     """Reads what the forward read and wrote, and dO; writes a gradient of the size of each input that has one."""
     size, heads = problem.dtype.itemsize, problem.batch * problem.heads
     do = heads * problem.queries * problem.value_dim * size
@@ -215,7 +221,7 @@ def _backward(problem: Problem) -> Work:
     dk_dv = problem.batch * problem.kv_heads * problem.keys * (problem.head_dim + problem.value_dim) * size
     dbias = math.prod(problem.bias.shape) * problem.bias.dtype.itemsize if problem.bias and problem.bias_grad else 0
     traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias
-    return Work(problem.backward_flops, traffic, 7 * _matrix(problem))
+    return Work(problem.backward_flops, traffic, _stored(problem, BACKWARD_PASSES))
 
 
 def _read(problem: Problem) -> int:
@@ -240,6 +246,10 @@ def _results(problem: Problem) -> int:
     """Bytes of o and lse."""
     rows = problem.batch * problem.heads * problem.queries
     return rows * (problem.value_dim * problem.dtype.itemsize + lse_dtype(problem.dtype).itemsize)
+
+
+def _stored(problem: Problem, passes: dict[str, int]) -> int:
+    return sum(passes.values()) * _matrix(problem)
 
 
 def _matrix(problem: Problem) -> int:
@@ -268,14 +278,34 @@ def _lines(e: Explanation) -> Iterator[str]:
         yield "no query sees a key: o is 0 and lse -inf"
         return
     for name, work in (("forward", e.forward), ("backward", e.backward)):
-        yield f"{name}: {_quantity(work.flops, 'FLOP')}, at least {_quantity(work.bytes, 'B')} of memory traffic"
+        yield f"{name}: {quantity(work.flops, 'FLOP')}, at least {quantity(work.bytes, 'B')} of memory traffic"
         yield f"  {work.intensity:.3g} FLOP/byte: {_bound(e.limits, work)}"
-        yield f"  storing S and P would add {_quantity(work.unfused_bytes, 'B')} of traffic"
+        yield f"  storing S and P would add {quantity(work.unfused_bytes, 'B')} of traffic"
     if e.limits is None:
         yield "limits: unknown device or dtype: give limits=(flops, bytes_per_second)"
     else:
         speed, bandwidth, source = e.limits
-        yield f"limits: {_quantity(speed, 'FLOP/s')}, {_quantity(bandwidth, 'B/s')} ({source})"
+        yield f"limits: {quantity(speed, 'FLOP/s')}, {quantity(bandwidth, 'B/s')} ({source})"
+
+
+def traffic_table(e: Explanation) -> list[str]:
+    """Lines of a table: memory traffic of the fused call, and of one that stores the score matrices and reads them."""
+    lines = [f"{'memory traffic':24}{'fused':>10}{'unfused':>12}"]
+    matrix = quantity(_matrix(e.problem), "B")
+    for name, work, passes in (("forward", e.forward, FORWARD_PASSES), ("backward", e.backward, BACKWARD_PASSES)):
+        lines.append(_traffic(name, work.bytes, work.bytes + work.unfused_bytes, "B"))
+        if e.limits is not None:
+            fused, unfused = (x / e.limits.bytes_per_second for x in (work.bytes, work.bytes + work.unfused_bytes))
+            lines.append(_traffic("  takes at least", fused, unfused, "s"))
+        for operand, count in passes.items():
+            total = quantity(count * _matrix(e.problem), "B")
+            lines.append(f"  {operand:2} {count} times {matrix:11}{'–':>8}{total:>12}")
+    return lines
+
+
+def _traffic(name: str, fused: float, unfused: float, unit: str) -> str:
+    ratio = f"{unfused / fused:8.3g} x" if fused else ""
+    return f"{name:24}{quantity(fused, unit):>10}{quantity(unfused, unit):>12}{ratio}"
 
 
 def _bound(known: Limits | None, work: Work) -> str:
@@ -283,7 +313,7 @@ def _bound(known: Limits | None, work: Work) -> str:
         return f"compute-bound where a device does fewer than {work.intensity:.3g} FLOP in the time of one byte"
     return (
         f"{known.bound(work)}-bound, the break-even is at {known.break_even:.3g}; "
-        f"at least {_quantity(known.seconds(work), 's')}"
+        f"at least {quantity(known.seconds(work), 's')}"
     )
 
 
@@ -291,7 +321,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _quantity(x: float, unit: str) -> str:
+def quantity(x: float, unit: str) -> str:
     """Three digits and a prefix: 1.23 GFLOP, 45.6 µs."""
     x = float(f"{x:.3g}")
     exponent = min(max(math.floor(math.log10(x) / 3), -3), 5) if x > 0 else 0

@@ -5,22 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilewise.commands.arguments import Device
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-
-
-class Device(StrEnum):
-    """Where the demo runs."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 # Each part is a module of this package with run(...), describe(result) and results that have comparisons.

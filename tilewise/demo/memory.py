@@ -6,18 +6,14 @@ gradients, which any implementation must return. What remains is what the algori
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from tilewise.bench.timing import Step, working_bytes
 from tilewise.demo.comparison import (
     Advance,
     Attend,
@@ -75,9 +71,6 @@ class MemoryResult:
     comparisons: list[Comparison]
 
 
-Step = Callable[[], tuple[Tensor, ...]]
-
-
 def random_inputs(settings: MemorySettings, length: int, device: torch.device) -> list[Tensor]:
     """q, k, v, bias, all trainable, and the gradient that the output receives."""
     generator = torch.Generator(device).manual_seed(SEED)
@@ -100,38 +93,6 @@ def attention_step(attend: Attend, inputs: list[Tensor]) -> Step:
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     return step
-
-
-def working_bytes(step: Step, device: torch.device) -> int:
-    """Peak memory while ``step`` runs, less what was held before and what it returns."""
-    peak, results = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
-    return peak - sum(x.numel() * x.itemsize for x in results)
-
-
-def _cuda_peak(step: Step, device: torch.device) -> tuple[int, tuple[Tensor, ...]]:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    results = step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before, results
-
-
-def _cpu_peak(step: Step) -> tuple[int, tuple[Tensor, ...]]:
-    """The profiler notes every allocation that passes through torch's allocator, inside fused kernels too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        results = step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        with trace.open(encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
-    changes = [event["args"] for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == 0]
-    held = peak = 0
-    for change in sorted(changes, key=lambda change: change["Ev Idx"]):
-        held += change["Bytes"]
-        peak = max(peak, held)
-    return peak, results
 
 
 def _seconds(step: Step, device: torch.device) -> float:

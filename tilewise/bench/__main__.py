@@ -1,0 +1,55 @@
+"""``python -m tilewise.bench``: the run of ``tilewise bench`` on a machine that has no typer, as lines of text."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tilewise.bench", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU")
+    parser.add_argument("--quick", action="store_true", help="few cases: a minute or two")
+    parser.add_argument("--cases", default="", help="only cases whose name has one of these parts, by commas")
+    parser.add_argument("--providers", default="", help="only providers whose name has one of these parts")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which nothing new is begun")
+    parser.add_argument("--json", type=Path, help="write the results here, after every case")
+    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+    arguments = parser.parse_args()
+    if arguments.json is not None:
+        folder = arguments.json.absolute().parent
+        if not folder.is_dir():
+            parser.error(f"--json: there is no folder {folder}")
+        if arguments.json.is_dir() or not os.access(folder, os.W_OK):
+            parser.error(f"--json: cannot write {arguments.json}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the profiler's announcements
+    from tilewise.bench import report, results, run
+
+    options = run.Options(
+        device=arguments.device or run.default_device(),
+        quick=arguments.quick,
+        cases=_names(arguments.cases),
+        providers=_names(arguments.providers),
+        budget=arguments.budget,
+        commit=arguments.commit,
+    )
+    try:
+        found = run.run(
+            options,
+            run.PlainProgress(),
+            lambda found: None if arguments.json is None else results.write(found, arguments.json),
+        )
+    except run.UsageError as error:
+        parser.error(str(error))
+    print(f"\n{report.terminal(found)}")
+    return 0 if run.ours_are_right(found) else 1
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The named cases: what is computed, and at which sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
+
+TOKENS, HIDDEN = 16384, 2048  # of the large GPU cases: batch times length, and heads times head dimension
+KINDS = ("BHMN", "1HMN", "B11N")
+
+
+class Inputs(NamedTuple):
+    """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output; q, k, v, bias are leaves."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    do: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [x for x in (self.q, self.k, self.v, self.bias) if x is not None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. Those of a ``family`` are one curve over their lengths in a picture.
+
+    Attributes:
+        bias: shape of an additive bias in ``dtype``; its gradient is part of the backward.
+        dtype: of every tensor, as torch names it.
+        backward: with gradients of all inputs; without, the forward alone is measured.
+        host: so small that what it measures is the host's time for a call; it is left out of pictures.
+    """
+
+    family: str
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool = False
+    bias: tuple[int, int, int, int] | None = None
+    dtype: str = "bfloat16"
+    backward: bool = True
+    host: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} S{self.keys}"
+
+    def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
+        """The case as tilewise's backends see it on a device."""
+        dtype = getattr(torch, self.dtype)
+        return Problem(
+            device=device,
+            capability=capability,
+            dtype=dtype,
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            queries=self.queries,
+            keys=self.keys,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            score=Score(1 / math.sqrt(self.head_dim), None, Band.aligned(self.causal, None, self.keys - self.queries)),
+            bias=None if self.bias is None else Operand(dtype, *self.bias),
+            bias_grad=self.bias is not None and self.backward,
+        )
+
+    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Fresh standard normal inputs; q, k, v in the memory order (B, S, H, D) that a projection gives."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=getattr(torch, self.dtype)).normal_(generator=generator)
+
+        def rows(heads: int, length: int) -> Tensor:
+            return normal(self.batch, length, heads, self.head_dim).transpose(1, 2)
+
+        q, do = rows(self.heads, self.queries), rows(self.heads, self.queries)
+        k, v = rows(self.kv_heads, self.keys), rows(self.kv_heads, self.keys)
+        bias = None if self.bias is None else normal(*self.bias)
+        for x in (q, k, v, bias):
+            if x is not None:
+                x.requires_grad_(self.backward)
+        return Inputs(q, k, v, bias, do)
+
+
+def dense(head_dim: int, length: int, causal: bool) -> Case:
+    heads = HIDDEN // head_dim
+    family = f"dense D{head_dim} {'causal' if causal else 'full'}"
+    return Case(family, TOKENS // length, heads, heads, length, length, head_dim, causal)
+
+
+def biased(kind: str, head_dim: int, length: int) -> Case:
+    """A trainable bias in one of the `KINDS` of broadcast."""
+    batch, heads = TOKENS // length, HIDDEN // head_dim
+    if length == 16384:  # a full bias is 8 GiB at D=128 and 16 GiB at D=64: fewer heads
+        batch, heads = (1 if kind == "BHMN" else 2), 8
+    shapes = {
+        "BHMN": (batch, heads, length, length),
+        "1HMN": (1, heads, length, length),
+        "B11N": (batch, 1, 1, length),
+    }
+    return Case(f"bias {kind} D{head_dim}", batch, heads, heads, length, length, head_dim, bias=shapes[kind])
+
+
+def pair(length: int) -> Case:
+    """Pair bias of structure models: a batch of S rows of S tokens shares one bias of four heads."""
+    return Case("pair bias D32", length, 4, 4, length, length, 32, bias=(1, 4, length, length))
+
+
+def gqa(length: int, causal: bool) -> Case:
+    family = f"gqa 32/8 D128 {'causal' if causal else 'full'}"
+    return Case(family, TOKENS // length, 32, 8, length, length, 128, causal)
+
+
+def decode(batch: int, keys: int, dtype: str = "bfloat16") -> Case:
+    return Case("decode 32/8 D128", batch, 32, 8, 1, keys, 128, dtype=dtype, backward=False)
+
+
+def tiny(dtype: str, bias: bool) -> Case:
+    shape = (1, 8, 128, 128) if bias else None
+    return Case(f"tiny D64{' bias 1HMN' if bias else ''}", 1, 8, 8, 128, 128, 64, bias=shape, dtype=dtype, host=True)
+
+
+def on_cpu(kind: str, length: int, dtype: str) -> Case:
+    """Eight heads of dimension 64 in all; ``kind`` is "full", "causal" or one of the `KINDS`."""
+    batch = 1 if kind in ("full", "causal") else 2
+    heads = 8 // batch
+    shapes = {
+        "BHMN": (batch, heads, length, length),
+        "1HMN": (1, heads, length, length),
+        "B11N": (batch, 1, 1, length),
+    }
+    family = f"{'bias' if kind in KINDS else 'dense'} {kind} D64 {dtype}"
+    bias = shapes.get(kind)
+    return Case(family, batch, heads, heads, length, length, 64, causal=kind == "causal", bias=bias, dtype=dtype)
+
+
+def _gpu() -> Iterator[Case]:
+    """Most telling first: a run that its budget ends has these."""
+    for length in (4096, 16384, 1024):
+        for head_dim in (128, 64):
+            yield from (dense(head_dim, length, causal) for causal in (False, True))
+            yield from (biased(kind, head_dim, length) for kind in ("BHMN", "1HMN"))
+        if length == 4096:
+            yield from (tiny("bfloat16", bias) for bias in (False, True))
+            yield from (pair(s) for s in (256, 384, 768))
+            yield from (gqa(length, causal) for causal in (False, True))
+            yield from (decode(16, keys) for keys in (8192, 32768))
+            yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
+        yield from (dense(256, length, causal) for causal in (False, True))
+
+
+def _gpu_quick() -> Iterator[Case]:
+    yield from (dense(128, 4096, causal) for causal in (False, True))
+    yield from (biased(kind, 128, 4096) for kind in ("BHMN", "1HMN"))
+    yield pair(256)
+    yield decode(16, 8192)
+    yield tiny("bfloat16", bias=True)
+
+
+def _cpu() -> Iterator[Case]:
+    for length in (1024, 2048, 4096):
+        for dtype in ("float32", "bfloat16"):
+            yield from (on_cpu(kind, length, dtype) for kind in ("full", "causal", "BHMN", "1HMN"))
+    yield on_cpu("B11N", 2048, "float32")
+    yield decode(2, 8192, "float32")
+    yield from (tiny("float32", bias) for bias in (False, True))
+
+
+def _cpu_quick() -> Iterator[Case]:
+    yield from (on_cpu(kind, 1024, "float32") for kind in ("full", "causal", "1HMN"))
+    yield on_cpu("BHMN", 512, "bfloat16")
+    yield decode(1, 4096, "float32")
+    yield tiny("float32", bias=True)
+
+
+def cases(device: str, quick: bool = False) -> list[Case]:
+    """The cases of a device type ("cuda" or "cpu"), in the order in which they are run."""
+    if device == "cuda":
+        return list(_gpu_quick() if quick else _gpu())
+    return list(_cpu_quick() if quick else _cpu())

@@ -1,0 +1,235 @@
+"""``tilewise bench``: the run, and what is made from its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilewise.commands.arguments import Device, check_writable, names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.progress import Progress as RichBar
+    from rich.progress import TaskID
+
+    from tilewise.bench.results import Results, Row
+    from tilewise.bench.run import Progress
+
+command = typer.Typer(add_completion=False)
+ResultsFile = Annotated[Path, typer.Argument(help="JSON that `tilewise bench --json` wrote.", metavar="RESULTS.json")]
+
+
+@command.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    device: Annotated[
+        Device | None,
+        typer.Option(help="Where to run. Default: cuda if torch sees a GPU, else cpu.", case_sensitive=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few cases: a minute or two.")] = False,
+    cases: Annotated[str, typer.Option(help="Only cases whose name has one of these parts, by commas.")] = "",
+    providers: Annotated[str, typer.Option(help="Only providers whose name has one of these parts.")] = "",
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which nothing new is begun; what is left is listed.", min=0)
+    ] = 540.0,
+    json: Annotated[Path | None, typer.Option(help="Write the results here, after every case.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.")] = None,
+    commit: Annotated[str, typer.Option(help="The commit that is measured, where there is no git.")] = "",
+) -> None:
+    """Measure tilewise beside SDPA, FlexAttention, FlashAttention-4 and cuDNN on this machine.
+
+    Each provider gets the same inputs and is held to the right answer before it is timed: forward, backward, working
+    memory, first call. Speeds are shown against the device's own, calibrated in the same run, and against the best
+    other provider. `tilewise bench list` names cases and providers.
+
+    Ends with status 0, with 1 if tilewise failed or was wrong somewhere, and with 2 for a mistake in the call.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if json is not None:
+        check_writable(json, "--json")
+    if plot is not None:
+        _need_matplotlib()
+        _make_folder(plot, "--plot")
+    # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from tilewise.bench import report, results, run
+
+    options = run.Options(
+        device=device.value if device is not None else run.default_device(),
+        quick=quick,
+        cases=names(cases),
+        providers=names(providers),
+        budget=budget,
+        commit=commit,
+    )
+
+    def save(found: Results) -> None:
+        if json is not None:
+            results.write(found, json)
+
+    try:
+        with _progress() as progress:
+            found = run.run(options, progress, save)
+    except run.UsageError as error:
+        raise typer.BadParameter(error.message, param_hint=error.option) from None
+    typer.echo(f"\n{report.terminal(found)}")
+    if plot is not None:
+        _draw(found, json or Path("bench.json"), plot)
+    if not run.ours_are_right(found):
+        raise typer.Exit(1)
+
+
+@command.command("list")
+def list_names(
+    device: Annotated[Device | None, typer.Option(help="Default: cuda if torch sees a GPU, else cpu.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The cases of --quick.")] = False,
+) -> None:
+    """Name the cases, and the providers with what keeps them from running here."""
+    import torch
+
+    from tilewise.bench import run
+    from tilewise.bench.cases import cases
+    from tilewise.bench.providers import providers
+
+    where = device.value if device is not None else run.default_device()
+    typer.echo(f"cases on {where}:")
+    for case in cases(where, quick):
+        typer.echo(f"  {case.name}")
+    typer.echo("providers:")
+    if where == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
+    for provider in providers(torch.device(where)):
+        typer.echo(f"  {provider.name:15} {provider.unavailable or ''}".rstrip())
+
+
+@command.command()
+def plot(
+    results_file: ResultsFile,
+    into: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.")] = Path("."),
+) -> None:
+    """Draw TFLOP/s against sequence length, forward and backward, and a roofline."""
+    _need_matplotlib()
+    found = _read(results_file)
+    _make_folder(into, "--into")
+    _draw(found, results_file, into)
+
+
+@command.command("report")
+def write_report(
+    results_file: ResultsFile,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            help="Markdown file that has the two markers of these results. Default: print.",
+            exists=True,
+            dir_okay=False,
+            writable=True,
+        ),
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder for the pictures. Default: images beside the document.")
+    ] = None,
+) -> None:
+    """Write the measured tables, and the pictures, into a document.
+
+    The tables go between the lines `<!-- tilewise bench report NAME: begin -->` and `<!-- tilewise bench report NAME:
+    end -->`, where NAME is the name of the results' file without its suffix; what stands around them stays.
+    """
+    from tilewise.bench.report import insert, markdown, picture_names
+
+    found = _read(results_file)
+    if into is None:
+        typer.echo(markdown(found, results_file.name, []))
+        return
+    _need_matplotlib()
+    folder = images if images is not None else into.parent / "images"
+    relative = os.path.relpath(folder, into.parent)
+    pictures = [(text, f"{relative}/{name}") for text, name in picture_names(results_file)]
+    source = os.path.relpath(results_file, into.parent.parent).replace(os.sep, "/")
+    try:
+        text = insert(into.read_text(encoding="utf-8"), results_file.stem, markdown(found, source, pictures))
+    except ValueError as error:
+        raise typer.BadParameter(f"{into} {error}", param_hint="--into") from None
+    _make_folder(folder, "--images")
+    _draw(found, results_file, folder)
+    into.write_text(text, encoding="utf-8")
+    typer.echo(f"tables: {into}")
+
+
+def _read(path: Path) -> Results:
+    from tilewise.bench.results import ResultsError, read
+
+    try:
+        return read(path)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="RESULTS.json") from None
+    except ResultsError as error:
+        raise typer.BadParameter(str(error), param_hint="RESULTS.json") from None
+
+
+def _draw(found: Results, results_file: Path, folder: Path) -> None:
+    from tilewise.bench.plot import draw_all
+
+    for path in draw_all(found, results_file, folder):
+        typer.echo(f"picture: {path}")
+
+
+def _need_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("tilewise bench: not installed: matplotlib: pip install 'tilewise[cli]'", err=True)
+        raise typer.Exit(2)
+
+
+def _make_folder(path: Path, option: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}", param_hint=option) from None
+    if not os.access(path, os.W_OK):
+        raise typer.BadParameter(f"cannot write into the folder {path}", param_hint=option)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar that names what is running, in a terminal that rich can draw on; else a line for each row."""
+    from tilewise.bench.run import PlainProgress
+
+    if importlib.util.find_spec("rich") is None:
+        yield PlainProgress()
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        yield PlainProgress()
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console) as bar:
+        yield _RichProgress(bar, bar.add_task("", total=None))
+
+
+class _RichProgress:
+    def __init__(self, bar: RichBar, task: TaskID) -> None:
+        self.bar, self.task = bar, task
+
+    def start(self, total: int) -> None:
+        self.bar.update(self.task, total=total)
+
+    def working(self, what: str) -> None:
+        self.bar.update(self.task, description=what)
+
+    def finished(self, results: Results, row: Row) -> None:
+        from tilewise.bench.report import one_line
+
+        self.bar.advance(self.task)
+        self.bar.console.print(one_line(results, row), markup=False)

@@ -1,0 +1,249 @@
+"""Who computes a case: tilewise, backend by backend, and what one would use instead."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewise
+from tilewise.bench.cases import Case, Inputs
+from tilewise.plan import AUTOMATIC, backend_module
+
+_MATH_BYTES = 8 << 30  # of float32 scores: above it, SDPA's math backend is not worth its time
+
+
+class Steps(NamedTuple):
+    """A provider at work on one case.
+
+    Attributes:
+        forward: () -> o (B, H, M, D), any strides.
+        backward: (o) -> gradients of `Inputs.leaves` in their order, for the cotangent ``do``. Can be repeated.
+        context: entered around all calls; not a part of what is timed.
+    """
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], tuple[Tensor, ...]]
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+class Provider(NamedTuple):
+    """
+    Attributes:
+        unavailable: why it cannot run here at all; None if it can.
+        declines: why it does not compute a case, as far as that is known without trying; None if it may.
+        prepare: may compile; raises if it turns out that it cannot compute the case.
+    """
+
+    name: str
+    unavailable: str | None
+    declines: Callable[[Case], str | None]
+    prepare: Callable[[Case, Inputs], Steps]
+
+    @property
+    def ours(self) -> bool:
+        return is_ours(self.name)
+
+
+def is_ours(provider: str) -> bool:
+    return provider.startswith("tilewise-")
+
+
+def providers(device: torch.device) -> list[Provider]:
+    """All of them, also those that are unavailable here: tilewise first, in the order of its backends' preference."""
+    elsewhere = None if device.type == "cuda" else "measured on CUDA devices only"
+    flex = "has no backward on the CPU" if elsewhere else _missing("triton", "triton")
+    return [
+        *(_tilewise(backend, device) for backend in AUTOMATIC),
+        _sdpa("sdpa-flash", "FLASH_ATTENTION", None),
+        _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", elsewhere),
+        _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", elsewhere),
+        _sdpa("sdpa-math", "MATH", None),
+        Provider("flex", flex, lambda case: None, _flex),
+        Provider("fa4", elsewhere or _missing("flash_attn.cute", "flash-attn-4"), _no_bias, _fa4),
+        Provider(
+            "cudnn-graph",
+            elsewhere or _missing("cudnn", "nvidia-cudnn-frontend"),
+            lambda case: None if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
+            _cudnn_graph,
+        ),
+    ]
+
+
+def _missing(module: str, distribution: str) -> str | None:
+    parts = module.split(".")
+    names = (".".join(parts[: n + 1]) for n in range(len(parts)))  # a parent is looked for before its child
+    try:
+        return None if all(importlib.util.find_spec(name) for name in names) else f"{distribution} is not installed"
+    except ImportError as error:  # looking for a child imports its parent
+        return f"{distribution} cannot be imported: {error}"
+
+
+def _autograd(forward: Callable[[], Tensor], x: Inputs, context: Any = nullcontext) -> Steps:
+    return Steps(forward, lambda o: torch.autograd.grad(o, x.leaves, x.do, retain_graph=True), context)
+
+
+def _tilewise(backend: str, device: torch.device) -> Provider:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+    def declines(case: Case) -> str | None:
+        return backend_module(backend).declines(case.problem(device.type, capability))
+
+    def prepare(case: Case, x: Inputs) -> Steps:
+        q, k, v, bias, _ = x
+        return _autograd(lambda: tilewise.attention(q, k, v, bias=bias, causal=case.causal, backend=backend), x)
+
+    return Provider(f"tilewise-{backend}", None, declines, prepare)
+
+
+def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def declines(case: Case) -> str | None:
+        scores = 4 * case.batch * case.heads * case.queries * case.keys
+        if backend == "MATH" and scores > _MATH_BYTES:
+            return f"would store float32 scores of {scores / 2**30:.0f} GiB more than once"
+        if case.causal and case.queries != case.keys:
+            return "is_causal aligns top-left: with M != N another function"
+        return None
+
+    def prepare(case: Case, x: Inputs) -> Steps:
+        q, k, v, bias, _ = x
+        grouped = case.heads != case.kv_heads
+        return _autograd(
+            lambda: F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=case.causal, enable_gqa=grouped
+            ),
+            x,
+            lambda: sdpa_kernel(getattr(SDPBackend, backend)),
+        )  # fmt: skip
+
+    return Provider(name, unavailable, declines, prepare)
+
+
+def _flex(case: Case, x: Inputs) -> Steps:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v, bias, _ = x
+    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
+    compiled = torch.compile(flex_attention, dynamic=False)
+    offset = case.keys - case.queries
+    block_mask = None
+    if case.causal:
+        block_mask = create_block_mask(
+            lambda b, h, i, j: j <= i + offset, None, None, case.queries, case.keys, device=q.device.type
+        )
+    score_mod = None if bias is None else _score_mod(bias)
+    grouped = case.heads != case.kv_heads
+    return _autograd(lambda: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped), x)
+
+
+def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
+    """Adds the bias; an axis on which it broadcasts is left out, since an index of 0 compiles to slower code."""
+    batch, heads, rows, _ = (size > 1 for size in bias.shape)
+    if (batch, heads, rows) == (True, True, True):
+        return lambda s, b, h, i, j: s + bias[b, h, i, j]
+    if (batch, heads, rows) == (False, True, True):
+        shared = bias[0]
+        return lambda s, b, h, i, j: s + shared[h, i, j]
+    if (batch, heads, rows) == (True, False, False):
+        keys = bias[:, 0, 0]
+        return lambda s, b, h, i, j: s + keys[b, j]
+    return lambda s, b, h, i, j: s + bias[b if batch else 0, h if heads else 0, i if rows else 0, j]
+
+
+def _no_bias(case: Case) -> str | None:
+    return None if case.bias is None else "takes no bias tensor that has a gradient"
+
+
+def _fa4(case: Case, x: Inputs) -> Steps:
+    from flash_attn.cute import flash_attn_func
+
+    def forward() -> Tensor:
+        o = flash_attn_func(*(t.transpose(1, 2) for t in x[:3]), causal=case.causal)
+        return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+    return _autograd(forward, x)
+
+
+def _cudnn_graph(case: Case, x: Inputs) -> Steps:
+    """cuDNN's frontend graphs: with a bias and its gradient, which PyTorch's own use of cuDNN leaves out."""
+    graphs = _CudnnGraphs(case, x)
+    return Steps(graphs.forward, graphs.backward)
+
+
+class _CudnnGraphs:
+    """One graph for the forward and one for the backward; everything a call needs is allocated in the call."""
+
+    def __init__(self, case: Case, x: Inputs) -> None:
+        import cudnn
+
+        self.cudnn, self.x, self.handle = cudnn, x, cudnn.create_handle()
+        self.options = {"attn_scale": 1 / math.sqrt(case.head_dim), "use_causal_mask": case.causal}
+        self.q, self.k, self.v, self.do = (t.detach() for t in (x.q, x.k, x.v, x.do))
+        self.bias = None if x.bias is None else x.bias.detach()
+        self.stats = torch.empty(*x.q.shape[:3], 1, device=x.q.device, dtype=torch.float32)
+
+        g = self.forward_graph = self._graph()
+        tensors = {name: g.tensor_like(t) for name, t in self._inputs().items()}
+        self.forward_names = dict(tensors)
+        o, stats = g.sdpa(name="sdpa", is_inference=False, **tensors, **self.options)
+        self.forward_names |= {"o": self._result(o, self.do), "stats": self._result(stats, self.stats)}
+        stats.set_data_type(cudnn.data_type.FLOAT)
+        g.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        if case.backward:
+            self._build_backward()
+
+    def _build_backward(self) -> None:
+        cudnn = self.cudnn
+        g = self.backward_graph = self._graph()
+        tensors = {name: g.tensor_like(t) for name, t in self._inputs().items()}
+        tensors |= {"o": g.tensor_like(self.do), "dO": g.tensor_like(self.do), "stats": g.tensor_like(self.stats)}
+        if self.bias is not None:
+            tensors["dBias"] = g.tensor_like(self.bias)
+        self.backward_names = dict(tensors)
+        grads = g.sdpa_backward(name="sdpa_backward", **tensors, **self.options)
+        for name, grad, leaf in zip(("dq", "dk", "dv"), grads, (self.q, self.k, self.v), strict=True):
+            self.backward_names[name] = self._result(grad, leaf)
+        g.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+
+    def _graph(self) -> Any:
+        types = self.cudnn.data_type
+        half = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[self.q.dtype]
+        return self.cudnn.pygraph(
+            io_data_type=half,
+            intermediate_data_type=types.FLOAT,
+            compute_data_type=types.FLOAT,
+            handle=self.handle,
+        )
+
+    def _inputs(self) -> dict[str, Tensor]:
+        tensors = {"q": self.q, "k": self.k, "v": self.v}
+        return tensors if self.bias is None else {**tensors, "bias": self.bias}
+
+    @staticmethod
+    def _result(node: Any, like: Tensor) -> Any:
+        return node.set_output(True).set_dim(list(like.size())).set_stride(list(like.stride()))
+
+    def _execute(self, graph: Any, names: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        workspace = torch.empty(graph.get_workspace_size(), device=self.q.device, dtype=torch.uint8)
+        graph.execute({names[name]: t for name, t in tensors.items()}, workspace, handle=self.handle)
+
+    def forward(self) -> Tensor:
+        o = torch.empty_like(self.do)
+        self._execute(self.forward_graph, self.forward_names, {**self._inputs(), "o": o, "stats": self.stats})
+        return o
+
+    def backward(self, o: Tensor) -> tuple[Tensor, ...]:
+        grads = {"dq": torch.empty_like(self.q), "dk": torch.empty_like(self.k), "dv": torch.empty_like(self.v)}
+        if self.bias is not None:
+            grads["dBias"] = torch.empty_like(self.bias)
+        tensors = {**self._inputs(), "o": o, "dO": self.do, "stats": self.stats, **grads}
+        self._execute(self.backward_graph, self.backward_names, tensors)
+        return tuple(grads.values())

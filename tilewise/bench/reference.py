@@ -1,0 +1,103 @@
+"""The right answer: unfused attention and its gradients in a wider dtype, in plain torch, independent of tilewise."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.cases import Case, Inputs
+
+# Relative to the norm of the right answer: twice to ten times what rounding in that dtype explains.
+TOLERANCES = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-5, "float64": 1e-10}
+_SCORES_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 21}  # elements of a chunk's score matrix
+
+
+def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
+    """o and, if the case has a backward, dq, dk, dv and dbias, computed in ``wide``.
+
+    Default: float32 for 16-bit inputs, which is exact enough and cheap, and float64 for others.
+    """
+    group = case.heads // case.kv_heads
+    scale = 1 / math.sqrt(case.head_dim)
+    if wide is None:
+        wide = torch.float32 if x.q.dtype.itemsize == 2 else torch.float64
+    results = {"o": torch.zeros(x.do.shape, dtype=wide, device=x.q.device)}
+    if case.backward:
+        for name in ("q", "k", "v", "bias"):
+            leaf = getattr(x, name)
+            if leaf is not None:
+                results[f"d{name}"] = torch.zeros(leaf.shape, dtype=wide, device=x.q.device)
+    at_once = max(_SCORES_AT_ONCE[x.q.device.type] // (group * case.keys), 1)  # query rows of a chunk, over the batch
+    rows = min(at_once, case.queries)
+    batches = min(max(at_once // rows, 1), case.batch)
+    with torch.no_grad():
+        for b in _slices(case.batch, batches):
+            for g in range(case.kv_heads):
+                for r in _slices(case.queries, rows):
+                    _chunk(case, x, results, b, g, r, scale)
+    return results
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, r: slice, scale: float) -> None:
+    """Batches ``b`` and query rows ``r`` of the query heads that share key/value head ``g``."""
+    group = case.heads // case.kv_heads
+    wide = results["o"].dtype
+    h, one = slice(g * group, (g + 1) * group), slice(g, g + 1)
+    q, do = x.q[b, h, r].to(wide), x.do[b, h, r].to(wide)
+    k, v = x.k[b, one].to(wide), x.v[b, one].to(wide)
+    s = scale * (q @ k.mT)
+    part: tuple[slice, ...] = ()
+    if x.bias is not None:  # an axis of size 1 broadcasts: all of it
+        part = tuple(
+            slice(None) if size == 1 else axis for size, axis in zip(x.bias.shape, (b, h, r, slice(None)), strict=True)
+        )
+        s += x.bias[part]
+    if case.causal:  # bottom-right: the last query sees the last key
+        i = torch.arange(case.queries, device=s.device)[r, None]
+        j = torch.arange(case.keys, device=s.device)[None, :]
+        s.masked_fill_(j > i + case.keys - case.queries, -torch.inf)
+    p = torch.softmax(s, dim=-1)
+    o = p @ v
+    results["o"][b, h, r] = o
+    if not case.backward:
+        return
+    results["dv"][b, one] += (p.mT @ do).sum(1, keepdim=True)
+    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+    results["dq"][b, h, r] = scale * (ds @ k)
+    results["dk"][b, one] += scale * (ds.mT @ q).sum(1, keepdim=True)
+    if x.bias is not None:
+        results["dbias"][part] += ds.sum_to_size(x.bias[part].shape)
+
+
+def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    """|found - right| / |right| for each tensor (Euclidean norms): the worst of its heads, and for o of its rows.
+
+    A norm over a whole tensor, or its largest element, would hide errors where a causal answer is small: in the last
+    rows. A gradient is not compared row by row: in a row that is all cancellation there is nothing to compare with.
+    """
+    return {name: _error(found[name], right[name], by_row=name == "o") for name in right}
+
+
+def wrong(errors: dict[str, float], case: Case) -> str:
+    """In words, what is further off than `TOLERANCES` allow; empty if nothing is. NaN is."""
+    tolerance = TOLERANCES[case.dtype]
+    return ", ".join(f"{name} is off by {e:.1e} of its norm" for name, e in errors.items() if not e <= tolerance)
+
+
+def _error(found: Tensor, right: Tensor, by_row: bool) -> float:
+    if found.shape != right.shape:
+        raise ValueError(f"the shape is {tuple(found.shape)}, not {tuple(right.shape)}")
+    found, right = found.detach().flatten(0, 1), right.flatten(0, 1)
+    at_once = max((1 << 27) // max(right[0].numel(), 1), 1)
+    dims = (-1,) if by_row else (-2, -1)
+    worst = []
+    for a, b in zip(found.split(at_once), right.split(at_once), strict=True):
+        norm = torch.linalg.vector_norm(b, dim=dims).clamp_min(torch.finfo(b.dtype).tiny)
+        worst.append((torch.linalg.vector_norm(a.to(b.dtype) - b, dim=dims) / norm).max())
+    return torch.stack(worst).max().item()  # NaN if there is one

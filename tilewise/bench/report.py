@@ -1,0 +1,221 @@
+"""Results as text: for the terminal, and in Markdown between two markers of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tilewise.bench.providers import is_ours
+from tilewise.bench.results import PASSES, Pass, Results, Row, in_order, provider_names
+
+ABSENT = "–"
+
+
+def one_line(results: Results, row: Row) -> str:
+    """What came out for one provider on one case."""
+    words = f"{row.case:28} {row.provider:15} "
+    if row.outcome != "measured":
+        return f"{words}{row.outcome}: {row.reason}"
+    for which in PASSES:
+        timing, flops, share = row.timing(which), results.flops(row, which), results.share(row, which)
+        if timing is not None and flops is not None and share is not None:
+            words += f"{which} {1e3 * timing.median_s:9.3f} ms {_tera(flops):>5} TFLOP/s {share:4.0%}   "
+    return f"{words}first call {row.first_call_s:.1f} s"
+
+
+def heading(results: Results) -> str:
+    """Where, when and with what; the calibration."""
+    device, calibration = results.device, results.calibration
+    extra = [f"{name} {device[name]}" for name in ("driver", "threads", "cores", "load") if name in device]
+    packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    products = ", ".join(f"{_tera(x)} TFLOP/s in {name}" for name, x in calibration.matmul_flops.items())
+    commit = results.commit[:12] or "unknown"
+    changed = f" with {len(results.changed_files)} changed files" if results.changed_files else ""
+    return (
+        f"{device['name']} ({', '.join(extra)}), {results.date}; {packages}; commit {commit}{changed}. "
+        f"Calibration in the same run: matrix product {products}; copy {_tera(calibration.copy_bytes_per_second)} TB/s."
+    )
+
+
+def terminal(results: Results) -> str:
+    """The table of a run, every provider, and what was not measured."""
+    header = ["case", "provider"]
+    for which in PASSES:
+        header += [f"{which} ms", "TFLOP/s", "limit", "x other"]
+    header += ["MiB", "first s"]
+    rows = []
+    for case in in_order(results):
+        for row in results.of(case.name):
+            if row.outcome == "measured":
+                cells = [cell for which in PASSES for cell in _speed(results, row, which)]
+                rows.append([row.case, row.provider, *cells, _mebibytes(row), f"{row.first_call_s:.1f}"])
+    lines = [heading(results), "", *_aligned(header, rows)]
+    lines.append("limit: of what the calibrated device can do at most. x other: times as fast as the best other make.")
+    host = [f"{row.provider} {1e6 * row.host_s:.0f} µs ({row.case})" for row in results.rows if row.host_s is not None]
+    if host:
+        lines.append("host time of a forward call: " + ", ".join(host))
+    missing = not_measured(results)
+    return "\n".join([*lines, *(["", "Not measured:"] if missing else []), *(f"  {line}" for line in missing)])
+
+
+def not_measured(results: Results) -> list[str]:
+    """A line for every provider and reason, with the cases that it concerns."""
+    lines = [f"{name}: {reason}" for name, reason in results.unavailable.items()]
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for row in results.rows:
+        if row.outcome != "measured":
+            grouped.setdefault((row.provider, row.outcome, row.reason or ""), []).append(row.case)
+    for (provider, outcome, reason), names in grouped.items():
+        every = "every case" if len(names) == len(results.cases) else ", ".join(names)
+        lines.append(f"{provider} {outcome}: {reason} ({every})")
+    return lines
+
+
+def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> str:
+    """The measured part of a document.
+
+    Args:
+        source: the results' file, as the document names it.
+        pictures: (text, path) of each picture, relative to the document.
+    """
+    parts = [f"`{source}`: {heading(results)}"]
+    parts += [f"![{text}]({path})" for text, path in pictures]
+    parts.append(
+        "TFLOP/s count the pairs that causal leaves visible, 4·D for each in a forward and 2.5 times that in a "
+        "backward. Limit: the least time that a device with this calibration needs for these FLOPs and for reading "
+        "each input and writing each result once, divided by the time taken. ×: times as fast as the best other "
+        "provider."
+    )
+    parts += ["### tilewise beside the best other provider", _ours(results)]
+    slower = _slower(results)
+    if slower:
+        parts.append("Slower than the best other provider: " + "; ".join(slower) + ".")
+    parts += ["### Every provider, TFLOP/s, forward / backward", _matrix(results, lambda row: _both(results, row))]
+    parts += ["### Working memory of a forward and backward, MiB", _matrix(results, _mebibytes)]
+    parts += ["### Host time of a call, and time of the first call", _host(results)]
+    missing = not_measured(results)
+    if missing:
+        parts += ["### Not measured", "\n".join(f"- {line}" for line in missing)]
+    return "\n\n".join(parts)
+
+
+def insert(document: str, name: str, text: str) -> str:
+    """``document`` with ``text`` between its two markers for results called ``name``; ValueError without them."""
+    begin, end = markers(name)
+    if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
+        raise ValueError(f"needs one line {begin!r} and, below it, one line {end!r}")
+    before, rest = document.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+
+
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- tilewise bench report {name}: begin -->", f"<!-- tilewise bench report {name}: end -->"
+
+
+def between(document: str, name: str) -> str:
+    """What stands between the markers."""
+    begin, end = markers(name)
+    return document.split(begin)[1].split(end)[0].strip("\n")
+
+
+def picture_names(results_path: Path) -> list[tuple[str, str]]:
+    """(text, file name) of the pictures that belong to a results file, in `plot.draw_all`'s order."""
+    stem = results_path.stem
+    return [
+        ("Forward: TFLOP/s against sequence length", f"{stem}-forward.png"),
+        ("Backward: TFLOP/s against sequence length", f"{stem}-backward.png"),
+        ("Roofline", f"{stem}-roofline.png"),
+    ]
+
+
+def _ours(results: Results) -> str:
+    header = ["case", "backend"]
+    for which in PASSES:
+        header += [f"{which}, ms", "TFLOP/s", "limit", "×", "best other"]
+    rows = []
+    for case in in_order(results):
+        for row in results.of(case.name):
+            if is_ours(row.provider) and row.outcome == "measured":
+                cells = []
+                for which in PASSES:
+                    other = results.best_other(row, which) if row.timing(which) else None
+                    cells += [*_speed(results, row, which), ABSENT if other is None else other.provider]
+                rows.append([case.name, row.provider.removeprefix("tilewise-"), *cells])
+    return _markdown_table(header, rows)
+
+
+def _slower(results: Results) -> list[str]:
+    found = []
+    for case in in_order(results):
+        for which in PASSES:
+            row = results.best_of_ours(case.name, which)
+            ratio = None if row is None else results.ratio(row, which)
+            if row is not None and ratio is not None and ratio < 1:
+                other = results.best_other(row, which)
+                assert other is not None
+                found.append(f"{case.name} {which} ({ratio:.2f} of {other.provider})")
+    return found
+
+
+def _matrix(results: Results, cell: Callable[[Row], str]) -> str:
+    """A line for every case, a column for every provider that measured one."""
+    names = provider_names(results.rows, lambda row: row.outcome == "measured")
+    lines = []
+    for case in in_order(results):
+        rows = {row.provider: row for row in results.of(case.name)}
+        cells = [cell(rows[name]) if name in rows else ABSENT for name in names]
+        lines.append([case.name, *cells])
+    return _markdown_table(["case", *names], lines)
+
+
+def _both(results: Results, row: Row) -> str:
+    if row.outcome != "measured":
+        return ABSENT if row.outcome == "declined" else row.outcome
+    speeds = (results.flops(row, which) for which in PASSES)
+    return " / ".join(ABSENT if x is None else _tera(x) for x in speeds)
+
+
+def _host(results: Results) -> str:
+    names = [case.name for case in results.cases if case.host]
+    header = ["provider", *(f"{name}: forward / both, µs" for name in names), "first call, s: median / most"]
+    lines = []
+    for provider in provider_names(results.rows, lambda row: row.outcome == "measured"):
+        rows = {row.case: row for row in results.rows if row.provider == provider and row.outcome == "measured"}
+        cells = [ABSENT] * len(names)
+        for n, name in enumerate(names):
+            if name in rows and rows[name].host_s is not None and rows[name].host_both_s is not None:
+                cells[n] = f"{1e6 * (rows[name].host_s or 0):.0f} / {1e6 * (rows[name].host_both_s or 0):.0f}"
+        first = sorted(row.first_call_s or 0.0 for row in rows.values())
+        lines.append([provider, *cells, f"{first[len(first) // 2]:.1f} / {first[-1]:.1f}"])
+    return _markdown_table(header, lines)
+
+
+def _speed(results: Results, row: Row, which: Pass) -> list[str]:
+    """Milliseconds, TFLOP/s, share of the limit, ratio to the best other."""
+    timing, flops = row.timing(which), results.flops(row, which)
+    share, ratio = results.share(row, which), results.ratio(row, which)
+    if timing is None or flops is None or share is None:
+        return [ABSENT] * 4
+    return [f"{1e3 * timing.median_s:.3g}", _tera(flops), f"{share:.0%}", ABSENT if ratio is None else f"{ratio:.2f}"]
+
+
+def _tera(x: float) -> str:
+    x /= 1e12
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def _mebibytes(row: Row) -> str:
+    return ABSENT if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
+
+
+def _aligned(header: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) if n < 2 else cell.rjust(width) for n, (cell, width) in enumerate(zipped))
+        for zipped in (list(zip(row, widths, strict=True)) for row in [header, *rows])
+    ]
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,347 @@
+"""The run: every case, every provider, the right answer before the clock."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import tilewise
+from tilewise.bench import reference
+from tilewise.bench.cases import Case, Inputs, cases
+from tilewise.bench.providers import Provider, is_ours, providers
+from tilewise.bench.results import Results, Row
+from tilewise.bench.timing import Clock, calibrate, host_seconds, synchronize, working_bytes
+
+# Built-in errors by which a provider says that it cannot.
+_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    OSError,
+    MemoryError,
+)
+_PACKAGES = ("torch", "triton", "cudnn", "flash_attn", "cutlass", "quack", "tvm_ffi")
+_DISTRIBUTIONS = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
+
+
+class UsageError(ValueError):
+    """A mistake in how the run was asked for, in words for the user; ``option`` is at fault."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+        self.option, self.message = option, message
+
+
+class DeviceLost(RuntimeError):
+    """The device answers no more: a provider's failure took it along."""
+
+
+class Progress(Protocol):
+    """Who is told how far the run is."""
+
+    def start(self, total: int) -> None: ...
+    def working(self, what: str) -> None: ...
+    def finished(self, results: Results, row: Row) -> None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    Attributes:
+        device: "cuda" or "cpu".
+        quick: few cases, and half the time for each measurement.
+        cases, providers: substrings of the names to take; empty takes all.
+        budget: seconds after which nothing new is begun and the rest is "not run".
+        commit: the commit that is measured, where there is no git.
+    """
+
+    device: str
+    quick: bool = False
+    cases: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
+    budget: float = 540.0
+    commit: str = ""
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def chosen_cases(options: Options) -> list[Case]:
+    """Those whose name contains one of ``options.cases``; an exact name takes that case alone."""
+    known = cases(options.device, options.quick)
+    return _chosen("--cases", options.cases, {case.name: case for case in known})
+
+
+def chosen_providers(options: Options) -> list[Provider]:
+    known = providers(torch.device(options.device))
+    return _chosen("--providers", options.providers, {provider.name: provider for provider in known})
+
+
+def _chosen(option: str, parts: tuple[str, ...], known: dict[str, Any]) -> list[Any]:
+    for part in parts:
+        if not any(part in name for name in known):
+            raise UsageError(option, f"nothing is called {part!r}; there are: {', '.join(known)}")
+    wanted = {name for name in known for part in parts if (part == name if part in known else part in name)}
+    return [value for name, value in known.items() if not parts or name in wanted]
+
+
+def run(
+    options: Options,
+    progress: Progress,
+    save: Callable[[Results], None] = lambda results: None,
+    todo: list[Case] | None = None,
+) -> Results:
+    """Measure; ``save`` is called with what there is after every case.
+
+    Args:
+        todo: other cases than those that ``options`` name.
+
+    Raises:
+        UsageError: for options that name nothing, or a device that is not there.
+    """
+    started = time.monotonic()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device", "torch sees no CUDA device here; use --device cpu")
+    chosen = chosen_cases(options) if todo is None else todo
+    crew = chosen_providers(options)
+    ready = [provider for provider in crew if provider.unavailable is None]
+    device = torch.device(options.device)
+    progress.start(len(chosen) * len(ready))
+    progress.working("calibration")
+    dtypes = list(dict.fromkeys([*(["float32"] if device.type == "cpu" else []), *(case.dtype for case in chosen)]))
+    calibration = calibrate(Clock(device, 0.3), dtypes)
+    results = Results(
+        commit=options.commit or _git("rev-parse", "HEAD"),
+        changed_files=_git("status", "--short").splitlines(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        device=describe_device(device),
+        versions=versions(),
+        settings={**asdict(options), "cases": list(options.cases), "providers": list(options.providers)},
+        unavailable={provider.name: provider.unavailable for provider in crew if provider.unavailable is not None},
+        calibration=calibration,
+        cases=chosen,
+    )
+    clock = Clock(device, (0.05 if options.quick else 0.1) * (1 if device.type == "cuda" else 4))
+    stopped: str | None = None
+    for case in chosen:
+        measured = _Measured(case, clock)
+        for provider in ready:
+            progress.working(f"{case.name}: {provider.name}")
+            if stopped is None and time.monotonic() - started > options.budget:
+                stopped = f"the budget of {options.budget:g} s was spent"
+            try:
+                row = measured.row(provider) if stopped is None else _not_run(case, provider, stopped)
+            except DeviceLost as error:
+                stopped = str(error)
+                row = Row(case.name, provider.name, "failed", stopped)
+            results.rows.append(row)
+            progress.finished(results, row)
+        save(results)
+    return results
+
+
+def _not_run(case: Case, provider: Provider, reason: str) -> Row:
+    return Row(case.name, provider.name, "not run", reason)
+
+
+def ours_are_right(results: Results) -> bool:
+    """No backend of tilewise failed."""
+    return not any(is_ours(row.provider) and row.outcome == "failed" for row in results.rows)
+
+
+class _Measured:
+    """One case; its inputs and the right answer are made when the first provider needs them."""
+
+    def __init__(self, case: Case, clock: Clock) -> None:
+        self.case, self.clock = case, clock
+        self.inputs: Inputs | None = None
+        self.right: dict[str, torch.Tensor] = {}
+
+    def row(self, provider: Provider) -> Row:
+        reason = provider.declines(self.case)
+        if reason is not None:
+            return Row(self.case.name, provider.name, "declined", reason)
+        device = self.clock.device
+        if self.inputs is None:
+            try:
+                inputs = self.case.inputs(device)
+                self.right = reference.exact(self.case, inputs)
+                self.inputs = inputs
+            except torch.OutOfMemoryError:
+                self.right = {}
+                torch.cuda.empty_cache()
+                return _not_run(self.case, provider, "the inputs and the right answer do not fit in memory")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                row = self._measure(provider, self.inputs)
+            except provider_errors() as error:
+                row = Row(self.case.name, provider.name, "failed", _reason(error, [str(w.message) for w in said]))
+        if device.type == "cuda":
+            if row.outcome == "failed":
+                _check_device(row)
+            torch.cuda.empty_cache()
+        return row
+
+    def _measure(self, provider: Provider, x: Inputs) -> Row:
+        case, clock = self.case, self.clock
+        start = time.perf_counter()
+        steps = provider.prepare(case, x)
+        with steps.context():
+
+            def both() -> tuple[torch.Tensor, ...]:
+                o = steps.forward()
+                return (o.detach(), *steps.backward(o)) if case.backward else (o.detach(),)
+
+            found = both()
+            synchronize(clock.device)
+            first_call = time.perf_counter() - start
+            names = ("o", *(f"d{name}" for name in ("q", "k", "v", "bias") if getattr(x, name) is not None))
+            errors = reference.errors(dict(zip(names, found, strict=False)), self.right)
+            del found
+            row = Row(case.name, provider.name, "measured", errors=errors, first_call_s=first_call)
+            wrong = reference.wrong(errors, case)
+            if wrong:
+                return replace(row, outcome="failed", reason=f"wrong: {wrong}")
+            memory = working_bytes(both, clock.device)
+            forward = clock.time(steps.forward)
+            backward = None
+            if case.backward:
+                o = steps.forward()
+                backward = clock.time(lambda: steps.backward(o))
+                del o
+            row = replace(row, forward=forward, backward=backward, memory_bytes=memory)
+            if case.host:
+                host = host_seconds(steps.forward, clock.device)
+                row = replace(row, host_s=host, host_both_s=host_seconds(both, clock.device))
+        return row
+
+
+def provider_errors() -> tuple[type[Exception], ...]:
+    """The errors of a provider that are reported as its failure.
+
+    Beside built-in ones these are the classes that the providers' packages, as far as they are loaded, derive from
+    Exception itself.
+    """
+    own = (cls for cls in Exception.__subclasses__() if cls.__module__.split(".")[0] in _PACKAGES)
+    return (*_ERRORS, *own)
+
+
+def _reason(error: Exception, warned: list[str]) -> str:
+    """One line: the error, and what was warned of on the way, which is where SDPA says why."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+    if "No available kernel" in text:
+        causes = [w.split(" (Triggered internally")[0].strip() for w in warned]
+        causes = [w for w in causes if not w.endswith(("not used because:", "runtime disabled."))]
+        text = "no kernel for this call" + "".join(f"; {cause}" for cause in causes)
+    return text[:300]
+
+
+def _check_device(row: Row) -> None:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise DeviceLost(f"the CUDA device was lost: {row.reason}; {str(error).splitlines()[0]}") from None
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "type": "cuda",
+            "name": properties.name,
+            "driver": driver(),
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+        }
+    facts = {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    return facts | ({"load": round(os.getloadavg()[0], 1)} if hasattr(os, "getloadavg") else {})
+
+
+def driver() -> str:
+    """Version of NVIDIA's driver; empty where its tool is not there or does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else ""
+
+
+def cpu_name() -> str:
+    """As the kernel names it, with the instructions that decide a product's speed."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor() or platform.machine()
+    lines = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines}
+    flags = [x for x in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if x in fields.get("flags", "").split()]
+    return " ".join([fields.get("model name", platform.machine()), *flags])
+
+
+def versions() -> dict[str, str]:
+    """Of Python, tilewise, CUDA and cuDNN as torch was built or finds them, and of the installed distributions."""
+    found = {"python": platform.python_version(), "tilewise": tilewise.__version__}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__  # with the build, which the distribution's metadata may leave out
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def _git(*arguments: str) -> str:
+    """Of the checkout that tilewise is imported from; empty if it is none, or lies in another project's."""
+    git, package = shutil.which("git"), Path(tilewise.__file__)
+    if git is None:
+        return ""
+    output = ""
+    for command in (("ls-files", "--error-unmatch", package.name), arguments):
+        done = subprocess.run([git, *command], cwd=package.parent, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return ""
+        output = done.stdout
+    return output.strip("\n")
+
+
+class PlainProgress:
+    """A line for every row, on stdout; where there is no rich, or no terminal."""
+
+    def start(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def working(self, what: str) -> None:
+        if self.done == 0 and what == "calibration":
+            print("calibration", file=sys.stderr, flush=True)
+
+    def finished(self, results: Results, row: Row) -> None:
+        from tilewise.bench.report import one_line
+
+        self.done += 1
+        print(f"[{self.done}/{self.total}] {one_line(results, row)}", flush=True)

@@ -1,0 +1,1 @@
+"""Commands that are one module each: ``tilewise explain`` and ``tilewise doctor``."""
