@@ -37,7 +37,8 @@ def each(cases):
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
-# B, H, D of most cases are small: the interpreter's time goes by programs and operations, not by elements.
+# B, H, D of most cases are small: the interpreter's time goes by programs and operations, not by elements. Where a
+# full cross would take minutes, terms take turns; on a GPU tests/gpu crosses them.
 TERMS_OF_LENGTHS = (
     {},
     {"B": 2, "causal": True, "bias": "1hmn", "bias_dtype": FLOAT},
@@ -45,8 +46,8 @@ TERMS_OF_LENGTHS = (
 )
 
 
-@each(Case(**{"B": 1, "H": 1, "M": M, "N": N, "D": 16, **terms})
-      for M in LENGTHS for N in LENGTHS for terms in TERMS_OF_LENGTHS)  # fmt: skip
+@each(Case(**{"B": 1, "H": 1, "M": M, "N": N, "D": 16, **TERMS_OF_LENGTHS[(m + n) % 3]})
+      for m, M in enumerate(LENGTHS) for n, N in enumerate(LENGTHS))  # fmt: skip
 def test_lengths(interpreter, case):
     interpreter(check, case, "triton")
 
@@ -90,7 +91,7 @@ def test_grouped_heads(interpreter, case):
     Case(H=4 if bias[1] == "k" else 2, Hkv=2, M=20, N=67, D=16, bias=bias, bias_dtype=dtype,
          deterministic=deterministic, **terms)
     for n, bias in enumerate(BROADCASTS)
-    for deterministic in (False, True)
+    for deterministic in (n % 2 == 0,)
     for dtype, terms in (((None, {}), (FLOAT, {"window": (30, 5)}), (torch.bfloat16, {"softcap": 2.0}))[n % 3],)
 )  # fmt: skip
 def test_bias_broadcasts(interpreter, case):
@@ -269,7 +270,7 @@ def any_case(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(case=any_case())
 def test_anything(interpreter, case):
     interpreter(check, case, "triton")

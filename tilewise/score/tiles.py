@@ -15,8 +15,8 @@ NO_HI = 1 << 30
 
 def limits(band: Band) -> tuple[int, int]:
     """``band`` as two integers, clipped to ±2³⁰."""
-    lo = NO_LO if band.lo is None else max(band.lo, NO_LO)
-    hi = NO_HI if band.hi is None else min(band.hi, NO_HI)
+    lo = NO_LO if band.lo is None else min(max(band.lo, NO_LO), NO_HI)
+    hi = NO_HI if band.hi is None else min(max(band.hi, NO_LO), NO_HI)
     return lo, hi
 
 
@@ -53,7 +53,6 @@ def query_tiles(col0, cols, M, lo, hi, BLOCK):
 def visible_pairs(M: int, N: int, band: Band) -> int:
     """How many of the M·N (query, key) pairs the band leaves visible; closed form, no loop over rows."""
     lo, hi = limits(band)
-    lo, hi = max(lo, -M), min(hi, N)
     return max(_at_most(M, N, hi) - _at_most(M, N, lo - 1), 0)
 
 

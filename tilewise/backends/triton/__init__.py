@@ -36,7 +36,7 @@ def declines(problem: Problem) -> str | None:
 def tiles(problem: Problem) -> str:
     from tilewise.backends.triton.config import forward_config
 
-    c = forward_config(problem)
+    c = forward_config(problem, bias_tma=True)
     return f"{c.block_m} queries x {c.block_n} keys, {c.num_warps} warps, {c.num_stages} pipeline stages"
 
 

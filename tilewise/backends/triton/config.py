@@ -35,26 +35,37 @@ def shared_memory(problem: Problem) -> int:
     return 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
 
 
-def padded(n: int) -> int:
+def padded(n: int, least: int = 16) -> int:
     """The next power of two, at least 16: what a tensor-core operand needs."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(least, 1 << (n - 1).bit_length())
 
 
-def forward_config(problem: Problem) -> Config:
-    """The forward's tiles."""
+def least_transposed_dim(problem: Problem) -> int:
+    """What a head dimension is padded to at least where it counts the rows of a product, as in the backward's dQᵀ.
+
+    wgmma takes 64 rows at a time. With fewer Triton falls back to Ampere's instruction, and ptxas then serialises the
+    wgmmas around it.
+    """
+    return 64 if problem.capability is not None and problem.capability[0] == 9 and problem.dtype.itemsize == 2 else 16
+
+
+def forward_config(problem: Problem, bias_tma: bool) -> Config:
+    """The forward's tiles. bias_tma: a bias tile comes by TMA; the pointers to one take registers."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
         return Config(64, 32, 4, 2) if d <= 64 else Config(32, 16, 4, 1)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(128, 64, 4, 2)
-        return Config(64, 32, 4, 2) if d <= 128 else Config(64, 16, 4, 1)
+            return Config(64, 32, 4, 2) if _bias_tile(problem) else Config(128, 64, 4, 2)
+        return Config(64, 32, 8, 2) if d <= 128 else Config(64, 16, 4, 1)
     bias_tile = _bias_tile(problem)
     if d <= 64:
         if bias_tile:
-            return Config(128, 64, 4, 3)
-        return Config(64, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
+            return Config(128, 64, 4 if bias_tma else 8, 3)
+        return Config(64, 128, 4, 3) if _every_pair_alike(problem) else Config(64, 64, 4, 3)
     if d <= 128:
+        if bias_tile and not bias_tma:
+            return Config(128, 32, 8, 3)
         return Config(128, 64, 8, 3 if bias_tile == 2 else 2) if bias_tile else Config(64, 64, 4, 3)
     block_n = 64 if bias_tile < 4 else 32
     if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
@@ -74,8 +85,8 @@ def backward_config(problem: Problem, tma: bool) -> Config:
         return Config(32, 32, 4, 1) if d <= 64 else Config(16, 16, 4, 1)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(64, 64, 4, 2) if shared_memory(problem) > 100 * 1024 else Config(32, 64, 4, 2)
-        return Config(32, 64, 8, 1) if d <= 128 else Config(16, 32, 4, 1)
+            return Config(32, 64, 8, 2) if _bias_tile(problem) else Config(32, 64, 4, 2)
+        return Config(16, 64, 4, 1) if d <= 128 else Config(16, 32, 4, 1)
     bias_tile = _bias_tile(problem)
     if not tma:
         # Tiles of 32 queries that come by pointers gave wrong dQ on sm_90 (Triton 3.6; the cause is not known).
@@ -85,13 +96,18 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     if d <= 64:
         if not bias_tile:
             return Config(64, 64, 4, 4)
-        return Config(32, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
+        return Config(32, 128, 4, 3) if d > 32 and problem.score.band.unlimited else Config(64, 64, 4, 3)
     if d <= 128:
         if bias_tile:
             return Config(32, 128, 8, 3)
         # on Blackwell dS takes shared memory where Hopper keeps it in registers
         return Config(64, 128, 8, 2 if _blackwell(problem) else 3, dq_tma=True)
     return Config(16, 32, 4, 2, dq_tma=True) if bias_tile == 4 else Config(32, 64, 8, 2, dq_tma=True)
+
+
+def _every_pair_alike(problem: Problem) -> bool:
+    """No bias, mask or band: no tile takes registers for anything but the products."""
+    return problem.bias is None and problem.mask is None and problem.score.band.unlimited
 
 
 def _blackwell(problem: Problem) -> bool:
