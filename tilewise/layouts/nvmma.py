@@ -2,8 +2,8 @@
 
 They are operands as `tilewise.layouts.operand` models them, atoms strided dimension first, with three particulars:
 dimensions before the last two join the strided one; a TMA box is at most 256 indices long, and boxes follow one another
-dimension 0 first; without a swizzle a tile is plainly row-major, which an instruction can read only if a row is 16
-bytes.
+dimension 0 first; without a swizzle a tile is plainly row-major up to a box, which an instruction can read only if a
+row is 16 bytes.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ def nvmma_shared_layout(
     """The linear layout of ``gl.NVMMASharedLayout(swizzle, bits, len(shape), transposed)``, for one CTA.
 
     Args:
-        shape: of the tile in elements, powers of two; ``transposed`` makes the first dimension the contiguous one.
+        shape: of the tile in elements, powers of two, the last dimension contiguous.
         dtype: what `element_bits` takes: a name, a torch dtype or a number of bits, 8 to 32.
         swizzle: bytes, 0, 32, 64 or 128; None for `default_swizzle`, as ``get_default_for`` has it.
-        transposed: whether dimension 0 is contiguous instead of the last one. Without a swizzle Triton ignores it.
+        transposed: whether dimension 0 of two is the contiguous one. Without a swizzle Triton ignores it.
 
     Returns:
         From ``offset``, in elements (and ``block``, of size 1), to ``dim0``, ``dim1``, ...
 
     Raises:
-        LayoutError: a size that is no power of two, or a tile smaller than an atom.
+        LayoutError: a size that is no power of two, a tile smaller than an atom, or more than two dimensions transposed.
     """
     bits = element_bits(dtype)
     if bits == 4:
         raise LayoutError("dtype must have 8 bits or more, got 4: Triton stores 4-bit elements in pairs, as bytes")
     if any(not is_power_of_two(size) for size in shape):
         raise LayoutError(f"shape must be powers of two, as Triton's tiles are, got {tuple(shape)}")
-    mode = default_swizzle(shape, bits, transposed) if swizzle is None else SwizzleMode(swizzle)
     rank = len(shape)
+    if transposed and rank != 2:
+        raise LayoutError(f"transposed must be False for {rank} dimensions: Triton transposes matrices only")
+    mode = default_swizzle(shape, bits, transposed) if swizzle is None else SwizzleMode(swizzle)
     names = [f"dim{d}" for d in range(rank)]
     # The order in which dimensions are run through: the contiguous one first, the strided ones from the last.
     order = list(range(rank))[::-1]
     if transposed and mode:
-        order = [0, *order[:-1]]
+        order = [0, 1]
     box = [min(size, BOX) for size in shape]
     if mode:
         line = 8 * mode.width // bits
@@ -76,7 +78,7 @@ def nvmma_shared_layout(
         first = line.bit_length() - 1
         for bit in range(first, first + 3):
             bases[bit][order[0]] = swizzle_of(1 << bit) & (line - 1)
-    for d in range(rank):  # further boxes
+    for d in range(rank) if mode else order:  # further boxes
         bases += [
             [1 << bit if axis == d else 0 for axis in range(rank)]
             for bit in range(box[d].bit_length() - 1, shape[d].bit_length() - 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from functools import cached_property
 
 from tilewise.layouts.convert import cute_to_linear
 from tilewise.layouts.cute import ComposedLayout, Layout, Swizzle, concatenate
@@ -137,12 +138,12 @@ class Operand:
 
     # Sizes
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Elements in a 16-byte unit: the T of the PTX table."""
         return 8 * UNIT_BYTES // self.bits
 
-    @property
+    @cached_property
     def line(self) -> int:
         """Elements in an atom's line: its extent in the leading dimension."""
         return 8 * self.swizzle.width // self.bits
@@ -156,7 +157,7 @@ class Operand:
     def atom_bytes(self) -> int:
         return LINES * self.swizzle.width
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, int]:
         """How many atoms there are along (MN, K)."""
         return self.shape[0] // self.atom_shape[0], self.shape[1] // self.atom_shape[1]
@@ -172,14 +173,14 @@ class Operand:
         """(MN, K) as (strided, leading), and back."""
         return pair if self.major is Major.K else (pair[1], pair[0])
 
-    @property
+    @cached_property
     def sbo(self) -> int:
         """Stride byte offset: bytes from an atom to its neighbour in the strided dimension."""
         if self.order is AtomOrder.STRIDED_FIRST:
             return self.atom_bytes
         return self.atom_bytes * self._along(self.grid)[1]
 
-    @property
+    @cached_property
     def lbo(self) -> int:
         """Leading byte offset: bytes from an atom to its neighbour in the leading dimension.
 
@@ -188,6 +189,11 @@ class Operand:
         if self.order is AtomOrder.LEADING_FIRST:
             return self.atom_bytes
         return self.atom_bytes * self._along(self.grid)[0]
+
+    @cached_property
+    def _swizzle(self) -> Swizzle:
+        """The swizzle of offsets that count elements."""
+        return self.swizzle.of_offsets(self.bits)
 
     # Places
 
@@ -202,7 +208,7 @@ class Operand:
         strided, leading = self._along((mn, k))
         atom = (strided // LINES) * self.sbo + (leading // self.line) * self.lbo
         inside = (strided % LINES) * self.line + leading % self.line
-        return 8 * atom // self.bits + self.swizzle.of_offsets(self.bits)(inside)
+        return 8 * atom // self.bits + self._swizzle(inside)
 
     def byte_offset(self, mn: int, k: int) -> int:
         """Place of element (mn, k) in bytes from the operand's beginning.
@@ -225,7 +231,7 @@ class Operand:
             leading_atom, strided_atom = divmod(atom, strided_atoms)
         else:
             strided_atom, leading_atom = divmod(atom, leading_atoms)
-        line, place = divmod(self.swizzle.of_offsets(self.bits)(inside), self.line)
+        line, place = divmod(self._swizzle(inside), self.line)
         return self._along((strided_atom * LINES + line, leading_atom * self.line + place))
 
     def units(self) -> Iterator[tuple[int, int]]:
@@ -243,7 +249,7 @@ class Operand:
         strided = Layout((LINES, strided_atoms), (self.line, 8 * self.sbo // self.bits))
         leading = Layout((self.line, leading_atoms), (1, 8 * self.lbo // self.bits))
         first, second = (strided, leading) if self.major is Major.K else (leading, strided)
-        return ComposedLayout(self.swizzle.of_offsets(self.bits), concatenate(first, second))
+        return ComposedLayout(self._swizzle, concatenate(first, second))
 
     def linear(self) -> LinearLayout:
         """The linear layout from ``offset``, in elements, to (dim0, dim1) = (MN, K), as Triton describes it.
