@@ -43,7 +43,7 @@ def nvmma_shared_layout(
         From ``offset``, in elements (and ``block``, of size 1), to ``dim0``, ``dim1``, ...
 
     Raises:
-        LayoutError: a size that is no power of two, a tile smaller than an atom, or more than two dimensions transposed.
+        LayoutError: a size that is no power of two, a tile smaller than an atom, or three dimensions transposed.
     """
     bits = element_bits(dtype)
     if bits == 4:
@@ -53,7 +53,7 @@ def nvmma_shared_layout(
     rank = len(shape)
     if transposed and rank != 2:
         raise LayoutError(f"transposed must be False for {rank} dimensions: Triton transposes matrices only")
-    mode = default_swizzle(shape, bits, transposed) if swizzle is None else SwizzleMode(swizzle)
+    mode = default_swizzle(shape, bits, transposed) if swizzle is None else SwizzleMode.of(swizzle)
     names = [f"dim{d}" for d in range(rank)]
     # The order in which dimensions are run through: the contiguous one first, the strided ones from the last.
     order = list(range(rank))[::-1]

@@ -37,6 +37,13 @@ class SwizzleMode(IntEnum):
     B64 = 64
     B128 = 128
 
+    @staticmethod
+    def of(width: int) -> SwizzleMode:
+        """The mode of so many bytes. Raises LayoutError if there is none."""
+        if width not in list(SwizzleMode):
+            raise LayoutError(f"swizzle must be one of 0, 32, 64, 128, got {width!r}: the widths that the hardware has")
+        return SwizzleMode(width)
+
     @property
     def width(self) -> int:
         """Bytes of an atom's line: the swizzle's width, or one unit without a swizzle."""
@@ -121,10 +128,11 @@ class Operand:
 
     def __post_init__(self) -> None:
         element_bits(self.bits)
-        for name, kind in (("swizzle", SwizzleMode), ("major", Major), ("order", AtomOrder)):
+        object.__setattr__(self, "swizzle", SwizzleMode.of(self.swizzle))
+        for name, kind in (("major", Major), ("order", AtomOrder)):
             value = getattr(self, name)
             if value not in list(kind):
-                allowed = ", ".join(str(member.value) for member in kind)
+                allowed = ", ".join(member.value for member in kind)
                 raise LayoutError(f"{name} must be one of {allowed}, got {value!r}")
             object.__setattr__(self, name, kind(value))
         if len(self.shape) != 2 or any(not isinstance(n, int) or n < 1 for n in self.shape):
