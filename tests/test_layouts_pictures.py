@@ -174,6 +174,12 @@ def test_the_pictures_of_the_document_are_up_to_date():
         assert (folder / path).read_text(encoding="utf-8") == to_svg(figure(o, share)), path
 
 
+def test_the_code_of_the_document_runs():
+    text = (Path(__file__).parents[1] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+
+
 def parsed(arguments):
     options = dict(re.findall(r"--(\w+) (\S+)", arguments))
     shape = tuple(map(int, options["shape"].split("x")))
