@@ -58,7 +58,8 @@ def formula(o, mn, k):
 
 @pytest.mark.parametrize(("swizzle", "major", "bits", "order"), CASES, ids=name)
 def test_laws(swizzle, major, bits, order):
-    for grid in GRIDS:
+    # One atom in 4 bits is large, and 2 x 3 of them have everything that one has.
+    for grid in GRIDS if bits > 4 else GRIDS[1:]:
         o = operand(swizzle, major, bits, order, grid)
         cute = o.cute()
         elements = list(itertools.product(range(o.shape[0]), range(o.shape[1])))
@@ -323,11 +324,14 @@ def test_wavefronts():
     assert wavefronts([4 * lane for lane in range(32)], 4) == layouts.Access(1, 1)
     assert wavefronts([0] * 32, 4) == layouts.Access(1, 1)  # a broadcast
     assert wavefronts([128 * lane for lane in range(32)], 4) == layouts.Access(32, 1)
-    assert wavefronts([8 * lane for lane in range(32)], 4) == layouts.Access(2, 1 + 0)
+    assert wavefronts([8 * lane for lane in range(32)], 4) == layouts.Access(2, 1)
     assert wavefronts([2 * lane for lane in range(32)], 2) == layouts.Access(1, 1)
     assert wavefronts([8 * lane for lane in range(32)], 8) == layouts.Access(2, 2)
     assert wavefronts([16 * lane for lane in range(32)], 16) == layouts.Access(4, 4)
     assert wavefronts([128 * lane for lane in range(32)], 16) == layouts.Access(32, 4)
+    # The four groups of 8 lanes that read 16 bytes each do not share, even if they want the same.
+    assert wavefronts([16 * (lane % 8) for lane in range(32)], 16) == layouts.Access(4, 4)
+    assert wavefronts([8 * (lane % 16) for lane in range(32)], 8) == layouts.Access(2, 2)
     assert wavefronts([None] * 31 + [0], 4) == layouts.Access(1, 1)
     assert wavefronts([], 4) == layouts.Access(0, 0)
     assert not wavefronts([0, 128], 4).conflict_free

@@ -26,7 +26,7 @@ from tilewise.layouts.checks import (
 )
 from tilewise.layouts.cute import ComposedLayout, Layout, Swizzle
 from tilewise.layouts.linear import LinearLayout
-from tilewise.layouts.mma import Arch, Descriptor, Instruction, Role, instructions
+from tilewise.layouts.mma import Arch, Descriptor, Instruction, Role, check, check_base, instructions
 from tilewise.layouts.nvmma import default_swizzle, nvmma_shared_layout
 from tilewise.layouts.operand import AtomOrder, LayoutError, Major, Operand, SwizzleMode, element_bits
 
@@ -46,6 +46,8 @@ __all__ = [
     "Role",
     "Swizzle",
     "SwizzleMode",
+    "check",
+    "check_base",
     "default_swizzle",
     "element_addresses",
     "element_bits",

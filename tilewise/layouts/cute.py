@@ -8,8 +8,9 @@ laws are those of CUTLASS's "CuTe layout algebra"; each law in a docstring here 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from tilewise.layouts.int_tuple import IntTuple, compact_strides, congruent, coordinate, flatten, product, text
+from tilewise.layouts.int_tuple import IntTuple, compact_strides, congruent, flatten, product, text
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Layout:
         """One more than the largest offset."""
         return 1 + sum((size - 1) * d for size, d in self.flat())
 
-    @property
+    @cached_property
     def modes(self) -> tuple[Layout, ...]:
         """The layouts of the top-level modes."""
         if isinstance(self.shape, int):
@@ -56,27 +57,34 @@ class Layout:
 
     def flat(self) -> list[tuple[int, int]]:
         """(size, stride) of each innermost mode."""
-        return list(zip(flatten(self.shape), flatten(self._stride), strict=True))
+        return list(self._flat)
+
+    @cached_property
+    def _flat(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(flatten(self.shape), flatten(self._stride), strict=True))
+
+    def _at(self, index: int) -> int:
+        """Offset of the coordinate with this number; the last mode takes what is left."""
+        result, last = 0, len(self._flat) - 1
+        for n, (size, stride) in enumerate(self._flat):
+            result += stride * (index % size if n < last else index)
+            index //= size
+        return result
 
     def __call__(self, *coord: IntTuple) -> int:
         """Offset of a coordinate: one integer, or one argument for each mode, each an integer or nested."""
-        return _offset(coord[0] if len(coord) == 1 else coord, self.shape, self._stride)
+        given = coord[0] if len(coord) == 1 else coord
+        if isinstance(given, int):
+            return self._at(given)
+        modes = self.modes
+        if isinstance(self.shape, int):
+            raise ValueError(f"coordinate {text(given)} is nested deeper than shape {text(self.shape)}")
+        if len(given) != len(modes):
+            raise ValueError(f"coordinate {text(given)} does not fit shape {text(self.shape)}")
+        return sum(mode._at(c) if isinstance(c, int) else mode(c) for mode, c in zip(modes, given, strict=True))
 
     def __str__(self) -> str:
         return f"{text(self.shape)}:{text(self._stride)}"
-
-
-def _offset(coord: IntTuple, shape: IntTuple, stride: IntTuple) -> int:
-    if isinstance(shape, int) or isinstance(stride, int):
-        if not isinstance(coord, int) or not isinstance(stride, int):
-            raise ValueError(f"coordinate {text(coord)} is nested deeper than shape {text(shape)}")
-        return coord * stride
-    if isinstance(coord, int):
-        coord = coordinate(coord, shape)
-        assert not isinstance(coord, int)
-    if len(coord) != len(shape):
-        raise ValueError(f"coordinate {text(coord)} does not fit shape {text(shape)}")
-    return sum(_offset(c, s, d) for c, s, d in zip(coord, shape, stride, strict=True))
 
 
 @dataclass(frozen=True)
