@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 Bases = tuple[tuple[int, ...], ...]
 
@@ -49,7 +50,7 @@ class LinearLayout:
             tuple((name, tuple(map(tuple, bases))) for name, bases in inputs.items()), tuple(outputs.items())
         )
 
-    @property
+    @cached_property
     def input_sizes(self) -> dict[str, int]:
         return {name: 1 << len(bases) for name, bases in self.inputs}
 
@@ -63,12 +64,14 @@ class LinearLayout:
         for name, index in indices.items():
             if name not in sizes or not 0 <= index < sizes[name]:
                 raise ValueError(f"{name}={index} is not inside the inputs {sizes}")
-        result = [0] * len(self.outputs)
-        for name, bases in self.inputs:
-            for bit, basis in enumerate(bases):
-                if indices.get(name, 0) >> bit & 1:
-                    result = [a ^ b for a, b in zip(result, basis, strict=True)]
-        return tuple(result)
+        packed, columns = 0, iter(self._columns)
+        for name, size in sizes.items():
+            index = indices.get(name, 0)
+            for bit in range(size.bit_length() - 1):
+                value, _ = next(columns)
+                if index >> bit & 1:
+                    packed ^= value
+        return _unpack(packed, self.outputs)
 
     def compose(self, outer: LinearLayout) -> LinearLayout:
         """``outer`` after this one: its inputs are this one's outputs, matched by name."""
@@ -88,7 +91,7 @@ class LinearLayout:
             ValueError: this one is no bijection.
         """
         # Gauss-Jordan elimination. A row is (value, preimage), each the bits of all dimensions as one integer.
-        rows = self._columns()
+        rows = self._columns
         if len(rows) != sum(size.bit_length() - 1 for _, size in self.outputs):
             raise ValueError(f"{len(rows)} input bits cannot be mapped one to one to the outputs {dict(self.outputs)}")
         pivots: dict[int, tuple[int, int]] = {}
@@ -110,6 +113,7 @@ class LinearLayout:
             bit += size.bit_length() - 1
         return LinearLayout.of(inputs, dict(sizes))
 
+    @cached_property
     def _columns(self) -> list[tuple[int, int]]:
         """(output, input) of each basis, packed into integers."""
         columns, bit = [], 0
@@ -136,7 +140,7 @@ class LinearLayout:
         return "\n".join([*lines, f"where out dims are: [{outputs}]"])
 
 
-def _unpack(packed: int, sizes: list[tuple[str, int]]) -> tuple[int, ...]:
+def _unpack(packed: int, sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     parts = []
     for _, size in sizes:
         parts.append(packed & (size - 1))
