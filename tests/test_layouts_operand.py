@@ -237,6 +237,12 @@ def test_without_a_swizzle_an_mn_major_operand_has_its_strides_the_other_way_rou
     assert descriptor_strides(replace(o, major=Major.K)) == (1024, 128)
 
 
+def test_plain_values_are_taken_as_well():
+    assert Operand([128, 64], 16, 64, "mn", "leading") == Operand(
+        (128, 64), 16, SwizzleMode.B64, Major.MN, AtomOrder.LEADING_FIRST
+    )
+
+
 def test_swizzle_codes():
     def codes(arch):
         o = Operand((64, 128), 16, SwizzleMode.B128)

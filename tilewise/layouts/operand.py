@@ -97,7 +97,7 @@ def element_bits(dtype: object) -> int:
     else:
         bits = DTYPES.get(str(dtype).removeprefix("torch.").lower())
     if bits not in WIDTHS:
-        # tcgen05 takes 6-bit floats too, each in a byte of its own: they lie as 8-bit elements do.
+        # tcgen05 takes 4- and 6-bit floats padded to 16 in a unit, too: their units lie as those of 8 bits do.
         raise LayoutError(
             f"dtype must have 4, 8, 16 or 32 bits (one of {', '.join(DTYPES)}), got {dtype!r}: "
             "tensor cores read no other width from shared memory"
@@ -135,6 +135,7 @@ class Operand:
                 allowed = ", ".join(member.value for member in kind)
                 raise LayoutError(f"{name} must be one of {allowed}, got {value!r}")
             object.__setattr__(self, name, kind(value))
+        object.__setattr__(self, "shape", tuple(self.shape))
         if len(self.shape) != 2 or any(not isinstance(n, int) or n < 1 for n in self.shape):
             raise LayoutError(f"shape must be (MN, K), two positive sizes, got {self.shape!r}")
         for name, size, step in zip(("MN", "K"), self.shape, self.atom_shape, strict=True):
