@@ -9,6 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "tilewise"
 MATHS = (REPOSITORY / "docs" / "maths.md").read_text(encoding="utf-8")
+LAYOUTS = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
 ROOMS = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 NAME = re.compile(r"`(\w+(?:\.\w+)+)`")
 
@@ -60,8 +61,8 @@ def test_names_are_looked_up():
     assert not exists("backends.metal.forward")
 
 
-@pytest.mark.parametrize("name", sorted(set(names(MATHS))))
-def test_maths_names_what_exists(name):
+@pytest.mark.parametrize("name", sorted(set(names(MATHS + LAYOUTS))))
+def test_documents_name_what_exists(name):
     assert exists(name)
 
 

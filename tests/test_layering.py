@@ -19,6 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score"}
 ROOMS = {
     "tilewise.score": set(),
+    "tilewise.layouts": set(),
     "tilewise.problem": {"tilewise.score"},
     "tilewise.backends": set(),
     "tilewise.backends.oracle": BACKEND,
@@ -86,6 +87,11 @@ def test_every_backend_has_a_room():
 def test_only_its_backend_imports_triton(module):
     names = [name for name in imports(MODULES[module]) if inside(name, "triton")]
     assert not names or any(inside(module, room) for room in TRITON_ROOMS)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if inside(name, "tilewise.layouts")])
+def test_layouts_import_no_torch(module):
+    assert not [name for name in imports(MODULES[module]) if name.split(".")[0] in ("torch", "triton", "numpy")]
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) is not None])

@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "tilewise.demo.command",
     "bench": "tilewise.bench.command",
     "explain": "tilewise.commands.explain",
+    "layout": "tilewise.commands.layout",
     "doctor": "tilewise.commands.doctor",
 }
 

@@ -1,1 +1,1 @@
-"""Commands that are one module each: ``tilewise explain`` and ``tilewise doctor``."""
+"""Commands that are one module each: ``tilewise explain``, ``tilewise layout`` and ``tilewise doctor``."""

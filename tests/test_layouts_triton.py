@@ -1,0 +1,196 @@
+"""Triton as an outside judge of tilewise.layouts, without a GPU: Gluon's own linear layouts, and its ptxas.
+
+Gluon is asked in a child process, because a layout that it does not like ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import wgmma_proof
+
+from tilewise.layouts import (
+    LayoutError,
+    LinearLayout,
+    Major,
+    Operand,
+    SwizzleMode,
+    default_swizzle,
+    nvmma_shared_layout,
+)
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+TRITON_VERSION = importlib.metadata.version("triton")
+# Before 3.7 the compiler tells the linear layouts of registers only, and aborts when asked for those of memory.
+JUDGES = pytest.mark.skipif(
+    tuple(map(int, TRITON_VERSION.split(".")[:2])) < (3, 7), reason="Triton 3.7 is the first that tells these layouts"
+)
+
+CHILD = """
+import json, sys
+from triton._C.libtriton import gluon_ir, ir, linear_layout
+from triton.experimental.gluon import language as gl
+
+context = ir.context()
+ir.load_dialects(context)
+builder = gluon_ir.GluonOpBuilder(context)
+answers = []
+for shape, bits, swizzle, transposed, dtype in json.load(sys.stdin):
+    if swizzle is None:
+        layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, dtype), transposed=transposed)
+    else:
+        layout = gl.NVMMASharedLayout(swizzle, bits, len(shape), transposed)
+    linear = builder.to_linear_layout(layout._to_ir(builder), shape)
+    bases = [("offset", linear.offset_bases), ("block", linear.block_bases)]
+    names = [f"dim{d}" for d in range(len(shape))]
+    text = str(linear_layout.LinearLayout.from_bases(bases, names, shape, True))
+    answers.append([linear.offset_bases, linear.block_bases, linear.alignment, layout.swizzle_byte_width, text])
+print(json.dumps(answers))
+"""
+
+
+def ask(questions):
+    """What Gluon says of each (shape, bits, swizzle or None, transposed, dtype)."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps(questions), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert len(answers) == len(questions)
+    return answers
+
+
+def expected(answer, shape):
+    bases, block = answer[:2]
+    return LinearLayout.of({"offset": bases, "block": block}, {f"dim{d}": size for d, size in enumerate(shape)})
+
+
+SHAPES = [
+    *itertools.product((8, 16, 64, 128, 256, 512), (16, 32, 64, 128, 256, 512)),
+    (64,), (1, 64, 128), (2, 64, 128), (4, 8, 64), (2, 2, 32, 64), (64, 4, 32), (1024, 8), (16, 1024), (8, 2, 128),
+    (512, 2, 512), (2, 512, 512), (2, 4, 256, 64),
+]  # fmt: skip
+
+
+@JUDGES
+def test_gluon_has_the_same_linear_layouts():
+    questions = []
+    for shape, bits, swizzle, transposed in itertools.product(SHAPES, (8, 16, 32), SwizzleMode, (False, True)):
+        try:
+            nvmma_shared_layout(shape, bits, swizzle, transposed)
+        except LayoutError:  # smaller than an atom, or three dimensions transposed
+            continue
+        questions.append([list(shape), bits, int(swizzle), transposed, None])
+    assert len(questions) > 600
+    for (shape, bits, swizzle, transposed, _), answer in zip(questions, ask(questions), strict=True):
+        ours = nvmma_shared_layout(shape, bits, swizzle, transposed)
+        assert ours == expected(answer, shape), f"{shape}, {bits} bits, swizzle {swizzle}, transposed {transposed}"
+        assert SwizzleMode(swizzle).alignment == answer[2]
+        assert f"\n{ours}" == answer[4]
+
+
+@JUDGES
+def test_gluon_lays_operands_out_as_the_model_does():
+    """K-major is Gluon's usual layout, MN-major its transposed one; K of an MN-major one is one TMA box at most."""
+    operands = [
+        Operand(shape, bits, swizzle, major)
+        for shape in itertools.product((128, 256), repeat=2)
+        for bits in (8, 16, 32)
+        for swizzle in SwizzleMode
+        for major in Major
+        if swizzle
+    ]
+    # Without a swizzle Gluon's tile is row-major, which is the interleaved layout if a row is one unit.
+    operands += [Operand((rows, 128 // bits), bits, 0) for rows in (8, 64, 256) for bits in (8, 16, 32)]
+    questions = [[list(o.shape), o.bits, int(o.swizzle), o.major is Major.MN, None] for o in operands]
+    for o, answer in zip(operands, ask(questions), strict=True):
+        theirs = expected(answer, o.shape)
+        assert o.linear().inputs[0] == theirs.inputs[0], str(o)
+        assert o.linear().outputs == theirs.outputs
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+TILES = [list(shape) for shape in itertools.product((64, 128), (32, 64, 128, 256))]
+
+
+@JUDGES
+def test_default_layouts_of_the_tiles_of_attention():
+    """What the Hopper kernels ask Gluon for, with and without the leading 1 of a TMA block."""
+    questions = [
+        [[*front, *shape], 16, None, transposed, dtype]
+        for shape in TILES
+        for dtype in DTYPES
+        for front, transposed in (([], False), ([], True), ([1], False))
+    ]
+    others = [
+        [[8, 8], 16, None, False, "float16"],
+        [[4, 64], 16, None, False, "bfloat16"],
+        [[64, 16], 8, None, True, "int8"],
+    ]
+    for (shape, _, _, transposed, dtype), answer in zip(questions + others, ask(questions + others), strict=True):
+        assert nvmma_shared_layout(shape, DTYPES.get(dtype, dtype), transposed=transposed) == expected(answer, shape)
+        assert default_swizzle(shape, dtype, transposed) == answer[3]
+
+
+def test_bad_tiles():
+    with pytest.raises(LayoutError, match=r"powers of two, as Triton's tiles are, got \(96, 64\)"):
+        nvmma_shared_layout((96, 64), "bf16")
+    with pytest.raises(LayoutError, match="8 rows of 64 elements or more, got"):
+        nvmma_shared_layout((4, 64), "bf16", 128)
+    with pytest.raises(LayoutError, match="8 bits or more"):
+        nvmma_shared_layout((64, 64), "fp4")
+    with pytest.raises(LayoutError, match="must be False for 3 dimensions"):
+        nvmma_shared_layout((2, 64, 64), "bf16", transposed=True)
+
+
+# The proof on the GPU, as far as it goes without one
+
+
+def assemblers():
+    found = {"installed": Path(importlib.util.find_spec("triton").origin).parent}
+    found["3.6.0"] = Path(sys.prefix) / "triton-3.6.0" / "triton"
+    return found
+
+
+@pytest.mark.parametrize("version", ["installed", "3.6.0"])
+def test_the_proof_assembles_for_hopper(version, tmp_path):
+    ptxas = assemblers()[version] / "backends" / "nvidia" / "bin" / "ptxas"
+    if not ptxas.is_file():
+        pytest.skip(f"no ptxas of Triton {version} here")
+    said = wgmma_proof.assemble(ptxas, tmp_path)
+    assert said.count("Compiling entry function") == 6
+    assert said.count("0 bytes spill stores") == 6
+    assert "warning" not in said.lower()
+    assert "serializ" not in said
+
+
+@pytest.mark.parametrize("kind", wgmma_proof.KINDS)
+def test_the_proof_copies_every_element_once(kind):
+    """TMA's copies, done by hand: boxes one after another, lines swizzled by their address."""
+    facts = wgmma_proof.KINDS[kind]
+    for swizzle, major, order in itertools.product(SwizzleMode, Major, ("strided", "leading")):
+        if major is Major.MN and not facts.transposes:
+            continue
+        o = Operand((128, 8 * 128 // facts.bits), facts.bits, swizzle, major, order)
+        values = torch.arange(o.shape[0] * o.shape[1]).remainder(251).reshape(o.shape).to(facts.dtype)
+        tile = wgmma_proof.Tile(kind, o, values)
+        stored = tile.stored().view(torch.uint8)
+        memory = torch.zeros(o.bytes, dtype=torch.uint8)
+        copies, (leading, strided) = tile.copies(0)
+        width = leading * facts.bits // 8
+        for x, y, place, _ in copies:
+            for row in range(strided):
+                for unit in range(0, width, 16):
+                    to = swizzle.swizzle(place + row * width + unit)
+                    at = x * facts.bits // 8 + unit
+                    memory[to : to + 16] = stored[y + row, at : at + 16]
+        assert torch.equal(memory, tile.image()), str(o)

@@ -1,0 +1,159 @@
+"""Questions that a kernel's author asks of a layout: does this access conflict, do these two layouts agree?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tilewise.layouts.cute import ComposedLayout, Layout
+from tilewise.layouts.linear import LinearLayout
+from tilewise.layouts.operand import LINES, UNIT_BYTES, LayoutError, Major, Operand
+
+BANKS = 32
+BANK_BYTES = 4
+WARP = 32
+
+
+# Bank conflicts
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one instruction of a warp costs: passes over the banks, and the fewest that its bytes could need."""
+
+    wavefronts: int
+    ideal: int
+
+    @property
+    def conflict_free(self) -> bool:
+        return self.wavefronts == self.ideal
+
+
+def wavefronts(addresses: Sequence[int | None], width: int) -> Access:
+    """The passes over the 32 banks, of 4 bytes each, that an access of a warp takes.
+
+    A pass serves 128 bytes: the lanes go 32, 16 or 8 at a time for accesses of up to 4, of 8 and of 16 bytes. Lanes
+    that want the same 4-byte word share it; different words in one bank have to wait for one another. This is the model
+    of the CUDA programming guide and of the profilers; it counts data passes, not the instruction's issue.
+
+    Args:
+        addresses: in bytes, of lanes 0, 1, ...; None for a lane that takes no part.
+        width: bytes that each lane reads or writes: 1, 2, 4, 8 or 16.
+
+    Raises:
+        LayoutError: too many lanes, another width, or an address that is no multiple of it.
+    """
+    if width not in (1, 2, 4, 8, 16):
+        raise LayoutError(f"width must be 1, 2, 4, 8 or 16 bytes, got {width}: a lane has no other access")
+    if len(addresses) > WARP:
+        raise LayoutError(f"addresses must be at most {WARP}, got {len(addresses)}: a warp has no more lanes")
+    for lane, address in enumerate(addresses):
+        if address is not None and address % width:
+            raise LayoutError(
+                f"addresses[{lane}] must be a multiple of {width}, got {address}: an access is aligned to its width"
+            )
+    lanes = WARP if width <= BANK_BYTES else WARP * BANK_BYTES // width
+    total = ideal = 0
+    for first in range(0, len(addresses), lanes):
+        words = {
+            (address + byte) // BANK_BYTES
+            for address in addresses[first : first + lanes]
+            if address is not None
+            for byte in range(0, width, BANK_BYTES)
+        }
+        in_bank = [0] * BANKS
+        for word in words:
+            in_bank[word % BANKS] += 1
+        total += max(in_bank)
+        ideal += -(-len(words) // BANKS)
+    return Access(total, ideal)
+
+
+def element_addresses(operand: Operand, elements: Sequence[tuple[int, int] | None]) -> list[int | None]:
+    """Byte offsets of the elements (mn, k) that the lanes of a warp want; None for a lane that takes no part."""
+    return [None if element is None else operand.byte_offset(*element) for element in elements]
+
+
+def matrix_addresses(operand: Operand, mn: int, k: int, matrices: int = 4) -> list[int | None]:
+    """Byte offsets that the lanes give to ldmatrix and stmatrix, for 1, 2 or 4 matrices of 8 rows by 16 bytes.
+
+    A row runs along the leading dimension: for an MN-major operand the instruction is the one with ``.trans``. Matrices
+    0 and 1 follow one another in the strided dimension from element (mn, k), 2 and 3 are beside them: the order of the
+    fragments of mma.sync's A. `wavefronts` of these addresses, at a width of 16, tells whether they conflict.
+
+    Raises:
+        LayoutError: another number of matrices, or rows that do not begin at a 16-byte unit.
+    """
+    if matrices not in (1, 2, 4):
+        raise LayoutError(f"matrices must be 1, 2 or 4, got {matrices}: ldmatrix and stmatrix have .x1, .x2 and .x4")
+    strided, leading = (mn, k) if operand.major is Major.K else (k, mn)
+    if leading % operand.unit:
+        raise LayoutError(
+            f"the leading index must be a multiple of {operand.unit}, got {leading}: "
+            f"a matrix row is {UNIT_BYTES} aligned bytes"
+        )
+    result: list[int | None] = []
+    for matrix in range(matrices):
+        for row in range(LINES):
+            s, position = strided + LINES * (matrix % 2) + row, leading + operand.unit * (matrix // 2)
+            result.append(operand.byte_offset(*((s, position) if operand.major is Major.K else (position, s))))
+    return result
+
+
+# Agreement
+
+Places = Operand | Layout | ComposedLayout | LinearLayout | Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first element at which two layouts differ, and its two offsets."""
+
+    element: tuple[int, int]
+    first: int
+    second: int
+
+    def __str__(self) -> str:
+        return f"element {self.element} lies at offset {self.first} in the first layout, {self.second} in the second"
+
+
+def first_difference(a: Places, b: Places, shape: tuple[int, int]) -> Difference | None:
+    """Where two layouts of a tile first differ, the last dimension fastest; None if they agree everywhere.
+
+    Offsets count elements. A layout is an `Operand`, a CuTe layout from (mn, k), a linear layout from ``offset`` to two
+    dimensions, as Triton has them, or a function of (mn, k).
+
+    Raises:
+        LayoutError: a layout whose tile has another shape.
+    """
+    first, second = _places(a, shape), _places(b, shape)
+    for mn in range(shape[0]):
+        for k in range(shape[1]):
+            x, y = first(mn, k), second(mn, k)
+            if x != y:
+                return Difference((mn, k), x, y)
+    return None
+
+
+def _places(layout: Places, shape: tuple[int, int]) -> Callable[[int, int], int]:
+    found: tuple[int, ...]
+    function: Callable[[int, int], int]
+    if isinstance(layout, Operand):
+        found, function = layout.shape, layout.offset
+    elif isinstance(layout, LinearLayout):
+        found, function = tuple(size for _, size in layout.outputs), _inverse(layout)
+    elif isinstance(layout, (Layout, ComposedLayout)):
+        plain = layout if isinstance(layout, Layout) else layout.layout
+        found, function = tuple(mode.size for mode in plain.modes), layout.__call__
+    else:
+        return layout
+    if found != shape:
+        raise LayoutError(f"shape must be that of both layouts, got {shape} for a layout of {found}")
+    return function
+
+
+def _inverse(layout: LinearLayout) -> Callable[[int, int], int]:
+    """From two coordinates to the offset; inputs of size 1 (Triton's ``block``) are left out."""
+    inverse = LinearLayout(tuple((name, bases) for name, bases in layout.inputs if bases), layout.outputs).invert()
+    names = [name for name, _ in layout.outputs]
+    return lambda *element: inverse(**dict(zip(names, element, strict=True)))[0]
