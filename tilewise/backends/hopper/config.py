@@ -1,0 +1,75 @@
+"""Tile sizes, warpgroups and rings of the Hopper kernel, with the reason for the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.problem import Problem
+
+ROWS = 64  # queries of a warpgroup: the height of a wgmma
+SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one program works.
+
+    Attributes:
+        block_n: keys of a tile.
+        warpgroups: that compute, `ROWS` queries each; one more warp loads Q, K and V, one for each loads its bias.
+        stages: tiles in the rings of K and V.
+        bias_stages: tiles in the ring of the bias, for each warpgroup.
+        bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
+        turns: warpgroups take the tensor cores in turns: the softmax of one runs under the products of the others.
+        persistent: as many programs as multiprocessors, each walks over several tiles of queries.
+        o_in_q: O leaves through the shared memory of Q.
+        registers: of a thread of a computing and of a loading warp; 64 K of them in all.
+    """
+
+    block_n: int
+    warpgroups: int
+    stages: int
+    bias_stages: int
+    bias_first: bool
+    turns: bool
+    persistent: bool
+    o_in_q: bool
+    registers: tuple[int, int] = (240, 24)
+
+    @property
+    def block_m(self) -> int:
+        return self.warpgroups * ROWS
+
+
+def padded(n: int) -> int:
+    """The next power of two from 32 up: the width of a tile, which TMA fills up with zeros."""
+    return max(32, 1 << (n - 1).bit_length())
+
+
+def bias_tile(problem: Problem) -> int:
+    """Bytes an element of the bias that passes through shared memory; 0 where there is none."""
+    bias = problem.bias
+    return 0 if bias is None or bias.rows == 1 or bias.cols == 1 else bias.dtype.itemsize
+
+
+def forward_config(problem: Problem) -> Config:
+    """The forward's tiles."""
+    d = max(padded(problem.head_dim), padded(problem.value_dim))
+    bias = bias_tile(problem)
+    # Two warpgroups of 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
+    # A float32 bias tile takes twice the shared memory of a 16-bit one: half the keys.
+    block_n = 64 if d == 256 or (bias == 4 and d == 128) else 128
+    stages, bias_stages = 2, 2 if bias else 0
+    if d == 256 and bias == 4:
+        bias_stages = 1
+    return Config(
+        block_n=block_n,
+        warpgroups=2,
+        stages=stages,
+        bias_stages=bias_stages,
+        bias_first=bias > 0 and problem.score.softcap is None,
+        turns=True,
+        # Equal tiles: the next one's loads run under the end of the last. Unequal ones are balanced by the hardware.
+        persistent=problem.score.band.unlimited,
+        o_in_q=bool(bias) or d == 256,
+    )
