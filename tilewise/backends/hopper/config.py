@@ -56,7 +56,7 @@ def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = bias_tile(problem)
-    # Two warpgroups of 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
+    # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
     # A float32 bias tile takes twice the shared memory of a 16-bit one: half the keys.
     block_n = 64 if d == 256 or (bias == 4 and d == 128) else 128
     stages, bias_stages = 2, 2 if bias else 0

@@ -42,6 +42,8 @@ class Sizes(NamedTuple):
     queries: int
     keys: int
     together: int  # heads whose tiles run together, see tile_at
+    row_tiles: int  # tiles of queries of one head
+    tiles: int  # of all heads and batch elements
 
 
 class Compiled(NamedTuple):
@@ -67,7 +69,7 @@ class Compiled(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Descriptors; the bias may be a `tensors.Strided`. Built inside the kernel: descriptors are arguments of its own."""
+    """Descriptors; the bias may be a `Strided`. Built inside the kernel: descriptors can only be arguments of it."""
 
     q: Any
     k: Any
@@ -103,15 +105,10 @@ def accumulator(columns):
 
 
 @gluon.jit
-def tile_count(sizes, c):
-    return gl.cdiv(sizes.queries, 64 * c.WARPGROUPS) * sizes.heads * sizes.batch
-
-
-@gluon.jit
 def tile_at(t, terms, sizes, c):
     """The ``t``-th tile. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
-    count = gl.cdiv(sizes.queries, BLOCK_M)
+    count = sizes.row_tiles
     if c.ORDER == "tiles":  # of one head: they share its keys and values
         m = t % count
         bh = t // count
@@ -144,7 +141,7 @@ def tile_at(t, terms, sizes, c):
 def load(x, rings, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
-    for t in range(gl.program_id(0), tile_count(sizes, c), gl.num_programs(0)):
+    for t in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
         tile = tile_at(t, terms, sizes, c)
         hk = tile.h // sizes.group
         n_tile = t // gl.num_programs(0)
@@ -161,7 +158,7 @@ def load(x, rings, terms, sizes, c):
 def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of one warp for each warpgroup: the tiles of its bias."""
     step = 0
-    for t in range(gl.program_id(0), tile_count(sizes, c), gl.num_programs(0)):
+    for t in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
         tile = tile_at(t, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
         for i in range(tile.end - tile.begin):
@@ -244,8 +241,8 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
     s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, PARTIAL)
     BLIND: gl.constexpr = PARTIAL or c.BIAS == "matrix" or c.BIAS == "cols"
     p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, BLIND)
-    # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait, which
-    # LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
+    # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
+    # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
     wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, n > tile.begin)
 
     # the end of PV
@@ -295,7 +292,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     step = 0
     if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
-    for t in range(gl.program_id(0), tile_count(sizes, c), gl.num_programs(0)):
+    for t in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
         tile = tile_at(t, terms, sizes, c)
         n_tile = t // gl.num_programs(0)
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
@@ -316,7 +313,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         leave(rings.k, slot)
         wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
         s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
-        p_first, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, True)
+        p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
         p = gl.convert_layout(p_first.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         step += 1
 
@@ -382,27 +379,48 @@ def forward_kernel(q, k, v, bias, o, lse, terms, sizes, c):
     MANY: gl.constexpr = c.COMPUTING_REGISTERS
     if c.WARPGROUPS == 2 and c.BIAS != "matrix":
         gl.warp_specialize(
-            [(compute, (x, rings, lse, terms, sizes, c, 0)), (compute, (x, rings, lse, terms, sizes, c, 1)), (load, (x, rings, terms, sizes, c))],
-            [4, 1], [MANY, FEW],
-        )  # fmt: skip
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (load, (x, rings, terms, sizes, c)),
+            ],
+            [4, 1],
+            [MANY, FEW],
+        )
     elif c.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (compute, (x, rings, lse, terms, sizes, c, 0)), (compute, (x, rings, lse, terms, sizes, c, 1)), (load, (x, rings, terms, sizes, c)),
-                (load_bias, (x, rings, terms, sizes, c, 0)), (load_bias, (x, rings, terms, sizes, c, 1)),
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (load, (x, rings, terms, sizes, c)),
+                (load_bias, (x, rings, terms, sizes, c, 0)),
+                (load_bias, (x, rings, terms, sizes, c, 1)),
             ],
-            [4, 1, 1, 1], [MANY, FEW, FEW, FEW],
-        )  # fmt: skip
+            [4, 1, 1, 1],
+            [MANY, FEW, FEW, FEW],
+        )
     elif c.BIAS != "matrix":
         gl.warp_specialize(
-            [(compute, (x, rings, lse, terms, sizes, c, 0)), (compute, (x, rings, lse, terms, sizes, c, 1)), (compute, (x, rings, lse, terms, sizes, c, 2)), (load, (x, rings, terms, sizes, c))],
-            [4, 4, 1], [MANY, MANY, FEW],
-        )  # fmt: skip
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (compute, (x, rings, lse, terms, sizes, c, 2)),
+                (load, (x, rings, terms, sizes, c)),
+            ],
+            [4, 4, 1],
+            [MANY, MANY, FEW],
+        )
     else:
         gl.warp_specialize(
             [
-                (compute, (x, rings, lse, terms, sizes, c, 0)), (compute, (x, rings, lse, terms, sizes, c, 1)), (compute, (x, rings, lse, terms, sizes, c, 2)), (load, (x, rings, terms, sizes, c)),
-                (load_bias, (x, rings, terms, sizes, c, 0)), (load_bias, (x, rings, terms, sizes, c, 1)), (load_bias, (x, rings, terms, sizes, c, 2)),
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (compute, (x, rings, lse, terms, sizes, c, 2)),
+                (load, (x, rings, terms, sizes, c)),
+                (load_bias, (x, rings, terms, sizes, c, 0)),
+                (load_bias, (x, rings, terms, sizes, c, 1)),
+                (load_bias, (x, rings, terms, sizes, c, 2)),
             ],
-            [4, 4, 1, 1, 1, 1], [MANY, MANY, FEW, FEW, FEW, FEW],
-        )  # fmt: skip
+            [4, 4, 1, 1, 1, 1],
+            [MANY, MANY, FEW, FEW, FEW, FEW],
+        )

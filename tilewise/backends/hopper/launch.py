@@ -35,7 +35,7 @@ class Prepared:
 
     def __init__(self, problem: Problem, config: Config, inputs: Inputs, o: Tensor):
         terms, c = _terms(problem), _compiled(problem, config)
-        sizes = _sizes(problem)
+        sizes = _sizes(problem, config)
         q, k, v, bias, _ = inputs
         tile = descriptor(bias, 64, config.block_n) if bias is not None and c.BIAS.value == "matrix" else None
         self.sources = {
@@ -49,10 +49,9 @@ class Prepared:
             name: unbound(NOTHING if x is None else strided(x))
             for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("o", o))
         }
-        tiles = -(-problem.queries // config.block_m) * problem.heads * problem.batch
         multiprocessors = _multiprocessors(q.device)
         self.forward = Launch(
-            forward_kernel, min(tiles, multiprocessors) if config.persistent else tiles, (terms, sizes, c),
+            forward_kernel, min(sizes.tiles, multiprocessors) if config.persistent else sizes.tiles, (terms, sizes, c),
             {"num_warps": 4},
         )  # fmt: skip
         self.repair = None
@@ -125,13 +124,14 @@ def _terms(problem: Problem) -> Terms:
     )
 
 
-def _sizes(problem: Problem) -> Sizes:
+def _sizes(problem: Problem, config: Config) -> Sizes:
     p = problem
     pair = p.keys * (p.head_dim + p.value_dim) * p.dtype.itemsize  # keys and values of one head
     together = p.group
     while 2 * together <= p.batch * p.heads and 2 * together // p.group * pair <= L2_SHARE:
         together *= 2
-    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, together)
+    row_tiles = -(-p.queries // config.block_m)
+    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, together, row_tiles, row_tiles * p.heads * p.batch)
 
 
 def _compiled(problem: Problem, config: Config) -> Compiled:

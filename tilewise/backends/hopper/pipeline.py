@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def new_ring(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr):
-    """A ring of tiles [ROWS, COLS] of what the descriptor ``source`` describes; READERS arrive before a slot is free."""
+    """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it."""
     slots = gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, ROWS, COLS], source.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

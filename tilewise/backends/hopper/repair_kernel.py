@@ -52,7 +52,6 @@ def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m
     at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * sizes.queries + rows
     old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)
     hk = h // sizes.group
-    q_tile = _load(q, b, h, rows, sizes.queries, dims, head_dim)
     acc = tl.zeros([r.BLOCK_M, r.BLOCK_DV], tl.float32)
     m_i = tl.full([r.BLOCK_M], -float("inf"), tl.float32)
     l_i = tl.zeros([r.BLOCK_M], tl.float32)
@@ -61,6 +60,7 @@ def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m
     )
     for n in tl.range(begin, end, num_stages=1):
         cols = n * r.BLOCK_N + tl.arange(0, r.BLOCK_N)
+        q_tile = _load(q, b, h, rows, sizes.queries, dims, head_dim)
         k_tile = _load(k, b, hk, cols, sizes.keys, dims, head_dim)
         s = tl.dot(q_tile, k_tile.T) * terms.scale
         if terms.HAS_CAP:
@@ -108,7 +108,9 @@ def repair_kernel(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r):
                 bh = t // count
                 m0 = t % count * r.BLOCK_M
                 mine = m0 + tl.arange(0, r.BLOCK_M)
-                again = tl.load(lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0)
+                again = tl.load(
+                    lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
+                )
                 if tl.max((again != again).to(tl.int32)) != 0:
                     _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
                             bh % sizes.heads, m0)  # fmt: skip
