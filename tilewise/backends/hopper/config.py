@@ -22,6 +22,7 @@ class Config:
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         turns: warpgroups take the tensor cores in turns: the softmax of one runs under the products of the others.
         persistent: as many programs as multiprocessors, each walks over several tiles of queries.
+        chunk: tiles of queries in a row that a program takes: of a band a long and a short one.
         o_in_q: O leaves through the shared memory of Q.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
@@ -33,6 +34,7 @@ class Config:
     bias_first: bool
     turns: bool
     persistent: bool
+    chunk: int
     o_in_q: bool
     registers: tuple[int, int] = (240, 24)
 
@@ -69,7 +71,8 @@ def forward_config(problem: Problem) -> Config:
         bias_stages=bias_stages,
         bias_first=bias > 0 and problem.score.softcap is None,
         turns=True,
-        # Equal tiles: the next one's loads run under the end of the last. Unequal ones are balanced by the hardware.
-        persistent=problem.score.band.unlimited,
-        o_in_q=bool(bias) or d == 256,
+        # The next tile's loads run under the end of the last.
+        persistent=True,
+        chunk=1 if problem.score.band.unlimited else 2,
+        o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
     )

@@ -41,7 +41,6 @@ class Sizes(NamedTuple):
     group: int  # query heads that share a key/value head
     queries: int
     keys: int
-    together: int  # heads whose tiles run together, see tile_at
     row_tiles: int  # tiles of queries of one head
     tiles: int  # of all heads and batch elements
 
@@ -66,6 +65,7 @@ class Compiled(NamedTuple):
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
     ORDER: Any  # see tile_at
+    CHUNK: Any  # consecutive tiles that one program takes
 
 
 class Sources(NamedTuple):
@@ -105,21 +105,30 @@ def accumulator(columns):
 
 
 @gluon.jit
-def tile_at(t, terms, sizes, c):
-    """The ``t``-th tile. What varies fastest decides which tiles run together and share the L2 cache."""
+def work_count(sizes, c):
+    """How many tiles this program walks over."""
+    chunks = gl.cdiv(sizes.tiles, c.CHUNK)
+    return gl.cdiv(chunks - gl.program_id(0), gl.num_programs(0)) * c.CHUNK
+
+
+@gluon.jit
+def tile_at(i, terms, sizes, c):
+    """This program's ``i``-th tile. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
     count = sizes.row_tiles
+    t = (gl.program_id(0) + i // c.CHUNK * gl.num_programs(0)) * c.CHUNK + i % c.CHUNK
+    t = gl.minimum(t, sizes.tiles - 1)  # where chunks do not divide the tiles, the very last is computed twice
     if c.ORDER == "tiles":  # of one head: they share its keys and values
         m = t % count
         bh = t // count
         h = bh % sizes.heads
         b = bh // sizes.heads
-    elif c.ORDER == "balanced":  # the longest of several heads first, so that the last to run are short
-        first = t // (sizes.together * count) * sizes.together
-        width = gl.minimum(sizes.heads * sizes.batch - first, sizes.together)
-        r = t - first * count
-        m = count - 1 - r // width
-        bh = first + r % width
+    elif c.ORDER == "balanced":  # of one head, the longest and the shortest in turns: chunks of two are equally long
+        r = t % count
+        m = r // 2
+        if r % 2 == 0:
+            m = count - 1 - m
+        bh = t // count
         h = bh % sizes.heads
         b = bh // sizes.heads
     elif c.ORDER == "batch":  # batch elements that read one bias tile
@@ -141,12 +150,11 @@ def tile_at(t, terms, sizes, c):
 def load(x, rings, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
-    for t in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
+    for t in range(work_count(sizes, c)):
         tile = tile_at(t, terms, sizes, c)
         hk = tile.h // sizes.group
-        n_tile = t // gl.num_programs(0)
         for w in gl.static_range(c.WARPGROUPS):
-            fill(rings.q, w, n_tile, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
+            fill(rings.q, w, t, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
         for i in range(tile.end - tile.begin):
             n0 = (tile.end - 1 - i) * c.BLOCK_N
             fill(rings.k, step % c.STAGES, step // c.STAGES, x.k, tile.b, hk, n0, 0)
@@ -158,7 +166,7 @@ def load(x, rings, terms, sizes, c):
 def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of one warp for each warpgroup: the tiles of its bias."""
     step = 0
-    for t in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
+    for t in range(work_count(sizes, c)):
         tile = tile_at(t, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
         for i in range(tile.end - tile.begin):
@@ -221,8 +229,11 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
     n0 = n * c.BLOCK_N
-    bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
-    start = start_of(bias, terms, c)
+    if c.BIAS_FIRST:
+        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+        start = start_of(bias, terms, c)
+    else:
+        start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
 
     # QK, and PV of the tile before
     if c.TURNS:
@@ -234,6 +245,8 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
     o_pending = warpgroup_mma(p, v, o, is_async=True)
     if c.TURNS:
         pass_turn(WARPGROUP, c.WARPGROUPS)
+    if not c.BIAS_FIRST:
+        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
     s = warpgroup_mma_wait(1, deps=(s_pending,))
     leave(rings.k, k_slot)
 
@@ -292,9 +305,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     step = 0
     if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
-    for t in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
+    for t in range(work_count(sizes, c)):
         tile = tile_at(t, terms, sizes, c)
-        n_tile = t // gl.num_programs(0)
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         l_i = gl.full([64], 0.0, gl.float32, ROWS)
         o = gl.zeros([64, c.BLOCK_DV], gl.float32, O)
@@ -305,7 +317,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         slot = step % c.STAGES
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
-        wait_full(rings.q, WARPGROUP, n_tile)
+        wait_full(rings.q, WARPGROUP, t)
         wait_full(rings.k, slot, step // c.STAGES)
         k = rings.k.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
         s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)

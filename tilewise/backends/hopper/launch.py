@@ -18,7 +18,6 @@ from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
 
 LOG2E = 1.4426950408889634
-L2_SHARE = 24 * 2**20  # bytes of the 50 MB of L2 cache that keys and values of tiles that run together may take
 
 
 class Launch(NamedTuple):
@@ -49,9 +48,10 @@ class Prepared:
             name: unbound(NOTHING if x is None else strided(x))
             for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("o", o))
         }
+        chunks = -(-sizes.tiles // c.CHUNK.value)
         multiprocessors = _multiprocessors(q.device)
         self.forward = Launch(
-            forward_kernel, min(sizes.tiles, multiprocessors) if config.persistent else sizes.tiles, (terms, sizes, c),
+            forward_kernel, min(chunks, multiprocessors) if config.persistent else chunks, (terms, sizes, c),
             {"num_warps": 4},
         )  # fmt: skip
         self.repair = None
@@ -126,12 +126,8 @@ def _terms(problem: Problem) -> Terms:
 
 def _sizes(problem: Problem, config: Config) -> Sizes:
     p = problem
-    pair = p.keys * (p.head_dim + p.value_dim) * p.dtype.itemsize  # keys and values of one head
-    together = p.group
-    while 2 * together <= p.batch * p.heads and 2 * together // p.group * pair <= L2_SHARE:
-        together *= 2
     row_tiles = -(-p.queries // config.block_m)
-    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, together, row_tiles, row_tiles * p.heads * p.batch)
+    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * p.heads * p.batch)
 
 
 def _compiled(problem: Problem, config: Config) -> Compiled:
@@ -154,6 +150,7 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=_order(problem),
+        CHUNK=config.chunk,
     )
     return Compiled(*(gl.constexpr(x) for x in values))
 

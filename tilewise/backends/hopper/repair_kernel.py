@@ -86,7 +86,7 @@ def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m
         m_i = m_new
     acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan")) / tl.where(l_i == 0, 1.0, l_i)[:, None]
     spoilt = old != old
-    tl.store(at_lse, (m_i * 1.4426950408889634 + tl.log2(l_i)) * LN2, mask=spoilt & (rows < sizes.queries))
+    tl.store(at_lse, m_i + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
     at = o.pointer + tl.cast(b, tl.int64) * o.stride0 + tl.cast(h, tl.int64) * o.stride1
     at = at + rows.to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
