@@ -24,6 +24,7 @@ class Config:
         persistent: as many programs as multiprocessors, each walks over several tiles of queries.
         chunk: tiles of queries in a row that a program takes: of a band a long and a short one.
         o_in_q: O leaves through the shared memory of Q.
+        q_in_registers: Q is read once, not by every wgmma.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
 
@@ -36,6 +37,7 @@ class Config:
     persistent: bool
     chunk: int
     o_in_q: bool
+    q_in_registers: bool
     registers: tuple[int, int] = (240, 24)
 
     @property
@@ -74,5 +76,6 @@ def forward_config(problem: Problem) -> Config:
         # The next tile's loads run under the end of the last.
         persistent=True,
         chunk=1 if problem.score.band.unlimited else 2,
+        q_in_registers=d <= 128,
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
     )

@@ -57,6 +57,7 @@ class Compiled(NamedTuple):
     BIAS_FIRST: Any
     TURNS: Any
     O_IN_Q: Any
+    Q_IN_REGISTERS: Any
     LOADING_REGISTERS: Any
     COMPUTING_REGISTERS: Any
     BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
@@ -301,7 +302,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
-    q = rings.q.slots.index(WARPGROUP).reshape([64, c.BLOCK_D])
+    q_shared = rings.q.slots.index(WARPGROUP).reshape([64, c.BLOCK_D])
     step = 0
     if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
@@ -318,6 +319,12 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
         wait_full(rings.q, WARPGROUP, t)
+        if c.Q_IN_REGISTERS:
+            q = q_shared.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N), 2))
+            if not c.O_IN_Q:
+                leave_after_loads(rings.q, WARPGROUP)
+        else:
+            q = q_shared
         wait_full(rings.k, slot, step // c.STAGES)
         k = rings.k.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
         s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
@@ -348,7 +355,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 step += 1
 
         # PV of the first tile of keys
-        if not c.O_IN_Q:
+        if not c.O_IN_Q and not c.Q_IN_REGISTERS:
             leave(rings.q, WARPGROUP)
         slot = (step - 1) % c.STAGES
         wait_full(rings.v, slot, (step - 1) // c.STAGES)

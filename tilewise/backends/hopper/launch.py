@@ -142,6 +142,7 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
         BIAS_FIRST=config.bias_first,
         TURNS=config.turns,
         O_IN_Q=config.o_in_q,
+        Q_IN_REGISTERS=config.q_in_registers,
         COMPUTING_REGISTERS=config.registers[0],
         LOADING_REGISTERS=config.registers[1],
         BIAS=_spread(bias),
