@@ -186,7 +186,6 @@ def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constex
         slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
         wait_full(rings.bias, slot, step // c.BIAS_STAGES)
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
-        leave_after_loads(rings.bias, slot)
     elif c.BIAS == "cols":
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
@@ -195,6 +194,12 @@ def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constex
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias
+
+
+@gluon.jit
+def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
+    if c.BIAS == "matrix":
+        leave_after_loads(rings.bias, step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP)
 
 
 @gluon.jit
@@ -248,8 +253,11 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
         pass_turn(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+    # Each arrival is a barrier of the warpgroup: here, where it would wait for QK anyway, they cost nothing.
+    leave_bias(rings, step, c, WARPGROUP)
+    leave(rings.k, (step - 1) % c.STAGES)
+    leave(rings.v, (step + c.STAGES - 2) % c.STAGES, n + 2 < tile.end)  # of step - 2, unless the step before was the first
     s = warpgroup_mma_wait(1, deps=(s_pending,))
-    leave(rings.k, k_slot)
 
     # softmax
     s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, PARTIAL)
@@ -261,7 +269,6 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
 
     # the end of PV
     o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
-    leave(rings.v, v_slot)
     # converted after PV has read the old P: one set of registers for both, and no copies
     p = gl.convert_layout(p_next.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
@@ -328,8 +335,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         wait_full(rings.k, slot, step // c.STAGES)
         k = rings.k.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
         s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
+        leave_bias(rings, step, c, WARPGROUP)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
-        leave(rings.k, slot)
         wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
         s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
         p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
@@ -361,6 +368,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         wait_full(rings.v, slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = warpgroup_mma(p, v, o, is_async=True)
+        leave(rings.k, slot)
+        leave(rings.v, (step + c.STAGES - 2) % c.STAGES, last > tile.begin)  # of step - 2
         o = warpgroup_mma_wait(0, deps=(o_pending,))
         leave(rings.v, slot)
         o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)

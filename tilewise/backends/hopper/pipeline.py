@@ -58,9 +58,9 @@ def wait_full(ring, slot, use, needed=True):
 
 
 @gluon.jit
-def leave(ring, slot):
+def leave(ring, slot, needed=True):
     """Give a slot back that only wgmma has read."""
-    mbarrier.arrive(ring.empty.index(slot), count=1)
+    mbarrier.arrive(ring.empty.index(slot), count=1, pred=needed)
 
 
 @gluon.jit
