@@ -253,11 +253,9 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
         pass_turn(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
-    # Each arrival is a barrier of the warpgroup: here, where it would wait for QK anyway, they cost nothing.
-    leave_bias(rings, step, c, WARPGROUP)
-    leave(rings.k, (step - 1) % c.STAGES)
-    leave(rings.v, (step + c.STAGES - 2) % c.STAGES, n + 2 < tile.end)  # of step - 2, unless the step before was the first
+    leave_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
     s = warpgroup_mma_wait(1, deps=(s_pending,))
+    leave(rings.k, k_slot)
 
     # softmax
     s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, PARTIAL)
@@ -269,6 +267,7 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
 
     # the end of PV
     o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
+    leave(rings.v, v_slot)
     # converted after PV has read the old P: one set of registers for both, and no copies
     p = gl.convert_layout(p_next.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
@@ -337,6 +336,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
         leave_bias(rings, step, c, WARPGROUP)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
+        leave(rings.k, slot)
         wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
         s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
         p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
@@ -368,8 +368,6 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         wait_full(rings.v, slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = warpgroup_mma(p, v, o, is_async=True)
-        leave(rings.k, slot)
-        leave(rings.v, (step + c.STAGES - 2) % c.STAGES, last > tile.begin)  # of step - 2
         o = warpgroup_mma_wait(0, deps=(o_pending,))
         leave(rings.v, slot)
         o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)

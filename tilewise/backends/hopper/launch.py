@@ -161,7 +161,7 @@ def _repair(problem: Problem) -> Repair:
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     values = Repair(
         BLOCK_M=64,
-        BLOCK_N=32,
+        BLOCK_N=32 if max(block_d, block_dv) < 128 else 16,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         SCAN=32,

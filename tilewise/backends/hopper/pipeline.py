@@ -58,9 +58,9 @@ def wait_full(ring, slot, use, needed=True):
 
 
 @gluon.jit
-def leave(ring, slot, needed=True):
+def leave(ring, slot):
     """Give a slot back that only wgmma has read."""
-    mbarrier.arrive(ring.empty.index(slot), count=1, pred=needed)
+    mbarrier.arrive(ring.empty.index(slot), count=1)
 
 
 @gluon.jit
