@@ -61,8 +61,8 @@ def forward_config(problem: Problem) -> Config:
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = bias_tile(problem)
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
-    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers, which
-    # a softcap or the masks of a band need too: half the keys.
+    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
+    # which a softcap or the masks of a band need too: half the keys.
     band, capped = not problem.score.band.unlimited, problem.score.softcap is not None
     crowded = problem.bias is not None and (capped or (band and not bias))
     block_n = 64 if d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
@@ -78,7 +78,7 @@ def forward_config(problem: Problem) -> Config:
         # The next tile's loads run under the end of the last.
         persistent=True,
         chunk=2 if band else 1,
-        q_in_registers=d <= 128 and not three,
+        q_in_registers=d <= 128 and not three and (d < 128 or problem.bias is None or bias > 0),
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
         registers=(160, 32) if three else (240, 24),
     )

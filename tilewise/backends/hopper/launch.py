@@ -164,7 +164,7 @@ def _repair(problem: Problem) -> Repair:
         BLOCK_N=32 if max(block_d, block_dv) < 128 else 16,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        SCAN=32,
+        SCAN=16,
         BIAS=bias is not None,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
     )
