@@ -160,11 +160,11 @@ def _repair(problem: Problem) -> Repair:
     bias = problem.bias
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     values = Repair(
-        BLOCK_M=64,
-        BLOCK_N=32 if max(block_d, block_dv) < 128 else 16,
+        BLOCK_M=32,
+        BLOCK_N=32,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        SCAN=16,
+        SCAN=64,
         BIAS=bias is not None,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
     )
