@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels ahead of time, for a GPU that need not be there; child process of test_triton_aot.py.
+"""Compiles kernels ahead of time, for a GPU that need not be there; child process of test_triton_aot.py and
+test_hopper_aot.py.
 
 What is compiled is what would run: the backend's own launch code, on meta tensors, with a driver that only names a
 target.
@@ -11,11 +12,14 @@ import dataclasses
 import io
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import wgmma_lint
 from helpers import Case
 
 
@@ -85,9 +89,48 @@ def triton_version() -> str:
 
 
 def compile_case(case: Case) -> list[Kernel]:
-    """Every kernel that the forward and the backward of a case launch; of layouts, "contiguous" and "sliced"."""
-    from tilewise.backends import Inputs, Needs, Outputs, empty_output
+    """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced"."""
+    from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
+
+    problem, inputs = _call(case)
+    o = empty_output(inputs.q, case.value_dim)
+    lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
+    _launched.clear()
+    launch.forward(problem, inputs)
+    launch.backward(
+        problem, inputs, Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None),
+        Needs(True, True, True, case.bias is not None),
+    )  # fmt: skip
+    limit = config.shared_memory(problem)
+    return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
+
+
+class Code(NamedTuple):
+    """A compiled kernel, with what its machine code says of wgmma."""
+
+    kernel: Kernel
+    wgmma: int
+    hazards: list[wgmma_lint.Hazard]
+
+
+def compile_hopper_case(case: Case) -> list[Code]:
+    """Every kernel that a case's forward launches in the hopper backend."""
+    from tilewise.backends.hopper import config, launch
+
+    _launched.clear()
+    launch.forward(*_call(case))
+    found = []
+    for name, kernel in _launched:
+        report = _report(name, kernel, _logs[kernel.hash], config.SHARED_MEMORY)
+        sass = _disassemble(kernel.asm["cubin"])
+        found.append(Code(report, wgmma_lint.count(sass), wgmma_lint.lint(sass)))
+    return found
+
+
+def _call(case: Case) -> tuple[Any, Any]:
+    """The case as a problem on the target, and its inputs as meta tensors."""
+    from tilewise.backends import Inputs
     from tilewise.problem import Problem
     from tilewise.score.terms import Band, Score
 
@@ -106,17 +149,23 @@ def compile_case(case: Case) -> list[Kernel]:
     )
     score = Score(c.D**-0.5, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
     problem = Problem.of(*inputs, score, bias_grad=c.bias is not None, deterministic=c.deterministic)
-    problem = dataclasses.replace(problem, device="cuda", capability=_capability)
-    o = empty_output(inputs.q, c.value_dim)
-    lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
-    _launched.clear()
-    launch.forward(problem, inputs)
-    launch.backward(
-        problem, inputs, Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if c.lse else None),
-        Needs(True, True, True, c.bias is not None),
-    )  # fmt: skip
-    limit = config.shared_memory(problem)
-    return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
+    return dataclasses.replace(problem, device="cuda", capability=_capability), inputs
+
+
+def _disassemble(cubin: bytes) -> str:
+    """SASS, by the tools that come with the triton in use."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"  # cuobjdump looks for nvdisasm
+        done = subprocess.run(
+            [tools / "cuobjdump", "-sass", file.name],
+            env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    return done.stdout
 
 
 def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:

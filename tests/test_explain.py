@@ -134,7 +134,7 @@ def test_words_of_a_plan_for_a_gpu():
     q = meta(4, 16, 4096, 128)
     bias = meta(1, 16, 4096, 4096, dtype=torch.float32, requires_grad=True)
     e = explain(q, q, q, bias=bias, causal=True, device="sm_90")
-    assert e.plan.backend == "triton"
+    assert (e.plan.backend, e.plan.backward) == ("hopper", "triton")
     assert e.problem.capability == (9, 0)
     assert e.problem.bias_grad
     lines = str(e).splitlines()
@@ -143,7 +143,9 @@ def test_words_of_a_plan_for_a_gpu():
         "  q (4, 16, 4096, 128)",
         "  bias (1, 16, 4096, 4096) float32, with its gradient",
         "  causal or window: 50% of the scores are visible",
-        f"backend triton: {e.tiles}",
+        f"backend hopper: {e.tiles}",
+        "  gradients by triton",
+        "  not triton: hopper comes before it",
         "  storing S and P would add 8.59 GB of traffic",
         "limits: 990 TFLOP/s, 3.35 TB/s (data sheet of the H100 SXM)",
     ):

@@ -24,12 +24,13 @@ ROOMS = {
     "tilewise.backends": set(),
     "tilewise.backends.oracle": BACKEND,
     "tilewise.backends.cpu": BACKEND,
+    "tilewise.backends.hopper": BACKEND,
     "tilewise.backends.triton": BACKEND,
     "tilewise.plan": {"tilewise.problem"},
     "tilewise.autograd": {"tilewise.plan", *BACKEND},
     "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
 }
-TRITON_ROOMS = {"tilewise.backends.triton"}
+TRITON_ROOMS = {"tilewise.backends.hopper", "tilewise.backends.triton"}
 
 
 def name_of(path):

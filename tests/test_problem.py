@@ -238,7 +238,7 @@ BAD_NUMBERS = {
     ),
 }
 
-UNKNOWN = "backend: must be one of triton, cpu, oracle or None, got "
+UNKNOWN = "backend: must be one of hopper, triton, cpu, oracle or None, got "
 BAD_BACKENDS = {
     "unknown": ({"backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
     "empty name": ({"backend": ""}, ValueError, UNKNOWN + "''"),

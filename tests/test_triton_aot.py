@@ -7,20 +7,16 @@ processes compile (see aot_child.py): a target that a compiler cannot handle end
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
-import aot_child
 import pytest
 import torch
+from aot_child import compile_case
+from aot_compilers import TRITON_360, Compilers
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-TRITON_360 = Path(sys.prefix) / "triton-3.6.0"
 # What each target's main kernels have to be made of.
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}
 MAIN_KERNELS = ("forward_kernel", "backward_kernel", "query_gradient_kernel", "bias_gradient_kernel")
@@ -72,32 +68,6 @@ SPILLS: dict[tuple[str, int, int, str], dict[str, int]] = {
 }
 
 
-class Compilers:
-    """Child processes, one at a time: each holds a compiler for one triton and one target."""
-
-    def __init__(self, cache: Path):
-        self.cache, self.current, self.pool = cache, None, None
-
-    def compile(self, triton: str, target: int, case: Case) -> list[aot_child.Kernel]:
-        if self.current != (triton, target):
-            self.close()
-            path = str(TRITON_360) if triton == "3.6.0" else None
-            self.current = (triton, target)
-            self.pool = ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), aot_child.start, (divmod(target, 10), path, str(self.cache))
-            )
-        try:
-            return self.pool.submit(aot_child.compile_case, case).result()
-        except BaseException:
-            self.close()  # whatever a failed compilation leaves behind, the next one starts afresh
-            raise
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
-        self.current = self.pool = None
-
-
 @pytest.fixture(scope="module")
 def compilers(tmp_path_factory):
     compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
@@ -112,7 +82,7 @@ def compilers(tmp_path_factory):
 def test_compiled_kernels(compilers, triton, target, D, terms):
     if triton == "3.6.0" and not TRITON_360.is_dir():
         pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
-    kernels = compilers.compile(triton, target, replace(USUAL, D=D, **TERMS[terms]))
+    kernels = compilers.run(compile_case, triton, target, replace(USUAL, D=D, **TERMS[terms]))
     names = [kernel.name for kernel in kernels]
     assert {"forward_kernel", "backward_kernel"} <= set(names)
     assert ("query_gradient_kernel" in names) == ("deterministic" in terms)

@@ -68,7 +68,7 @@ def attention(
         return_lse: also return the logarithm of each row's softmax denominator.
         deterministic: True: equal inputs give bitwise equal gradients. Default: what
             ``torch.use_deterministic_algorithms`` says.
-        backend: "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default: chosen by
+        backend: "hopper", "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default: chosen by
             the plan, see `tilewise.explain`.
 
     Returns:

@@ -8,6 +8,8 @@ call on plain tensors takes an autograd.Function around the same two functions i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.backends import Inputs, Needs, Outputs, empty_output, lse_dtype
 from tilewise.plan import Plan, make_plan
-from tilewise.problem import Problem
+from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score
 
 _library = torch.library.Library("tilewise", "DEF")
@@ -29,10 +31,10 @@ _library.define(
 )
 
 
-def _problem(inputs: Inputs, terms: tuple, bias_grad: bool = False) -> Problem:
+def _problem(inputs: Inputs, terms: tuple, **more: Any) -> Problem:
     lo, hi, scale, softcap, deterministic, _ = terms
     score = Score(scale, softcap, Band(lo, hi))
-    return Problem.of(*inputs, score, bias_grad=bias_grad, deterministic=deterministic)
+    return Problem.of(*inputs, score, deterministic=deterministic, **more)
 
 
 _plans: dict[tuple, Plan] = {}
@@ -40,11 +42,18 @@ _plans: dict[tuple, Plan] = {}
 
 def _plan(inputs: Inputs, terms: tuple, bias_grad: bool = False) -> Plan:
     """The plan of a call, kept under all that a Problem reads of its tensors: a second call is one look-up."""
-    signature = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    on_cpu = inputs.q.device.type == "cpu"
+    if on_cpu:  # whose backends read tensors of any layout
+        signature: tuple = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    else:
+        signature = tuple(
+            None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in inputs
+        )
     key = (signature, terms, bias_grad)
     plan = _plans.get(key)
     if plan is None:
-        plan = make_plan(_problem(inputs, terms, bias_grad), terms[-1])
+        names = () if on_cpu else irregular(*inputs[:4])
+        plan = make_plan(_problem(inputs, terms, bias_grad=bias_grad, irregular=names), terms[-1])
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
@@ -78,7 +87,7 @@ def _backward(do, dlse, q, k, v, bias, mask, o, lse, *terms_and_needs):
         ]
     else:
         cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
-        grads = plan.module.backward(plan.problem, inputs, Outputs(o, lse), cotangents, needs)
+        grads = plan.backward_module.backward(plan.problem, inputs, Outputs(o, lse), cotangents, needs)
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.api import Window, read_call
 from tilewise.backends import lse_dtype
 from tilewise.plan import Plan, make_plan
-from tilewise.problem import Operand, Problem
+from tilewise.problem import Operand, Problem, irregular
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
 
@@ -164,6 +164,7 @@ def explain(
         call.score,
         bias_grad=bias is not None and bias.requires_grad,
         deterministic=call.deterministic,
+        irregular=irregular(*call.inputs[:4]),
     )
     if device is not None:
         problem, name = _on(problem, device), None
@@ -272,6 +273,8 @@ def _lines(e: Explanation) -> Iterator[str]:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {100 * p.pairs / max(total, 1):.3g}% of the scores are visible"
     yield f"backend {e.plan.backend}: {e.tiles}"
+    if e.plan.backward != e.plan.backend:
+        yield f"  gradients by {e.plan.backward}"
     for name, reason in e.plan.declined:
         yield f"  not {name}: {reason}"
     if e.forward.flops == 0:

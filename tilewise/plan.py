@@ -10,21 +10,31 @@ from types import ModuleType
 from tilewise.problem import Problem
 
 # In order of preference. The oracle is for tests: only an explicit backend= reaches it.
-AUTOMATIC = ("triton", "cpu")
+AUTOMATIC = ("hopper", "triton", "cpu")
 BACKENDS = (*AUTOMATIC, "oracle")
+# Whose backward a backend takes that has none of its own; o and the LSE are all that it needs of the forward.
+GRADIENTS = {"hopper": "triton"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The backend that runs ``problem`` and, for each other one, its name and why not."""
+    """The backend that runs ``problem``, the one that differentiates it, and for each other its name and why not."""
 
     problem: Problem
     backend: str
     declined: tuple[tuple[str, str], ...]
 
     @property
+    def backward(self) -> str:
+        return GRADIENTS.get(self.backend, self.backend)
+
+    @property
     def module(self) -> ModuleType:
         return backend_module(self.backend)
+
+    @property
+    def backward_module(self) -> ModuleType:
+        return backend_module(self.backward)
 
 
 def check_backend(name: str | None) -> None:
@@ -35,8 +45,19 @@ def check_backend(name: str | None) -> None:
 
 @cache
 def backend_module(name: str) -> ModuleType:
-    """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)``, ``backward(...)``."""
+    """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)`` and, but for `GRADIENTS`,
+    ``backward(...)``."""
     return importlib.import_module(f"tilewise.backends.{name}")
+
+
+def declines(name: str, problem: Problem) -> str | None:
+    """Why the backend cannot run the problem, forward and backward; None if it can."""
+    reason: str | None = backend_module(name).declines(problem)
+    if reason is None and name in GRADIENTS:
+        reason = backend_module(GRADIENTS[name]).declines(problem)
+        if reason is not None:
+            reason = f"takes its gradients from {GRADIENTS[name]}, which declines: {reason}"
+    return reason
 
 
 @lru_cache(maxsize=4096)
@@ -45,17 +66,17 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     if backend != "auto":
         if backend not in BACKENDS:
             raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
-        reason = backend_module(backend).declines(problem)
+        reason = declines(backend, problem)
         if reason is not None:
             raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
         others = tuple((b, "another backend was asked for") for b in AUTOMATIC if b != backend)
         return Plan(problem, backend, others)
     declined: list[tuple[str, str]] = []
     for name in AUTOMATIC:
-        reason = backend_module(name).declines(problem)
+        reason = declines(name, problem)
         if reason is None:
             later = AUTOMATIC[len(declined) + 1 :]
-            rest = [(b, backend_module(b).declines(problem) or f"{name} comes before it") for b in later]
+            rest = [(b, declines(b, problem) or f"{name} comes before it") for b in later]
             return Plan(problem, name, (*declined, *rest))
         declined.append((name, reason))
     raise ValueError("no backend can run this call: " + "; ".join(f"{b}: {why}" for b, why in declined))

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewise.score.terms import Score
 from tilewise.score.tiles import visible_pairs
@@ -50,6 +51,7 @@ class Problem:
     mask: Operand | None = None
     bias_grad: bool = False  # the bias asks for a gradient
     deterministic: bool = False
+    irregular: tuple[str, ...] = ()  # of q, k, v and bias, those that `irregular` names
 
     @property
     def group(self) -> int:
@@ -88,6 +90,7 @@ class Problem:
         *,
         bias_grad: bool = False,
         deterministic: bool = False,
+        irregular: tuple[str, ...] = (),
     ) -> Problem:
         """Describe a call, or raise a ValueError or TypeError that names the argument at fault."""
         _check_tensors(q, k, v)
@@ -109,7 +112,30 @@ class Problem:
             mask=_operand("mask", mask, q, Hkv, N),
             bias_grad=bias_grad,
             deterministic=deterministic,
+            irregular=irregular,
         )
+
+
+def irregular(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[str, ...]:
+    """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe.
+
+    They need contiguous rows and multiples of 16 bytes: the address, and every other stride, which must not be 0.
+    """
+    named = (("q", q), ("k", k), ("v", v), ("bias", bias))
+    return tuple(name for name, x in named if x is not None and x.numel() and not _is_regular(x))
+
+
+def _is_regular(x: Tensor) -> bool:
+    size = x.element_size()
+    # a tensor of a compiler or tracer has no address
+    address = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * size
+    strides = [s * size for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return (
+        address % 16 == 0
+        and (x.stride(-1) == 1 or x.shape[-1] == 1)
+        and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
+        and max(x.shape) < 2**31
+    )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

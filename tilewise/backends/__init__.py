@@ -1,4 +1,5 @@
-"""How a Problem is computed. Each backend is a module (or package) with four functions:
+"""How a Problem is computed. Each backend is a module (or package) with these functions; one that has no backward
+takes another's, see `tilewise.plan.GRADIENTS`:
 
     declines(problem) -> str | None        why it cannot run the problem; None if it can
     tiles(problem) -> str                  its tiles in words, for explain()

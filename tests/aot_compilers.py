@@ -1,0 +1,40 @@
+"""Child processes that compile for GPUs that are not here: a target that a compiler cannot handle ends its process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import aot_child
+from helpers import Case
+
+TRITON_360 = Path(sys.prefix) / "triton-3.6.0"  # what torch 2.11 pins, where `make test` has put it
+
+
+class Compilers:
+    """Child processes, one at a time: each holds a compiler for one triton and one target."""
+
+    def __init__(self, cache: Path):
+        self.cache, self.current, self.pool = cache, None, None
+
+    def run(self, function, triton: str, target: int, case: Case):
+        """``function(case)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
+        if self.current != (triton, target):
+            self.close()
+            path = str(TRITON_360) if triton == "3.6.0" else None
+            self.current = (triton, target)
+            self.pool = ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn"), aot_child.start, (divmod(target, 10), path, str(self.cache))
+            )
+        try:
+            return self.pool.submit(function, case).result()
+        except BaseException:
+            self.close()  # whatever a failed compilation leaves behind, the next one starts afresh
+            raise
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+        self.current = self.pool = None

@@ -1,0 +1,84 @@
+"""The hopper backend where it differs from the others: what it repairs, what it saturates, problems at random."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Case, check, reference, run, tensors
+
+from tilewise import attention
+
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+USUAL = Case(B=2, H=4, Hkv=2, M=239, N=432, D=64, dtype=BRAIN, grads="")
+# How many problems the soak draws; a long one is asked for by the environment.
+SOAK = int(os.environ.get("TILEWISE_SOAK", "64"))
+
+if torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs compute capability 9.0", allow_module_level=True)
+
+
+@pytest.mark.parametrize("terms", [{}, {"causal": True}, {"bias": "1hmn"}, {"bias": "bh1n"}], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_and_visible_shows(terms, value):
+    """In the rows that see it, and in no other."""
+    case = replace(USUAL, **terms)
+    for name in "kv":
+        x = tensors(case, "cuda")
+        x.k.nan_to_num_() if name == "k" else x.v.nan_to_num_()
+        key = case.N - 20
+        getattr(x, name)[0, 0, key, 3] = value
+        o, lse = attention(x.q, x.k, x.v, bias=x.bias, **case.terms, return_lse=True, backend="hopper")
+        touched = torch.zeros(case.B, case.H, case.M, dtype=torch.bool, device="cuda")
+        first = case.M - 20 if case.causal else 0  # query i sees the keys up to i + N - M
+        touched[0, : case.H // case.kv_heads, first:] = True
+        assert torch.equal(o.isfinite().all(-1), ~touched) or (name == "k" and value == math.inf)
+        assert o[~touched].isfinite().all()
+        assert lse[~touched].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF, FLOAT])
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_a_row_of_the_lowest_bias_is_not_blind(dtype, scale):
+    """The most negative finite number as a mask: where all keys have it, they share the row, as in plain torch."""
+    case = replace(USUAL, bias="1hmn", bias_dtype=dtype, scale=scale)
+    x = tensors(case, "cuda")
+    lowest = torch.finfo(dtype).min
+    x.bias[:, :, 5] = lowest
+    x.bias[:, :, 6, ::2] = lowest
+    results, exact = run(case, "hopper", "cuda", x), reference(case, x)
+    assert torch.allclose(results.o[:, :, :5].double(), exact.o[:, :, :5], atol=2e-2)
+    assert torch.allclose(results.o[:, :, 6:].double(), exact.o[:, :, 6:], atol=2e-2)
+    assert results.o[:, :, 5].isfinite().all()
+    assert results.o[:, :, 5].any()
+    torch.testing.assert_close(results.lse.double(), exact.lse, rtol=1e-3, atol=1e-3)
+
+
+def drawn(n: int) -> Case:
+    """A problem of any size and terms; equal n, equal problem."""
+    r = random.Random(n)
+    group = r.choice((1, 1, 2, 4))
+    kv_heads = r.choice((1, 2, 3))
+    D = r.choice((8, 32, 40, 64, 64, 72, 128, 128, 192, 256))
+    M, N = (r.choice((1, 3, 64, 127, 128, 129, 239, 799, 1023, r.randint(1, 1500))) for _ in range(2))
+    bias = r.choice((None, None, "bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "1hm1", "1111"))
+    hides = bias is not None and bias[3] == "n" and r.random() < 0.5
+    causal = r.random() < 0.4
+    window = r.choice((None, None, (r.randint(0, 300), None), (r.randint(0, 300), r.randint(0, 300))))
+    return Case(
+        B=r.choice((1, 2, 3)), H=group * kv_heads, Hkv=kv_heads, M=M, N=N, D=D, Dv=r.choice((D, D, 8, 64, 128)),
+        dtype=r.choice((BRAIN, HALF)), bias=bias, bias_dtype=r.choice((None, BRAIN, HALF, FLOAT)), causal=causal,
+        window=window, softcap=r.choice((None, None, None, 5.0)), scale=r.choice((None, None, 0.02, 0.7)),
+        layout=r.choice(("padded", "padded", "contiguous", "heads_last")) if bias is None or bias[2:] != "mn"
+        else "padded", bias_hides=hides, grads="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_soak(part):
+    for n in range(part, SOAK, 8):
+        check(drawn(n), "hopper", "cuda")

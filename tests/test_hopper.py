@@ -1,0 +1,101 @@
+"""What the hopper backend declines and says of itself; none of it needs a GPU or triton's compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise import explain
+from tilewise.backends import hopper
+from tilewise.plan import make_plan
+from tilewise.problem import Operand, Problem, irregular
+from tilewise.score.terms import Band, Score
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+PROBLEM = Problem(
+    device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=2, queries=239, keys=432,
+    head_dim=128, value_dim=128, score=Score(0.1, None, Band()),
+)  # fmt: skip
+MATRIX = Operand(torch.bfloat16, 1, 8, 239, 432)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "cpu", "capability": None}, "needs a CUDA device, the tensors are on cpu"),
+        ({"capability": (8, 0)}, "needs compute capability 9.0, this GPU has 8.0"),
+        ({"capability": (10, 0)}, "needs compute capability 9.0, this GPU has 10.0"),
+        ({"dtype": torch.float32}, "has kernels for float16 and bfloat16, not for float32"),
+        ({"mask": Operand(torch.bool, 1, 1, 239, 432)}, "has no bool masks yet"),
+        ({"bias": replace(MATRIX, dtype=torch.float64)}, "reads a bias in float16, bfloat16 or float32, not float64"),
+        ({"irregular": ("k", "v")}, "reads by TMA, which cannot describe k, v: "),
+        ({"bias": MATRIX, "irregular": ("bias",)}, "reads by TMA, which cannot describe bias: "),
+        ({"value_dim": 13}, "writes o by TMA, in rows of a multiple of 16 bytes: not 13 elements"),
+        ({}, None),
+        ({"dtype": torch.float16, "head_dim": 40, "value_dim": 256, "queries": 1, "keys": 1}, None),
+        ({"score": Score(0.1, 20.0, Band(-3, 5))}, None),
+        ({"bias": replace(MATRIX, dtype=torch.float32)}, None),
+        ({"bias": replace(MATRIX, rows=1), "irregular": ("bias",)}, None),
+        ({"bias": replace(MATRIX, cols=1), "irregular": ("bias",)}, None),
+    ],
+)
+def test_declines(change, reason):
+    problem = replace(PROBLEM, **change)
+    found = hopper.declines(problem)
+    assert found is None if reason is None else found.startswith(reason)
+    if problem.device == "cuda" and (problem.bias is None or problem.bias.dtype != torch.float64):
+        plan = make_plan(problem)
+        assert (plan.backend, plan.backward) == ("hopper" if reason is None else "triton", "triton")
+        assert dict(plan.declined).get("hopper") == found
+
+
+def test_the_interpreter_does_not_run_gluon(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert hopper.declines(PROBLEM) == "Triton's interpreter does not run Gluon"
+
+
+def buffer(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "regular"),
+    [
+        (buffer(2, 3, 5, 64), True),
+        (buffer(2, 5, 3, 64).transpose(1, 2), True),
+        (buffer(2, 3, 5, 40), True),
+        (buffer(2, 3, 5, 13), False),  # rows of 26 bytes
+        (buffer(2, 3, 1, 13), False),  # heads of 26 bytes
+        (buffer(1, 1, 1, 13), True),
+        (buffer(2, 3, 5, 72)[..., 8:], True),
+        (buffer(2, 3, 5, 72)[..., 4:68], False),  # begins off 16 bytes
+        (buffer(2, 3, 64, 16).mT, False),
+        (buffer(1, 3, 5, 64).expand(2, 3, 5, 64), False),
+        (buffer(2, 3, 5, 12, dtype=torch.float32), True),
+        (buffer(2, 3, 0, 13), True),
+    ],
+)
+def test_irregular(x, regular):
+    q = buffer(1, 1, 1, 8)
+    assert irregular(q, x, q, None) == (() if regular else ("k",))
+    assert irregular(q, q, q, x) == (() if regular else ("bias",))
+
+
+def test_explain_reads_the_layout():
+    x = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    lines = str(explain(x, x, x, device="sm_90")).splitlines()
+    words = r"backend hopper: 128 queries x 128 keys, 2 warpgroups, .*"
+    assert any(re.fullmatch(words, line) for line in lines)
+    assert "  gradients by triton" in lines
+    expanded = x[:, :1].expand_as(x)
+    text = str(explain(x, expanded, expanded, device="sm_90"))
+    assert "backend triton: " in text
+    assert "  not hopper: reads by TMA, which cannot describe k, v: the last dimension must be contiguous" in text
+    assert "gradients by" not in text
+    with pytest.raises(ValueError, match=r"^backend: 'hopper' cannot run this call: reads by TMA"):
+        explain(x, expanded, expanded, device="sm_90", backend="hopper")

@@ -1,0 +1,84 @@
+"""The Hopper kernels compiled ahead of time for sm_90a: nothing spills, no wgmma waits for another or races.
+
+With the installed triton, and with Triton 3.6.0, because torch 2.11 pins that one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+import wgmma_lint
+from aot_child import compile_hopper_case
+from aot_compilers import TRITON_360, Compilers
+from helpers import Case
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+USUAL = Case(B=4, H=16, M=4096, N=4096, D=128, dtype=torch.bfloat16)
+# Triton, case, wgmma in the forward kernel. A product of Q and K takes D/16 of them, one of P and V block_n/16; each of
+# two warpgroups has one of either outside its loops, and one of either in each of its loops: one for full tiles, and
+# with a band one for partial tiles on a side that it limits.
+DESIGNED = [
+    ("installed", USUAL, 2 * (8 + 8) * 2),
+    ("3.6.0", replace(USUAL, causal=True), 2 * (8 + 8) * 3),
+    ("3.6.0", replace(USUAL, bias="1hmn"), 2 * (8 + 8) * 2),
+    ("3.6.0", replace(USUAL, D=64, bias="bhmn", causal=True), 2 * (4 + 8) * 3),
+    ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2),
+]
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory):
+    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
+    yield compilers
+    compilers.close()
+
+
+@pytest.mark.parametrize(
+    ("triton", "case", "designed"), [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in DESIGNED]
+)
+def test_compiled_kernels(compilers, triton, case, designed):
+    if triton == "3.6.0" and not TRITON_360.is_dir():
+        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+    codes = compilers.run(compile_hopper_case, triton, 90, case)
+    assert [code.kernel.name for code in codes] == (
+        ["forward_kernel"] if case.bias is None and not case.causal else ["forward_kernel", "repair_kernel"]
+    )
+    for kernel, wgmma, hazards in codes:
+        print(kernel)
+        assert kernel.shared <= kernel.shared_limit
+        assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert not kernel.warnings
+        assert not hazards
+        assert kernel.name != "forward_kernel" or wgmma == designed
+
+
+WGMMA = """
+        /*0100*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0110*/                   {} ;
+        /*0120*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0130*/                   {} ;
+        /*0140*/              @!P0 BRA 0x130 ;
+        /*0150*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0160*/              @!P0 BRA 0x130 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("during", "after", "hazards"),
+    [
+        ("IADD3 R4, R5, R6, RZ", "FADD R24, R24, R8", [0x130]),  # round the last loop the second is in flight
+        ("IADD3 R11, R5, R6, RZ", "NOP", [0x110]),  # writes operand A
+        ("IADD3 R12, R5, R11, RZ", "NOP", []),  # only reads it
+        ("STS [R4], R55", "NOP", [0x110]),  # reads the accumulator
+        ("LDS.128 R20, [R5]", "NOP", []),  # ends just below it
+        ("LDS.128 R21, [R5]", "NOP", [0x110]),  # reaches into it
+    ],
+)
+def test_the_lint_finds_hazards(during, after, hazards):
+    code = WGMMA.format(during, after)
+    assert wgmma_lint.count(code) == 2
+    assert [hazard.address for hazard in wgmma_lint.lint(code)] == hazards

@@ -1,0 +1,66 @@
+"""Kernels in Gluon for NVIDIA Hopper GPUs (sm_90a): the forward. Gradients come from the Triton backend.
+
+Nothing here imports triton until a problem is run: the plan asks `declines` on machines that have none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Inputs, Outputs
+from tilewise.problem import Problem
+
+
+def declines(problem: Problem) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not run Gluon"
+    if problem.capability != (9, 0):
+        if problem.capability is None:
+            return f"needs a CUDA device, the tensors are on {problem.device}"
+        return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, problem.capability))}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"has kernels for float16 and bfloat16, not for {str(problem.dtype).removeprefix('torch.')}"
+    if problem.mask is not None:
+        return "has no bool masks yet"
+    bias = problem.bias
+    if bias is not None and bias.dtype == torch.float64:
+        return "reads a bias in float16, bfloat16 or float32, not float64"
+    by_pointers = bias is not None and (bias.rows == 1 or bias.cols == 1)
+    irregular = [name for name in problem.irregular if name != "bias" or not by_pointers]
+    if irregular:
+        return (
+            f"reads by TMA, which cannot describe {', '.join(irregular)}: the last dimension must be contiguous, the "
+            "address and every other stride a multiple of 16 bytes, no stride 0"
+        )
+    if problem.value_dim % 8:
+        return f"writes o by TMA, in rows of a multiple of 16 bytes: not {problem.value_dim} elements"
+    return None
+
+
+def tiles(problem: Problem) -> str:
+    from tilewise.backends.hopper.config import forward_config
+
+    c = forward_config(problem)
+    grid = "persistent programs" if c.persistent else "a program for each tile of queries"
+    return f"{c.block_m} queries x {c.block_n} keys, {c.warpgroups} warpgroups, {c.stages} stages, {grid}"
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    from tilewise.backends.hopper import launch
+
+    with _device_of(inputs.q):
+        return launch.forward(problem, inputs)
+
+
+def _device_of(q: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensors' own, at no cost where it already is."""
+    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(q.device)

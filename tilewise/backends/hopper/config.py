@@ -1,0 +1,84 @@
+"""Tile sizes, warpgroups and rings of the Hopper kernel, with the reason for the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.problem import Problem
+
+ROWS = 64  # queries of a warpgroup: the height of a wgmma
+SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one program works.
+
+    Attributes:
+        block_n: keys of a tile.
+        warpgroups: that compute, `ROWS` queries each; one more warp loads Q, K and V, one for each loads its bias.
+        stages: tiles in the rings of K and V.
+        bias_stages: tiles in the ring of the bias, for each warpgroup.
+        bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
+        turns: warpgroups take the tensor cores in turns: the softmax of one runs under the products of the others.
+        persistent: as many programs as multiprocessors, each walks over several tiles of queries.
+        chunk: tiles of queries in a row that a program takes: of a band a long and a short one.
+        o_in_q: O leaves through the shared memory of Q.
+        q_in_registers: Q is read once, not by every wgmma.
+        registers: of a thread of a computing and of a loading warp; 64 K of them in all.
+    """
+
+    block_n: int
+    warpgroups: int
+    stages: int
+    bias_stages: int
+    bias_first: bool
+    turns: bool
+    persistent: bool
+    chunk: int
+    o_in_q: bool
+    q_in_registers: bool
+    registers: tuple[int, int]
+
+    @property
+    def block_m(self) -> int:
+        return self.warpgroups * ROWS
+
+
+def padded(n: int) -> int:
+    """The next power of two from 32 up: the width of a tile, which TMA fills up with zeros."""
+    return max(32, 1 << (n - 1).bit_length())
+
+
+def bias_tile(problem: Problem) -> int:
+    """Bytes an element of the bias that passes through shared memory; 0 where there is none."""
+    bias = problem.bias
+    return 0 if bias is None or bias.rows == 1 or bias.cols == 1 else bias.dtype.itemsize
+
+
+def forward_config(problem: Problem) -> Config:
+    """The forward's tiles."""
+    d = max(padded(problem.head_dim), padded(problem.value_dim))
+    bias = bias_tile(problem)
+    # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
+    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
+    # which a softcap or the masks of a band need too: half the keys.
+    band, capped = not problem.score.band.unlimited, problem.score.softcap is not None
+    crowded = problem.bias is not None and (capped or (band and not bias))
+    block_n = 64 if d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
+    # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
+    three = d <= 64 and problem.bias is None and not band and not capped
+    return Config(
+        block_n=block_n,
+        warpgroups=3 if three else 2,
+        stages=2,
+        bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
+        bias_first=bias > 0 and not capped,
+        turns=True,
+        # The next tile's loads run under the end of the last.
+        persistent=True,
+        chunk=2 if band else 1,
+        q_in_registers=d <= 128 and not three and (d < 128 or problem.bias is None or bias > 0),
+        o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
+        registers=(160, 32) if three else (240, 24),
+    )

@@ -1,0 +1,452 @@
+"""Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a bias tile of its own ring.
+
+One warp loads Q, K and V by TMA; one warp for each computing warpgroup loads its bias. A computing warpgroup holds 64
+queries: it issues Q·Kᵀ of one tile of keys together with P·V of the tile before, and the softmax of the one runs under
+the product of the other. Every role walks over the same tiles, from the last key to the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.backends.hopper.pipeline import (
+    Ring,
+    fill,
+    leave,
+    leave_after_loads,
+    new_ring,
+    pass_turn,
+    take_turn,
+    tma_store,
+    wait_full,
+)
+from tilewise.backends.hopper.score import in_band, in_units, key_tiles, online_softmax, softcap
+
+LN2 = gl.constexpr(0.6931471805599453)
+LARGEST = gl.constexpr(3.0e38)
+
+
+class Sizes(NamedTuple):
+    batch: int
+    heads: int
+    group: int  # query heads that share a key/value head
+    queries: int
+    keys: int
+    row_tiles: int  # tiles of queries of one head
+    tiles: int  # of all heads and batch elements
+
+
+class Compiled(NamedTuple):
+    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.Config for most."""
+
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    WARPGROUPS: Any
+    STAGES: Any
+    BIAS_STAGES: Any
+    BIAS_FIRST: Any
+    TURNS: Any
+    O_IN_Q: Any
+    Q_IN_REGISTERS: Any
+    LOADING_REGISTERS: Any
+    COMPUTING_REGISTERS: Any
+    BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
+    BIAS_BATCH: Any  # a bias for each batch element, or one for all
+    BIAS_GROUP: Any  # query heads that share a bias
+    RAGGED: Any  # the last tile of keys reaches past their end
+    HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
+    ORDER: Any  # see tile_at
+    CHUNK: Any  # consecutive tiles that one program takes
+
+
+class Sources(NamedTuple):
+    """Descriptors; the bias may be a `Strided`. Built inside the kernel: descriptors can only be arguments of it."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    o: Any
+
+
+class Rings(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    o: Any
+
+
+class Tile(NamedTuple):
+    """One program's work at a time: a tile of queries, and the tiles of keys that it sees."""
+
+    b: Any
+    h: Any
+    row0: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of wgmma's result, [64, columns] in one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def work_count(sizes, c):
+    """How many tiles this program walks over."""
+    chunks = gl.cdiv(sizes.tiles, c.CHUNK)
+    return gl.cdiv(chunks - gl.program_id(0), gl.num_programs(0)) * c.CHUNK
+
+
+@gluon.jit
+def tile_at(i, terms, sizes, c):
+    """This program's ``i``-th tile. What varies fastest decides which tiles run together and share the L2 cache."""
+    BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
+    count = sizes.row_tiles
+    t = (gl.program_id(0) + i // c.CHUNK * gl.num_programs(0)) * c.CHUNK + i % c.CHUNK
+    t = gl.minimum(t, sizes.tiles - 1)  # where chunks do not divide the tiles, the very last is computed twice
+    if c.ORDER == "tiles":  # of one head: they share its keys and values
+        m = t % count
+        bh = t // count
+        h = bh % sizes.heads
+        b = bh // sizes.heads
+    elif c.ORDER == "balanced":  # of one head, the longest and the shortest in turns: chunks of two are equally long
+        r = t % count
+        m = r // 2
+        if r % 2 == 0:
+            m = count - 1 - m
+        bh = t // count
+        h = bh % sizes.heads
+        b = bh // sizes.heads
+    elif c.ORDER == "batch":  # batch elements that read one bias tile
+        b = t % sizes.batch
+        m = t // sizes.batch % count
+        h = t // sizes.batch // count
+    else:  # heads that read one bias tile
+        h = t % sizes.heads
+        m = t // sizes.heads % count
+        b = t // sizes.heads // count
+    row0 = m * BLOCK_M
+    rows = gl.minimum(BLOCK_M, sizes.queries - row0)
+    begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+    # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
+    return Tile(b, h, row0, begin, full_begin, full_end, gl.maximum(end, begin + 1))
+
+
+@gluon.jit
+def load(x, rings, terms, sizes, c):
+    """The role of one warp: Q, and the tiles of K and V."""
+    step = 0
+    for t in range(work_count(sizes, c)):
+        tile = tile_at(t, terms, sizes, c)
+        hk = tile.h // sizes.group
+        for w in gl.static_range(c.WARPGROUPS):
+            fill(rings.q, w, t, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
+        for i in range(tile.end - tile.begin):
+            n0 = (tile.end - 1 - i) * c.BLOCK_N
+            fill(rings.k, step % c.STAGES, step // c.STAGES, x.k, tile.b, hk, n0, 0)
+            fill(rings.v, step % c.STAGES, step // c.STAGES, x.v, tile.b, hk, n0, 0)
+            step += 1
+
+
+@gluon.jit
+def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The role of one warp for each warpgroup: the tiles of its bias."""
+    step = 0
+    for t in range(work_count(sizes, c)):
+        tile = tile_at(t, terms, sizes, c)
+        b = tile.b if c.BIAS_BATCH else 0
+        for i in range(tile.end - tile.begin):
+            slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
+            n0 = (tile.end - 1 - i) * c.BLOCK_N
+            row = tile.row0 + 64 * WARPGROUP
+            fill(rings.bias, slot, step // c.BIAS_STAGES, x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
+            step += 1
+
+
+@gluon.jit
+def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
+    S: gl.constexpr = accumulator(c.BLOCK_N)
+    if c.BIAS == "matrix":
+        slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
+        wait_full(rings.bias, slot, step // c.BIAS_STAGES)
+        bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
+    elif c.BIAS == "cols":
+        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
+        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
+        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(n0, gl.int64) * x.bias.stride3
+        bias = gl.load(at + cols * x.bias.stride3, mask=cols < sizes.keys - n0, other=0.0)[None, :]
+    else:
+        bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
+    return bias
+
+
+@gluon.jit
+def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
+    if c.BIAS == "matrix":
+        leave_after_loads(rings.bias, step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP)
+
+
+@gluon.jit
+def scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr):
+    """From the product to what the softmax takes: softcap, bias, mask."""
+    S: gl.constexpr = accumulator(c.BLOCK_N)
+    if terms.HAS_CAP:
+        s = softcap(s * terms.scale, terms.cap)
+    if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
+        s += in_units(bias, terms.inverse)
+    if PARTIAL:
+        rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, S))
+        cols = n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
+        s = gl.where(in_band(rows, cols, sizes.keys, terms), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def start_of(bias, terms, c):
+    """What the accumulator of Q·Kᵀ starts from."""
+    S: gl.constexpr = accumulator(c.BLOCK_N)
+    if c.BIAS_FIRST:
+        return in_units(bias, terms.inverse)
+    else:
+        return gl.zeros([64, c.BLOCK_N], gl.float32, S)
+
+
+@gluon.jit
+def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROUP: gl.constexpr,
+           PARTIAL: gl.constexpr):  # fmt: skip
+    """Q·Kᵀ and softmax of one tile of keys, under the P·V of the tile before; returns ``(m, l, o, p)``."""
+    DTYPE: gl.constexpr = x.q.dtype
+    O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
+    k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
+    n0 = n * c.BLOCK_N
+    if c.BIAS_FIRST:
+        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+        start = start_of(bias, terms, c)
+    else:
+        start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
+
+    # QK, and PV of the tile before
+    if c.TURNS:
+        take_turn(WARPGROUP)
+    k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
+    s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
+    wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
+    v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+    o_pending = warpgroup_mma(p, v, o, is_async=True)
+    if c.TURNS:
+        pass_turn(WARPGROUP, c.WARPGROUPS)
+    if not c.BIAS_FIRST:
+        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+    leave_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
+    s = warpgroup_mma_wait(1, deps=(s_pending,))
+    leave(rings.k, k_slot)
+
+    # softmax
+    s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, PARTIAL)
+    BLIND: gl.constexpr = PARTIAL or c.BIAS == "matrix" or c.BIAS == "cols"
+    p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, BLIND)
+    # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
+    # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
+    wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, n > tile.begin)
+
+    # the end of PV
+    o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
+    leave(rings.v, v_slot)
+    # converted after PV has read the old P: one set of registers for both, and no copies
+    p = gl.convert_layout(p_next.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+    return m_i, l_i, o, p
+
+
+@gluon.jit
+def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """Normalise O and store the LSE; returns O."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
+    ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_DV))
+    rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
+    inside = rows < sizes.queries
+    value = (m_i * terms.exponent + gl.log2(l_i)) * LN2  # a row that saw nothing: m = -inf, l = 0
+    if c.HIDES:
+        # NaN is the mark of rows for the repair kernel: 0 · NaN has spoilt O, or the bias is beyond the units of s.
+        spoilt = gl.convert_layout(gl.sum(o * 0.0, axis=1), ROWS, assert_trivial=True)
+        beyond = (gl.abs(m_i) > LARGEST) & (m_i != -float("inf"))
+        value = gl.where(beyond, float("nan"), value + spoilt)
+    o = o * gl.convert_layout(1.0 / gl.where(l_i == 0, 1.0, l_i), ROWS_OF_O, assert_trivial=True)[:, None]
+    if c.BIAS == "rows":  # the same for all keys: it moves the LSE and leaves the softmax alone
+        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
+        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
+        bias = gl.load(at + rows.to(gl.int64) * x.bias.stride2, mask=inside, other=0.0).to(gl.float32)
+        hidden = bias == -float("inf")
+        value = gl.where(hidden, bias, value + bias)
+        o += gl.convert_layout(gl.where(hidden, 0.0, bias - bias), ROWS_OF_O, assert_trivial=True)[:, None]
+        o = gl.where(gl.convert_layout(hidden, ROWS_OF_O, assert_trivial=True)[:, None], 0.0, o)
+    row = (gl.cast(tile.b, gl.int64) * sizes.heads + tile.h) * sizes.queries + rows
+    gl.store(lse + row, value, mask=inside)
+    return o
+
+
+@gluon.jit
+def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
+    DTYPE: gl.constexpr = x.q.dtype
+    O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
+    BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
+    q_shared = rings.q.slots.index(WARPGROUP).reshape([64, c.BLOCK_D])
+    step = 0
+    if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
+        pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
+    for t in range(work_count(sizes, c)):
+        tile = tile_at(t, terms, sizes, c)
+        m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
+        l_i = gl.full([64], 0.0, gl.float32, ROWS)
+        o = gl.zeros([64, c.BLOCK_DV], gl.float32, O)
+
+        # the last tile of keys: QK and softmax alone
+        last = tile.end - 1
+        n0 = last * c.BLOCK_N
+        slot = step % c.STAGES
+        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+        start = start_of(bias, terms, c)
+        wait_full(rings.q, WARPGROUP, t)
+        if c.Q_IN_REGISTERS:
+            q = q_shared.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N), 2))
+            if not c.O_IN_Q:
+                leave_after_loads(rings.q, WARPGROUP)
+        else:
+            q = q_shared
+        wait_full(rings.k, slot, step // c.STAGES)
+        k = rings.k.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
+        s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
+        leave_bias(rings, step, c, WARPGROUP)
+        s = warpgroup_mma_wait(0, deps=(s_pending,))
+        leave(rings.k, slot)
+        wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
+        s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
+        p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
+        p = gl.convert_layout(p_first.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+        step += 1
+
+        # the others: partial tiles, full ones, partial ones
+        if BAND:
+            for i in range(last - gl.minimum(tile.full_end, last)):
+                m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, last - 1 - i, terms, sizes, c,
+                                        WARPGROUP, True)  # fmt: skip
+                step += 1
+        full_end = gl.minimum(tile.full_end, last)
+        full_begin = gl.minimum(tile.full_begin, last)
+        for i in range(full_end - full_begin):
+            m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, full_end - 1 - i, terms, sizes, c,
+                                    WARPGROUP, False)  # fmt: skip
+            step += 1
+        if terms.HAS_LO:
+            for i in range(full_begin - tile.begin):
+                m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, full_begin - 1 - i, terms, sizes, c,
+                                        WARPGROUP, True)  # fmt: skip
+                step += 1
+
+        # PV of the first tile of keys
+        if not c.O_IN_Q and not c.Q_IN_REGISTERS:
+            leave(rings.q, WARPGROUP)
+        slot = (step - 1) % c.STAGES
+        wait_full(rings.v, slot, (step - 1) // c.STAGES)
+        v = rings.v.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        o_pending = warpgroup_mma(p, v, o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o_pending,))
+        leave(rings.v, slot)
+        o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+
+        # O leaves by TMA, through shared memory
+        stage = rings.o.index(WARPGROUP)
+        if not c.O_IN_Q:
+            tma.store_wait(0)  # of the tile before
+        stage.reshape([64, c.BLOCK_DV]).store(o.to(DTYPE))
+        fence_async_shared()
+        tma_store(x.o, [tile.b, tile.h, tile.row0 + 64 * WARPGROUP, 0], stage)
+        if c.O_IN_Q:
+            tma.store_wait(0)
+            leave(rings.q, WARPGROUP)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward_kernel(q, k, v, bias, o, lse, terms, sizes, c):
+    """O and the LSE. q, k, v, o: descriptors of tiles; bias: a descriptor, or a `Strided`."""
+    x = Sources(q, k, v, bias, o)
+    q_ring = new_ring(q, c.WARPGROUPS, 64, c.BLOCK_D, 1)
+    k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
+    v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
+    bias_ring = Ring(0, 0, 0)
+    if c.BIAS == "matrix":
+        bias_ring = new_ring(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
+    if c.O_IN_Q:
+        stage = q_ring.slots
+    else:
+        stage = gl.allocate_shared_memory(o.dtype, [c.WARPGROUPS, 1, 1, 64, c.BLOCK_DV], o.layout)
+    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage)
+    fence_async_shared()
+    FEW: gl.constexpr = c.LOADING_REGISTERS
+    MANY: gl.constexpr = c.COMPUTING_REGISTERS
+    if c.WARPGROUPS == 2 and c.BIAS != "matrix":
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (load, (x, rings, terms, sizes, c)),
+            ],
+            [4, 1],
+            [MANY, FEW],
+        )
+    elif c.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (load, (x, rings, terms, sizes, c)),
+                (load_bias, (x, rings, terms, sizes, c, 0)),
+                (load_bias, (x, rings, terms, sizes, c, 1)),
+            ],
+            [4, 1, 1, 1],
+            [MANY, FEW, FEW, FEW],
+        )
+    elif c.BIAS != "matrix":
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (compute, (x, rings, lse, terms, sizes, c, 2)),
+                (load, (x, rings, terms, sizes, c)),
+            ],
+            [4, 4, 1],
+            [MANY, MANY, FEW],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (compute, (x, rings, lse, terms, sizes, c, 2)),
+                (load, (x, rings, terms, sizes, c)),
+                (load_bias, (x, rings, terms, sizes, c, 0)),
+                (load_bias, (x, rings, terms, sizes, c, 1)),
+                (load_bias, (x, rings, terms, sizes, c, 2)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [MANY, MANY, FEW, FEW, FEW, FEW],
+        )

@@ -1,0 +1,199 @@
+"""From a Problem and its tensors to kernel launches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends import Inputs, Outputs, empty_output
+from tilewise.backends.hopper.config import Config, forward_config, padded
+from tilewise.backends.hopper.forward_kernel import Compiled, Sizes, forward_kernel
+from tilewise.backends.hopper.repair_kernel import Repair, repair_kernel
+from tilewise.backends.hopper.score import Terms
+from tilewise.backends.hopper.tensors import NOTHING, bound, descriptor, strided, unbound
+from tilewise.problem import Operand, Problem
+from tilewise.score.tiles import limits
+
+LOG2E = 1.4426950408889634
+
+
+class Launch(NamedTuple):
+    """A kernel with everything but its tensors."""
+
+    kernel: Any
+    programs: int
+    numbers: tuple[Any, ...]
+    options: dict[str, int]
+
+
+class Prepared:
+    """All of a call but its tensors, made once for each problem and each layout of its tensors."""
+
+    def __init__(self, problem: Problem, config: Config, inputs: Inputs, o: Tensor):
+        terms, c = _terms(problem), _compiled(problem, config)
+        sizes = _sizes(problem, config)
+        q, k, v, bias, _ = inputs
+        tile = descriptor(bias, 64, config.block_n) if bias is not None and c.BIAS.value == "matrix" else None
+        self.sources = {
+            "q": unbound(descriptor(q, 64, c.BLOCK_D.value)),
+            "k": unbound(descriptor(k, config.block_n, c.BLOCK_D.value)),
+            "v": unbound(descriptor(v, config.block_n, c.BLOCK_DV.value)),
+            "bias": unbound(tile) if tile is not None else unbound(NOTHING if bias is None else strided(bias)),
+            "o": unbound(descriptor(o, 64, c.BLOCK_DV.value)),
+        }
+        self.rows = {
+            name: unbound(NOTHING if x is None else strided(x))
+            for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("o", o))
+        }
+        chunks = -(-sizes.tiles // c.CHUNK.value)
+        multiprocessors = _multiprocessors(q.device)
+        self.forward = Launch(
+            forward_kernel, min(chunks, multiprocessors) if config.persistent else chunks, (terms, sizes, c),
+            {"num_warps": 4},
+        )  # fmt: skip
+        self.repair = None
+        if c.HIDES.value:
+            r = _repair(problem)
+            looks = -(-problem.queries // r.BLOCK_M.value) * problem.heads * problem.batch
+            looks = -(-looks // r.SCAN.value)
+            self.repair = Launch(
+                repair_kernel, min(looks, multiprocessors), (problem.head_dim, problem.value_dim, terms, sizes, r),
+                {"num_warps": 8},
+            )  # fmt: skip
+        self._kernels: dict[str, Any] = {}
+
+    def launch(self, what: Launch, *tensors: Any) -> None:
+        """Launch; from the second time on without Triton's search for the compiled kernel, some 50 µs of host time."""
+        name = what.kernel.__name__
+        args = (*tensors, *what.numbers)
+        compiled = self._kernels.get(name)
+        if compiled is None:
+            self._kernels[name] = what.kernel[(what.programs,)](*args, **what.options)
+        else:
+            compiled[what.programs, 1, 1](*args)
+
+
+_prepared: dict[tuple, Prepared] = {}
+
+
+def _prepare(problem: Problem, inputs: Inputs, o: Tensor) -> Prepared:
+    """Kept under everything that a compiled kernel depends on."""
+    layouts = tuple(None if x is None else (x.stride(), x.data_ptr() % 16) for x in inputs)
+    key = (problem, layouts, inputs.q.device.index)
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= 4096:
+            _prepared.clear()
+        prepared = _prepared[key] = Prepared(problem, forward_config(problem), inputs, o)
+    return prepared
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    q, k, v, bias, _ = inputs
+    o = empty_output(q, problem.value_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    ready = _prepare(problem, inputs, o)
+    named = {"q": q, "k": k, "v": v, "bias": bias, "o": o}
+    ready.launch(ready.forward, *(bound(ready.sources[name], x) for name, x in named.items()), lse)
+    if ready.repair is not None:
+        ready.launch(ready.repair, *(bound(ready.rows[name], x) for name, x in named.items()), lse)
+    return Outputs(o, lse)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _terms(problem: Problem) -> Terms:
+    score, c = problem.score, gl.constexpr
+    lo, hi = limits(score.band)
+    capped = score.softcap is not None
+    return Terms(
+        exponent=LOG2E if capped else score.scale * LOG2E,
+        inverse=1.0 if capped else 1.0 / score.scale,
+        scale=score.scale,
+        cap=1.0 if score.softcap is None else score.softcap,
+        lo=lo,
+        hi=hi,
+        HAS_LO=c(score.band.lo is not None),
+        HAS_HI=c(score.band.hi is not None),
+        HAS_CAP=c(capped),
+    )
+
+
+def _sizes(problem: Problem, config: Config) -> Sizes:
+    p = problem
+    row_tiles = -(-p.queries // config.block_m)
+    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * p.heads * p.batch)
+
+
+def _compiled(problem: Problem, config: Config) -> Compiled:
+    bias = problem.bias
+    values = Compiled(
+        BLOCK_N=config.block_n,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.value_dim),
+        WARPGROUPS=config.warpgroups,
+        STAGES=config.stages,
+        BIAS_STAGES=config.bias_stages,
+        BIAS_FIRST=config.bias_first,
+        TURNS=config.turns,
+        O_IN_Q=config.o_in_q,
+        Q_IN_REGISTERS=config.q_in_registers,
+        COMPUTING_REGISTERS=config.registers[0],
+        LOADING_REGISTERS=config.registers[1],
+        BIAS=_spread(bias),
+        BIAS_BATCH=bias is not None and bias.batch > 1,
+        BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        RAGGED=problem.keys % config.block_n != 0,
+        HIDES=hides(problem),
+        ORDER=_order(problem),
+        CHUNK=config.chunk,
+    )
+    return Compiled(*(gl.constexpr(x) for x in values))
+
+
+def _repair(problem: Problem) -> Repair:
+    bias = problem.bias
+    block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
+    block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
+    values = Repair(
+        BLOCK_M=block_m,
+        BLOCK_N=32,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        SCAN=2048 // block_m,
+        BIAS=bias is not None,
+        BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+    )
+    return Repair(*(gl.constexpr(x) for x in values))
+
+
+def hides(problem: Problem) -> bool:
+    """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
+    all_pairs = problem.batch * problem.heads * problem.queries * problem.keys
+    return _spread(problem.bias) in ("matrix", "cols") or problem.pairs != all_pairs
+
+
+def _spread(bias: Operand | None) -> str:
+    """Which axes of queries and keys a bias is full along."""
+    if bias is None:
+        return "none"
+    if bias.cols == 1:
+        return "rows"
+    return "cols" if bias.rows == 1 else "matrix"
+
+
+def _order(problem: Problem) -> str:
+    """See forward_kernel.tile_at."""
+    bias = problem.bias
+    if not problem.score.band.unlimited:
+        return "balanced"
+    if bias is None or _spread(bias) != "matrix":
+        return "tiles"
+    if bias.batch == 1 and problem.batch > 1:
+        return "batch"
+    return "heads" if bias.heads < problem.heads else "tiles"

@@ -1,0 +1,91 @@
+"""Rings of shared memory between warps, and the order in which warpgroups take the tensor cores.
+
+The only module that knows how names differ between releases of Gluon.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Renamed in Triton 3.8; the old names raise in 3.9.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Of the warps of the partition that calls it; renamed in Triton 3.7.
+warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Hardware barriers from here up are free: Triton takes 0, 1 and one for each of at most six partitions.
+FIRST_TURN = gl.constexpr(8)
+
+
+class Ring(NamedTuple):
+    """Slots of shared memory that one warp fills by TMA and its readers empty, with a pair of barriers for each.
+
+    The n-th use of a slot waits for phase ``n & 1`` of `full` to read it, and for the opposite of `empty` to fill it.
+    """
+
+    slots: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def new_ring(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr):
+    """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it."""
+    slots = gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, ROWS, COLS], source.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return Ring(slots, full, empty)
+
+
+@gluon.jit
+def fill(ring, slot, use, source, b, h, row, col):
+    """Load a tile into a slot for the ``use``-th time, once the readers of the use before have left it."""
+    mbarrier.wait(ring.empty.index(slot), (use & 1) ^ 1)
+    mbarrier.expect(ring.full.index(slot), source.block_type.nbytes)
+    tma_load(source, [b, h, row, col], ring.full.index(slot), ring.slots.index(slot))
+
+
+@gluon.jit
+def wait_full(ring, slot, use, needed=True):
+    mbarrier.wait(ring.full.index(slot), use & 1, pred=needed)
+
+
+@gluon.jit
+def leave(ring, slot):
+    """Give a slot back that only wgmma has read."""
+    mbarrier.arrive(ring.empty.index(slot), count=1)
+
+
+@gluon.jit
+def leave_after_loads(ring, slot):
+    """Give a slot back that ordinary loads have read.
+
+    They read through the generic proxy and TMA writes through the async proxy: a barrier alone does not order the two.
+    """
+    fence_async_shared()
+    warps_barrier()
+    mbarrier.arrive(ring.empty.index(slot), count=1)
+
+
+@gluon.jit
+def take_turn(WARPGROUP: gl.constexpr):
+    """Wait until it is this warpgroup's turn to issue products."""
+    gl.inline_asm_elementwise(
+        f"bar.sync {FIRST_TURN + WARPGROUP}, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The next warpgroup may issue its products."""
+    NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
+    gl.inline_asm_elementwise(
+        f"bar.arrive {FIRST_TURN + NEXT}, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

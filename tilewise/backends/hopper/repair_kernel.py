@@ -1,0 +1,116 @@
+"""Rows whose product with a hidden key or value was not finite, computed again with care.
+
+The forward kernel multiplies hidden pairs like any other: with finite data they add 0, but 0 · NaN is NaN. Rows that
+this may have spoilt have NaN in the LSE. This kernel reads the LSE and is done where it finds none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.score import tiles
+
+LN2 = tl.constexpr(0.6931471805599453)
+key_tiles = triton.jit(tiles.key_tiles)
+
+
+class Repair(NamedTuple):
+    """What the kernel knows when it is compiled; every field is a tl.constexpr."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    SCAN: Any  # tiles of queries that one look covers
+    BIAS: Any
+    BIAS_GROUP: Any
+
+
+@triton.jit
+def _load(x, b, h, rows, row_end, cols, col_end):
+    """A tile [rows, cols] of a `Strided`; 0 outside the tensor."""
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
+    return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0)
+
+
+@triton.jit
+def _softcap(s, cap):
+    u = tl.exp2(-2.8853900817779268 * tl.abs(s / cap))
+    t = (1 - u) / (1 + u)
+    return tl.where(s < 0, -t, t) * cap
+
+
+@triton.jit
+def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
+    """The rows of one tile whose LSE is NaN."""
+    rows = m0 + tl.arange(0, r.BLOCK_M)
+    dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
+    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * sizes.queries + rows
+    old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)
+    hk = h // sizes.group
+    acc = tl.zeros([r.BLOCK_M, r.BLOCK_DV], tl.float32)
+    m_i = tl.full([r.BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([r.BLOCK_M], tl.float32)
+    begin, _, _, end = key_tiles(
+        m0, tl.minimum(r.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, r.BLOCK_N
+    )
+    for n in tl.range(begin, end, num_stages=1):
+        cols = n * r.BLOCK_N + tl.arange(0, r.BLOCK_N)
+        q_tile = _load(q, b, h, rows, sizes.queries, dims, head_dim)
+        k_tile = _load(k, b, hk, cols, sizes.keys, dims, head_dim)
+        s = tl.dot(q_tile, k_tile.T) * terms.scale
+        if terms.HAS_CAP:
+            s = _softcap(s, terms.cap)
+        distance = cols[None, :] - rows[:, None]
+        visible = (cols < sizes.keys)[None, :] & (distance >= terms.lo) & (distance <= terms.hi)
+        if r.BIAS:
+            added = _load(bias, b, h // r.BIAS_GROUP, rows, sizes.queries, cols, sizes.keys).to(tl.float32)
+            s += added
+            visible &= added != -float("inf")
+        s = tl.where(visible, s, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        base = tl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = tl.exp2((m_i - base) * 1.4426950408889634)
+        p = tl.exp2((s - base[:, None]) * 1.4426950408889634)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim)
+        finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
+        # visible · not finite overflows the sum to infinity, hidden · not finite adds 0
+        marked = tl.where(finite, 0.0, 1e38).to(tl.bfloat16)
+        acc = tl.dot(tl.where(visible, 1e38, 0.0).to(tl.bfloat16), marked, acc * alpha[:, None])
+        acc = tl.dot(p.to(v_tile.dtype), tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc)
+        m_i = m_new
+    acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan")) / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    spoilt = old != old
+    tl.store(at_lse, m_i + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
+    at = o.pointer + tl.cast(b, tl.int64) * o.stride0 + tl.cast(h, tl.int64) * o.stride1
+    at = at + rows.to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
+    inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
+    tl.store(at, acc.to(o.pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def repair_kernel(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r):
+    """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
+    count = tl.cdiv(sizes.queries, r.BLOCK_M)
+    total = count * sizes.heads * sizes.batch
+    for first in tl.range(tl.program_id(0) * r.SCAN, total, tl.num_programs(0) * r.SCAN, num_stages=1):
+        found = first + tl.arange(0, r.SCAN)[:, None]
+        rows = found % count * r.BLOCK_M + tl.arange(0, r.BLOCK_M)[None, :]
+        at = lse + (found // count).to(tl.int64) * sizes.queries + rows
+        seen = tl.load(at, mask=(found < total) & (rows < sizes.queries), other=0.0)
+        if tl.max((seen != seen).to(tl.int32).reshape([r.SCAN * r.BLOCK_M])) != 0:
+            for t in tl.range(first, tl.minimum(first + r.SCAN, total), num_stages=1):
+                bh = t // count
+                m0 = t % count * r.BLOCK_M
+                mine = m0 + tl.arange(0, r.BLOCK_M)
+                again = tl.load(
+                    lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
+                )
+                if tl.max((again != again).to(tl.int32)) != 0:
+                    _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
+                            bh % sizes.heads, m0)  # fmt: skip

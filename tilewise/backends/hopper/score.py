@@ -1,0 +1,82 @@
+"""The score pipeline in registers: jit twins of `tilewise.score.reference` and `tilewise.score.tiles`.
+
+Scores stay in units of 1/scale, in which Q·Kᵀ comes out of the tensor cores: the scale rides on the multiply-add that
+the exponential needs anyway, and a bias is brought into these units. A softcap applies the scale first: units of 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.score import tiles
+
+key_tiles = gluon.jit(tiles.key_tiles)
+
+
+class Terms(NamedTuple):
+    """The numbers of the score pipeline; fields in capitals are gl.constexpr."""
+
+    exponent: float  # of 2: log2(e), times the scale where no softcap applies it
+    inverse: float  # 1 / scale, or 1 with a softcap: brings a bias into the units of the scores
+    scale: float
+    cap: float
+    lo: int
+    hi: int
+    HAS_LO: Any
+    HAS_HI: Any
+    HAS_CAP: Any
+
+
+@gluon.jit
+def in_units(bias, inverse):
+    """The bias in the units of the scores, rounded towards zero: the largest finite bias (a mask in some models) stays
+    finite, and -inf stays -inf."""
+    if bias.dtype == gl.bfloat16:  # two at a time: a shift and a mask make them float32
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 x; shl.b32 x, $2, 16; mul.rz.f32 $0, x, $3; "
+            "and.b32 x, $2, 0xffff0000; mul.rz.f32 $1, x, $4; }",
+            "=f,=f,r,f,f", [bias, inverse], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.rz.f32 $0, $1, $2;", "=f,f,f", [bias.to(gl.float32), inverse], dtype=gl.float32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def softcap(s, cap):
+    x = s / cap
+    u = gl.exp2(-2.8853900817779268 * gl.abs(x))  # e^(-2|x|): no overflow, and tanh is odd
+    far = (1 - u) / (1 + u)
+    x2 = x * x
+    near = gl.abs(x) * (1 - x2 * (0.33333333 - x2 * (0.13333333 - x2 * 0.05396825)))  # 1 - u cancels near 0
+    t = gl.where(x2 < 0.01, near, far)
+    return gl.where(x < 0, -t, t) * cap
+
+
+@gluon.jit
+def in_band(rows, cols, keys, terms):
+    """Which of the scores [rows, cols] are visible, from indices [rows] and [cols]: one comparison for each limit."""
+    last = gl.full_like(rows, keys) - 1
+    if terms.HAS_HI:
+        last = gl.minimum(rows + terms.hi, last)
+    seen = cols[None, :] <= last[:, None]
+    if terms.HAS_LO:
+        seen &= cols[None, :] >= (rows + terms.lo)[:, None]
+    return seen
+
+
+@gluon.jit
+def online_softmax(s, m_i, l_i, exponent, MAY_BE_BLIND: gl.constexpr):
+    """``(p, m, l, alpha)``; MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf."""
+    m_new = gl.maximum(m_i, gl.max(s, axis=1))
+    base = m_new
+    if MAY_BE_BLIND:
+        base = gl.where(m_new == -float("inf"), 0.0, m_new)
+    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
+    alpha = gl.exp2((m_i - base) * exponent)
+    p = gl.exp2(s * exponent - (base * exponent)[:, None])
+    return p, m_new, l_i * alpha + gl.sum(p, axis=1), alpha
