@@ -76,3 +76,30 @@ def forward_config(problem: Problem) -> Config:
         chunk=1 if problem.score.band.unlimited else 2,
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
     )
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How one program of the backward works; two warpgroups compute, one warp loads.
+
+    Attributes:
+        block_m: queries of a tile.
+        block_n: keys of a program: `ROWS` for each warpgroup.
+        stages: tiles in the ring of Q, dO and the bias.
+        loading_registers: of a thread of the loading warp.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    loading_registers: int = 24
+
+
+def backward_width(problem: Problem) -> int:
+    """The width of the backward's tiles of Q, K, V and dO."""
+    return max(64, padded(problem.head_dim), padded(problem.value_dim))
+
+
+def backward_config(problem: Problem) -> BackwardConfig:
+    """The backward's tiles: dK and dV of 128 keys, S and dP fill the registers where a tile has 64 queries."""
+    return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2)
