@@ -53,6 +53,7 @@ class Compiled(NamedTuple):
     BLOCK_N: Any
     BLOCK_D: Any
     STAGES: Any
+    ROUNDED_P: Any
     LOADING_REGISTERS: Any
     BIAS: Any  # there is one, full along queries and keys
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
@@ -237,7 +238,7 @@ def probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL: gl.constexp
 
 
 @gluon.jit
-def visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
+def visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns ``(dk, dv, start)``."""
     DTYPE: gl.constexpr = x.q.dtype
     S: gl.constexpr = accumulator(c.BLOCK_M)
@@ -266,13 +267,18 @@ def visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes,
 
     # softmax, under dP
     p, slope = probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL)
-    p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
-    delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
-    wait_full(rows, slot, step // c.STAGES)  # long full: a border that keeps ptxas from moving the softmax below it
-    dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
+    p_rounded = p.to(DTYPE)
+    wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
+    if c.ROUNDED_P:
+        dp, p_rounded = warpgroup_mma_wait(0, deps=(dp_pending, p_rounded))
+        p = p_rounded.to(gl.float32)
+    else:
+        dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
+    p_operand = gl.convert_layout(p_rounded, OPERAND, assert_trivial=True)
 
     # dV, and under it dS
     dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
+    delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
     ds = p * (dp - delta[None, :])
     if c.BIAS:
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
@@ -280,13 +286,13 @@ def visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes,
         tile = shared.ds.index(0)
     ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
     if c.DBIAS == "add":
-        tma.store_wait(1)  # of the float32 tile before; the last of dQ may be under way
         shared.dbias.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds)
     ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
     ds_queries.permute((1, 0)).store(ds_rounded)
     # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, and
     # the bias in the step before) before the refill of their slot.
     fence_async_shared()
+    tma.store_wait(0)  # of the dQ before: one barrier serves both
     warps_barrier()
     if c.DBIAS != "none":
         bias_b = work.b if c.BIAS_BATCH else 0
@@ -301,7 +307,6 @@ def visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes,
     ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
     dk_pending = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-    tma.store_wait(0 if c.DBIAS == "none" else 1)  # of the dQ before; this step's dBias may be under way
     shared.dq.reshape([c.BLOCK_M, c.BLOCK_D]).store(dq)
     fence_async_shared()
     tma_add(x.dq, [work.b, h, m0, 0], shared.dq)
@@ -309,12 +314,12 @@ def visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes,
     # the next bias, under dK
     if c.BIAS:
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
-        wait_full(rows, slot, step // c.STAGES)  # a border again
+        wait_full(keys, 0, 0)  # a border again
         dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-    if c.DBIAS == "store":
-        tma.store_wait(1)  # dBias has left the slot; dQ may be under way
+    if c.DBIAS != "none":
+        tma.store_wait(1)  # dBias has left shared memory; dQ may be under way
     leave(rows, slot)
     return dk, dv, start
 
@@ -335,7 +340,7 @@ def compute(x, rows, keys, values, shared, terms, sizes, c):
         drop_what_is_not_finite(k_tile, c)
         drop_what_is_not_finite(v_tile, c)
         fence_async_shared()
-        warps_barrier()
+    warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
 
     step = 0
     steps = sizes.group * (work.end - work.begin)
@@ -344,14 +349,14 @@ def compute(x, rows, keys, values, shared, terms, sizes, c):
         h = work.hk * sizes.group + g
         if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
             for m in range(work.begin, work.full_begin):
-                dk, dv, start = visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes, c, True)
+                dk, dv, start = visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
                 step += 1
         for m in range(work.full_begin, work.full_end):
-            dk, dv, start = visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes, c, False)
+            dk, dv, start = visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, False)
             step += 1
         if terms.HAS_LO:
             for m in range(work.full_end, work.end):
-                dk, dv, start = visit(dk, dv, start, x, rows, shared, step, steps, work, h, m, terms, sizes, c, True)
+                dk, dv, start = visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
                 step += 1
 
     # dK and dV leave through the shared memory of K and V
