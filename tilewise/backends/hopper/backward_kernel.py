@@ -53,7 +53,7 @@ class Compiled(NamedTuple):
     BLOCK_N: Any
     BLOCK_D: Any
     STAGES: Any
-    ROUNDED_P: Any
+    AHEAD: Any
     LOADING_REGISTERS: Any
     BIAS: Any  # there is one, full along queries and keys
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
@@ -210,9 +210,9 @@ def drop_what_is_not_finite(tile, c):
 
 @gluon.jit
 def start_of(rows, step, needed, terms, c):
-    """What the accumulator of K·Qᵀ starts from: the bias of a tile in the units of the scores, transposed."""
+    """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
+    wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
     if c.BIAS:
-        wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
         tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
         return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_M)), terms.inverse)
     else:
@@ -238,14 +238,30 @@ def probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL: gl.constexp
 
 
 @gluon.jit
-def visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
-    """One tile of queries: every gradient that it takes part in. Returns ``(dk, dv, start)``."""
+def begin(start, rows, shared, step, terms, c):
+    """Issue K·Qᵀ of a step whose tiles are there (past the last step, of whatever is)."""
+    slot = step % c.STAGES
+    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    if c.BIAS and not terms.HAS_CAP:
+        return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+    else:
+        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_M))
+        return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c,
+          PARTIAL: gl.constexpr):  # fmt: skip
+    """One tile of queries: every gradient that it takes part in. ``s`` is its K·Qᵀ if that comes ahead.
+
+    Returns ``(dk, dv, s, start)``, of these the last two for the next step.
+    """
     DTYPE: gl.constexpr = x.q.dtype
     S: gl.constexpr = accumulator(c.BLOCK_M)
     KEYS: gl.constexpr = accumulator(c.BLOCK_D)
     QUERIES: gl.constexpr = accumulator_of_queries(c.BLOCK_M, c.BLOCK_D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
-    IN_ACCUMULATOR: gl.constexpr = c.BIAS and not terms.HAS_CAP
     slot = step % c.STAGES
     m0 = m * c.BLOCK_M
     k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
@@ -253,32 +269,27 @@ def visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, 
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
 
-    # QK and dP
-    wait_full(rows, slot, step // c.STAGES)
-    if IN_ACCUMULATOR:
-        s_pending = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
-    else:
-        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S)
-        s_pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    # QK, unless it came ahead, and dP
+    if not c.AHEAD:
+        if not c.BIAS:
+            start = start_of(rows, step, True, terms, c)
+        s_pending = begin(start, rows, shared, step, terms, c)
     zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S)
     dp_pending = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = rows.stats.index(2 * slot).load(gl.SliceLayout(0, S))
-    s = warpgroup_mma_wait(1, deps=(s_pending,))
+
+    if not c.AHEAD:
+        s = warpgroup_mma_wait(1, deps=(s_pending,))
 
     # softmax, under dP
     p, slope = probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL)
-    p_rounded = p.to(DTYPE)
+    p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+    delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
     wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
-    if c.ROUNDED_P:
-        dp, p_rounded = warpgroup_mma_wait(0, deps=(dp_pending, p_rounded))
-        p = p_rounded.to(gl.float32)
-    else:
-        dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
-    p_operand = gl.convert_layout(p_rounded, OPERAND, assert_trivial=True)
+    dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
 
     # dV, and under it dS
     dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
-    delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
     ds = p * (dp - delta[None, :])
     if c.BIAS:
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
@@ -301,18 +312,23 @@ def visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, 
         else:
             tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], shared.dbias)
 
-    # dQ and dK
+    # dQ and dK, and the next QK
     zero = gl.zeros([c.BLOCK_M, c.BLOCK_D], gl.float32, QUERIES)
     dq_pending = warpgroup_mma(ds_queries, k, zero, use_acc=False, is_async=True)
     ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
     dk_pending = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
+    if c.AHEAD:
+        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+        s_pending = begin(start, rows, shared, step + 1, terms, c)
+        dv, dq = warpgroup_mma_wait(2, deps=(dv_pending, dq_pending))
+    else:
+        dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
     shared.dq.reshape([c.BLOCK_M, c.BLOCK_D]).store(dq)
     fence_async_shared()
     tma_add(x.dq, [work.b, h, m0, 0], shared.dq)
-
-    # the next bias, under dK
-    if c.BIAS:
+    if c.AHEAD:
+        dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
+    elif c.BIAS:  # the next bias, under dK
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         wait_full(keys, 0, 0)  # a border again
         dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
@@ -321,7 +337,10 @@ def visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, 
     if c.DBIAS != "none":
         tma.store_wait(1)  # dBias has left shared memory; dQ may be under way
     leave(rows, slot)
-    return dk, dv, start
+    if c.AHEAD:
+        return dk, dv, s, start
+    else:
+        return dk, dv, step, start
 
 
 @gluon.jit
@@ -344,19 +363,27 @@ def compute(x, rows, keys, values, shared, terms, sizes, c):
 
     step = 0
     steps = sizes.group * (work.end - work.begin)
-    start = start_of(rows, 0, steps > 0, terms, c)
+    s, start = step, step  # of no use where nothing comes ahead
+    if c.BIAS or c.AHEAD:
+        start = start_of(rows, step, steps > 0, terms, c)
+    if c.AHEAD:
+        s_pending = begin(start, rows, shared, step, terms, c)
+        s = warpgroup_mma_wait(0, deps=(s_pending,))
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
         if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
             for m in range(work.begin, work.full_begin):
-                dk, dv, start = visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
+                dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
+                                                 terms, sizes, c, True)  # fmt: skip
                 step += 1
         for m in range(work.full_begin, work.full_end):
-            dk, dv, start = visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, False)
+            dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
+                                             terms, sizes, c, False)  # fmt: skip
             step += 1
         if terms.HAS_LO:
             for m in range(work.full_end, work.end):
-                dk, dv, start = visit(dk, dv, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
+                dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
+                                                 terms, sizes, c, True)  # fmt: skip
                 step += 1
 
     # dK and dV leave through the shared memory of K and V

@@ -148,7 +148,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         BLOCK_N=config.block_n,
         BLOCK_D=width,
         STAGES=config.stages,
-        ROUNDED_P=config.rounded_p,
+        AHEAD=config.ahead,
         LOADING_REGISTERS=config.loading_registers,
         BIAS=bias is not None,
         BIAS_BATCH=bias is not None and bias.batch > 1,

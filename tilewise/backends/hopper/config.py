@@ -86,14 +86,14 @@ class BackwardConfig:
         block_m: queries of a tile.
         block_n: keys of a program: `ROWS` for each warpgroup.
         stages: tiles in the ring of Q, dO and the bias.
-        rounded_p: dS is computed from the 16-bit P that dV takes: no registers for both.
+        ahead: K·Qᵀ of the next tile is issued before dQ has left its registers, not after.
         loading_registers: of a thread of the loading warp.
     """
 
     block_m: int
     block_n: int
     stages: int
-    rounded_p: bool
+    ahead: bool
     loading_registers: int = 24
 
 
@@ -103,9 +103,6 @@ def backward_width(problem: Problem) -> int:
 
 
 def backward_config(problem: Problem) -> BackwardConfig:
-    """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions; where
-    these take half of it, S and dP of 128 queries. A float32 tile of dBias leaves shared memory for 64 only."""
-    bias = problem.bias
-    added = bias is not None and problem.bias_grad and (bias.batch, bias.heads) != (problem.batch, problem.heads)
-    block_m = 64 if backward_width(problem) == 128 or added else 128
-    return BackwardConfig(block_m=block_m, block_n=2 * ROWS, stages=2, rounded_p=block_m == 128)
+    """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
+    of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
+    return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2, ahead=backward_width(problem) == 64)
