@@ -40,19 +40,19 @@ def _problem(inputs: Inputs, terms: tuple, **more: Any) -> Problem:
 _plans: dict[tuple, Plan] = {}
 
 
-def _plan(inputs: Inputs, terms: tuple, bias_grad: bool = False) -> Plan:
+def _plan(inputs: Inputs, terms: tuple, bias_grad: bool = False, do: Tensor | None = None) -> Plan:
     """The plan of a call, kept under all that a Problem reads of its tensors: a second call is one look-up."""
     on_cpu = inputs.q.device.type == "cpu"
     if on_cpu:  # whose backends read tensors of any layout
         signature: tuple = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
     else:
         signature = tuple(
-            None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in inputs
+            None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in (*inputs, do)
         )
     key = (signature, terms, bias_grad)
     plan = _plans.get(key)
     if plan is None:
-        names = () if on_cpu else irregular(*inputs[:4])
+        names = () if on_cpu else irregular(*inputs[:4], do)
         plan = make_plan(_problem(inputs, terms, bias_grad=bias_grad, irregular=names), terms[-1])
         if len(_plans) >= 4096:
             _plans.clear()
@@ -80,14 +80,14 @@ def _forward_fake(q, k, v, bias, mask, *terms):
 def _backward(do, dlse, q, k, v, bias, mask, o, lse, *terms_and_needs):
     *terms, wanted = terms_and_needs
     inputs, needs = Inputs(q, k, v, bias, mask), Needs(*wanted)
-    plan = _plan(inputs, tuple(terms), needs.bias)
+    do = torch.zeros_like(o) if do is None else do
+    plan = _plan(inputs, tuple(terms), needs.bias, do)
     if plan.problem.empty:
         grads = [
             torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs[:4], needs, strict=True)
         ]
     else:
-        cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
-        grads = plan.backward_module.backward(plan.problem, inputs, Outputs(o, lse), cotangents, needs)
+        grads = plan.backward_module.backward(plan.problem, inputs, Outputs(o, lse), Outputs(do, dlse), needs)
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 

@@ -274,7 +274,7 @@ def _lines(e: Explanation) -> Iterator[str]:
         yield f"  causal or window: {100 * p.pairs / max(total, 1):.3g}% of the scores are visible"
     yield f"backend {e.plan.backend}: {e.tiles}"
     if e.plan.backward != e.plan.backend:
-        yield f"  gradients by {e.plan.backward}"
+        yield f"  gradients by {e.plan.backward}: {e.plan.backend} {e.plan.backward_declined}"
     for name, reason in e.plan.declined:
         yield f"  not {name}: {reason}"
     if e.forward.flops == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 
 from tilewise.problem import Problem
@@ -12,7 +12,7 @@ from tilewise.problem import Problem
 # In order of preference. The oracle is for tests: only an explicit backend= reaches it.
 AUTOMATIC = ("hopper", "triton", "cpu")
 BACKENDS = (*AUTOMATIC, "oracle")
-# Whose backward a backend takes that has none of its own; o and the LSE are all that it needs of the forward.
+# Whose backward a backend takes where its own declines; o and the LSE are all that it needs of the forward.
 GRADIENTS = {"hopper": "triton"}
 
 
@@ -24,9 +24,14 @@ class Plan:
     backend: str
     declined: tuple[tuple[str, str], ...]
 
-    @property
+    @cached_property
+    def backward_declined(self) -> str | None:
+        """Why the backend leaves the gradients to another; None if it does not."""
+        return _declines_backward(self.backend, self.problem)
+
+    @cached_property
     def backward(self) -> str:
-        return GRADIENTS.get(self.backend, self.backend)
+        return self.backend if self.backward_declined is None else GRADIENTS[self.backend]
 
     @property
     def module(self) -> ModuleType:
@@ -45,18 +50,25 @@ def check_backend(name: str | None) -> None:
 
 @cache
 def backend_module(name: str) -> ModuleType:
-    """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)`` and, but for `GRADIENTS`,
-    ``backward(...)``."""
+    """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)`` and ``backward(...)``; in
+    `GRADIENTS` also ``declines_backward(problem)``."""
     return importlib.import_module(f"tilewise.backends.{name}")
 
 
 def declines(name: str, problem: Problem) -> str | None:
     """Why the backend cannot run the problem, forward and backward; None if it can."""
     reason: str | None = backend_module(name).declines(problem)
-    if reason is None and name in GRADIENTS:
+    if reason is None and _declines_backward(name, problem) is not None:
         reason = backend_module(GRADIENTS[name]).declines(problem)
         if reason is not None:
             reason = f"takes its gradients from {GRADIENTS[name]}, which declines: {reason}"
+    return reason
+
+
+def _declines_backward(name: str, problem: Problem) -> str | None:
+    if name not in GRADIENTS:
+        return None
+    reason: str | None = backend_module(name).declines_backward(problem)
     return reason
 
 

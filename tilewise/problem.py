@@ -51,7 +51,7 @@ class Problem:
     mask: Operand | None = None
     bias_grad: bool = False  # the bias asks for a gradient
     deterministic: bool = False
-    irregular: tuple[str, ...] = ()  # of q, k, v and bias, those that `irregular` names
+    irregular: tuple[str, ...] = ()  # of q, k, v, bias and, in a backward, do, those that `irregular` names
 
     @property
     def group(self) -> int:
@@ -116,12 +116,14 @@ class Problem:
         )
 
 
-def irregular(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[str, ...]:
+def irregular(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, do: Tensor | None = None
+) -> tuple[str, ...]:
     """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe.
 
     They need contiguous rows and multiples of 16 bytes: the address, and every other stride, which must not be 0.
     """
-    named = (("q", q), ("k", k), ("v", v), ("bias", bias))
+    named = (("q", q), ("k", k), ("v", v), ("bias", bias), ("do", do))
     return tuple(name for name, x in named if x is not None and x.numel() and not _is_regular(x))
 
 

@@ -26,11 +26,13 @@ def each(cases):
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
-def declines(case, backend):
-    """Why the backend cannot run the case; None if it can."""
+def plan_of(case, backend):
+    """The plan of the case, or why the backend cannot run it."""
     x = tensors(case, "cuda")
+    bias = None if x.bias is None else x.bias.detach().requires_grad_("b" in case.grads)
+    terms = {**case.terms, "deterministic": case.deterministic, "backend": backend}
     try:
-        explain(x.q, x.k, x.v, bias=x.bias, mask=x.mask, **case.terms, backend=backend)
+        return explain(x.q, x.k, x.v, bias=bias, mask=x.mask, **terms).plan
     except ValueError as error:
         assert "cannot run this call" in str(error)  # noqa: PT017
         return str(error)
@@ -38,20 +40,23 @@ def declines(case, backend):
 
 @pytest.fixture(params=["triton", "hopper"])
 def hold(request):
-    """Hold a backend to cases: hopper to those that it does not decline, and without the gradients, which are not its
-    own, unless a test wants them."""
+    """Hold a backend to cases: hopper to those that it does not decline, and without gradients that are not its own,
+    unless a test wants them."""
     backend = request.param
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
 
     def hold(*cases, gradients=False):
         if backend == "hopper":
-            reasons = [declines(case, backend) for case in cases]
-            cases = [case for case, reason in zip(cases, reasons, strict=True) if reason is None]
-            if not cases:
-                pytest.skip(reasons[0])
-            if not gradients:
-                cases = dict.fromkeys(replace(case, grads="", deterministic=False) for case in cases)
+            plans = [plan_of(case, backend) for case in cases]
+            runs = [(case, plan) for case, plan in zip(cases, plans, strict=True) if not isinstance(plan, str)]
+            if not runs:
+                pytest.skip(plans[0])
+            own = [gradients or plan.backward == backend for _, plan in runs]
+            cases = dict.fromkeys(
+                case if keep else replace(case, grads="", deterministic=False)
+                for (case, _), keep in zip(runs, own, strict=True)
+            )
         for case in cases:
             check(case, backend, "cuda")
 

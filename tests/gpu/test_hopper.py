@@ -74,7 +74,7 @@ def drawn(n: int) -> Case:
         dtype=r.choice((BRAIN, HALF)), bias=bias, bias_dtype=r.choice((None, BRAIN, HALF, FLOAT)), causal=causal,
         window=window, softcap=r.choice((None, None, None, 5.0)), scale=r.choice((None, None, 0.02, 0.7)),
         layout=r.choice(("padded", "padded", "contiguous", "heads_last")) if bias is None or bias[2:] != "mn"
-        else "padded", bias_hides=hides, grads="",
+        else "padded", bias_hides=hides,
     )  # fmt: skip
 
 

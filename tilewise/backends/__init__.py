@@ -1,5 +1,5 @@
-"""How a Problem is computed. Each backend is a module (or package) with these functions; one that has no backward
-takes another's, see `tilewise.plan.GRADIENTS`:
+"""How a Problem is computed. Each backend is a module (or package) with these functions; one whose backward declines
+a problem takes another's, see `tilewise.plan.GRADIENTS`:
 
     declines(problem) -> str | None        why it cannot run the problem; None if it can
     tiles(problem) -> str                  its tiles in words, for explain()

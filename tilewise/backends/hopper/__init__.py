@@ -1,4 +1,4 @@
-"""Kernels in Gluon for NVIDIA Hopper GPUs (sm_90a): the forward. Gradients come from the Triton backend.
+"""Kernels in Gluon for NVIDIA Hopper GPUs (sm_90a). Gradients that `declines_backward` come from the Triton backend.
 
 Nothing here imports triton until a problem is run: the plan asks `declines` on machines that have none.
 """
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from tilewise.backends import Inputs, Outputs
+from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.problem import Problem
 
 
@@ -33,7 +33,7 @@ def declines(problem: Problem) -> str | None:
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
     by_pointers = bias is not None and (bias.rows == 1 or bias.cols == 1)
-    irregular = [name for name in problem.irregular if name != "bias" or not by_pointers]
+    irregular = [name for name in problem.irregular if name != "do" and (name != "bias" or not by_pointers)]
     if irregular:
         return (
             f"reads by TMA, which cannot describe {', '.join(irregular)}: the last dimension must be contiguous, the "
@@ -41,6 +41,33 @@ def declines(problem: Problem) -> str | None:
         )
     if problem.value_dim % 8:
         return f"writes o by TMA, in rows of a multiple of 16 bytes: not {problem.value_dim} elements"
+    return None
+
+
+def declines_backward(problem: Problem) -> str | None:
+    """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
+    if problem.deterministic:
+        return "sums dQ in no fixed order"
+    d, dv = problem.head_dim, problem.value_dim
+    if max(d, dv) > 128 or (d > 64) != (dv > 64):
+        return f"has backward kernels for head dimensions up to 64 and up to 128, not for {d} with {dv}"
+    if d % 8:
+        return f"writes gradients by TMA, in rows of a multiple of 16 bytes: not {d} elements"
+    if "do" in problem.irregular:
+        return "reads do by TMA, which cannot describe it"
+    if 2 * problem.batch * problem.heads * (problem.queries + 128) >= 2**31:
+        return "counts the rows of all heads in 32 bits"
+    bias = problem.bias
+    if bias is None:
+        return None
+    if bias.rows == 1 or bias.cols == 1:
+        return "has no bias yet that is broadcast along queries or keys"
+    if bias.dtype != problem.dtype:
+        return "reads a bias in q's dtype only"
+    if problem.bias_grad and problem.score.softcap is not None:
+        return "has no bias gradient under a softcap yet"
+    if problem.bias_grad and bias.cols % 8:
+        return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     return None
 
 
@@ -57,6 +84,13 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
     with _device_of(inputs.q):
         return launch.forward(problem, inputs)
+
+
+def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    from tilewise.backends.hopper import backward_launch
+
+    with _device_of(inputs.q):
+        return backward_launch.backward(problem, inputs, outputs, cotangents, needs)
 
 
 def _device_of(q: Tensor) -> AbstractContextManager:

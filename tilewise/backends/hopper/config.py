@@ -82,3 +82,33 @@ def forward_config(problem: Problem) -> Config:
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
         registers=(160, 32) if three else (240, 24),
     )
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How one program of the backward works; two warpgroups compute, one warp loads.
+
+    Attributes:
+        block_m: queries of a tile.
+        block_n: keys of a program: `ROWS` for each warpgroup.
+        stages: tiles in the ring of Q, dO and the bias.
+        ahead: K·Qᵀ of the next tile is issued before dQ has left its registers, not after.
+        loading_registers: of a thread of the loading warp.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    ahead: bool
+    loading_registers: int = 24
+
+
+def backward_width(problem: Problem) -> int:
+    """The width of the backward's tiles of Q, K, V and dO."""
+    return max(64, padded(problem.head_dim), padded(problem.value_dim))
+
+
+def backward_config(problem: Problem) -> BackwardConfig:
+    """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
+    of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
+    return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2, ahead=backward_width(problem) == 64)

@@ -213,7 +213,7 @@ def scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr, PARTIAL:
     if PARTIAL:
         rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, S))
         cols = n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
-        s = gl.where(in_band(rows, cols, sizes.keys, terms), s, -float("inf"))
+        s = gl.where(in_band(rows[:, None], cols[None, :], sizes.keys, terms), s, -float("inf"))
     return s
 
 

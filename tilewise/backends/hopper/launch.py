@@ -29,11 +29,28 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
 
-class Prepared:
+class Launcher:
+    """Launches; from the second time on without Triton's search for the compiled kernel, some 50 µs of host time."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Any] = {}
+
+    def launch(self, what: Launch, *tensors: Any) -> None:
+        name = what.kernel.__name__
+        args = (*tensors, *what.numbers)
+        compiled = self._kernels.get(name)
+        if compiled is None:
+            self._kernels[name] = what.kernel[(what.programs,)](*args, **what.options)
+        else:
+            compiled[what.programs, 1, 1](*args)
+
+
+class Prepared(Launcher):
     """All of a call but its tensors, made once for each problem and each layout of its tensors."""
 
     def __init__(self, problem: Problem, config: Config, inputs: Inputs, o: Tensor):
-        terms, c = _terms(problem), _compiled(problem, config)
+        super().__init__()
+        terms, c = score_terms(problem), _compiled(problem, config)
         sizes = _sizes(problem, config)
         q, k, v, bias, _ = inputs
         tile = descriptor(bias, 64, config.block_n) if bias is not None and c.BIAS.value == "matrix" else None
@@ -63,17 +80,6 @@ class Prepared:
                 repair_kernel, min(looks, multiprocessors), (problem.head_dim, problem.value_dim, terms, sizes, r),
                 {"num_warps": 8},
             )  # fmt: skip
-        self._kernels: dict[str, Any] = {}
-
-    def launch(self, what: Launch, *tensors: Any) -> None:
-        """Launch; from the second time on without Triton's search for the compiled kernel, some 50 µs of host time."""
-        name = what.kernel.__name__
-        args = (*tensors, *what.numbers)
-        compiled = self._kernels.get(name)
-        if compiled is None:
-            self._kernels[name] = what.kernel[(what.programs,)](*args, **what.options)
-        else:
-            compiled[what.programs, 1, 1](*args)
 
 
 _prepared: dict[tuple, Prepared] = {}
@@ -107,7 +113,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _terms(problem: Problem) -> Terms:
+def score_terms(problem: Problem) -> Terms:
     score, c = problem.score, gl.constexpr
     lo, hi = limits(score.band)
     capped = score.softcap is not None

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.score import tiles
 
 key_tiles = gluon.jit(tiles.key_tiles)
+query_tiles = gluon.jit(tiles.query_tiles)
 
 
 class Terms(NamedTuple):
@@ -58,14 +59,20 @@ def softcap(s, cap):
 
 
 @gluon.jit
+def softcap_derivative(capped, cap):
+    t = capped / cap
+    return 1 - t * t
+
+
+@gluon.jit
 def in_band(rows, cols, keys, terms):
-    """Which of the scores [rows, cols] are visible, from indices [rows] and [cols]: one comparison for each limit."""
+    """Which scores are visible, from indices [M, 1] and [1, N], or [1, M] and [N, 1]: one comparison for each limit."""
     last = gl.full_like(rows, keys) - 1
     if terms.HAS_HI:
         last = gl.minimum(rows + terms.hi, last)
-    seen = cols[None, :] <= last[:, None]
+    seen = cols <= last
     if terms.HAS_LO:
-        seen &= cols[None, :] >= (rows + terms.lo)[:, None]
+        seen &= cols >= rows + terms.lo
     return seen
 
 

@@ -1,0 +1,431 @@
+"""Backward on Hopper: FlashAttention-2 (arXiv 2307.08691), Algorithm 2, one program a tile of keys, dBias on the way.
+
+Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
+passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds of TMA, in an
+order that nothing fixes; dBias leaves the shared memory of dS by a TMA store, or by reduce-adds where it is shared.
+
+One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.backends.hopper.pipeline import (
+    fill,
+    leave,
+    new_ring,
+    tma_add,
+    tma_load,
+    tma_store,
+    wait_full,
+    warps_barrier,
+)
+from tilewise.backends.hopper.score import in_band, in_units, query_tiles, softcap, softcap_derivative
+
+WARPS = gl.constexpr(8)  # that compute
+
+
+class Sizes(NamedTuple):
+    batch: int
+    kv_heads: int
+    group: int  # query heads that share a key/value head
+    queries: int
+    keys: int
+    row_tiles: int  # tiles of queries of one head
+    key_tiles: int
+
+
+class Compiled(NamedTuple):
+    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.BackwardConfig for most."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    STAGES: Any
+    AHEAD: Any
+    LOADING_REGISTERS: Any
+    BIAS: Any  # there is one, full along queries and keys
+    BIAS_BATCH: Any  # a bias for each batch element, or one for all
+    BIAS_GROUP: Any  # query heads that share a bias
+    DBIAS: Any  # "none", "store", or "add" where tiles share an element
+    RAGGED: Any  # the last tile of keys reaches past their end
+    HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
+    ORDER: Any  # see work_of
+
+
+class Tensors(NamedTuple):
+    """Descriptors; `stats` holds the LSE and delta of each tile of queries, one after the other. None for no bias."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    bias: Any
+    stats: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+
+
+class Rows(NamedTuple):
+    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything."""
+
+    q: Any
+    do: Any
+    stats: Any
+    bias: Any
+    full: Any
+    empty: Any
+
+
+class Shared(NamedTuple):
+    """K and V, and what leaves: dS where it has no slot of the bias to leave from, dQ, the float32 dS that is added."""
+
+    k: Any
+    v: Any
+    ds: Any
+    dq: Any
+    dbias: Any
+
+
+class Work(NamedTuple):
+    """One program's work: a tile of keys, and the tiles of queries that see it."""
+
+    b: Any
+    hk: Any
+    n0: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of wgmma's result [128, columns] in two warpgroups, one below the other."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def accumulator_of_queries(rows, columns):
+    """The same for dQ [rows, columns]: 64 rows are one warpgroup's, two share the columns."""
+    if rows >= 128:
+        return accumulator(columns)
+    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
+
+
+@gluon.constexpr_function
+def tile_layout(rows, columns, dtype):
+    """Of a tile in shared memory that wgmma reads."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
+
+
+@gluon.jit
+def work_of(terms, sizes, c):
+    """This program's tile. What varies fastest decides which programs run together and share the L2 cache."""
+    tiles = sizes.key_tiles
+    pid = gl.program_id(0)
+    if c.ORDER == "tiles":  # of one head: they share its queries
+        tile = pid % tiles
+        bh = pid // tiles
+        hk = bh % sizes.kv_heads
+        b = bh // sizes.kv_heads
+    elif c.ORDER == "balanced":
+        # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
+        heads = sizes.kv_heads * sizes.batch
+        first = pid // (8 * tiles) * 8
+        width = gl.minimum(heads - first, 8)
+        bh = first + (pid - first * tiles) % width
+        tile = (pid - first * tiles) // width
+        hk = bh % sizes.kv_heads
+        b = bh // sizes.kv_heads
+    else:  # batch elements that read one bias tile
+        b = pid % sizes.batch
+        tile = pid // sizes.batch % tiles
+        hk = pid // sizes.batch // tiles
+    n0 = tile * c.BLOCK_N
+    cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
+    begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
+    if c.RAGGED:
+        if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
+            full_begin = end
+            full_end = end
+    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
+        full_end = end
+    return Work(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end)
+
+
+@gluon.jit
+def load(x, rows, keys, values, terms, sizes, c):
+    """The role of one warp: K and V, and for each tile of queries Q, dO, the LSE, delta and the bias."""
+    work = work_of(terms, sizes, c)
+    fill(keys, 0, 0, x.k, work.b, work.hk, work.n0, 0)
+    fill(values, 0, 0, x.v, work.b, work.hk, work.n0, 0)
+    BYTES: gl.constexpr = x.q.block_type.nbytes + x.do.block_type.nbytes + 2 * x.stats.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS else 0
+    step = 0
+    for g in range(sizes.group):
+        h = work.hk * sizes.group + g
+        bias_b = work.b if c.BIAS_BATCH else 0
+        first_tile = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
+        for m in range(work.begin, work.end):
+            slot = step % c.STAGES
+            full = rows.full.index(slot)
+            mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, BYTES + BIAS_BYTES)
+            if c.BIAS:
+                at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work.n0]
+                tma_load(x.bias, at, full, rows.bias.index(slot))
+            tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.q.index(slot))
+            at_stats = (first_tile + m) * (2 * c.BLOCK_M)
+            tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
+            tma_load(x.do, [work.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
+            tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
+            step += 1
+
+
+@gluon.jit
+def drop_what_is_not_finite(tile, c):
+    """Zero the elements of K or V that are not finite.
+
+    That hides nothing: such an element, if it was seen, has made the LSE or delta of the query NaN. If it was not, it
+    must not turn dS = 0 into NaN.
+    """
+    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [WARPS, 1], [1, 0])
+    value = tile.load(THREADS)
+    tile.store(gl.where(gl.abs(value.to(gl.float32)) < float("inf"), value, 0.0).to(value.dtype))
+
+
+@gluon.jit
+def start_of(rows, step, needed, terms, c):
+    """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
+    wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
+    if c.BIAS:
+        tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
+        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_M)), terms.inverse)
+    else:
+        return step  # of no use
+
+
+@gluon.jit
+def probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
+    """P of a transposed tile and the derivative of the softcap."""
+    S: gl.constexpr = accumulator(c.BLOCK_M)
+    slope = 1.0
+    if terms.HAS_CAP:
+        s = softcap(s * terms.scale, terms.cap)
+        slope = softcap_derivative(s, terms.cap)
+        if c.BIAS:
+            s += start
+    p = gl.exp2(s * terms.exponent - lse[None, :])
+    if PARTIAL:
+        rows = m0 + gl.arange(0, c.BLOCK_M, gl.SliceLayout(0, S))
+        cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))
+        p = gl.where(in_band(rows[None, :], cols[:, None], sizes.keys, terms), p, 0.0)
+    return p, slope
+
+
+@gluon.jit
+def begin(start, rows, shared, step, terms, c):
+    """Issue K·Qᵀ of a step whose tiles are there (past the last step, of whatever is)."""
+    slot = step % c.STAGES
+    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    if c.BIAS and not terms.HAS_CAP:
+        return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+    else:
+        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_M))
+        return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c,
+          PARTIAL: gl.constexpr):  # fmt: skip
+    """One tile of queries: every gradient that it takes part in. ``s`` is its K·Qᵀ if that comes ahead.
+
+    Returns ``(dk, dv, s, start)``, of these the last two for the next step.
+    """
+    DTYPE: gl.constexpr = x.q.dtype
+    S: gl.constexpr = accumulator(c.BLOCK_M)
+    KEYS: gl.constexpr = accumulator(c.BLOCK_D)
+    QUERIES: gl.constexpr = accumulator_of_queries(c.BLOCK_M, c.BLOCK_D)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
+    slot = step % c.STAGES
+    m0 = m * c.BLOCK_M
+    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    v = shared.v.reshape([c.BLOCK_N, c.BLOCK_D])
+    q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    do = rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+
+    # QK, unless it came ahead, and dP
+    if not c.AHEAD:
+        if not c.BIAS:
+            start = start_of(rows, step, True, terms, c)
+        s_pending = begin(start, rows, shared, step, terms, c)
+    zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S)
+    dp_pending = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse = rows.stats.index(2 * slot).load(gl.SliceLayout(0, S))
+
+    if not c.AHEAD:
+        s = warpgroup_mma_wait(1, deps=(s_pending,))
+
+    # softmax, under dP
+    p, slope = probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL)
+    p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+    delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
+    wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
+    dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
+
+    # dV, and under it dS
+    dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
+    ds = p * (dp - delta[None, :])
+    if c.BIAS:
+        tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
+    else:
+        tile = shared.ds.index(0)
+    ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
+    if c.DBIAS == "add":
+        shared.dbias.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds)
+    ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
+    ds_queries.permute((1, 0)).store(ds_rounded)
+    # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, and
+    # the bias in the step before) before the refill of their slot.
+    fence_async_shared()
+    tma.store_wait(0)  # of the dQ before: one barrier serves both
+    warps_barrier()
+    if c.DBIAS != "none":
+        bias_b = work.b if c.BIAS_BATCH else 0
+        if c.DBIAS == "store":
+            tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], tile)
+        else:
+            tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], shared.dbias)
+
+    # dQ and dK, and the next QK
+    zero = gl.zeros([c.BLOCK_M, c.BLOCK_D], gl.float32, QUERIES)
+    dq_pending = warpgroup_mma(ds_queries, k, zero, use_acc=False, is_async=True)
+    ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
+    dk_pending = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    if c.AHEAD:
+        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+        s_pending = begin(start, rows, shared, step + 1, terms, c)
+        dv, dq = warpgroup_mma_wait(2, deps=(dv_pending, dq_pending))
+    else:
+        dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
+    shared.dq.reshape([c.BLOCK_M, c.BLOCK_D]).store(dq)
+    fence_async_shared()
+    tma_add(x.dq, [work.b, h, m0, 0], shared.dq)
+    if c.AHEAD:
+        dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
+    elif c.BIAS:  # the next bias, under dK
+        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+        wait_full(keys, 0, 0)  # a border again
+        dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
+    else:
+        dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+    if c.DBIAS != "none":
+        tma.store_wait(1)  # dBias has left shared memory; dQ may be under way
+    leave(rows, slot)
+    if c.AHEAD:
+        return dk, dv, s, start
+    else:
+        return dk, dv, step, start
+
+
+@gluon.jit
+def compute(x, rows, keys, values, shared, terms, sizes, c):
+    """The role of the two warpgroups: dK and dV of a tile of keys, its share of dQ, and dBias."""
+    DTYPE: gl.constexpr = x.k.dtype
+    KEYS: gl.constexpr = accumulator(c.BLOCK_D)
+    work = work_of(terms, sizes, c)
+    dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
+    dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
+    k_tile = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    v_tile = shared.v.reshape([c.BLOCK_N, c.BLOCK_D])
+    wait_full(keys, 0, 0)
+    wait_full(values, 0, 0)
+    if c.HIDES:
+        drop_what_is_not_finite(k_tile, c)
+        drop_what_is_not_finite(v_tile, c)
+        fence_async_shared()
+    warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
+
+    step = 0
+    steps = sizes.group * (work.end - work.begin)
+    s, start = step, step  # of no use where nothing comes ahead
+    if c.BIAS or c.AHEAD:
+        start = start_of(rows, step, steps > 0, terms, c)
+    if c.AHEAD:
+        s_pending = begin(start, rows, shared, step, terms, c)
+        s = warpgroup_mma_wait(0, deps=(s_pending,))
+    for g in range(sizes.group):
+        h = work.hk * sizes.group + g
+        if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
+            for m in range(work.begin, work.full_begin):
+                dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
+                                                 terms, sizes, c, True)  # fmt: skip
+                step += 1
+        for m in range(work.full_begin, work.full_end):
+            dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
+                                             terms, sizes, c, False)  # fmt: skip
+            step += 1
+        if terms.HAS_LO:
+            for m in range(work.full_end, work.end):
+                dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
+                                                 terms, sizes, c, True)  # fmt: skip
+                step += 1
+
+    # dK and dV leave through the shared memory of K and V
+    warps_barrier()  # the other warpgroup may still read them
+    v_tile.store(dv.to(DTYPE))
+    k_tile.store((dk * terms.scale).to(DTYPE))
+    fence_async_shared()
+    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v)
+    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, terms, sizes, c):
+    """dK, dV and dBias, and the sum of dQ / scale. All are descriptors of tiles but `stats`, see `Tensors`."""
+    x = Tensors(q, k, v, do, bias, stats, dq, dk, dv, dbias)
+    keys = new_ring(k, 1, c.BLOCK_N, c.BLOCK_D, 1)
+    values = new_ring(v, 1, c.BLOCK_N, c.BLOCK_D, 1)
+    full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(c.STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    ROWS: gl.constexpr = [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D]
+    SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
+    q_slots = gl.allocate_shared_memory(q.dtype, ROWS, q.layout)
+    do_slots = gl.allocate_shared_memory(do.dtype, ROWS, do.layout)
+    stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout)
+    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS else 1
+    ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
+    dbias_tile = dq_tile
+    if c.DBIAS == "add":
+        dbias_tile = gl.allocate_shared_memory(gl.float32, [1, 1, c.BLOCK_M, c.BLOCK_N], dbias.layout)
+    rows = Rows(q_slots, do_slots, stats_slots, ds_slots, full, empty)
+    shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dq_tile, dbias_tile)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (compute, (x, rows, keys, values, shared, terms, sizes, c)),
+            (load, (x, rows, keys, values, terms, sizes, c)),
+        ],
+        [1],
+        [c.LOADING_REGISTERS],
+    )

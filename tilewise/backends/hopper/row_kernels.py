@@ -1,0 +1,63 @@
+"""Before and after the backward: the statistics of each row, and dQ from its sum."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load_rows(x, b, h, rows, row_end, cols, col_end):
+    """A tile [rows, cols] of a `Strided` as float32; 0 outside the tensor."""
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :]
+    return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def prepare_kernel(o, do, lse, dlse, stats, dq_sum, dim, value_dim, sizes, HAS_DLSE: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """For each tile of queries the LSE in base 2, then delta = rowsum(dO∘O) − dLSE; zeroes the sum of dQ.
+
+    A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0.
+    o, do, dlse: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B, H, M, D). float32 but o and do.
+    """
+    pid = tl.program_id(0)
+    heads = sizes.kv_heads * sizes.group
+    bh = pid // sizes.row_tiles
+    h, b = bh % heads, bh // heads
+    rows = pid % sizes.row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    inside = rows < sizes.queries
+    at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
+    o_tile = _load_rows(o, b, h, rows, sizes.queries, cols, value_dim)
+    do_tile = _load_rows(do, b, h, rows, sizes.queries, cols, value_dim)
+    natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
+    zero_at = dq_sum + at_row[:, None] * dim + cols[None, :]
+    tl.store(zero_at, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=inside[:, None] & (cols < dim)[None, :])
+    delta = tl.sum(o_tile * do_tile, 1)
+    if HAS_DLSE:
+        at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
+        delta -= tl.load(at + rows.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
+    at_stats = stats + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    tl.store(at_stats, tl.where(natural == -float("inf"), float("inf"), natural * LOG2E))
+    tl.store(at_stats + BLOCK_M, delta)
+
+
+@triton.jit
+def finish_kernel(dq_sum, dq, dim, scale, sizes, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """dQ = scale · sum in dQ's dtype."""
+    pid = tl.program_id(0)
+    heads = sizes.kv_heads * sizes.group
+    bh = pid // sizes.row_tiles
+    h, b = bh % heads, bh // heads
+    rows = pid % sizes.row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    inside = (rows < sizes.queries)[:, None] & (cols < dim)[None, :]
+    at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
+    value = tl.load(dq_sum + at_row[:, None] * dim + cols[None, :], mask=inside, other=0.0)
+    at = dq.pointer + tl.cast(b, tl.int64) * dq.stride0 + tl.cast(h, tl.int64) * dq.stride1
+    at = at + rows.to(tl.int64)[:, None] * dq.stride2 + cols.to(tl.int64)[None, :]
+    tl.store(at, (value * scale).to(dq.pointer.dtype.element_ty), mask=inside)
