@@ -8,6 +8,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewise.score.terms import Score
 from tilewise.score.tiles import visible_pairs
@@ -128,9 +129,11 @@ def irregular(
 
 def _is_regular(x: Tensor) -> bool:
     size = x.element_size()
+    # a tensor of a compiler or tracer has no address
+    address = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * size
     strides = [s * size for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     return (
-        x.data_ptr() % 16 == 0
+        address % 16 == 0
         and (x.stride(-1) == 1 or x.shape[-1] == 1)
         and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
         and max(x.shape) < 2**31

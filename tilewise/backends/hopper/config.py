@@ -24,6 +24,7 @@ class Config:
         persistent: as many programs as multiprocessors, each walks over several tiles of queries.
         chunk: tiles of queries in a row that a program takes: of a band a long and a short one.
         o_in_q: O leaves through the shared memory of Q.
+        q_in_registers: Q is read once, not by every wgmma.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
 
@@ -36,7 +37,8 @@ class Config:
     persistent: bool
     chunk: int
     o_in_q: bool
-    registers: tuple[int, int] = (240, 24)
+    q_in_registers: bool
+    registers: tuple[int, int]
 
     @property
     def block_m(self) -> int:
@@ -59,22 +61,26 @@ def forward_config(problem: Problem) -> Config:
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = bias_tile(problem)
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
-    # A float32 bias tile takes twice the shared memory of a 16-bit one: half the keys.
-    block_n = 64 if d == 256 or (bias == 4 and d == 128) else 128
-    stages, bias_stages = 2, 2 if bias else 0
-    if d == 256 and bias == 4:
-        bias_stages = 1
+    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
+    # which a softcap or the masks of a band need too: half the keys.
+    band, capped = not problem.score.band.unlimited, problem.score.softcap is not None
+    crowded = problem.bias is not None and (capped or (band and not bias))
+    block_n = 64 if d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
+    # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
+    three = d <= 64 and problem.bias is None and not band and not capped
     return Config(
         block_n=block_n,
-        warpgroups=2,
-        stages=stages,
-        bias_stages=bias_stages,
-        bias_first=bias > 0 and problem.score.softcap is None,
+        warpgroups=3 if three else 2,
+        stages=2,
+        bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
+        bias_first=bias > 0 and not capped,
         turns=True,
         # The next tile's loads run under the end of the last.
         persistent=True,
-        chunk=1 if problem.score.band.unlimited else 2,
+        chunk=2 if band else 1,
+        q_in_registers=d <= 128 and not three and (d < 128 or problem.bias is None or bias > 0),
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
+        registers=(160, 32) if three else (240, 24),
     )
 
 

@@ -57,6 +57,7 @@ class Compiled(NamedTuple):
     BIAS_FIRST: Any
     TURNS: Any
     O_IN_Q: Any
+    Q_IN_REGISTERS: Any
     LOADING_REGISTERS: Any
     COMPUTING_REGISTERS: Any
     BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
@@ -185,7 +186,6 @@ def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constex
         slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
         wait_full(rings.bias, slot, step // c.BIAS_STAGES)
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
-        leave_after_loads(rings.bias, slot)
     elif c.BIAS == "cols":
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
@@ -194,6 +194,12 @@ def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constex
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias
+
+
+@gluon.jit
+def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
+    if c.BIAS == "matrix":
+        leave_after_loads(rings.bias, step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP)
 
 
 @gluon.jit
@@ -247,6 +253,7 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
         pass_turn(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+    leave_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
     s = warpgroup_mma_wait(1, deps=(s_pending,))
     leave(rings.k, k_slot)
 
@@ -301,7 +308,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
-    q = rings.q.slots.index(WARPGROUP).reshape([64, c.BLOCK_D])
+    q_shared = rings.q.slots.index(WARPGROUP).reshape([64, c.BLOCK_D])
     step = 0
     if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
@@ -318,9 +325,16 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
         wait_full(rings.q, WARPGROUP, t)
+        if c.Q_IN_REGISTERS:
+            q = q_shared.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N), 2))
+            if not c.O_IN_Q:
+                leave_after_loads(rings.q, WARPGROUP)
+        else:
+            q = q_shared
         wait_full(rings.k, slot, step // c.STAGES)
         k = rings.k.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
         s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
+        leave_bias(rings, step, c, WARPGROUP)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(rings.k, slot)
         wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
@@ -348,7 +362,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 step += 1
 
         # PV of the first tile of keys
-        if not c.O_IN_Q:
+        if not c.O_IN_Q and not c.Q_IN_REGISTERS:
             leave(rings.q, WARPGROUP)
         slot = (step - 1) % c.STAGES
         wait_full(rings.v, slot, (step - 1) // c.STAGES)

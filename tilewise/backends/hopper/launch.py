@@ -148,6 +148,7 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
         BIAS_FIRST=config.bias_first,
         TURNS=config.turns,
         O_IN_Q=config.o_in_q,
+        Q_IN_REGISTERS=config.q_in_registers,
         COMPUTING_REGISTERS=config.registers[0],
         LOADING_REGISTERS=config.registers[1],
         BIAS=_spread(bias),
@@ -164,12 +165,13 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
 def _repair(problem: Problem) -> Repair:
     bias = problem.bias
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
+    block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
     values = Repair(
-        BLOCK_M=64,
+        BLOCK_M=block_m,
         BLOCK_N=32,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        SCAN=32,
+        SCAN=2048 // block_m,
         BIAS=bias is not None,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
     )

@@ -35,10 +35,16 @@ class Terms(NamedTuple):
 def in_units(bias, inverse):
     """The bias in the units of the scores, rounded towards zero: the largest finite bias (a mask in some models) stays
     finite, and -inf stays -inf."""
-    bias = bias.to(gl.float32)
-    return gl.inline_asm_elementwise(
-        "mul.rz.f32 $0, $1, $2;", "=f,f,f", [bias, inverse], dtype=gl.float32, is_pure=True, pack=1
-    )
+    if bias.dtype == gl.bfloat16:  # two at a time: a shift and a mask make them float32
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 x; shl.b32 x, $2, 16; mul.rz.f32 $0, x, $3; "
+            "and.b32 x, $2, 0xffff0000; mul.rz.f32 $1, x, $4; }",
+            "=f,=f,r,f,f", [bias, inverse], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.rz.f32 $0, $1, $2;", "=f,f,f", [bias.to(gl.float32), inverse], dtype=gl.float32, is_pure=True, pack=1
+        )
 
 
 @gluon.jit
