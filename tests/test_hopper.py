@@ -67,7 +67,10 @@ def test_declines(change, reason):
         ({"irregular": ("do",)}, "reads do by TMA, which cannot describe it"),
         ({"bias": replace(MATRIX, rows=1)}, "has no bias yet that is broadcast along queries or keys"),
         ({"bias": replace(MATRIX, dtype=torch.float32)}, "reads a bias in q's dtype only"),
-        ({"bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())}, "has no bias gradient under a softcap"),
+        (
+            {"bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())},
+            "has no bias gradient under a softcap",
+        ),
         ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True}, "writes dbias by TMA, in rows of"),
     ],
 )
