@@ -114,12 +114,20 @@ class Code(NamedTuple):
     hazards: list[wgmma_lint.Hazard]
 
 
-def compile_hopper_case(case: Case) -> list[Code]:
-    """Every kernel that a case's forward launches in the hopper backend."""
-    from tilewise.backends.hopper import config, launch
+def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
+    """Every kernel that a case's forward, or its backward, launches in the hopper backend."""
+    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends.hopper import backward_launch, config, launch
 
     _launched.clear()
-    launch.forward(*_call(case))
+    problem, inputs = _call(case)
+    if backward:
+        o = empty_output(inputs.q, case.value_dim)
+        lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
+        needs = Needs(True, True, True, case.bias is not None)
+        backward_launch.backward(problem, inputs, Outputs(o, lse), Outputs(o, lse), needs)
+    else:
+        launch.forward(problem, inputs)
     found = []
     for name, kernel in _launched:
         report = _report(name, kernel, _logs[kernel.hash], config.SHARED_MEMORY)

@@ -19,8 +19,8 @@ class Compilers:
     def __init__(self, cache: Path):
         self.cache, self.current, self.pool = cache, None, None
 
-    def run(self, function, triton: str, target: int, case: Case):
-        """``function(case)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
+    def run(self, function, triton: str, target: int, case: Case, *more):
+        """``function(case, *more)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
         if self.current != (triton, target):
             self.close()
             path = str(TRITON_360) if triton == "3.6.0" else None
@@ -29,7 +29,7 @@ class Compilers:
                 1, multiprocessing.get_context("spawn"), aot_child.start, (divmod(target, 10), path, str(self.cache))
             )
         try:
-            return self.pool.submit(function, case).result()
+            return self.pool.submit(function, case, *more).result()
         except BaseException:
             self.close()  # whatever a failed compilation leaves behind, the next one starts afresh
             raise

@@ -50,8 +50,37 @@ def test_declines(change, reason):
     assert found is None if reason is None else found.startswith(reason)
     if problem.device == "cuda" and (problem.bias is None or problem.bias.dtype != torch.float64):
         plan = make_plan(problem)
-        assert (plan.backend, plan.backward) == ("hopper" if reason is None else "triton", "triton")
+        assert plan.backend == ("hopper" if reason is None else "triton")
         assert dict(plan.declined).get("hopper") == found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"bias": MATRIX}, None),
+        ({"bias": MATRIX, "bias_grad": True}, None),
+        ({"head_dim": 40, "value_dim": 64, "score": Score(0.1, 20.0, Band(-3, 5))}, None),
+        ({"deterministic": True}, "sums dQ in no fixed order"),
+        ({"value_dim": 64}, "has backward kernels for head dimensions up to 64 and up to 128, not for 128 with 64"),
+        ({"head_dim": 256, "value_dim": 256}, "has backward kernels for head dimensions up to 64 and up to 128, not"),
+        ({"irregular": ("do",)}, "reads do by TMA, which cannot describe it"),
+        ({"bias": replace(MATRIX, rows=1)}, "has no bias yet that is broadcast along queries or keys"),
+        ({"bias": replace(MATRIX, dtype=torch.float32)}, "reads a bias in q's dtype only"),
+        (
+            {"bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())},
+            "has no bias gradient under a softcap",
+        ),
+        ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True}, "writes dbias by TMA, in rows of"),
+    ],
+)
+def test_declines_backward(change, reason):
+    problem = replace(PROBLEM, **change)
+    plan = make_plan(problem)
+    assert plan.backend == "hopper"
+    assert plan.backward == ("hopper" if reason is None else "triton")
+    assert plan.backward_declined == hopper.declines_backward(problem)
+    assert reason is None or plan.backward_declined.startswith(reason)
 
 
 def test_the_interpreter_does_not_run_gluon(monkeypatch):
@@ -91,7 +120,9 @@ def test_explain_reads_the_layout():
     lines = str(explain(x, x, x, device="sm_90")).splitlines()
     words = r"backend hopper: 128 queries x 128 keys, 2 warpgroups, .*"
     assert any(re.fullmatch(words, line) for line in lines)
-    assert "  gradients by triton" in lines
+    assert not any("gradients by" in line for line in lines)
+    lines = str(explain(x, x, x, device="sm_90", deterministic=True)).splitlines()
+    assert "  gradients by triton: hopper sums dQ in no fixed order" in lines
     expanded = x[:, :1].expand_as(x)
     text = str(explain(x, expanded, expanded, device="sm_90"))
     assert "backend triton: " in text

@@ -28,6 +28,17 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, D=64, bias="bhmn", causal=True), 2 * (4 + 8) * 3),
     ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2),
 ]
+# Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
+# for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys); one body for each side of a band and one for
+# the full tiles. Where QK comes ahead there is one more of it before the loops.
+BACKWARDS = [
+    ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, bias="bhmn"), 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, Hkv=4, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 96),
+    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 8) + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 8, 0),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +65,24 @@ def test_compiled_kernels(compilers, triton, case, designed):
         assert not kernel.warnings
         assert not hazards
         assert kernel.name != "forward_kernel" or wgmma == designed
+
+
+@pytest.mark.parametrize(
+    ("triton", "case", "designed", "spilled"),
+    [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in BACKWARDS],
+)
+def test_compiled_backward(compilers, triton, case, designed, spilled):
+    if triton == "3.6.0" and not TRITON_360.is_dir():
+        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+    codes = compilers.run(compile_hopper_case, triton, 90, case, True)
+    assert [code.kernel.name for code in codes] == ["prepare_kernel", "backward_kernel", "finish_kernel"]
+    for kernel, wgmma, hazards in codes:
+        print(kernel)
+        assert kernel.shared <= kernel.shared_limit
+        assert kernel.spill_stores <= spilled, f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert not kernel.warnings
+        assert not hazards
+        assert kernel.name != "backward_kernel" or wgmma == designed
 
 
 WGMMA = """

@@ -116,9 +116,7 @@ class Problem:
         )
 
 
-def irregular(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, do: Tensor | None = None
-) -> tuple[str, ...]:
+def irregular(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, do: Tensor | None = None) -> tuple[str, ...]:
     """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe.
 
     They need contiguous rows and multiples of 16 bytes: the address, and every other stride, which must not be 0.

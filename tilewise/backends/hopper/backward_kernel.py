@@ -158,7 +158,7 @@ def work_of(terms, sizes, c):
     n0 = tile * c.BLOCK_N
     cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
     begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
-    if c.RAGGED:
+    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
         if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
             full_begin = end
             full_end = end
@@ -291,7 +291,7 @@ def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, term
     # dV, and under it dS
     dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
     ds = p * (dp - delta[None, :])
-    if c.BIAS:
+    if c.BIAS:  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
         tile = shared.ds.index(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,9 +77,7 @@ class Prepared(Launcher):
 _prepared: dict[tuple, Prepared] = {}
 
 
-def _prepare(
-    problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, buffers: Buffers
-) -> Prepared:
+def _prepare(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, buffers: Buffers) -> Prepared:
     """Kept under everything that a compiled kernel depends on."""
     tensors = (*inputs, outputs.o, *cotangents, *buffers[2:])
     layouts = tuple(None if x is None else (x.stride(), x.data_ptr() % 16) for x in tensors)

@@ -111,4 +111,6 @@ def backward_width(problem: Problem) -> int:
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
     of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
-    return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2, ahead=backward_width(problem) == 64)
+    # At 64 dimensions registers are left for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
+    ahead = backward_width(problem) == 64 and problem.bias is None
+    return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2, ahead=ahead)

@@ -25,9 +25,7 @@ else:  # before Triton 3.8 its compiler has the instruction and its language no 
     def tma_add(tensor_desc, coord, src, _semantic=None):
         """Add a tile of shared memory to global memory, element by element, each addition atomic."""
         at = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(
-            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, at, src.handle
-        )
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, at, src.handle)
 
 
 # Of the warps of the partition that calls it; renamed in Triton 3.7.
