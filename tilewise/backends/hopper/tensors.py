@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-DTYPES = {2: {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}, 4: {"torch.float32": gl.float32}}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 class Strided(NamedTuple):
@@ -34,7 +35,7 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     row = (x.shape[3] * size + 15) // 16 * 16 // size
     strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
     box = [1, 1, rows, cols]
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[size][str(x.dtype)])
+    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], box, layout)
 
 
