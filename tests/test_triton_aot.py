@@ -37,7 +37,6 @@ TERMS = {
 GRID = {
     ("installed", 90): {64: ["dense"], 128: ["causal", "full bias", "deterministic, shared bias"]},
     ("3.6.0", 90): {
-        32: ["shared bias"],
         64: ["softcap, window", "bias of keys"],
         128: ["dense", "shared bias", "by pointers, causal, shared bias"],
     },

@@ -35,18 +35,9 @@ def shared_memory(problem: Problem) -> int:
     return 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
 
 
-def padded(n: int, least: int = 16) -> int:
+def padded(n: int) -> int:
     """The next power of two, at least 16: what a tensor-core operand needs."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def least_transposed_dim(problem: Problem) -> int:
-    """What a head dimension is padded to at least where it counts the rows of a product, as in the backward's dQᵀ.
-
-    wgmma takes 64 rows at a time. With fewer Triton falls back to Ampere's instruction, and ptxas then serialises the
-    wgmmas around it.
-    """
-    return 64 if problem.capability is not None and problem.capability[0] == 9 and problem.dtype.itemsize == 2 else 16
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def forward_config(problem: Problem, bias_tma: bool) -> Config:
@@ -96,7 +87,7 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     if d <= 64:
         if not bias_tile:
             return Config(64, 64, 4, 4)
-        return Config(32, 128, 4, 3) if d > 32 and problem.score.band.unlimited else Config(64, 64, 4, 3)
+        return Config(32, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
     if d <= 128:
         if bias_tile:
             return Config(32, 128, 8, 3)

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
-from tilewise.backends.triton.config import Config, backward_config, forward_config, least_transposed_dim, padded
+from tilewise.backends.triton.config import Config, backward_config, forward_config, padded
 from tilewise.backends.triton.forward_kernel import forward_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
@@ -150,7 +150,6 @@ def _prepare_backward(
     dbias_tma = targets.bias is not None and reduction in ("store", "add") and _uses_tma(problem, targets.bias)
     c = _compiled(
         problem, config, inputs, tma, q, k, v, o, do, bias, mask, *targets[:4],
-        least=least_transposed_dim(problem),
         DQ_TMA=tma and config.dq_tma,
         DBIAS="none" if _ordered(problem, reduction) else reduction,
         DBIAS_TMA=dbias_tma,
@@ -274,10 +273,9 @@ def _compiled(
     inputs: Inputs,
     tma: bool,
     *tensors: Tensor | None,
-    least: int = 16,
     **switches: Any,
 ) -> Compiled:
-    bd, bdv = padded(problem.head_dim, least), padded(problem.value_dim, least)
+    bd, bdv = padded(problem.head_dim), padded(problem.value_dim)
     values = Compiled(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
