@@ -17,6 +17,8 @@ import pytest
 import torch
 import wgmma_proof
 
+from tilewise import problem
+from tilewise.backends.hopper import config as hopper_config
 from tilewise.layouts import (
     LayoutError,
     LinearLayout,
@@ -26,6 +28,7 @@ from tilewise.layouts import (
     default_swizzle,
     nvmma_shared_layout,
 )
+from tilewise.score.terms import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -139,6 +142,26 @@ def test_default_layouts_of_the_tiles_of_attention():
     for (shape, _, _, transposed, dtype), answer in zip(questions + others, ask(questions + others), strict=True):
         assert nvmma_shared_layout(shape, DTYPES.get(dtype, dtype), transposed=transposed) == expected(answer, shape)
         assert default_swizzle(shape, dtype, transposed) == answer[3]
+
+
+@JUDGES
+def test_layouts_of_the_hopper_backend():
+    """Every 16-bit tile that its configurations put into shared memory, as its descriptors have it."""
+    shapes = set()
+    for D, biased in itertools.product((32, 64, 128, 256), (False, True)):
+        bias = problem.Operand(torch.bfloat16, 1, 8, 512, 512) if biased else None
+        call = problem.Problem(
+            device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=8, queries=512, keys=512,
+            head_dim=D, value_dim=D, score=Score(0.1, None, Band()), bias=bias, bias_grad=biased,
+        )  # fmt: skip
+        c = hopper_config.forward_config(call)
+        shapes |= {(64, hopper_config.padded(D)), (c.block_n, hopper_config.padded(D)), (64, c.block_n)}
+        if D <= 128:
+            b, width = hopper_config.backward_config(call), hopper_config.backward_width(call)
+            shapes |= {(b.block_m, width), (b.block_n, width), (b.block_m, b.block_n)}
+    questions = [[[1, 1, *shape], 16, None, False, "bfloat16"] for shape in sorted(shapes)]
+    for (shape, *_), answer in zip(questions, ask(questions), strict=True):
+        assert nvmma_shared_layout(shape, "bf16") == expected(answer, shape)
 
 
 def test_bad_tiles():
