@@ -402,18 +402,20 @@ def test_device():
 
 
 class Allocations(TorchDispatchMode):
-    """The largest memory of a tensor that any operator returns, in bytes; that of ``known`` tensors does not count."""
+    """The memory of each tensor that an operator returns, in bytes; that of ``known`` tensors does not count."""
 
     def __init__(self, known):
         super().__init__()
         self.largest = 0
+        self.sizes = set()
         self.known = {x.untyped_storage().data_ptr() for x in known if x is not None}
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         results = function(*arguments, **(keywords or {}))
         for x in torch.utils._pytree.tree_leaves(results):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
+                self.sizes.add(x.untyped_storage().nbytes())
+                self.largest = max(self.sizes)
         return results
 
 
@@ -453,6 +455,20 @@ def test_a_full_bias_is_read_and_its_gradient_written_in_place():
             cpu.backward(p, inputs, outputs, Outputs(t.do, None), Needs(True, True, True, True))
         assert forward.largest <= 4 * torch.get_num_threads() * tiled.BLOCK_M * tiled.BLOCK_N
         assert backward.largest == inputs.bias.numel() * 2
+
+
+@pytest.mark.parametrize("bias", ["1hmn", "b1mn", "11mn"])
+def test_a_shared_16_bit_bias_gradient_is_summed_a_block_of_rows_at_a_time(monkeypatch, bias):
+    monkeypatch.setattr(tiled, "BLOCK_M", 64)
+    monkeypatch.setattr(tiled, "BLOCK_N", 64)
+    S = 1024
+    p, inputs, t = problem(B=3, H=2, M=S, N=S, D=8, bias=bias, dtype=torch.bfloat16, bias_grad=True)
+    outputs = cpu.forward(p, inputs)
+    dbias = inputs.bias.numel() * 2
+    with Allocations(t) as backward:
+        cpu.backward(p, inputs, outputs, Outputs(t.do, None), Needs(True, True, True, True))
+    assert backward.largest == dbias
+    assert max(backward.sizes - {dbias}) <= 4 * tiled.tiling(p).rows * S
 
 
 def test_results_repeat_bit_by_bit(route):

@@ -10,14 +10,22 @@ gives something that is not finite, careful tiles, several times slower, find ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
-from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide, keep_freed_tiles, product
+from tilewise.backends.cpu.parts import (
+    band_hides,
+    exp_difference,
+    finite,
+    hide,
+    in_huge_pages,
+    keep_freed_tiles,
+    product,
+)
 from tilewise.problem import Problem
 from tilewise.score import reference
 from tilewise.score.tiles import key_tiles, limits
@@ -46,7 +54,8 @@ def tiling(problem: Problem) -> Tiling:
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     o = empty_output(inputs.q, problem.value_dim)
     lse = inputs.q.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
-    for heads in _all_heads(problem, inputs):
+    for kv in _all_heads(problem):
+        heads = _Heads(problem, inputs, *kv)
         for rows in heads.row_blocks():
             o_i, lse_i = _attend(heads, rows, careful=False)
             if heads.hides and not finite(o_i):
@@ -76,73 +85,118 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor]:
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
-    gradients = Gradients(dq, dk, dv, _bias_sum(problem, inputs) if needs.bias else None)
-    for heads in _all_heads(problem, inputs):
-        _attend_backward(heads, outputs, cotangents, gradients)
-    if gradients.bias is None or inputs.bias is None:
-        return gradients
-    layout = torch.empty_like(inputs.bias, device="meta")
-    if gradients.bias.dtype == layout.dtype and gradients.bias.stride() == layout.stride():
-        return gradients
-    return gradients._replace(bias=torch.empty_like(inputs.bias).copy_(gradients.bias))
-
-
-def _attend_backward(heads: _Heads, outputs: Outputs, cotangents: Outputs, want: Gradients) -> None:
-    """Write the gradients of some heads: Algorithm 2 with its loops exchanged, so that dQ too is written once."""
-    scale, cap = heads.problem.score.scale, heads.problem.score.softcap
-    careful = heads.hides and not all(finite(x) for x in (*heads.k, *heads.v))
-    # Transposed, (T, D, cols): a product is fastest when its first factor is contiguous along the sum.
-    dk: list[Tensor | None] = [None] * len(heads.k)
-    dv: list[Tensor | None] = [None] * len(heads.v)
-    for rows in heads.row_blocks():
-        q = heads.rows(heads.inputs.q, rows) * scale
-        do = heads.rows(cotangents.o, rows)
-        lse, delta = heads.row_terms(outputs, cotangents, rows)
-        q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
-        dq = None
-        for tile in heads.tiles(rows, careful):
-            s, capped = heads.scores(q, tile)
-            p = heads.only_visible(exp_difference(s, lse), tile)
-            if want.v is not None:
-                dv[tile.j] = product(do_t, p, dv[tile.j])
-            if want.q is None and want.k is None and want.bias is None:
-                continue
-            dp = product(do, heads.v[tile.j].mT)
-            ds = heads.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
+    want = Gradients(dq, dk, dv, _empty_dbias(problem, inputs) if needs.bias else None)
+    for group in _sharing(problem, want.bias):
+        parts = [_Part(_Heads(problem, inputs, *kv)) for kv in group]
+        total = None
+        for rows in parts[0].heads.row_blocks():
             if want.bias is not None:
-                heads.add_to_bias(want.bias, tile, ds)
-            if capped is not None and cap is not None:
-                ds = heads.only_visible(ds * reference.softcap_derivative(capped, cap), tile)
-            if want.q is not None:
-                dq = heads.weighted_sum(ds, heads.k[tile.j], tile, dq)
-            if want.k is not None:
-                dk[tile.j] = product(q_t, ds, dk[tile.j])
+                place = parts[0].heads.operand_rows(want.bias, rows)
+                total = _dbias_sum(problem, place, total, want.bias)
+            for part in parts:
+                _attend_backward(part, rows, outputs, cotangents, want, total)
+            if total is not None and total is not place:
+                place.copy_(total)
+        for part in parts:
+            part.put_keys(want)
+    return want
+
+
+class _Part:
+    """Some heads in the backward, and their dK and dV so far, tile by tile; None: nothing yet.
+
+    Transposed, (T, D, cols): a product is fastest when its first factor is contiguous along the sum.
+    """
+
+    def __init__(self, heads: _Heads) -> None:
+        self.heads = heads
+        self.careful = heads.hides and not all(finite(x) for x in (*heads.k, *heads.v))
+        self.dk: list[Tensor | None] = [None] * len(heads.k)
+        self.dv: list[Tensor | None] = [None] * len(heads.v)
+
+    def put_keys(self, want: Gradients) -> None:
+        for x, tiles in ((want.k, self.dk), (want.v, self.dv)):
+            if x is not None:
+                self.heads.put_keys(x, tiles)
+
+
+def _attend_backward(
+    part: _Part, rows: slice, outputs: Outputs, cotangents: Outputs, want: Gradients, dbias: Tensor | None
+) -> None:
+    """Gradients of a block of rows: Algorithm 2 with its loops exchanged, so that dQ too is written once."""
+    heads, dk, dv = part.heads, part.dk, part.dv
+    scale, cap = heads.problem.score.scale, heads.problem.score.softcap
+    q = heads.rows(heads.inputs.q, rows) * scale
+    do = heads.rows(cotangents.o, rows)
+    lse, delta = heads.row_terms(outputs, cotangents, rows)
+    q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
+    dq = None
+    for tile in heads.tiles(rows, part.careful):
+        s, capped = heads.scores(q, tile)
+        p = heads.only_visible(exp_difference(s, lse), tile)
+        if want.v is not None:
+            dv[tile.j] = product(do_t, p, dv[tile.j])
+        if want.q is None and want.k is None and dbias is None:
+            continue
+        dp = product(do, heads.v[tile.j].mT)
+        ds = heads.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
+        if dbias is not None:
+            heads.add_to_bias(dbias, tile, ds)
+        if capped is not None and cap is not None:
+            ds = heads.only_visible(ds * reference.softcap_derivative(capped, cap), tile)
         if want.q is not None:
-            heads.put_rows(want.q, rows, None if dq is None else dq.mul_(scale))
-    if want.k is not None:
-        heads.put_keys(want.k, dk)
-    if want.v is not None:
-        heads.put_keys(want.v, dv)
+            dq = heads.weighted_sum(ds, heads.k[tile.j], tile, dq)
+        if want.k is not None:
+            dk[tile.j] = product(q_t, ds, dk[tile.j])
+    if want.q is not None:
+        heads.put_rows(want.q, rows, None if dq is None else dq.mul_(scale))
 
 
-def _bias_sum(problem: Problem, inputs: Inputs) -> Tensor:
-    """Where dBias is gathered: written once a tile if no axis broadcasts, else summed in the tiles' dtype."""
+def _is_full(problem: Problem, bias: Tensor) -> bool:
+    """Nothing broadcasts: each element belongs to one score."""
+    return bias.shape == (problem.batch, problem.heads, problem.queries, problem.keys)
+
+
+def _empty_dbias(problem: Problem, inputs: Inputs) -> Tensor:
+    """dBias to be written: zeros where something is added to it, or where tiles may be skipped."""
     assert inputs.bias is not None
-    if inputs.bias.shape != (problem.batch, problem.heads, problem.queries, problem.keys):
-        return inputs.bias.new_zeros(inputs.bias.shape, dtype=lse_dtype(problem.dtype))
-    # Tiles that are skipped have gradient 0.
-    skips = inputs.mask is not None or band_hides(problem)
-    return torch.zeros_like(inputs.bias) if skips else torch.empty_like(inputs.bias)
+    written = _is_full(problem, inputs.bias) and inputs.mask is None and not band_hides(problem)
+    return in_huge_pages(torch.empty_like(inputs.bias)) if written else torch.zeros_like(inputs.bias)
 
 
-def _all_heads(problem: Problem, inputs: Inputs) -> Iterator[_Heads]:
-    """All heads, as many at a time as share a tile: some heads of one batch, or all heads of several batches."""
+def _dbias_sum(problem: Problem, place: Tensor, total: Tensor | None, dbias: Tensor) -> Tensor:
+    """Where the rows ``place`` of dBias are gathered: there, or in the tiles' dtype if that is wider and tiles add.
+
+    ``total`` is where the rows before were gathered: the same ones if dBias has a single row.
+    """
+    dtype = lse_dtype(problem.dtype)
+    if dbias.dtype == dtype or _is_full(problem, dbias):
+        return place
+    if total is not None and dbias.shape[2] == 1:
+        return total
+    if total is not None and total.shape == place.shape:
+        return total.zero_()
+    return place.new_zeros(place.shape, dtype=dtype)
+
+
+def _all_heads(problem: Problem) -> Iterator[tuple[slice, slice]]:
+    """(batches, key/value heads), as many as share a tile: some heads of one batch, or all heads of several batches."""
     keep_freed_tiles()
     B, Hkv, T = problem.batch, problem.kv_heads, tiling(problem).heads
     batches, heads = max(T // Hkv, 1), min(T, Hkv)
     for b in range(0, B, batches):
         for h in range(0, Hkv, heads):
-            yield _Heads(problem, inputs, slice(b, min(b + batches, B)), slice(h, min(h + heads, Hkv)))
+            yield slice(b, min(b + batches, B)), slice(h, min(h + heads, Hkv))
+
+
+def _sharing(problem: Problem, dbias: Tensor | None) -> Iterable[list[tuple[slice, slice]]]:
+    """`_all_heads` in groups that share elements of dBias, so that a block of its rows is summed at a time."""
+    groups: dict[tuple[int, int], list[tuple[slice, slice]]] = {}
+    for batches, heads in _all_heads(problem):
+        shared = (True, True) if dbias is None else (dbias.shape[0] > 1, dbias.shape[1] > 1)
+        key = (batches.start * shared[0], heads.start * shared[1])
+        groups.setdefault(key, []).append((batches, heads))
+    return groups.values()
 
 
 class _Tile(NamedTuple):
@@ -240,12 +294,23 @@ class _Heads:
                     visible = visible & (self._operand_tile(self.inputs.bias, rows, j) != -torch.inf)
             yield _Tile(rows, j, visible, careful)
 
-    def _operand_tile(self, x: Tensor, rows: slice, j: int) -> Tensor:
-        """The part of a bias, mask or bias gradient that belongs to a tile of scores; broadcast axes have size 1."""
+    def operand_rows(self, x: Tensor, rows: slice) -> Tensor:
+        """View of what a bias, mask or bias gradient has for these heads and rows; broadcast axes have size 1.
+
+        (batches, heads, G, rows, N).
+        """
         p = self.problem
         x = x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
-        where = (*self.kv, slice(None), rows, slice(j * self.tiling.cols, (j + 1) * self.tiling.cols))
-        return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape, strict=True))]
+        where = (*self.kv, slice(None), rows)
+        return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape[:4], strict=True))]
+
+    def _cols(self, x: Tensor, j: int) -> Tensor:
+        """The columns of tile ``j``."""
+        return x if x.shape[-1] == 1 else x[..., j * self.tiling.cols : (j + 1) * self.tiling.cols]
+
+    def _operand_tile(self, x: Tensor, rows: slice, j: int) -> Tensor:
+        """The part of a bias or mask that belongs to a tile of scores."""
+        return self._cols(self.operand_rows(x, rows), j)
 
     def _over_heads(self, tile: Tensor) -> Tensor:
         """View of a tile of scores as (batches, heads, G, rows, cols)."""
@@ -284,10 +349,10 @@ class _Heads:
         return out if start is None else out + start
 
     def add_to_bias(self, dbias: Tensor, tile: _Tile, ds: Tensor) -> None:
-        """``dBias = dS``, summed over the axes along which the bias broadcasts."""
-        p = self.problem
-        ds, place = self._over_heads(ds), self._operand_tile(dbias, tile.rows, tile.j)
-        if dbias.shape == (p.batch, p.heads, p.queries, p.keys):
+        """``dBias = dS``, summed over the axes along which the bias broadcasts, in rows of `operand_rows`."""
+        ds, place = self._over_heads(ds), self._cols(dbias, tile.j)
+        assert self.inputs.bias is not None
+        if _is_full(self.problem, self.inputs.bias):
             place.copy_(ds)
         else:
             place.add_(ds.sum_to_size(place.shape))
