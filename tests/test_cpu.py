@@ -406,6 +406,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, known):
         super().__init__()
+        parts.keep_freed_tiles()  # once a process, and never touched
         self.largest = 0
         self.sizes = set()
         self.known = {x.untyped_storage().data_ptr() for x in known if x is not None}
