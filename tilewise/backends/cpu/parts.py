@@ -23,7 +23,7 @@ HUGE_PAGE = 1 << 21  # bytes
 
 
 def product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
-    """``start + a @ b`` for tiles (T, m, k), (T, k, n) and (T, m, n).
+    """``start + a @ b`` for tiles (T, m, k), (T, k, n) and (T, m, n), in the place of ``start``.
 
     `torch.baddbmm` calls MKL, which on an Intel CPU is a little faster than oneDNN and on an AMD CPU takes twice as
     long; there a large float32 tile goes through oneDNN. oneDNN first compiles a kernel for each shape, in the time of
@@ -33,7 +33,7 @@ def product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     if large and a.dtype == torch.float32 and _prefers_onednn():
         out = torch.ops.mkldnn._linear_pointwise(a[0], b[0].mT, None, "none", [], "").unsqueeze(0)
         return out if start is None else out.add_(start)
-    return torch.bmm(a, b) if start is None else torch.baddbmm(start, a, b)
+    return torch.bmm(a, b) if start is None else torch.baddbmm(start, a, b, out=start)
 
 
 @cache

@@ -322,14 +322,15 @@ class _Heads:
         The order is that of the pipeline: product, softcap, bias, mask. Without a softcap the bias comes first: the
         product is accumulated onto it.
         """
-        k, cap, bias, capped = self.k[tile.j], self.problem.score.softcap, self.inputs.bias, None
-        if bias is not None:
-            bias = self._operand_tile(bias, tile.rows, tile.j).to(self.dtype)
-            bias = bias.expand(*self.grid, tile.rows.stop - tile.rows.start, k.shape[1]).flatten(2, 3).flatten(0, 1)
-        s = product(q, k.mT, bias if cap is None else None)
-        if cap is not None:
-            capped = reference.softcap(s, cap)
-            s = capped.clone() if bias is None else capped + bias
+        k, cap, capped, start = self.k[tile.j], self.problem.score.softcap, None, None
+        if self.inputs.bias is not None:
+            start = q.new_empty(*q.shape[:2], k.shape[1])
+            self._over_heads(start).copy_(self._operand_tile(self.inputs.bias, tile.rows, tile.j))
+        if cap is None:
+            s = product(q, k.mT, start)
+        else:
+            capped = reference.softcap(product(q, k.mT), cap)
+            s = capped.clone() if start is None else start.add_(capped)
         if tile.visible is not None:
             hide(self._over_heads(s), tile.visible)
         return s, capped
@@ -341,12 +342,12 @@ class _Heads:
         return torch.where(tile.visible, self._over_heads(x), 0.0).view(x.shape)
 
     def weighted_sum(self, p: Tensor, x: Tensor, tile: _Tile, start: Tensor | None) -> Tensor:
-        """``start + p @ x``; in a careful tile a hidden pair adds nothing, not even NaN."""
+        """``start + p @ x`` in the place of ``start``; in a careful tile a hidden pair adds nothing, not even NaN."""
         if not tile.careful or tile.visible is None:
             return product(p, x, start)
         visible = tile.visible.expand_as(self._over_heads(p)).reshape(p.shape)
         out = reference.visible_product(p, visible, x)
-        return out if start is None else out + start
+        return out if start is None else start.add_(out)
 
     def add_to_bias(self, dbias: Tensor, tile: _Tile, ds: Tensor) -> None:
         """``dBias = dS``, summed over the axes along which the bias broadcasts, in rows of `operand_rows`."""
