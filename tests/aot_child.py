@@ -97,11 +97,10 @@ def compile_case(case: Case) -> list[Kernel]:
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
-    launch.forward(problem, inputs)
-    launch.backward(
-        problem, inputs, Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None),
-        Needs(True, True, True, case.bias is not None),
-    )  # fmt: skip
+    launch.Forward(problem, inputs)(inputs)
+    outputs, cotangents = Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
+    needs = Needs(True, True, True, case.bias is not None)
+    launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
 
@@ -125,9 +124,10 @@ def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
         o = empty_output(inputs.q, case.value_dim)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
         needs = Needs(True, True, True, case.bias is not None)
-        backward_launch.backward(problem, inputs, Outputs(o, lse), Outputs(o, lse), needs)
+        outputs = Outputs(o, lse)
+        backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
     else:
-        launch.forward(problem, inputs)
+        launch.Forward(problem, inputs)(inputs)
     found = []
     for name, kernel in _launched:
         report = _report(name, kernel, _logs[kernel.hash], config.SHARED_MEMORY)

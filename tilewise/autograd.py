@@ -8,14 +8,16 @@ call on plain tensors takes an autograd.Function around the same two functions i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tilewise.backends import Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score
@@ -37,38 +39,92 @@ def _problem(inputs: Inputs, terms: tuple, **more: Any) -> Problem:
     return Problem.of(*inputs, score, deterministic=deterministic, **more)
 
 
-_plans: dict[tuple, Plan] = {}
+# What computes a call, kept under all that a Problem and a backend read of its tensors: a second call is one look-up.
+Forward = Callable[[Inputs], Outputs]
+Backward = Callable[[Inputs, Outputs, Outputs], Gradients]
+_forwards: dict[tuple, Forward] = {}
+_backwards: dict[tuple, Backward] = {}
+_KEPT = 4096  # of each
 
 
-def _plan(inputs: Inputs, terms: tuple, bias_grad: bool = False, do: Tensor | None = None) -> Plan:
-    """The plan of a call, kept under all that a Problem reads of its tensors: a second call is one look-up."""
-    on_cpu = inputs.q.device.type == "cpu"
-    if on_cpu:  # whose backends read tensors of any layout
-        signature: tuple = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
-    else:
-        signature = tuple(
-            None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in (*inputs, do)
-        )
-    key = (signature, terms, bias_grad)
-    plan = _plans.get(key)
-    if plan is None:
-        names = () if on_cpu else irregular(*inputs[:4], do)
-        plan = make_plan(_problem(inputs, terms, bias_grad=bias_grad, irregular=names), terms[-1])
-        if len(_plans) >= 4096:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
+def _layouts(*tensors: Tensor | None) -> tuple:
+    return tuple([None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *terms
-) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(q, k, v, bias, mask)
-    plan = _plan(inputs, terms)
+def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
+    """On the CPU, whose backends read any strides, none."""
+    return () if inputs.q.is_cpu else irregular(*inputs[:4], do)
+
+
+def _forward_of(inputs: Inputs, terms: tuple) -> Forward:
+    key = (_layouts(*inputs), terms)
+    run = _forwards.get(key)
+    if run is None:
+        plan = make_plan(_problem(inputs, terms, irregular=_irregular(inputs)), terms[-1])
+        run = _keep(_forwards, key, _prepare_forward(plan, inputs))
+    return run
+
+
+def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
     if plan.problem.empty:
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
-        return empty_output(q, v.shape[3]).zero_(), lse
-    o, lse = plan.module.forward(plan.problem, inputs)
+        return _empty_forward
+    if hasattr(plan.module, "prepare_forward"):
+        return plan.module.prepare_forward(plan.problem, inputs)
+    return lambda inputs: plan.module.forward(plan.problem, inputs)
+
+
+def _empty_forward(inputs: Inputs) -> Outputs:
+    q = inputs.q
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
+    return Outputs(empty_output(q, inputs.v.shape[3]).zero_(), lse)
+
+
+def _backward_of(
+    inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: tuple, needs: Needs
+) -> Backward:  # fmt: skip
+    key = (_layouts(*inputs, *outputs, *cotangents), terms, needs)
+    run = _backwards.get(key)
+    if run is None:
+        names = _irregular(inputs, cotangents.o)
+        plan = make_plan(_problem(inputs, terms, bias_grad=needs.bias, irregular=names), terms[-1])
+        run = _keep(_backwards, key, _prepare_backward(plan, inputs, outputs, cotangents, needs))
+    return run
+
+
+def _prepare_backward(
+    plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
+) -> Backward:  # fmt: skip
+    problem, module = plan.problem, plan.backward_module
+    if problem.empty:
+        return lambda inputs, outputs, cotangents: Gradients(
+            *(torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs, needs, strict=False))
+        )
+    if hasattr(module, "prepare_backward"):
+        return module.prepare_backward(problem, inputs, outputs, cotangents, needs)
+    return lambda inputs, outputs, cotangents: module.backward(problem, inputs, outputs, cotangents, needs)
+
+
+def _keep(kept: dict[tuple, Any], key: tuple, value: Any) -> Any:
+    if len(kept) >= _KEPT:
+        kept.clear()
+    kept[key] = value
+    return value
+
+
+def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: tuple, needs: Needs) -> Gradients:
+    """``saved``: the inputs, o and lse. No cotangent of o is one of zeros."""
+    q, k, v, bias, mask, o, lse = saved
+    inputs, outputs = Inputs(q, k, v, bias, mask), Outputs(o, lse)
+    cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
+    return _backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
+
+
+# --- the operators, which the dispatcher calls ---
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *terms) -> Any:
+    inputs = Inputs(q, k, v, bias, mask)
+    o, lse = _forward_of(inputs, terms)(inputs)
     return o, lse
 
 
@@ -79,15 +135,7 @@ def _forward_fake(q, k, v, bias, mask, *terms):
 
 def _backward(do, dlse, q, k, v, bias, mask, o, lse, *terms_and_needs):
     *terms, wanted = terms_and_needs
-    inputs, needs = Inputs(q, k, v, bias, mask), Needs(*wanted)
-    do = torch.zeros_like(o) if do is None else do
-    plan = _plan(inputs, tuple(terms), needs.bias, do)
-    if plan.problem.empty:
-        grads = [
-            torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs[:4], needs, strict=True)
-        ]
-    else:
-        grads = plan.backward_module.backward(plan.problem, inputs, Outputs(o, lse), Outputs(do, dlse), needs)
+    grads = _gradients(do, dlse, (q, k, v, bias, mask, o, lse), tuple(terms), Needs(*wanted))
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
@@ -107,21 +155,22 @@ for _name, _real, _fake in (
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, bias, mask, *ctx.terms = inputs
-    ctx.eager = False
+    ctx.terms = inputs[5:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, bias, mask, *output)
+    ctx.save_for_backward(*inputs[:5], *output)
+
+
+def _differentiate(ctx, do, dlse):
+    """The gradients of q, k, v and bias by the operator."""
+    if do is None and dlse is None:
+        return None, None, None, None
+    needs = list(ctx.needs_input_grad[:4])
+    grads = torch.ops.tilewise.attention_backward(do, dlse, *ctx.saved_tensors, *ctx.terms, needs)
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
 def _autograd_backward(ctx, do, dlse):
-    none = (None,) * (1 + len(ctx.terms))  # the mask and the score terms
-    if do is None and dlse is None:
-        return None, None, None, None, *none
-    needs = list(ctx.needs_input_grad[:4])
-    # An eager call's backward is eager too, unless it is to be differentiated: then the operator says that it cannot.
-    backward = _backward if ctx.eager and not torch.is_grad_enabled() else torch.ops.tilewise.attention_backward
-    grads = backward(do, dlse, *ctx.saved_tensors, *ctx.terms, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *none
+    return *_differentiate(ctx, do, dlse), *(None,) * (1 + len(ctx.terms))  # the mask and the score terms
 
 
 def _no_second_derivative(ctx, *grads):
@@ -132,31 +181,59 @@ torch.library.register_autograd("tilewise::attention", _autograd_backward, setup
 torch.library.register_autograd("tilewise::attention_backward", _no_second_derivative, lib=_library)
 
 
+# --- eager calls ---
+
+
 class _EagerAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args):
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        ctx.eager = True
-        return output
+    def forward(ctx, q, k, v, bias, mask, terms):
+        inputs = Inputs(q, k, v, bias, mask)
+        o, lse = _forward_of(inputs, terms)(inputs)
+        ctx.terms = terms
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, mask, o, lse)
+        return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
-        return _autograd_backward(ctx, do, dlse)
+        if torch.is_grad_enabled():  # to be differentiated: the operator says that it cannot
+            return *_differentiate(ctx, do, dlse), None, None
+        if do is None and dlse is None:
+            return None, None, None, None, None, None
+        grads = _gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
+        return *grads, None, None
+
+
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
 def _is_eager(inputs: Inputs) -> bool:
     """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher."""
+    q, k, v, bias, mask = inputs
     return (
         not torch.compiler.is_compiling()
-        and not inputs.q.is_meta
-        and all(x is None or type(x) in (Tensor, Parameter) for x in inputs)
+        and type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+        and type(bias) in _PLAIN and type(mask) in _PLAIN
+        and not q.is_meta
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
-    )
+    )  # fmt: skip
+
+
+def _is_differentiated(inputs: Inputs) -> bool:
+    """Whether somebody may ask for a gradient, or has tangents on the way, which autograd.Function refuses."""
+    q, k, v, bias, _ = inputs
+    if not torch.is_grad_enabled():
+        return forward_ad._current_level >= 0
+    needs = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    return needs or forward_ad._current_level >= 0
 
 
 def attention_op(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> tuple[Tensor, Tensor]:
     """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v and bias, through o and lse."""
-    args = (*inputs, score.band.lo, score.band.hi, score.scale, score.softcap, deterministic, backend)
-    return _EagerAttention.apply(*args) if _is_eager(inputs) else torch.ops.tilewise.attention(*args)
+    terms = (score.band.lo, score.band.hi, score.scale, score.softcap, deterministic, backend)
+    if not _is_eager(inputs):
+        return torch.ops.tilewise.attention(*inputs, *terms)
+    if _is_differentiated(inputs):
+        return _EagerAttention.apply(*inputs, terms)
+    return _forward(*inputs, *terms)

@@ -9,10 +9,21 @@ a problem takes another's, see `tilewise.plan.GRADIENTS`:
 They get validated, non-empty problems; gradients that nobody needs are None. Under torch.compile strides are promised
 before they are known: o has those of `empty_output`, a gradient those of ``torch.empty_like`` of its input. No backend
 imports another.
+
+A backend whose kernels take microseconds has in place of the last two
+
+    prepare_forward(problem, inputs) -> a function of inputs
+    prepare_backward(problem, inputs, outputs, cotangents, needs) -> a function of inputs, outputs, cotangents
+
+that do once for many calls what does not depend on the numbers in the tensors. The functions that they return serve all
+tensors of the same layout, and their caller keeps them by it: shape, dtype, strides, device, and address modulo 16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -59,9 +70,23 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_output(q: Tensor, value_dim: int) -> Tensor:
+def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor:
     """Uninitialised (B, H, M, Dv) in q's memory order: (B, M, H, D) data that came by transpose goes back by one."""
     B, H, M, _ = q.shape
     if q.stride(1) < q.stride(2):
-        return q.new_empty(B, M, H, value_dim).transpose(1, 2)
-    return q.new_empty(B, H, M, value_dim)
+        return q.new_empty((B, M, H, value_dim), device=device).transpose(1, 2)
+    return q.new_empty((B, H, M, value_dim), device=device)
+
+
+def allocation(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """What makes uninitialised tensors of x's shape, strides and dtype on ``device``, quicker than torch.empty."""
+    return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+_HERE: AbstractContextManager = nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensor's own, at no cost where it already is."""
+    index = x.get_device()
+    return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.problem import Problem
@@ -79,22 +78,15 @@ def tiles(problem: Problem) -> str:
     return f"{c.block_m} queries x {c.block_n} keys, {c.warpgroups} warpgroups, {c.stages} stages, {grid}"
 
 
-def forward(problem: Problem, inputs: Inputs) -> Outputs:
-    from tilewise.backends.hopper import launch
+def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:
+    from tilewise.backends.hopper.launch import Forward
 
-    with _device_of(inputs.q):
-        return launch.forward(problem, inputs)
-
-
-def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    from tilewise.backends.hopper import backward_launch
-
-    with _device_of(inputs.q):
-        return backward_launch.backward(problem, inputs, outputs, cotangents, needs)
+    return Forward(problem, inputs)
 
 
-def _device_of(q: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensors' own, at no cost where it already is."""
-    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(q.device)
+def prepare_backward(
+    problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
+) -> Callable[[Inputs, Outputs, Outputs], Gradients]:
+    from tilewise.backends.hopper.backward_launch import Backward
+
+    return Backward(problem, inputs, outputs, cotangents, needs)

@@ -2,111 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends import Inputs, Outputs, empty_output
+from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.hopper.config import Config, forward_config, padded
 from tilewise.backends.hopper.forward_kernel import Compiled, Sizes, forward_kernel
 from tilewise.backends.hopper.repair_kernel import Repair, repair_kernel
 from tilewise.backends.hopper.score import Terms
-from tilewise.backends.hopper.tensors import NOTHING, bound, descriptor, strided, unbound
+from tilewise.backends.hopper.tensors import descriptor
+from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
 
 LOG2E = 1.4426950408889634
 
 
-class Launch(NamedTuple):
-    """A kernel with everything but its tensors."""
+class Forward:
+    """A forward with everything but its tensors, for one problem and one layout of these."""
 
-    kernel: Any
-    programs: int
-    numbers: tuple[Any, ...]
-    options: dict[str, int]
-
-
-class Launcher:
-    """Launches; from the second time on without Triton's search for the compiled kernel, some 50 µs of host time."""
-
-    def __init__(self) -> None:
-        self._kernels: dict[str, Any] = {}
-
-    def launch(self, what: Launch, *tensors: Any) -> None:
-        name = what.kernel.__name__
-        args = (*tensors, *what.numbers)
-        compiled = self._kernels.get(name)
-        if compiled is None:
-            self._kernels[name] = what.kernel[(what.programs,)](*args, **what.options)
-        else:
-            compiled[what.programs, 1, 1](*args)
-
-
-class Prepared(Launcher):
-    """All of a call but its tensors, made once for each problem and each layout of its tensors."""
-
-    def __init__(self, problem: Problem, config: Config, inputs: Inputs, o: Tensor):
-        super().__init__()
-        terms, c = score_terms(problem), _compiled(problem, config)
-        sizes = _sizes(problem, config)
+    def __init__(self, problem: Problem, inputs: Inputs):
+        config = forward_config(problem)
+        terms, c, sizes = score_terms(problem), _compiled(problem, config), _sizes(problem, config)
         q, k, v, bias, _ = inputs
-        tile = descriptor(bias, 64, config.block_n) if bias is not None and c.BIAS.value == "matrix" else None
-        self.sources = {
-            "q": unbound(descriptor(q, 64, c.BLOCK_D.value)),
-            "k": unbound(descriptor(k, config.block_n, c.BLOCK_D.value)),
-            "v": unbound(descriptor(v, config.block_n, c.BLOCK_DV.value)),
-            "bias": unbound(tile) if tile is not None else unbound(NOTHING if bias is None else strided(bias)),
-            "o": unbound(descriptor(o, 64, c.BLOCK_DV.value)),
-        }
-        self.rows = {
-            name: unbound(NOTHING if x is None else strided(x))
-            for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("o", o))
-        }
+        o = empty_output(q, problem.value_dim, "meta")
+        self.empty_o = allocation(o, q.device)
+        self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
+        is_matrix = c.BIAS.value == "matrix"
         chunks = -(-sizes.tiles // c.CHUNK.value)
         multiprocessors = _multiprocessors(q.device)
-        self.forward = Launch(
-            forward_kernel, min(chunks, multiprocessors) if config.persistent else chunks, (terms, sizes, c),
-            {"num_warps": 4},
-        )  # fmt: skip
+        self.main = Launch(
+            forward_kernel,
+            min(chunks, multiprocessors) if config.persistent else chunks,
+            (
+                descriptor(q, 64, c.BLOCK_D.value),
+                descriptor(k, config.block_n, c.BLOCK_D.value),
+                descriptor(v, config.block_n, c.BLOCK_DV.value),
+                descriptor(bias, 64, config.block_n) if is_matrix else strided(bias),
+                descriptor(o, 64, c.BLOCK_DV.value),
+                POINTER,
+            ),
+            (terms, sizes, c),
+            num_warps=4,
+        )
         self.repair = None
         if c.HIDES.value:
             r = _repair(problem)
             looks = -(-problem.queries // r.BLOCK_M.value) * problem.heads * problem.batch
             looks = -(-looks // r.SCAN.value)
             self.repair = Launch(
-                repair_kernel, min(looks, multiprocessors), (problem.head_dim, problem.value_dim, terms, sizes, r),
-                {"num_warps": 8},
-            )  # fmt: skip
+                repair_kernel,
+                min(looks, multiprocessors),
+                (*(strided(x) for x in (q, k, v, bias, o)), POINTER),
+                (problem.head_dim, problem.value_dim, terms, sizes, r),
+                num_warps=8,
+            )
 
-
-_prepared: dict[tuple, Prepared] = {}
-
-
-def _prepare(problem: Problem, inputs: Inputs, o: Tensor) -> Prepared:
-    """Kept under everything that a compiled kernel depends on."""
-    layouts = tuple(None if x is None else (x.stride(), x.data_ptr() % 16) for x in inputs)
-    key = (problem, layouts, inputs.q.device.index)
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= 4096:
-            _prepared.clear()
-        prepared = _prepared[key] = Prepared(problem, forward_config(problem), inputs, o)
-    return prepared
-
-
-def forward(problem: Problem, inputs: Inputs) -> Outputs:
-    q, k, v, bias, _ = inputs
-    o = empty_output(q, problem.value_dim)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    ready = _prepare(problem, inputs, o)
-    named = {"q": q, "k": k, "v": v, "bias": bias, "o": o}
-    ready.launch(ready.forward, *(bound(ready.sources[name], x) for name, x in named.items()), lse)
-    if ready.repair is not None:
-        ready.launch(ready.repair, *(bound(ready.rows[name], x) for name, x in named.items()), lse)
-    return Outputs(o, lse)
+    def __call__(self, inputs: Inputs) -> Outputs:
+        q, k, v, bias, _ = inputs
+        with device_of(q):
+            o, lse = self.empty_o(), self.empty_lse()
+            self.main(q, k, v, bias, o, lse)
+            if self.repair is not None:
+                self.repair(q, k, v, bias, o, lse)
+        return Outputs(o, lse)
 
 
 def _multiprocessors(device: torch.device) -> int:

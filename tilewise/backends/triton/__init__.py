@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.problem import Problem
@@ -40,22 +40,34 @@ def tiles(problem: Problem) -> str:
     return f"{c.block_m} queries x {c.block_n} keys, {c.num_warps} warps, {c.num_stages} pipeline stages"
 
 
-def forward(problem: Problem, inputs: Inputs) -> Outputs:
-    from tilewise.backends.triton import launch
+def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:
+    from tilewise.backends.triton.launch import Forward
 
-    with _device_of(inputs.q):
-        return launch.forward(problem, inputs)
-
-
-def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    from tilewise.backends.triton import launch
-
-    with _device_of(inputs.q):
-        return launch.backward(problem, inputs, outputs, cotangents, needs)
+    if problem.dtype == torch.float32:
+        return _ByPrecision(lambda inputs: Forward(problem, inputs))
+    return Forward(problem, inputs)
 
 
-def _device_of(q: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensors' own, at no cost where it already is."""
-    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(q.device)
+def prepare_backward(
+    problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
+) -> Callable[[Inputs, Outputs, Outputs], Gradients]:
+    from tilewise.backends.triton.launch import Backward
+
+    if problem.dtype == torch.float32:
+        return _ByPrecision(lambda inputs, o, do: Backward(problem, inputs, o, do, needs))
+    return Backward(problem, inputs, outputs, cotangents, needs)
+
+
+class _ByPrecision:
+    """float32 products follow torch's own setting for matrix products, which may be another at the next call."""
+
+    def __init__(self, prepare: Callable[..., Callable[..., Any]]):
+        self._prepare = prepare
+        self._prepared: dict[bool, Callable[..., Any]] = {}
+
+    def __call__(self, *tensors: Any) -> Any:
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        run = self._prepared.get(tf32)
+        if run is None:
+            run = self._prepared[tf32] = self._prepare(*tensors)
+        return run(*tensors)

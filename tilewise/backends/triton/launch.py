@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,29 +10,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_output
+from tilewise.backends.launcher import POINTER, Launch, bound, strided
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
 from tilewise.backends.triton.config import Config, backward_config, forward_config, padded
 from tilewise.backends.triton.forward_kernel import forward_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
-from tilewise.backends.triton.tensors import (
-    Broadcast,
-    Sizes,
-    Strided,
-    bound,
-    broadcast,
-    descriptor,
-    fits_tma,
-    strided,
-    unbound,
-    wide,
-)
+from tilewise.backends.triton.tensors import Broadcast, Sizes, broadcast, descriptor, fits_tma, wide
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
 
 LOG2E = 1.4426950408889634
-NOTHING = Strided(None, 0, 0, 0, 0)
 
 
 class Compiled(NamedTuple):
@@ -64,70 +52,31 @@ class Compiled(NamedTuple):
     WANT_V: Any = False
 
 
-class Prepared:
-    """All of a call but its tensors, made once for each problem and each layout of its tensors."""
+class Forward:
+    """A forward with everything but its tensors, for one problem and one layout of these."""
 
-    def __init__(self, problem: Problem, config: Config, c: Compiled, sizes: Sizes, sources: dict[str, Any]):
-        self.problem, self.config, self.c = problem, config, c
-        self.numbers = (_terms(problem), sizes, c)
-        self.sources = {name: unbound(source) for name, source in sources.items()}
-        self._kernels: dict[str, Any] = {}
+    def __init__(self, problem: Problem, inputs: Inputs):
+        q, k, v, bias, mask = inputs
+        config = forward_config(problem, bias is not None and _uses_tma(problem, bias))
+        tma = _uses_tma(problem, q, k, v)
+        c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask)
+        o = empty_output(q, problem.value_dim, "meta")
+        self.empty_o = allocation(o, q.device)
+        self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
+        self.main = Launch(
+            forward_kernel,
+            triton.cdiv(problem.queries, config.block_m) * problem.heads * problem.batch,
+            (*_input_layouts(inputs, config, c, tma), strided(o), POINTER),
+            (_terms(problem), _sizes(problem), c),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
 
-    def bind(self, name: str, x: Tensor | None) -> Any:
-        """The kernel argument of a tensor whose layout was prepared under ``name``."""
-        return bound(self.sources[name], x)
-
-    def launch(self, kernel: Any, programs: int, *args: Any, num_warps: int = 4, num_stages: int = 3) -> None:
-        """Launch; from the second time on without Triton's search for the compiled kernel, some 50 µs of host time."""
-        name = kernel.__name__
-        if name in self._kernels:
-            self._kernels[name][programs, 1, 1](*args)
-            return
-        compiled_kernel = kernel[(programs,)](*args, num_warps=num_warps, num_stages=num_stages)
-        if not INTERPRET:
-            self._kernels[name] = compiled_kernel
-
-
-_prepared: dict[tuple, Prepared] = {}
-
-
-def _prepare(kind: Any, problem: Problem, tensors: tuple[Tensor | None, ...], make: Callable[[], Prepared]) -> Prepared:
-    """What ``make`` makes, kept under everything that a compiled kernel depends on."""
-    layouts = tuple(None if x is None else (x.stride(), x.data_ptr() % 16, x.dtype) for x in tensors)
-    device = tensors[0].device.index if tensors[0] is not None else None
-    key = (kind, problem, layouts, device, torch.backends.cuda.matmul.allow_tf32)
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= 4096:
-            _prepared.clear()
-        prepared = _prepared[key] = make()
-    return prepared
-
-
-def _prepare_forward(problem: Problem, inputs: Inputs, o: Tensor) -> Prepared:
-    q, k, v, bias, mask = inputs
-    config = forward_config(problem, bias is not None and _uses_tma(problem, bias))
-    tma = _uses_tma(problem, q, k, v)
-    c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask)
-    sources = {
-        **_input_sources(inputs, config, c, tma),
-        "o": strided(o),
-    }
-    return Prepared(problem, config, c, _sizes(problem), sources)
-
-
-def forward(problem: Problem, inputs: Inputs) -> Outputs:
-    q, k, v, bias, mask = inputs
-    o = empty_output(q, problem.value_dim)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    ready = _prepare("forward", problem, (*inputs, o), lambda: _prepare_forward(problem, inputs, o))
-    config = ready.config
-    ready.launch(
-        forward_kernel, triton.cdiv(problem.queries, config.block_m) * problem.heads * problem.batch,
-        ready.bind("q", q), ready.bind("k", k), ready.bind("v", v), ready.bind("bias", bias), ready.bind("mask", mask),
-        ready.bind("o", o), lse, *ready.numbers, num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    return Outputs(o, lse)
+    def __call__(self, inputs: Inputs) -> Outputs:
+        with device_of(inputs.q):
+            o, lse = self.empty_o(), self.empty_lse()
+            self.main(*inputs, o, lse)
+        return Outputs(o, lse)
 
 
 class Targets(NamedTuple):
@@ -140,93 +89,111 @@ class Targets(NamedTuple):
     q_sum: Tensor | None  # (B·H, D, padded queries), transposed: the kernel has dQᵀ, whose rows make wide reduce-adds
 
 
-def _prepare_backward(
-    problem: Problem, inputs: Inputs, o: Tensor, do: Tensor, dlse: Tensor | None, stats: Tensor, targets: Targets
-) -> Prepared:
-    q, k, v, bias, mask = inputs
-    tma = _uses_tma(problem, q, k, v, do)
-    config = backward_config(problem, tma)
-    reduction = "none" if targets.bias is None else bias_reduction(problem, bias)
-    dbias_tma = targets.bias is not None and reduction in ("store", "add") and _uses_tma(problem, targets.bias)
-    c = _compiled(
-        problem, config, inputs, tma, q, k, v, o, do, bias, mask, *targets[:4],
-        DQ_TMA=tma and config.dq_tma,
-        DBIAS="none" if _ordered(problem, reduction) else reduction,
-        DBIAS_TMA=dbias_tma,
-        WANT_Q=targets.q_sum is not None, WANT_K=targets.k is not None, WANT_V=targets.v is not None,
-    )  # fmt: skip
-    q_sum: Any = Strided(None, 0, 0, 0, 0)
-    if targets.q_sum is not None and c.DQ_TMA.value:
-        q_sum = TensorDescriptor(
-            targets.q_sum, targets.q_sum.shape, targets.q_sum.stride(), [1, c.BLOCK_D.value, config.block_m]
-        )
-    dbias: Any = _target(targets.bias)
-    if targets.bias is not None and dbias_tma:
-        dbias = descriptor(targets.bias, config.block_m, config.block_n)
-    sources = {
-        **_input_sources(inputs, config, c, tma),
-        "do": _rows_source(do, config.block_m, c.BLOCK_DV, tma),
-        "stats": _stats_source(stats, config.block_m, tma),
-        "o": strided(o), "do_rows": strided(do), "k_rows": strided(k), "v_rows": strided(v),
-        "dlse": NOTHING if dlse is None else strided(dlse[..., None]),
-        "dq": _target(targets.q), "dk": _target(targets.k), "dv": _target(targets.v),
-        "dbias": dbias, "dbias_rows": _target(targets.bias), "q_sum": q_sum,
-    }  # fmt: skip
-    return Prepared(problem, config, c, _sizes(problem, stats.shape[2]), sources)
+class Backward:
+    """A backward with everything but its tensors, for one problem and one layout of these."""
 
+    def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
+        q, k, v, bias, mask = inputs
+        do, dlse = cotangents
+        tma = _uses_tma(problem, q, k, v, do)
+        config = backward_config(problem, tma)
+        block_m = config.block_m
+        m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
+        row_programs = m_tiles * problem.heads * problem.batch
+        key_programs = n_tiles * problem.kv_heads * problem.batch
+        self.problem, self.needs, self.padded_queries = problem, needs, m_tiles * block_m
+        self.reduction = reduction = bias_reduction(problem, bias) if needs.bias else "none"
+        ordered_bias = _ordered(problem, reduction)
 
-def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    q, k, v, bias, mask = inputs
-    do, dlse = cotangents
-    B, H, N = problem.batch, problem.heads, problem.keys
-    config = backward_config(problem, _uses_tma(problem, q, k, v, do))
-    block_m = config.block_m
-    m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(N, config.block_n)
-    delta, lse2 = (q.new_empty((B, H, m_tiles * block_m), dtype=torch.float32) for _ in range(2))
-    reduction = bias_reduction(problem, bias) if needs.bias else "none"
-    summed = needs.q and not problem.deterministic
-    dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs[:3], strict=True))
-    q_sum = q.new_empty((B * H, problem.head_dim, m_tiles * block_m), dtype=torch.float32) if summed else None
-    targets = Targets(dq, dk, dv, _empty_bias_gradient(problem, bias, reduction), q_sum)
-    ready = _prepare(
-        ("backward", needs), problem, (*inputs, outputs.o, do, dlse, *targets[:4]),
-        lambda: _prepare_backward(problem, inputs, outputs.o, do, dlse, delta, targets),
-    )  # fmt: skip
-    c, numbers, bind = ready.c, ready.numbers, ready.bind
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
-    ordered = options | {"num_stages": min(config.num_stages, 2)}
-
-    ready.launch(
-        prepare_kernel, m_tiles * H * B, bind("o", outputs.o), bind("do_rows", do), outputs.lse, bind("dlse", dlse),
-        delta, lse2, targets.q_sum, numbers[1], dlse is not None, c,
-    )  # fmt: skip
-    finite = None
-    if c.HIDES.value:
-        finite = torch.empty(2, B, problem.kv_heads, N, dtype=torch.int8, device=q.device)
-        ready.launch(
-            finite_kernel, n_tiles * problem.kv_heads * B, bind("k_rows", k), bind("v_rows", v), finite, *numbers[1:]
-        )
-    rows = (
-        bind("q", q), bind("k", k), bind("v", v), bind("do", do), bind("stats", lse2), bind("stats", delta),
-        bind("bias", bias), bind("mask", mask),
-    )  # fmt: skip
-    if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
-        q_sum = bind("q_sum", targets.q_sum) if c.DQ_TMA.value else targets.q_sum
-        ready.launch(
-            backward_kernel, n_tiles * problem.kv_heads * B, *rows, bind("k_rows", k), bind("v_rows", v), finite,
-            q_sum, bind("dk", targets.k), bind("dv", targets.v), bind("dbias", targets.bias), *numbers, **options,
+        to = self._targets(inputs, torch.device("meta"))
+        stats = self._stats(torch.device("meta"))
+        dbias_tma = to.bias is not None and reduction in ("store", "add") and _uses_tma(problem, to.bias)
+        c = _compiled(
+            problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, *to[:4],
+            DQ_TMA=tma and config.dq_tma,
+            DBIAS="none" if ordered_bias else reduction,
+            DBIAS_TMA=dbias_tma,
+            WANT_Q=to.q_sum is not None, WANT_K=to.k is not None, WANT_V=to.v is not None,
         )  # fmt: skip
-    if targets.q_sum is not None:
-        ready.launch(finish_kernel, m_tiles * H * B, targets.q_sum, bind("dq", targets.q), *numbers)
-    elif targets.q is not None:
-        ready.launch(query_gradient_kernel, m_tiles * H * B, *rows, bind("dq", targets.q), *numbers, **ordered)
-    if targets.bias is not None and _ordered(problem, reduction):
-        b, h, m, n = targets.bias.shape
-        programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
-        ready.launch(bias_gradient_kernel, programs, *rows, bind("dbias_rows", targets.bias), *numbers, **ordered)
-    dbias = None if targets.bias is None or bias is None else targets.bias.to(bias.dtype)
-    return Gradients(targets.q, targets.k, targets.v, dbias)
+        sizes = _sizes(problem, self.padded_queries)
+        numbers = (_terms(problem), sizes, c)
+        q_sum: Any = POINTER
+        if to.q_sum is not None and c.DQ_TMA.value:
+            block = [1, c.BLOCK_D.value, block_m]
+            q_sum = bound(TensorDescriptor(to.q_sum, list(to.q_sum.shape), list(to.q_sum.stride()), block), None)
+        dbias = descriptor(to.bias, block_m, config.block_n) if dbias_tma and to.bias is not None else strided(to.bias)
+        stats_layout = _stats_layout(stats, block_m, tma)
+        *qkv, bias_layout, mask_layout = _input_layouts(inputs, config, c, tma)
+        rows = (
+            *qkv, _rows_layout(do, block_m, c.BLOCK_DV, tma), stats_layout, stats_layout, bias_layout, mask_layout,
+        )  # fmt: skip
+        usual = {"num_warps": 4, "num_stages": 3}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
+        fewer = options | {"num_stages": min(config.num_stages, 2)}
+
+        before = (strided(outputs.o), strided(do), POINTER, strided(None if dlse is None else dlse[..., None]))
+        self.prepare = Launch(
+            prepare_kernel, row_programs, (*before, POINTER, POINTER, POINTER), (sizes, dlse is not None, c), **usual
+        )
+        self.finite = self.main = self.finish = self.query_gradient = self.bias_gradient = None
+        if c.HIDES.value:
+            self.finite = Launch(
+                finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual
+            )  # fmt: skip
+        if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
+            after = (strided(k), strided(v), POINTER, q_sum, strided(to.k), strided(to.v), dbias)
+            self.main = Launch(backward_kernel, key_programs, (*rows, *after), numbers, **options)
+        if to.q_sum is not None:
+            self.finish = Launch(finish_kernel, row_programs, (POINTER, strided(to.q)), numbers, **usual)
+        elif to.q is not None:
+            self.query_gradient = Launch(
+                query_gradient_kernel, row_programs, (*rows, strided(to.q)), numbers, **fewer
+            )  # fmt: skip
+        if to.bias is not None and ordered_bias:
+            b, h, m, n = to.bias.shape
+            programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
+            self.bias_gradient = Launch(
+                bias_gradient_kernel, programs, (*rows, strided(to.bias)), numbers, **fewer
+            )  # fmt: skip
+
+    def _stats(self, device: torch.device) -> Tensor:
+        shape = (self.problem.batch, self.problem.heads, self.padded_queries)
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    def _targets(self, inputs: Inputs, device: torch.device) -> Targets:
+        p, needs = self.problem, self.needs
+        dq, dk, dv = (
+            torch.empty_like(x, device=device) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True)
+        )
+        q_sum = None
+        if needs.q and not p.deterministic:
+            shape = (p.batch * p.heads, p.head_dim, self.padded_queries)
+            q_sum = torch.empty(shape, dtype=torch.float32, device=device)
+        return Targets(dq, dk, dv, _empty_bias_gradient(p, inputs.bias, self.reduction, device), q_sum)
+
+    def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+        q, k, v, bias, mask = inputs
+        do, dlse = cotangents
+        with device_of(q):
+            delta, lse2 = self._stats(q.device), self._stats(q.device)
+            to = self._targets(inputs, q.device)
+            self.prepare(outputs.o, do, outputs.lse, dlse, delta, lse2, to.q_sum)
+            finite = None
+            if self.finite is not None:
+                finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
+                self.finite(k, v, finite)
+            rows = (q, k, v, do, lse2, delta, bias, mask)
+            if self.main is not None:
+                self.main(*rows, k, v, finite, to.q_sum, to.k, to.v, to.bias)
+            if self.finish is not None:
+                self.finish(to.q_sum, to.q)
+            if self.query_gradient is not None:
+                self.query_gradient(*rows, to.q)
+            if self.bias_gradient is not None:
+                self.bias_gradient(*rows, to.bias)
+            dbias = None if to.bias is None or bias is None else to.bias.to(bias.dtype)
+        return Gradients(to.q, to.k, to.v, dbias)
 
 
 def _ordered(problem: Problem, reduction: str) -> bool:
@@ -320,34 +287,34 @@ def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
     return problem.capability is not None and problem.capability >= (9, 0) and all(fits_tma(x) for x in tensors)
 
 
-def _rows_source(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
+def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
     """q, k, v or do as its kernel argument."""
     return descriptor(x, block, cols.value) if tma else strided(x)
 
 
-def _input_sources(inputs: Inputs, config: Config, c: Compiled, tma: bool) -> dict[str, Any]:
-    return {
-        "q": _rows_source(inputs.q, config.block_m, c.BLOCK_D, tma),
-        "k": _rows_source(inputs.k, config.block_n, c.BLOCK_D, tma),
-        "v": _rows_source(inputs.v, config.block_n, c.BLOCK_DV, tma),
-        "bias": _scores_source(inputs.bias, c.BIAS_HOW, config),
-        "mask": _scores_source(inputs.mask, c.MASK_HOW, config),
-    }
+def _input_layouts(inputs: Inputs, config: Config, c: Compiled, tma: bool) -> tuple[Any, ...]:
+    return (
+        _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma),
+        _rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
+        _rows_layout(inputs.v, config.block_n, c.BLOCK_DV, tma),
+        _scores_layout(inputs.bias, c.BIAS_HOW, config),
+        _scores_layout(inputs.mask, c.MASK_HOW, config),
+    )
 
 
-def _stats_source(x: Tensor, block: int, tma: bool) -> Any:
-    """LSE or delta as its kernel argument: a descriptor, or else the tensor itself."""
+def _stats_layout(x: Tensor, block: int, tma: bool) -> Any:
+    """LSE or delta as its kernel argument: a descriptor, or else a plain pointer."""
     if not tma:
-        return None
+        return POINTER
     rows = x.shape[0] * x.shape[1]
-    return TensorDescriptor(x, [rows, x.shape[2]], [x.shape[2], 1], [1, block])
+    return bound(TensorDescriptor(x, [rows, x.shape[2]], [x.shape[2], 1], [1, block]), None)
 
 
-def _scores_source(x: Tensor | None, how: Broadcast | None, config: Config) -> Any:
+def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> Any:
     """A bias or mask as its kernel argument."""
-    if x is None or how is None:
-        return NOTHING
-    return descriptor(x, config.block_m, config.block_n) if how.TMA.value else strided(x)
+    if x is not None and how is not None and how.TMA.value:
+        return descriptor(x, config.block_m, config.block_n)
+    return strided(x)
 
 
 def _broadcast(x: Tensor | None, problem: Problem) -> Broadcast | None:
@@ -357,14 +324,10 @@ def _broadcast(x: Tensor | None, problem: Problem) -> Broadcast | None:
     return broadcast(x, problem.heads, full and x.dtype is not torch.bool and _uses_tma(problem, x))
 
 
-def _target(x: Tensor | None) -> Strided:
-    return NOTHING if x is None else strided(x)
-
-
-def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str) -> Tensor | None:
+def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:
     """Where dBias is written: in its own dtype where every element is stored once, else a float32 sum of its shape."""
     if reduction == "none" or bias is None:
         return None
     dtype = bias.dtype if reduction == "store" else torch.float32
     fill = torch.empty if reduction == "store" and problem.score.band.unlimited else torch.zeros
-    return fill(bias.shape, dtype=dtype, device=bias.device)
+    return fill(bias.shape, dtype=dtype, device=device)

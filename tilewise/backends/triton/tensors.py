@@ -12,15 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-class Strided(NamedTuple):
-    """A four-dimensional tensor for pointer arithmetic, in elements; a broadcast axis has stride 0."""
-
-    pointer: Any
-    stride0: int
-    stride1: int
-    stride2: int
-    stride3: int
+from tilewise.backends.launcher import bound
 
 
 class Broadcast(NamedTuple):
@@ -57,10 +49,6 @@ class Sizes(NamedTuple):
     padded_queries: int  # queries, rounded up to whole tiles: the length of the backward's row statistics
 
 
-def strided(x: Tensor) -> Strided:
-    return Strided(x, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
-
-
 def broadcast(x: Tensor, heads: int, tma: bool) -> Broadcast:
     b, h, m, n = x.shape
     c = tl.constexpr
@@ -80,29 +68,11 @@ def fits_tma(x: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Boxes of (rows, cols) of the last two axes; the hardware reads 0 outside the tensor and writes nothing there."""
+    """The layout of a tensor that is read by TMA, in boxes of (rows, cols) of its last two axes; the hardware reads 0
+    outside the tensor and writes nothing there."""
     row = (x.shape[3] * x.element_size() + 15) // 16 * 16 // x.element_size()
     strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, cols])
-
-
-def unbound(source: Any) -> Any:
-    """A `Strided` or descriptor without its tensor: a layout to `bound` other tensors to. None stays None."""
-    if isinstance(source, Strided):
-        return source._replace(pointer=None)
-    return None if source is None else bound(source, None)
-
-
-def bound(source: Any, x: Tensor | None) -> Any:
-    """The kernel argument of ``x`` in the layout ``source``; ``x`` itself where there is none."""
-    if isinstance(source, Strided):
-        return Strided(x, *source[1:])
-    if source is None:
-        return x
-    copy = object.__new__(TensorDescriptor)  # without the checks that the layout has passed already
-    copy.__dict__.update(source.__dict__)
-    copy.base = x
-    return copy
+    return bound(TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, cols]), None)
 
 
 def wide(*tensors: Tensor | None) -> bool:

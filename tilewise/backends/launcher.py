@@ -1,0 +1,196 @@
+"""Launches of Triton and Gluon kernels that cost the host little; the one place that knows Triton's inner launch path.
+
+Triton's own way to a kernel, ``kernel[grid](...)``, costs the host 50 µs: it binds and specialises every argument to
+find the compiled kernel. What a call's layout decides is therefore settled once, in a `Launch`. To launch a new kernel,
+
+1. when a call is prepared, say how each tensor reaches the kernel, in the order of its parameters: by TMA (the
+   backend's ``descriptor``), by pointer and strides (`strided`), or as a plain `POINTER`; then all other arguments:
+
+       self.main = Launch(kernel, programs, (descriptor(q, 64, 128), strided(o), POINTER), (sizes, c), num_warps=8)
+
+2. at each call, give the tensors alone, in the same order: ``self.main(q, o, lse)``. One that is absent is None, with
+   the layout that the kernel expects: ``strided(None)`` is a `Strided` of no tensor, `POINTER` a plain None.
+
+The first call of a `Launch` is Triton's own and compiles. Later ones take the kernel that it found, which is right for
+tensors of the same layout: shape, dtype, strides and device. Alignment is looked at here: where a pointer is not a
+multiple of 16 and the first one was, Triton is asked again.
+
+On Triton 3.6 later calls also leave out Triton's Python around its launcher in C, and keep the descriptors of the
+addresses seen last. Other versions, and launches that hooks watch (profilers set them), go through `CompiledKernel`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+_ADDRESSES = 256  # of one tensor argument, whose descriptors are kept
+
+
+class Strided(NamedTuple):
+    """A four-dimensional tensor for pointer arithmetic, in elements; a broadcast axis has stride 0."""
+
+    pointer: Any
+    stride0: int
+    stride1: int
+    stride2: int
+    stride3: int
+
+
+POINTER = "pointer"
+
+
+def strided(x: Tensor | None) -> Strided:
+    """The layout of a tensor that is read by pointer."""
+    if x is None:
+        return Strided(None, 0, 0, 0, 0)
+    return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def bound(layout: Any, x: Tensor | None) -> Any:
+    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor."""
+    if layout is POINTER:
+        return x
+    if isinstance(layout, Strided):
+        return Strided(x, *layout[1:])
+    copy = object.__new__(type(layout))  # a descriptor, without the checks that the layout has passed already
+    copy.__dict__.update(layout.__dict__)
+    copy.base = x
+    return copy
+
+
+class Launch:
+    """A kernel with all of its arguments but the tensors, for one layout of these.
+
+    Args:
+        kernel: made by triton.jit or gluon.jit.
+        programs: how many run.
+        layouts: how tensors reach its leading parameters.
+        numbers: its other arguments, in their order.
+        options: Triton's num_warps and num_stages.
+    """
+
+    def __init__(
+        self, kernel: Any, programs: int, layouts: Sequence[Any], numbers: Sequence[Any], **options: int
+    ) -> None:
+        self.kernel, self.programs, self.options = kernel, programs, options
+        self.layouts, self.numbers = tuple(layouts), tuple(numbers)
+        self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
+        self._compiled: CompiledKernel | None = None
+        self._short: _Short | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self._short is not None and not _watched() and self._short.launch(tensors):
+            return
+        args = (*map(bound, self.layouts, tensors), *self.numbers)
+        aligned = tuple(x is not None and x.data_ptr() % 16 == 0 for x in tensors)
+        if self._compiled is not None and aligned == self._aligned:
+            self._compiled[self.programs, 1, 1](*args)
+            return
+        compiled = self.kernel[(self.programs,)](*args, **self.options)
+        if self._compiled is None and isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
+            self._aligned, self._compiled = aligned, compiled
+            if _has_short_way(compiled):
+                self._short = _Short(self, compiled, tensors)
+
+
+def _watched() -> bool:
+    """Whether hooks want to see launches: a chain with members, or a plain function in its place."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _has_short_way(compiled: CompiledKernel) -> bool:
+    """Whether Triton's launcher is the one that `_Short` knows, and needs no memory beside the kernel's arguments."""
+    if not triton.__version__.startswith("3.6."):
+        return False
+    from triton.backends.nvidia.driver import CudaDriver
+
+    m = compiled.metadata
+    has_scratch = m.global_scratch_size > 0 or m.profile_scratch_size > 0
+    return isinstance(driver.active, CudaDriver) and not has_scratch and None not in (m.tensordesc_meta or ())
+
+
+class _Short:
+    """Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
+
+    The arguments are those that Triton's Python hands to it: an address for a pointer, a descriptor followed by its
+    shape and strides, any object for what was compiled in.
+    """
+
+    def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
+        # Each: its place in the arguments, which tensor it is, and what else it takes. A mask of 15 stands for a
+        # kernel that was compiled for an address that is a multiple of 16.
+        self._pointers: list[tuple[int, int, int]] = []
+        self._strided: list[tuple[int, int, int, Sequence[int]]] = []
+        self._descriptors: list[tuple[int, int, _Descriptors]] = []
+        arguments: list[Any] = []
+        metadata = iter(compiled.metadata.tensordesc_meta or ())
+        for n, (layout, x) in enumerate(zip(launch.layouts, tensors, strict=True)):
+            at = len(arguments)
+            mask = 15 if x is not None and x.data_ptr() % 16 == 0 else 0
+            if isinstance(layout, Strided):
+                arguments.append(layout)
+                if x is not None:
+                    self._strided.append((at, n, mask, layout[1:]))
+            elif layout is POINTER:
+                arguments.append(None)
+                if x is not None:
+                    self._pointers.append((at, n, mask))
+            else:
+                arguments += [None, *layout.shape, *layout.strides]
+                self._descriptors.append((at, n, _Descriptors(layout, next(metadata))))
+        self._arguments = [*arguments, *launch.numbers]
+        run = compiled.run
+        self._launch = run.launch
+        if self._descriptors:  # then it is a function around the launcher, which makes descriptors
+            self._launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+        self._programs = launch.programs
+        self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+        no_scratch, no_hooks = (None, None), (None, None, None)
+        self._kernel = (
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, compiled.packed_metadata,
+            *no_hooks,
+        )  # fmt: skip
+
+    def launch(self, tensors: Sequence[Any]) -> bool:
+        """False, and nothing done, where the kernel was compiled for another alignment."""
+        arguments, odd = self._arguments.copy(), 0
+        for at, n, kept in self._descriptors:
+            address = tensors[n].data_ptr()
+            arguments[at] = kept.by_address.get(address) or kept.make(tensors[n], address)
+        for at, n, mask, strides in self._strided:
+            address = tensors[n].data_ptr()
+            odd |= address & mask
+            arguments[at] = (address, *strides)
+        for at, n, mask in self._pointers:
+            arguments[at] = address = tensors[n].data_ptr()
+            odd |= address & mask
+        if odd:
+            return False
+        self._launch(self._programs, 1, 1, self._stream_of(self._device), *self._kernel, *arguments)
+        return True
+
+
+class _Descriptors:
+    """The TMA descriptors of one argument: they hold an address, and else only its layout."""
+
+    def __init__(self, layout: Any, metadata: Any) -> None:
+        self._layout, self._metadata = layout, metadata
+        self.by_address: dict[int, Any] = {}
+
+    def make(self, x: Tensor, address: int) -> Any:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        descriptor, *_ = make_tensordesc_arg(bound(self._layout, x), self._metadata)
+        if len(self.by_address) >= _ADDRESSES:
+            self.by_address.clear()
+        self.by_address[address] = descriptor
+        return descriptor
