@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import wgmma_lint
 from helpers import Case
+from softmax_helpers import Case as SoftmaxCase
 
 
 class Kernel(NamedTuple):
@@ -103,6 +104,25 @@ def compile_case(case: Case) -> list[Kernel]:
     launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
+
+
+def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
+    """Every kernel that a softmax and its backward launch on a device of so many multiprocessors."""
+    from tilewise.blocks.softmax import BiasLike, Needs
+    from tilewise.blocks.softmax.triton import launch
+
+    def meta(shape: tuple[int, ...], dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, dim = meta(case.shape), case.dim % len(case.shape)
+    bias = None if case.bias is None else meta(case.operand(case.bias), case.bias_dtype or case.dtype)
+    mask = None if case.mask is None else meta(case.operand(case.mask), torch.bool)
+    launch._processors = lambda x: processors
+    _launched.clear()
+    p = launch.forward(x, case.scale, bias, mask, dim)
+    like = None if bias is None else BiasLike(tuple(bias.shape), bias.dtype)
+    launch.backward(x, p, case.scale, like, dim, Needs(True, bias is not None))
+    return [_report(name, kernel, _logs[kernel.hash], 227 * 1024) for name, kernel in _launched]
 
 
 class Code(NamedTuple):

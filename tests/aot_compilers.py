@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import aot_child
-from helpers import Case
 
 TRITON_360 = Path(sys.prefix) / "triton-3.6.0"  # what torch 2.11 pins, where `make test` has put it
 
@@ -19,7 +18,7 @@ class Compilers:
     def __init__(self, cache: Path):
         self.cache, self.current, self.pool = cache, None, None
 
-    def run(self, function, triton: str, target: int, case: Case, *more):
+    def run(self, function, triton: str, target: int, case: object, *more):
         """``function(case, *more)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
         if self.current != (triton, target):
             self.close()

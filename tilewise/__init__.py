@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
+    from tilewise.blocks.softmax.api import softmax
     from tilewise.explanation import explain
     from tilewise.sdpa import scaled_dot_product_attention
 
@@ -19,9 +20,10 @@ _HOMES = {
     "attention": "tilewise.api",
     "explain": "tilewise.explanation",
     "scaled_dot_product_attention": "tilewise.sdpa",
+    "softmax": "tilewise.blocks.softmax.api",
 }
 
-__all__ = ["attention", "explain", "scaled_dot_product_attention"]
+__all__ = ["attention", "explain", "scaled_dot_product_attention", "softmax"]
 
 
 def __getattr__(name: str) -> object:

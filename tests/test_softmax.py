@@ -1,0 +1,248 @@
+"""`tilewise.softmax` on the CPU: the error rule, exact cases, gradcheck, the operators as PyTorch sees them, errors."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from softmax_helpers import Case, check
+from torch._subclasses import FakeTensorMode
+
+from tilewise import softmax
+from tilewise.blocks.softmax import cpu
+
+BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
+
+
+@pytest.fixture(params=[1 << 19, 50], ids=["whole", "in pieces"])
+def pieces(request, monkeypatch):
+    monkeypatch.setattr(cpu, "AT_ONCE", request.param)
+
+
+# --- numbers ---
+
+AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]
+
+
+@each(
+    Case((3, 5, 37), dim=dim, dtype=dtype, bias=bias, mask=mask, layout=layout)
+    for n, (dim, dtype) in enumerate((d, t) for d in (-1, 1, 0) for t in (BRAIN, HALF, FLOAT, DOUBLE))
+    for bias, mask, layout in (
+        (None, None, "contiguous"),
+        (AXES[n % 7], None, "transposed"),
+        (None, AXES[n % 7], "sliced"),
+        (AXES[(n + 3) % 7], AXES[n % 7], "expanded"),
+    )
+)
+def test_error_rule(case, pieces):
+    check(case)
+
+
+@each(
+    [
+        Case((5,)),
+        Case((1, 1)),
+        Case((2, 3, 4, 5, 6), dim=2, bias="1n1n1", mask="n1111", dtype=BRAIN),
+        Case((4, 40), bias="1n", bias_dtype=FLOAT, dtype=BRAIN, hidden=True),
+        Case((4, 40), bias="nn", bias_dtype=DOUBLE, dtype=FLOAT),
+        Case((4, 40), mask="1n", bias="1n", planted=math.nan),
+        Case((4, 40), mask="nn", planted=math.inf, dtype=FLOAT),
+        Case((4, 40), mask="nn", blind=True),
+        Case((4, 40), blind=True, bias="1n"),
+        Case((4, 40), dim=0, mask="nn", blind=True, dtype=FLOAT),
+    ]
+)
+def test_error_rule_of_special_cases(case, pieces):
+    check(case)
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gradcheck(axes, dim, pieces):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=DOUBLE, requires_grad=True)
+    bias = torch.randn([1 if a == "1" else n for a, n in zip(axes, x.shape, strict=True)], dtype=DOUBLE)
+    mask = torch.rand(2, 3, 4) < 0.7
+    bias.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, b: softmax(x, scale=1.3, bias=b, mask=mask, dim=dim), (x, bias))
+    assert torch.autograd.gradcheck(lambda x: softmax(x, dim=dim), (x,))
+
+
+@pytest.mark.parametrize("largest", [1e30, torch.finfo(FLOAT).max])
+def test_any_finite_x(largest):
+    """Also where the scaled x would overflow."""
+    x = torch.tensor([[largest, largest, -largest], [-largest, 0.0, 0.0], [-largest, -largest, -largest]])
+    p = softmax(x, scale=1e3)
+    torch.testing.assert_close(p, torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [1 / 3, 1 / 3, 1 / 3]]))
+
+
+def test_what_is_not_finite_and_visible_spoils_its_row():
+    x = torch.zeros(4, 5)
+    x[1, 2], x[2, 3] = math.nan, math.inf
+    p = softmax(x)
+    assert p[[1, 2]].isnan().all()
+    assert (p[[0, 3]] == 0.2).all()
+
+
+def test_rows_that_see_nothing_are_zero():
+    x = torch.full((3, 4), -math.inf)
+    x[1] = 0.0
+    x.requires_grad_()
+    p = softmax(x)
+    (dx,) = torch.autograd.grad(p, x, torch.full((3, 4), math.nan).index_fill(0, torch.tensor([1]), 1.0))
+    assert p.tolist() == [[0.0] * 4, [0.25] * 4, [0.0] * 4]
+    assert (dx == 0).all()
+
+
+def test_a_bias_that_is_not_finite_behind_the_mask():
+    bias = torch.tensor([0.0, math.nan, math.inf, 0.0])
+    mask = torch.tensor([True, False, False, True])
+    assert softmax(torch.randn(1, 4).zero_(), bias=bias, mask=mask).tolist() == [[0.5, 0.0, 0.0, 0.5]]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 4)])
+def test_nothing_to_compute(shape):
+    x = torch.randn(shape, requires_grad=True)
+    bias = torch.randn([1] * len(shape), requires_grad=True)
+    p = softmax(x, bias=bias)
+    p.sum().backward()
+    assert p.shape == x.grad.shape == shape
+    assert bias.grad.tolist() == torch.zeros([1] * len(shape)).tolist()
+
+
+def test_memory_does_not_grow_with_the_tensor(monkeypatch):
+    """Beyond the result: a piece in float32, and what a piece needs."""
+    from tilewise.bench.timing import working_bytes
+
+    monkeypatch.setattr(cpu, "AT_ONCE", 1 << 12)
+    x = torch.randn(256, 1024, dtype=BRAIN)
+    bias = torch.randn(1, 1024)
+    assert working_bytes(lambda: (softmax(x, bias=bias, scale=0.5),), torch.device("cpu")) < 1 << 17
+
+
+# --- the operators ---
+
+OPERATORS = {
+    "plain": Case((3, 5), dtype=FLOAT),
+    "bias, mask": Case((2, 3, 5), dtype=FLOAT, bias="1n1", mask="n1n", dim=1),
+    "half with a float32 bias": Case((3, 5), dtype=HALF, bias="1n", bias_dtype=FLOAT),
+    "transposed": Case((4, 3, 5), dtype=DOUBLE, layout="transposed", bias="nnn"),
+    "no rows": Case((0, 5), dtype=FLOAT),
+}
+
+
+@pytest.mark.parametrize("case", OPERATORS.values(), ids=OPERATORS)
+def test_opcheck(case):
+    from softmax_helpers import tensors
+
+    (x, bias, mask, dp), _ = tensors(case)
+    dim = case.dim % x.dim()
+    leaves = [None if y is None else y.detach().requires_grad_() for y in (x, bias)]
+    torch.library.opcheck(torch.ops.tilewise.softmax.default, (leaves[0], 0.7, leaves[1], mask, dim))
+    p = softmax(x, bias=bias, mask=mask, dim=dim)
+    like = (None, None) if bias is None else (list(bias.shape), bias.dtype)
+    for wanted in ([True, bias is not None], [False, bias is not None]):
+        arguments = (dp, p, 0.7, *like, dim, wanted)
+        torch.library.opcheck(torch.ops.tilewise.softmax_backward.default, arguments)
+
+
+def biased(x, bias, mask):
+    return softmax(2 * x, scale=0.5, bias=bias, mask=mask).transpose(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # PyTorch's own use
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(biased, backend=backend, fullgraph=True, dynamic=True)
+    for length in (11, 17):
+        x, bias = torch.randn(3, length, requires_grad=True), torch.randn(1, length, requires_grad=True)
+        mask = torch.rand(3, length) < 0.7
+        outputs = [f(x, bias, mask) for f in (compiled, biased)]
+        torch.testing.assert_close(*outputs, **TOLERANCE)
+        grads = [torch.autograd.grad(p.square().sum(), (x, bias)) for p in outputs]
+        torch.testing.assert_close(*grads, **TOLERANCE)
+    torch._dynamo.reset()
+
+
+def test_an_eager_call_is_the_operator():
+    x, bias = torch.randn(3, 7, requires_grad=True), torch.randn(1, 7, requires_grad=True)
+    outputs = softmax(x, scale=0.4, bias=bias), torch.ops.tilewise.softmax(x, 0.4, bias, None, 1)
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    grads = [torch.autograd.grad(p.square().sum(), (x, bias)) for p in outputs]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_fake_and_meta_tensors_give_shapes():
+    x = torch.randn(3, 4, 5).transpose(0, 1)
+    with FakeTensorMode() as mode:
+        fake = softmax(mode.from_tensor(x))
+    meta = softmax(x.to("meta"), bias=torch.empty(5, device="meta"))
+    real = softmax(x)
+    assert fake.shape == meta.shape == real.shape
+    assert fake.stride() == real.stride()
+
+
+@pytest.mark.parametrize(("x_grad", "bias_grad"), [(True, False), (False, True)])
+def test_gradients_only_for_what_asks_for_one(x_grad, bias_grad):
+    x, bias = torch.randn(3, 5, requires_grad=x_grad), torch.randn(1, 5, requires_grad=bias_grad)
+    softmax(x, bias=bias).square().sum().backward()
+    assert (x.grad is not None, bias.grad is not None) == (x_grad, bias_grad)
+    assert not softmax(x.detach(), bias=bias.detach()).requires_grad
+
+
+def test_second_derivative_raises():
+    x = torch.randn(3, 5, requires_grad=True)
+    (dx,) = torch.autograd.grad(softmax(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^tilewise\.softmax has no second derivative"):
+        dx.sum().backward()
+
+
+# --- errors, by their whole message ---
+
+X = torch.zeros(2, 5)
+BAD = {
+    "x is a list": (([1.0],), {}, TypeError, "x: expected a torch.Tensor, got list"),
+    "x is a number": ((torch.tensor(1.0),), {}, ValueError, "x: expected at least 1 dimension, got shape ()"),
+    "x of integers": (
+        (torch.zeros(2, dtype=torch.int64),), {}, TypeError,
+        "x: dtype must be float16, bfloat16, float32 or float64, got torch.int64",
+    ),
+    "scale is text": ((X,), {"scale": "1"}, TypeError, "scale: expected a float, got str"),
+    "scale is a bool": ((X,), {"scale": True}, TypeError, "scale: expected a float, got bool"),
+    "scale is 0": ((X,), {"scale": 0}, ValueError, "scale: must be positive and finite, got 0"),
+    "scale is NaN": ((X,), {"scale": math.nan}, ValueError, "scale: must be positive and finite, got nan"),
+    "dim is a float": ((X,), {"dim": 1.0}, TypeError, "dim: expected an int, got float"),
+    "no such axis": ((X,), {"dim": 2}, ValueError, "dim: must be between -2 and 1 for x of shape (2, 5), got 2"),
+    "bias is a number": ((X,), {"bias": 1.0}, TypeError, "bias: expected a torch.Tensor, got float"),
+    "bias is a mask": (
+        (X,), {"bias": X > 0}, TypeError,
+        "bias: dtype must be float16, bfloat16, float32 or float64, got torch.bool; a bool mask is passed as mask=",
+    ),
+    "mask is a bias": (
+        (X,), {"mask": X}, TypeError,
+        "mask: dtype must be bool (True = visible), got torch.float32; an additive mask is passed as bias=",
+    ),
+    "bias is larger": (
+        (X,), {"bias": torch.zeros(3, 2, 5)}, ValueError, "bias: shape (3, 2, 5) does not broadcast to x's (2, 5)",
+    ),
+    "mask of another shape": (
+        (X,), {"mask": torch.zeros(2, 4) > 0}, ValueError, "mask: shape (2, 4) does not broadcast to x's (2, 5)",
+    ),
+    "bias elsewhere": (
+        (X,), {"bias": torch.zeros(5, device="meta")}, ValueError, "bias: must be on x's device cpu, got meta",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD.values(), ids=BAD)
+def test_errors(arguments, options, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        softmax(*arguments, **options)

@@ -1,0 +1,159 @@
+"""The softmax's Triton kernels in Triton's interpreter, held to the error rule, and compiled for GPUs not here.
+
+Programs that wait for each other do not run in the interpreter, where one comes after the other: what they share with
+the others is tested here, they themselves in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import interpreter_child
+import pytest
+import torch
+from aot_child import compile_softmax
+from aot_compilers import TRITON_360, Compilers
+from softmax_helpers import Case, by_kernels, check
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]
+
+
+def check_kernels(case):
+    check(case, by_kernels)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
+        yield lambda case, function=check_kernels: pool.submit(function, case).result()
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
+
+
+@each(
+    Case((3, 5, 37), dim=dim, dtype=dtype, bias=bias, mask=mask, layout=layout)
+    for n, (dim, dtype) in enumerate((d, t) for d in (-1, 1, 0) for t in (HALF, FLOAT))
+    for bias, mask, layout in (
+        (None, None, "contiguous"),
+        (AXES[n], None, "transposed"),
+        (AXES[n + 1], AXES[n], "sliced"),
+        (AXES[-1 - n], AXES[n + 1], "expanded"),
+    )
+)
+def test_axes_and_layouts(interpreter, case):
+    interpreter(case)
+
+
+@each(
+    [
+        Case((5,)),
+        Case((300, 1)),
+        Case((2, 3, 1, 5, 6), dim=3, bias="1n1n1", mask="n1111"),
+        Case((3, 129), bias="1n", bias_dtype=FLOAT, hidden=True),
+        Case((3, 127), mask="nn", bias="nn", planted=math.nan),
+        Case((3, 128), mask="nn", planted=math.inf, dtype=FLOAT),
+        Case((3, 40), mask="nn", blind=True, bias="1n"),
+        Case((3, 40), blind=True),
+        # rows that are walked
+        Case((2, 20001), bias="1n", mask="nn", dtype=FLOAT),
+        Case((2, 20001), bias="nn", blind=True),
+        Case((2, 17000), mask="1n", planted=math.nan, layout="sliced"),
+        Case((600, 35), dim=0, bias="n1", blind=True, dtype=FLOAT),
+        Case((40, 64, 3), dim=0, bias="1n1", layout="transposed"),
+    ]
+)
+def test_special_cases(interpreter, case):
+    interpreter(case)
+
+
+def in_parts(case):
+    """As on a GPU that has too few multiprocessors for its programs to wait for each other."""
+    from tilewise.blocks.softmax.triton import config, launch
+
+    was, launch.softmax_config = launch.softmax_config, lambda *a: config.Config(False, 1, 64, 8, 192, 1)
+    launch._prepare.cache_clear()
+    try:
+        check(case, by_kernels)
+    finally:
+        launch.softmax_config = was
+        launch._prepare.cache_clear()
+
+
+@each([Case((3, 1400), bias="1n", mask="nn", blind=True), Case((2, 1100), dtype=FLOAT, mask="nn", planted=math.nan)])
+def test_rows_split_over_programs(interpreter, case):
+    """The last of 8 parts has few columns, or none."""
+    interpreter(case, in_parts)
+
+
+# --- ahead of time ---
+
+COMPILED = {
+    "1k": Case((1024, 1024), dtype=BRAIN),
+    "16k, mask, shared bias": Case((8, 512, 16384), dtype=BRAIN, bias="1nn", mask="n1n"),
+    "16k": Case((4096, 16384), dtype=BRAIN),
+    "64k": Case((1024, 65536), dtype=BRAIN),
+    "128k, full bias": Case((256, 131072), dtype=FLOAT, bias="nn"),
+    "few rows of 1M": Case((2, 1 << 20), dtype=BRAIN, bias="1n"),
+    "along the first axis": Case((4096, 4096), dtype=BRAIN, dim=0),
+}
+RUNS = [
+    *(("3.6.0", 90, name) for name in COMPILED),
+    *(("installed", 90, name) for name in ("16k", "64k")),
+    *(("installed", target, name) for target in (80, 100) for name in ("16k, mask, shared bias", "64k")),
+    *(("3.6.0", 120, name) for name in ("16k", "few rows of 1M")),
+]
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory):
+    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
+    yield compilers
+    compilers.close()
+
+
+@pytest.mark.parametrize(("triton", "target", "name"), RUNS, ids=lambda x: f"sm_{x}" if isinstance(x, int) else x)
+def test_compiled_kernels(compilers, triton, target, name):
+    """Nothing spills, and nothing takes shared memory that a multiprocessor does not have."""
+    if triton == "3.6.0" and not TRITON_360.is_dir():
+        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+    kernels = compilers.run(compile_softmax, triton, target, COMPILED[name], 132)
+    for kernel in kernels:
+        print(kernel)
+    assert len(kernels) >= 2
+    assert [(k.name, k.spill_stores, k.warnings) for k in kernels] == [(k.name, 0, []) for k in kernels]
+    assert all(kernel.shared <= 48 * 1024 for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "processors", "parts"),
+    [
+        (1 << 20, 16384, 132, 1),
+        (1 << 10, 65536, 132, 16),
+        (1 << 10, 1 << 18, 132, 64),
+        (1 << 10, 65536, 16, None),  # 16 programs that wait for each other, and room for 16: not half of it
+        (8, 65536, 132, None),  # too few rows to keep the device busy
+        (1 << 10, 65536, 0, None),
+        (1, 1 << 21, 132, None),
+    ],
+)
+def test_programs_wait_for_each_other_only_where_they_fit(rows, length, processors, parts):
+    """Else rows are walked: in the interpreter (no processors) by one program each, elsewhere by enough of them."""
+    from tilewise.blocks.softmax.triton.config import softmax_config
+
+    for itemsize, backward in ((2, False), (2, True), (4, False), (4, True)):
+        config = softmax_config(rows, rows, length, False, itemsize, backward, processors)
+        assert config.on_chip == (parts is not None)
+        if parts is not None:
+            assert config.parts == parts
+            assert 2 * config.parts <= processors or config.parts == 1
+        else:
+            assert (config.parts > 1) == (rows < processors)
+        assert config.parts * config.span >= length

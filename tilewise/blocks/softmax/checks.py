@@ -1,0 +1,56 @@
+"""Every error about the arguments of `tilewise.softmax`."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> None:
+    """Raise a ValueError or TypeError that names the argument at fault, what came and what is allowed."""
+    for name, tensor in (("x", x), ("bias", bias), ("mask", mask)):
+        if not isinstance(tensor, Tensor) and not (tensor is None and name != "x"):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if x.dim() == 0:
+        raise ValueError("x: expected at least 1 dimension, got shape ()")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale: expected a float, got {type(scale).__name__}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale: must be positive and finite, got {scale}")
+    if isinstance(dim, bool) or not isinstance(dim, Integral):
+        raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim: must be between {-x.dim()} and {x.dim() - 1} for x of shape {_shape(x)}, got {dim}")
+    if bias is not None and bias.dtype not in DTYPES:
+        raise TypeError(
+            f"bias: dtype must be float16, bfloat16, float32 or float64, got {bias.dtype}"
+            + ("; a bool mask is passed as mask=" if bias.dtype == torch.bool else "")
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask: dtype must be bool (True = visible), got {mask.dtype}; an additive mask is passed as bias="
+        )
+    for name, operand in (("bias", bias), ("mask", mask)):
+        if operand is not None:
+            _check_operand(name, operand, x)
+    if x.is_cuda and torch.float64 in (x.dtype, None if bias is None else bias.dtype):
+        raise ValueError("x, bias: float64 runs on the CPU only, the tensors are on " + str(x.device))
+
+
+def _check_operand(name: str, operand: Tensor, x: Tensor) -> None:
+    if operand.device != x.device:
+        raise ValueError(f"{name}: must be on x's device {x.device}, got {operand.device}")
+    extra = x.dim() - operand.dim()
+    if extra < 0 or any(n not in (1, size) for n, size in zip(operand.shape, x.shape[extra:], strict=True)):
+        raise ValueError(f"{name}: shape {_shape(operand)} does not broadcast to x's {_shape(x)}")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

@@ -1,0 +1,80 @@
+"""Which kernel computes a softmax, and how large its tiles are, with the reason for the numbers.
+
+Measured on an H200 with Triton 3.6 (docs/performance.md). A program's elements stay in registers, 4 bytes each, and a
+multiprocessor needs several programs, so that one loads while another computes or stores. Rows of up to 16384 fit. A
+longer row is shared by programs of 4096 elements: the smaller a program, the sooner another takes its place while the
+rest of its row is awaited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TILE = 16384  # elements that one program holds
+SHARED_TILE = 4096  # of a program that shares its row with others
+SMALL_TILE = 1024  # at least, where rows are short
+LOOP_TILE = 4096  # elements of a tile of the kernels that walk along rows
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of ``rows`` by ``block`` elements, ``parts`` programs for each row.
+
+    on_chip: each element is read once; else rows are walked twice, ``span`` columns by each program.
+    pack: 16-bit elements stay 16 bits wide while their row's statistics are computed.
+    """
+
+    on_chip: bool
+    rows: int
+    block: int
+    parts: int
+    span: int
+    num_warps: int
+    pack: bool = False
+
+
+def power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def softmax_config(
+    rows: int, neighbours: int, length: int, across: bool, itemsize: int, backward: bool, processors: int
+) -> Config:
+    """
+    Args:
+        rows: in all.
+        neighbours: rows along the last axis, of which a tile takes some.
+        length: of a row.
+        across: neighbours of a column are closer in memory than those of a row: a tile needs enough rows to read whole
+            sectors.
+        itemsize: bytes of an element of x.
+        processors: multiprocessors of the device; 0 if programs do not run side by side (Triton's interpreter).
+    """
+    block = power_of_two(length)
+    together = min(32, power_of_two(neighbours)) if across else 1
+    if block * together <= TILE:
+        together = max(together, min(SMALL_TILE // block, power_of_two(neighbours), 128))
+        return _tile(together, block, 1, itemsize, backward)
+    # The one case in which smaller programs were faster: 4.07 TB/s against 3.99 with rows of 128k.
+    shared = SHARED_TILE // 2 if itemsize == 4 and not backward and length > 65536 else SHARED_TILE
+    # Programs that wait for each other must run at the same time, whatever else the device is doing: half of them fit
+    # if each has a multiprocessor of its own. They start in the order of their numbers.
+    for part in (shared, SHARED_TILE):
+        parts = block // part
+        if together == 1 and 2 * parts <= processors <= rows * parts:
+            return _tile(1, part, parts, itemsize, backward)
+    block = min(block, max(LOOP_TILE // together, 16))
+    splits = power_of_two(max(4 * processors * together // rows, 1))
+    splits = max(min(splits, power_of_two(length) // (4 * block), 512), 1)
+    span = -(-length // (splits * block)) * block
+    return Config(False, together, block, splits, span, 8)
+
+
+def _tile(rows: int, block: int, parts: int, itemsize: int, backward: bool) -> Config:
+    elements = rows * block
+    if parts > 1:
+        return Config(True, rows, block, parts, block, elements // 1024, pack=itemsize == 2 and backward)
+    if itemsize == 2 and elements == (8192 if backward else 16384):  # packed, one more program fits
+        return Config(True, rows, block, 1, block, 8, pack=True)
+    return Config(True, rows, block, 1, block, min(max(elements // 512, 1), 16))

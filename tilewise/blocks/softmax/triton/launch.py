@@ -1,0 +1,209 @@
+"""From tensors to kernel launches."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.blocks.softmax import BiasLike, Needs
+from tilewise.blocks.softmax.triton import backward as backward_kernels
+from tilewise.blocks.softmax.triton import bias_gradient
+from tilewise.blocks.softmax.triton import forward as forward_kernels
+from tilewise.blocks.softmax.triton.config import LOOP_TILE, Config, power_of_two, softmax_config
+from tilewise.blocks.softmax.triton.rows import Compiled
+
+LOG2E = math.log2(math.e)
+Strides = tuple[int, ...]
+
+
+class Axes(NamedTuple):
+    """The axes of a tensor but the softmax's: as few as several tensors' strides allow, the last one innermost."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[Strides | None, ...]  # of each tensor
+    cols: tuple[int, ...]  # the stride along a row, of each tensor
+
+
+def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ...]) -> Axes:
+    """Order the axes by the first tensor's strides and join those that every tensor runs through in one stride."""
+    first = tensors[0]
+    assert first is not None
+    axes = sorted((n for n in range(len(shape)) if n != dim and shape[n] > 1), key=lambda n: -first[n])
+    joined: list[tuple[int, list[int | None]]] = []
+    for n in axes:
+        strides = [None if t is None else t[n] for t in tensors]
+        if joined:
+            size, outer = joined[-1]
+            if all(a is None or b is None or a == b * shape[n] for a, b in zip(outer, strides, strict=True)):
+                joined[-1] = (size * shape[n], strides)
+                continue
+        joined.append((shape[n], strides))
+    if not joined:
+        joined.append((1, [None if t is None else 0 for t in tensors]))
+    sizes = tuple(size for size, _ in joined)
+    columns = zip(*(strides for _, strides in joined), strict=True)
+    return Axes(
+        sizes,
+        tuple(None if t is None else tuple(column) for t, column in zip(tensors, columns, strict=True)),
+        tuple(0 if t is None or shape[dim] == 1 else t[dim] for t in tensors),
+    )
+
+
+def broadcast_strides(x: Tensor | None) -> Strides | None:
+    """0 along axes of size 1, which broadcast or do not matter."""
+    return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def _strided(x: Tensor | None, axes: Axes, n: int) -> tuple:
+    """Tensor ``n`` of those that were collapsed, as its kernel argument, see `rows`."""
+    return (x, axes.cols[n], *(axes.strides[n] or [0] * len(axes.sizes)))
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    shape: tuple[int, ...],
+    dim: int,
+    tensors: tuple[Strides | None, ...],
+    itemsize: int,
+    backward: bool,
+    processors: int,
+) -> tuple[Axes, Config, bool]:
+    """The axes, the tiles, and whether offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
+    axes = collapse(shape, dim, tensors)
+    first = axes.strides[0] or (0,)
+    config = softmax_config(
+        math.prod(axes.sizes), axes.sizes[-1], shape[dim], 0 < first[-1] < axes.cols[0], itemsize, backward, processors
+    )
+    wide = any((shape[dim] + config.block) * col >= 2**31 for col in axes.cols)
+    return axes, config, wide
+
+
+def _processors(x: Tensor) -> int:
+    """Multiprocessors that run programs side by side: none in Triton's interpreter."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 0
+
+
+def _compiled(axes: Axes, config: Config, wide: bool, **switches: bool) -> Compiled:
+    values = {"BIAS": False, "MASK": False, **switches}
+    pack = config.pack and not values["BIAS"] and not values["MASK"]
+    c = Compiled(len(axes.sizes), config.rows, config.block, config.parts, WIDE=wide, PACK=pack, **values)
+    return Compiled(*(tl.constexpr(value) for value in c))
+
+
+def _programs(axes: Axes, config: Config) -> tuple[int]:
+    return (math.prod(axes.sizes[:-1]) * triton.cdiv(axes.sizes[-1], config.rows) * config.parts,)
+
+
+def _slots(x: Tensor, axes: Axes, config: Config) -> Tensor | None:
+    """Where programs leave the statistics of their part of a row, see `rows.publish`."""
+    if config.parts == 1:
+        return None
+    make = torch.zeros if config.on_chip else torch.empty
+    return make(math.prod(axes.sizes) * config.parts, dtype=torch.int64, device=x.device)
+
+
+def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
+    p = torch.empty_like(x)
+    layouts = tuple(broadcast_strides(t) for t in (x, bias, mask, p))
+    with torch.cuda.device_of(x):
+        axes, config, wide = _prepare(tuple(x.shape), dim, layouts, x.itemsize, False, _processors(x))
+        c = _compiled(axes, config, wide, BIAS=bias is not None, MASK=mask is not None)
+        reads = _strided(x, axes, 0), _strided(bias, axes, 1), _strided(mask, axes, 2)
+        p_rows, slots = _strided(p, axes, 3), _slots(x, axes, config)
+        grid, options = _programs(axes, config), {"num_warps": config.num_warps}
+        # The scale of scores without a bias is applied together with the change of base.
+        numbers = (scale, LOG2E if bias is not None else scale * LOG2E)
+        sizes, length = axes.sizes, x.shape[dim]
+        if config.on_chip:
+            forward_kernels.tile_kernel[grid](*reads, p_rows, slots, sizes, length, *numbers, c, **options)
+            return p
+        if config.parts > 1:
+            forward_kernels.statistics_kernel[grid](*reads, slots, sizes, length, config.span, *numbers, c, **options)
+        forward_kernels.loop_kernel[grid](*reads, p_rows, slots, sizes, length, config.span, *numbers, c, **options)
+    return p
+
+
+def backward(
+    dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    shape = tuple(p.shape)
+    dx = torch.empty_like(p) if needs.x else None
+    dbias, summed = None, False
+    if bias is not None and needs.bias:
+        summed = tuple(bias.shape) != shape
+        dbias = None if summed else torch.empty(shape, dtype=bias.dtype, device=p.device)
+    layouts = tuple(broadcast_strides(t) for t in (p, dp, dx, dbias))
+    with torch.cuda.device_of(p):
+        axes, config, wide = _prepare(shape, dim, layouts, p.itemsize, True, _processors(p))
+        c = _compiled(axes, config, wide, DX=dx is not None, DBIAS=dbias is not None, DELTA=summed)
+        delta = torch.empty(math.prod(axes.sizes), dtype=torch.float32, device=p.device) if summed else None
+        reads = _strided(dp, axes, 1), _strided(p, axes, 0)
+        writes = _strided(dx, axes, 2), _strided(dbias, axes, 3), delta
+        slots, grid, options = (
+            _slots(p, axes, config),
+            _programs(axes, config),
+            {"num_warps": config.num_warps},
+        )
+        sizes, length = axes.sizes, shape[dim]
+        if config.on_chip:
+            backward_kernels.tile_kernel[grid](*reads, *writes, slots, sizes, length, scale, c, **options)
+        else:
+            if config.parts > 1:
+                backward_kernels.statistics_kernel[grid](*reads, slots, sizes, length, config.span, c, **options)
+            backward_kernels.loop_kernel[grid](*reads, *writes, slots, sizes, length, config.span, scale, c, **options)
+        if summed and bias is not None and delta is not None:
+            dbias = _summed_bias_gradient(dp, p, delta, bias, dim)
+    return dx, dbias
+
+
+def _summed_bias_gradient(dp: Tensor, p: Tensor, delta: Tensor, bias: BiasLike, dim: int) -> Tensor:
+    """dbias where the bias broadcasts; ``delta`` has the rows in the order of p's strides."""
+    shape, length = tuple(p.shape), p.shape[dim]
+    has_cols = bias.shape[dim] > 1 or length == 1
+    target = torch.empty(bias.shape, device="meta")
+    strides = (broadcast_strides(p), broadcast_strides(dp), _delta_strides(p, dim), broadcast_strides(target))
+    kept = collapse(tuple(n if bias.shape[i] > 1 or i == dim else 1 for i, n in enumerate(shape)), dim, strides)
+    rest = collapse(tuple(n if bias.shape[i] == 1 or i == dim else 1 for i, n in enumerate(shape)), dim, strides)
+    sizes = kept.sizes + rest.sizes
+    inner_kept = (kept.strides[0] or (0,))[-1], (rest.strides[0] or (0,))[-1]
+    unit = kept.cols[0] == 1 or length == 1
+    kept_rows = (
+        kept.sizes[-1] >= 16 if unit else kept.sizes[-1] > 1 and (rest.sizes[-1] == 1 or inner_kept[0] < inner_kept[1])
+    )
+    block = min(power_of_two(length), LOOP_TILE // 2)
+    rows = max(min(power_of_two((kept if kept_rows else rest).sizes[-1]), LOOP_TILE // block, 32), 1)
+    places = math.prod(kept.sizes[:-1]) * (triton.cdiv(kept.sizes[-1], rows) if kept_rows else kept.sizes[-1])
+    steps = math.prod(rest.sizes[:-1]) * (rest.sizes[-1] if kept_rows else triton.cdiv(rest.sizes[-1], rows))
+    tiles = triton.cdiv(length, block)
+    splits = max(min(8 * max(_processors(p), 1) // (places * tiles), steps // 4, 1024), 1)
+    copies = splits if has_cols else splits * tiles
+    partial = torch.empty((copies, *bias.shape), dtype=torch.float32, device=p.device)
+    args = [
+        (x, col, *(a or ()), *(b or ()))
+        for x, a, b, col in zip((p, dp, delta, partial), kept.strides, rest.strides, kept.cols, strict=True)
+    ]
+    wide = any((length + block) * col >= 2**31 for col in kept.cols)
+    c = bias_gradient.Compiled(
+        *map(tl.constexpr, (len(kept.sizes), len(sizes), rows, kept_rows, block, splits, has_cols, wide))
+    )
+    bias_gradient.bias_gradient_kernel[(places * splits * tiles,)](
+        args[1], args[0], args[2], args[3], sizes, length, steps, places,
+        math.prod(bias.shape), c, num_warps=4,
+    )  # fmt: skip
+    return (partial[0] if copies == 1 else partial.sum(0)).to(bias.dtype)
+
+
+def _delta_strides(p: Tensor, dim: int) -> Strides:
+    """Of the row statistics as the kernels number rows: through the axes by p's strides, the innermost fastest."""
+    axes = sorted((n for n in range(p.dim()) if n != dim and p.shape[n] > 1), key=lambda n: -p.stride()[n])
+    strides, step = [0] * p.dim(), 1
+    for n in reversed(axes):
+        strides[n] = step
+        step *= p.shape[n]
+    return tuple(strides)
