@@ -239,8 +239,9 @@ def test_cases_have_names_of_their_own_and_are_problems():
             chosen = cases.cases(device, quick)
             assert len({case.name for case in chosen}) == len(chosen)
             for case in chosen:
-                assert case.problem("cpu", None).flops > 0
-                assert case.heads % case.kv_heads == 0
+                if isinstance(case, Case):
+                    assert case.problem("cpu", None).flops > 0
+                    assert case.heads % case.kv_heads == 0
         if device == "cuda":
             assert {c.name for c in chosen} < {c.name for c in cases.cases(device)}
     families = {case.family for case in cases.cases("cuda")}

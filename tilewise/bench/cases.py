@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.bench import blocks
 from tilewise.problem import Operand, Problem
 from tilewise.score.terms import Band, Score
 
@@ -27,13 +28,18 @@ class Inputs(NamedTuple):
     do: Tensor
 
     @property
+    def names(self) -> list[str]:
+        return [name for name in ("q", "k", "v", "bias") if getattr(self, name) is not None]
+
+    @property
     def leaves(self) -> list[Tensor]:
         return [x for x in (self.q, self.k, self.v, self.bias) if x is not None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. Those of a ``family`` are one curve over their lengths in a picture.
+    """One shape of attention; the building blocks' are in `blocks`. Those of a ``family`` are one curve over their
+    lengths in a picture.
 
     Attributes:
         bias: shape of an additive bias in ``dtype``; its gradient is part of the backward.
@@ -41,6 +47,8 @@ class Case:
         backward: with gradients of all inputs; without, the forward alone is measured.
         host: so small that what it measures is the host's time for a call; it is left out of pictures.
     """
+
+    operator: ClassVar[str] = "attention"
 
     family: str
     batch: int
@@ -188,8 +196,10 @@ def _cpu_quick() -> Iterator[Case]:
     yield tiny("float32", bias=True)
 
 
-def cases(device: str, quick: bool = False) -> list[Case]:
+AnyCase = Case | blocks.SoftmaxCase | blocks.MatmulCase
+
+
+def cases(device: str, quick: bool = False) -> list[AnyCase]:
     """The cases of a device type ("cuda" or "cpu"), in the order in which they are run."""
-    if device == "cuda":
-        return list(_gpu_quick() if quick else _gpu())
-    return list(_cpu_quick() if quick else _cpu())
+    attention = (_gpu_quick if quick else _gpu) if device == "cuda" else (_cpu_quick if quick else _cpu)
+    return [*attention(), *blocks.cases(device, quick)]

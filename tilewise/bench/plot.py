@@ -37,7 +37,7 @@ def draw_throughput(results: Results, which: Pass, path: Path) -> None:
     """TFLOP/s of every provider against sequence length: a panel for each family with this pass."""
     families: dict[str, list[Case]] = {}
     for case in results.cases:
-        if not case.host and any(row.timing(which) for row in results.of(case.name)):
+        if isinstance(case, Case) and not case.host and any(row.timing(which) for row in results.of(case.name)):
             families.setdefault(case.family, []).append(case)
     columns = min(COLUMNS, max(len(families), 1))
     lines = max(math.ceil(len(families) / columns), 1)
@@ -91,7 +91,7 @@ def draw_roofline(results: Results, path: Path) -> None:
         axes = figure.add_subplot(1, 2, n + 1)
         for case in results.cases:
             ours = results.best_of_ours(case.name, which)
-            if case.host or ours is None:
+            if not isinstance(case, Case) or case.host or ours is None:
                 continue
             for label, row in zip(colours, (ours, results.best_other(ours, which)), strict=True):
                 flops = None if row is None else results.flops(row, which)

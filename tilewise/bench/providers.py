@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
+from tilewise.bench import blocks
 from tilewise.bench.cases import Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
@@ -39,12 +40,14 @@ class Provider(NamedTuple):
         unavailable: why it cannot run here at all; None if it can.
         declines: why it does not compute a case, as far as that is known without trying; None if it may.
         prepare: may compile; raises if it turns out that it cannot compute the case.
+        operator: whose cases it is asked about.
     """
 
     name: str
     unavailable: str | None
-    declines: Callable[[Case], str | None]
-    prepare: Callable[[Case, Inputs], Steps]
+    declines: Callable[[Any], str | None]
+    prepare: Callable[[Any, Any], Steps]
+    operator: str = "attention"
 
     @property
     def ours(self) -> bool:
@@ -73,7 +76,12 @@ def providers(device: torch.device) -> list[Provider]:
             lambda case: None if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
             _cudnn_graph,
         ),
+        *(_block(*computer) for computer in blocks.computers()),
     ]
+
+
+def _block(operator: str, name: str, make: Callable[[Any, blocks.Inputs], Callable[[], Tensor]]) -> Provider:
+    return Provider(name, None, lambda case: None, lambda case, x: _autograd(make(case, x), x), operator)
 
 
 def _missing(module: str, distribution: str) -> str | None:
@@ -85,7 +93,7 @@ def _missing(module: str, distribution: str) -> str | None:
         return f"{distribution} cannot be imported: {error}"
 
 
-def _autograd(forward: Callable[[], Tensor], x: Inputs, context: Any = nullcontext) -> Steps:
+def _autograd(forward: Callable[[], Tensor], x: Inputs | blocks.Inputs, context: Any = nullcontext) -> Steps:
     return Steps(forward, lambda o: torch.autograd.grad(o, x.leaves, x.do, retain_graph=True), context)
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.bench.cases import Case, Inputs
+from tilewise.bench.cases import AnyCase, Case, Inputs
 
 # Relative to the norm of the right answer: twice to ten times what rounding in that dtype explains.
 TOLERANCES = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-5, "float64": 1e-10}
@@ -84,7 +84,7 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
     return {name: _error(found[name], right[name], by_row=name == "o") for name in right}
 
 
-def wrong(errors: dict[str, float], case: Case) -> str:
+def wrong(errors: dict[str, float], case: AnyCase) -> str:
     """In words, what is further off than `TOLERANCES` allow; empty if nothing is. NaN is."""
     tolerance = TOLERANCES[case.dtype]
     return ", ".join(f"{name} is off by {e:.1e} of its norm" for name, e in errors.items() if not e <= tolerance)
@@ -93,7 +93,8 @@ def wrong(errors: dict[str, float], case: Case) -> str:
 def _error(found: Tensor, right: Tensor, by_row: bool) -> float:
     if found.shape != right.shape:
         raise ValueError(f"the shape is {tuple(found.shape)}, not {tuple(right.shape)}")
-    found, right = found.detach().flatten(0, 1), right.flatten(0, 1)
+    # a matrix of a building block is one head
+    found, right = (x.flatten(0, 1) if x.dim() == 4 else x[None] for x in (found.detach(), right))
     at_once = max((1 << 27) // max(right[0].numel(), 1), 1)
     dims = (-1,) if by_row else (-2, -1)
     worst = []

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from tilewise.bench.cases import Case
+from tilewise.bench import blocks
+from tilewise.bench.cases import AnyCase, Case
 from tilewise.bench.providers import is_ours
 from tilewise.explanation import Limits, Work, backward_work, forward_work
 
@@ -95,17 +96,19 @@ class Results:
     settings: dict[str, Any]
     unavailable: dict[str, str]
     calibration: Calibration
-    cases: list[Case]
+    cases: list[AnyCase]
     rows: list[Row] = field(default_factory=list)
 
-    def case(self, name: str) -> Case:
+    def case(self, name: str) -> AnyCase:
         return next(case for case in self.cases if case.name == name)
 
     def of(self, case: str) -> list[Row]:
         return [row for row in self.rows if row.case == case]
 
-    def work(self, case: Case, which: Pass) -> Work:
+    def work(self, case: AnyCase, which: Pass) -> Work:
         """FLOPs (of visible pairs; a backward has 2.5 times a forward's) and the least traffic in bytes."""
+        if not isinstance(case, Case):
+            return case.work(which)
         problem = case.problem(self.device["type"], None)
         return forward_work(problem) if which == "forward" else backward_work(problem)
 
@@ -179,12 +182,20 @@ def read(path: Path) -> Results:
 
 
 def _results(document: dict[str, Any]) -> Results:
-    cases = [Case(**{**case, "bias": case["bias"] and tuple(case["bias"])}) for case in document.pop("cases")]
+    cases = [_case(case) for case in document.pop("cases")]
     rows = [
         Row(**{**row, **{which: row[which] and Timing(**row[which]) for which in PASSES}})
         for row in document.pop("rows")
     ]
     return Results(**{**document, "calibration": Calibration(**document["calibration"])}, cases=cases, rows=rows)
+
+
+def _case(fields: dict[str, Any]) -> AnyCase:
+    """Attention's cases do not name their operator."""
+    operator = fields.get("operator", Case.operator)
+    if operator == Case.operator:
+        return Case(**{**fields, "bias": fields["bias"] and tuple(fields["bias"])})
+    return {"softmax": blocks.SoftmaxCase, "matmul": blocks.MatmulCase}[operator](**fields)
 
 
 def _checked(results: Results) -> Results:
@@ -212,7 +223,7 @@ def _checked(results: Results) -> Results:
     return results
 
 
-def in_order(results: Results) -> list[Case]:
+def in_order(results: Results) -> list[AnyCase]:
     """The cases for a reader: families together, by length, in the order in which the run met them."""
     families = list(dict.fromkeys(case.family for case in results.cases))
     return sorted(results.cases, key=lambda case: (families.index(case.family), case.keys))

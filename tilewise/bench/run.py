@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 import tilewise
-from tilewise.bench import reference
-from tilewise.bench.cases import Case, Inputs, cases
+from tilewise.bench import blocks, reference
+from tilewise.bench.cases import AnyCase, Case, Inputs, cases
 from tilewise.bench.providers import Provider, is_ours, providers
 from tilewise.bench.results import Results, Row
 from tilewise.bench.timing import Clock, calibrate, host_seconds, synchronize, working_bytes
@@ -85,7 +85,7 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def chosen_cases(options: Options) -> list[Case]:
+def chosen_cases(options: Options) -> list[AnyCase]:
     """Those whose name contains one of ``options.cases``; an exact name takes that case alone."""
     known = cases(options.device, options.quick)
     return _chosen("--cases", options.cases, {case.name: case for case in known})
@@ -108,7 +108,7 @@ def run(
     options: Options,
     progress: Progress,
     save: Callable[[Results], None] = lambda results: None,
-    todo: list[Case] | None = None,
+    todo: Sequence[AnyCase] | None = None,
 ) -> Results:
     """Measure; ``save`` is called with what there is after every case.
 
@@ -121,11 +121,12 @@ def run(
     started = time.monotonic()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device", "torch sees no CUDA device here; use --device cpu")
-    chosen = chosen_cases(options) if todo is None else todo
-    crew = chosen_providers(options)
-    ready = [provider for provider in crew if provider.unavailable is None]
+    chosen = chosen_cases(options) if todo is None else list(todo)
+    operators = {case.operator for case in chosen}
+    crew = [provider for provider in chosen_providers(options) if provider.operator in operators]
+    ready = {name: [p for p in crew if p.unavailable is None and p.operator == name] for name in operators}
     device = torch.device(options.device)
-    progress.start(len(chosen) * len(ready))
+    progress.start(sum(len(ready[case.operator]) for case in chosen))
     progress.working("calibration")
     dtypes = list(dict.fromkeys([*(["float32"] if device.type == "cpu" else []), *(case.dtype for case in chosen)]))
     calibration = calibrate(Clock(device, 0.3), dtypes)
@@ -144,7 +145,7 @@ def run(
     stopped: str | None = None
     for case in chosen:
         measured = _Measured(case, clock)
-        for provider in ready:
+        for provider in ready[case.operator]:
             progress.working(f"{case.name}: {provider.name}")
             if stopped is None and time.monotonic() - started > options.budget:
                 stopped = f"the budget of {options.budget:g} s was spent"
@@ -159,7 +160,7 @@ def run(
     return results
 
 
-def _not_run(case: Case, provider: Provider, reason: str) -> Row:
+def _not_run(case: AnyCase, provider: Provider, reason: str) -> Row:
     return Row(case.name, provider.name, "not run", reason)
 
 
@@ -171,9 +172,9 @@ def ours_are_right(results: Results) -> bool:
 class _Measured:
     """One case; its inputs and the right answer are made when the first provider needs them."""
 
-    def __init__(self, case: Case, clock: Clock) -> None:
+    def __init__(self, case: AnyCase, clock: Clock) -> None:
         self.case, self.clock = case, clock
-        self.inputs: Inputs | None = None
+        self.inputs: Inputs | blocks.Inputs | None = None
         self.right: dict[str, torch.Tensor] = {}
 
     def row(self, provider: Provider) -> Row:
@@ -184,7 +185,7 @@ class _Measured:
         if self.inputs is None:
             try:
                 inputs = self.case.inputs(device)
-                self.right = reference.exact(self.case, inputs)
+                self.right = _exact(self.case, inputs)
                 self.inputs = inputs
             except torch.OutOfMemoryError:
                 self.right = {}
@@ -202,7 +203,7 @@ class _Measured:
             torch.cuda.empty_cache()
         return row
 
-    def _measure(self, provider: Provider, x: Inputs) -> Row:
+    def _measure(self, provider: Provider, x: Inputs | blocks.Inputs) -> Row:
         case, clock = self.case, self.clock
         start = time.perf_counter()
         steps = provider.prepare(case, x)
@@ -215,7 +216,7 @@ class _Measured:
             found = both()
             synchronize(clock.device)
             first_call = time.perf_counter() - start
-            names = ("o", *(f"d{name}" for name in ("q", "k", "v", "bias") if getattr(x, name) is not None))
+            names = ("o", *(f"d{name}" for name in x.names))
             errors = reference.errors(dict(zip(names, found, strict=False)), self.right)
             del found
             row = Row(case.name, provider.name, "measured", errors=errors, first_call_s=first_call)
@@ -234,6 +235,10 @@ class _Measured:
                 host = host_seconds(steps.forward, clock.device)
                 row = replace(row, host_s=host, host_both_s=host_seconds(both, clock.device))
         return row
+
+
+def _exact(case: AnyCase, x: Any) -> dict[str, torch.Tensor]:
+    return reference.exact(case, x) if isinstance(case, Case) else case.exact(x)
 
 
 def provider_errors() -> tuple[type[Exception], ...]:

@@ -59,7 +59,7 @@ def check_backends(device: torch.device) -> Iterator[tuple[str, bool | None]]:
     from tilewise.bench.providers import is_ours, providers
 
     for provider in providers(device):
-        if not is_ours(provider.name):
+        if not is_ours(provider.name) or provider.operator != "attention":
             continue
         name = provider.name.removeprefix("tilewise-")
         for case in _cases(device):
