@@ -1,0 +1,1 @@
+"""Building blocks of attention as operators of their own, each with its gradients."""
