@@ -32,7 +32,7 @@ ROOMS = {
     "tilewise.autograd": {"tilewise.plan", *BACKEND},
     "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
     "tilewise.blocks": set(),
-    "tilewise.blocks.matmul": {"tilewise.backends.launcher", "tilewise.backends.hopper"},  # for rings of shared memory
+    "tilewise.blocks.matmul": {"tilewise.backends", "tilewise.backends.launcher", "tilewise.backends.hopper"},
 }
 TRITON_ROOMS = {"tilewise.backends.launcher", "tilewise.backends.hopper", "tilewise.backends.triton", "tilewise.blocks"}
 SHARED = {"tilewise.backends.launcher"}  # by backends, and none itself
