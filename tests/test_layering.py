@@ -32,9 +32,19 @@ ROOMS = {
     "tilewise.autograd": {"tilewise.plan", *BACKEND},
     "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
     "tilewise.blocks": set(),
-    "tilewise.blocks.matmul": {"tilewise.backends", "tilewise.backends.launcher", "tilewise.backends.hopper"},
+    "tilewise.blocks.matmul": {
+        "tilewise.blocks",
+        "tilewise.backends.launcher",
+        "tilewise.backends.hopper",
+        "tilewise.backends",
+    },
 }
-TRITON_ROOMS = {"tilewise.backends.launcher", "tilewise.backends.hopper", "tilewise.backends.triton", "tilewise.blocks"}
+TRITON_ROOMS = {
+    "tilewise.backends.launcher",
+    "tilewise.backends.hopper",
+    "tilewise.backends.triton",
+    "tilewise.blocks",
+}
 SHARED = {"tilewise.backends.launcher"}  # by backends, and none itself
 
 
