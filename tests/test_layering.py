@@ -33,6 +33,12 @@ ROOMS = {
     "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
     "tilewise.blocks": set(),
     "tilewise.blocks.softmax": {"tilewise.blocks"},
+    "tilewise.blocks.matmul": {
+        "tilewise.blocks",
+        "tilewise.backends.launcher",
+        "tilewise.backends.hopper",
+        "tilewise.backends",
+    },
 }
 TRITON_ROOMS = {
     "tilewise.backends.launcher",

@@ -1,0 +1,88 @@
+"""From tensors to the backend that computes their product; what needs no product is done here."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import device_of
+from tilewise.blocks.matmul import cpu
+from tilewise.blocks.matmul.plan import choose
+from tilewise.blocks.matmul.problem import broadcast, describe, output_shape
+
+# What a call's layout and factors decide, kept under them: the launch of a kernel, None where a kernel cannot read the
+# operands as they lie.
+_launches: dict[tuple, tuple] = {}
+
+
+def run(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
+) -> Tensor:
+    """``alpha * (a @ b summed over the batch axes in summed) + beta * c``."""
+    if beta == 0.0:
+        c = None
+    if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
+        return _without_product(a, b, c, beta, summed)
+    on_cpu = a.device.type == "cpu"
+    if on_cpu and backend.split()[0] in ("auto", "cpu"):
+        return cpu.matmul(a, b, c, alpha, beta, summed)
+    tf32 = not on_cpu and a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    key = (_signature(a), _signature(b), None if c is None else _signature(c), alpha, beta, summed, backend, tf32)
+    known = _launches.get(key)
+    if known is None:
+        if len(_launches) >= 4096:
+            _launches.clear()
+        known = _launches[key] = _prepare(a, b, c, alpha, beta, summed, backend)
+    shape, launch = known
+    if launch is None:
+        flat = _two_batch_axes(a, b, c, summed)
+        return run(*flat, alpha, beta, (-3,) if summed else (), backend).view(shape)
+    y = a.new_empty(shape)
+    with device_of(a):
+        launch(a, b, c, y)
+    return y
+
+
+def _prepare(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
+) -> tuple:
+    """The shape of the result and the launch that makes it."""
+    shape = output_shape(a, b, summed)
+    product = describe(a, b, c, summed)
+    if product is None:
+        return shape, None
+    module = importlib.import_module(f"tilewise.blocks.matmul.{choose(product, backend).backend}")
+    return shape, module.prepare(product, a, b, c, a.new_empty(shape, device="meta"), alpha, beta)
+
+
+def _signature(x: Tensor) -> tuple:
+    """All that a Product reads of a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+
+
+def _two_batch_axes(
+    a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """a, b and c of shapes (kept, summed, rows, columns); copied where their memory does not allow a view."""
+    batch, shape = broadcast(a, b), output_shape(a, b, summed)
+    depth = len(batch) + 2
+    reduced = [axis + depth for axis in summed]
+    order = [*(i for i in range(depth - 2) if i not in reduced), *reduced, depth - 2, depth - 1]
+    kept = math.prod(n for i, n in enumerate(batch) if i not in reduced)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.permute(order).reshape(kept, -1, *x.shape[-2:])
+
+    a, b = (flat(x.expand(*batch, *x.shape[-2:])) for x in (a, b))
+    return a, b, None if c is None else flat(c.expand(shape))
+
+
+def _without_product(a: Tensor, b: Tensor, c: Tensor | None, beta: float, summed: tuple[int, ...]) -> Tensor:
+    shape = output_shape(a, b, summed)
+    if c is None:
+        return a.new_zeros(shape)
+    wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
+    return a.new_empty(shape).copy_(c.to(wide) * beta)
