@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -142,3 +143,19 @@ def test_a_call_does_not_wait_for_the_device(backend, grad):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@both_backends
+def test_what_is_kept_holds_no_memory(backend):
+    def step():
+        x = [normal(1, 2, 128, 64).requires_grad_() for _ in range(3)]
+        torch.autograd.grad(attention(*x, backend=backend).square().sum(), x)
+
+    step()
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        step()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
