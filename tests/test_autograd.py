@@ -362,7 +362,7 @@ def test_tensors_that_outlive_their_transform():
         assert torch.equal(attention(leaked[0], k, v), attention(q, k, v))
 
 
-@pytest.mark.filterwarnings("default:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_tangents_are_refused():
     """There is no forward-mode derivative, and none that is silently dropped where no gradient is asked for."""
     q, k, v = tensors(requires_grad=False)
