@@ -127,6 +127,7 @@ def test_hooks_see_every_launch(backend):
 
 
 @both_backends
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_call_does_not_wait_for_the_device(backend, grad):
     x = [normal(1, 2, 128, 64).requires_grad_(grad) for _ in range(3)]
