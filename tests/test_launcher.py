@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aot_child import launcher_arguments
 from aot_compilers import TRITON_360, Compilers
 from helpers import Case
+from launcher_child import launcher_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
