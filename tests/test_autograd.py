@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import attention, autograd
@@ -344,6 +345,60 @@ def test_tracers_see_the_operator():
         attention(*tensors()).sum().backward()
     assert "tilewise.attention.default" in seen
     assert "tilewise.attention_backward.default" in seen
+
+
+def test_tensors_that_outlive_their_transform():
+    """Wrapped by torch.func.grad and leaked from it: as the tensor inside."""
+
+    def leak(x):
+        leaked.append(x)
+        return x.sum()
+
+    leaked = []
+    q, k, v = tensors()
+    torch.func.grad(leak)(q.detach())
+    assert torch.equal(attention(leaked[0], k, v), attention(q, k, v))
+    with torch.no_grad():
+        assert torch.equal(attention(leaked[0], k, v), attention(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_are_refused():
+    """There is no forward-mode derivative, and none that is silently dropped where no gradient is asked for."""
+    q, k, v = tensors(requires_grad=False)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            with mode, pytest.raises(RuntimeError, match=r"forward AD|jvp"):
+                attention(dual, k, v)
+
+
+def test_without_the_lse_gradients_are_the_same():
+    """The lse is no output then; what is saved of it serves the backward all the same."""
+    leaves = tensors()
+    o, _ = attention(*leaves, return_lse=True)
+    expected = torch.autograd.grad(o.square().sum(), leaves)
+    for x, y in zip(torch.autograd.grad(attention(*leaves).square().sum(), leaves), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_saved_tensors_may_come_back_in_another_layout(return_lse):
+    """Hooks on what is saved (offloading, compression) decide its strides and addresses."""
+    leaves = tensors()
+    inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
+
+    def loss(q, k, v):
+        out = attention(q, k, v, causal=True, return_lse=return_lse)
+        return out[0].square().sum() + out[1].square().sum() if return_lse else out.square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+    ):
+        found = torch.autograd.grad(loss(*inputs), inputs)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, **TOLERANCE)
 
 
 def test_fake_and_meta_tensors_give_shapes():

@@ -209,9 +209,9 @@ def folded(monkeypatch):
     seen = []
     run = tilewise.sdpa.attention_op
 
-    def spy(inputs, *rest):
+    def spy(inputs, *rest, **options):
         seen.append(inputs)
-        return run(inputs, *rest)
+        return run(inputs, *rest, **options)
 
     monkeypatch.setattr(tilewise.sdpa, "attention_op", spy)
     return seen

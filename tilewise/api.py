@@ -15,6 +15,7 @@ from tilewise.problem import check_numbers
 from tilewise.score.terms import Band, Score
 
 Window = tuple[int | None, int | None]
+_EVERYWHERE = Band()
 
 
 @overload
@@ -86,8 +87,8 @@ def attention(
         q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    o, lse = attention_op(*call)
-    return (o, lse) if return_lse else o
+    o, lse = attention_op(*call, return_lse=return_lse)
+    return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
 class Call(NamedTuple):
@@ -118,13 +119,12 @@ def read_call(
     check_numbers(window, scale, softcap, dropout_p)
     check_backend(backend)
     inputs = _inputs(q, k, v, bias, mask)
-    # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
-    diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
-    score = Score(
-        scale=_scale(q, scale),
-        softcap=None if softcap is None else float(softcap),
-        band=Band.aligned(bool(causal), window, diagonal),
-    )
+    band = _EVERYWHERE
+    if causal or window is not None:
+        # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
+        diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
+        band = Band.aligned(bool(causal), window, diagonal)
+    score = Score(_scale(q, scale), None if softcap is None else float(softcap), band)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Call(inputs, score, deterministic, "auto" if backend is None else backend)
@@ -133,12 +133,18 @@ def read_call(
 def _scale(q: Tensor, scale: float | None) -> float:
     if scale is not None:
         return float(scale)
-    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    dim = q.shape[-1] if q.dim() > 0 else 0
+    return 1.0 / math.sqrt(dim) if dim > 0 else 1.0
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Inputs:
-    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
-        if not isinstance(x, Tensor) and not (x is None and name in ("bias", "mask")):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if bias is None and mask is None:
+        return Inputs(q, k, v, None, None)
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if mask is not None and mask.requires_grad:
         raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -185,36 +186,43 @@ torch.library.register_autograd("tilewise::attention_backward", _no_second_deriv
 
 
 class _EagerAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, bias, mask, terms):
-        inputs = Inputs(q, k, v, bias, mask)
-        o, lse = _forward_of(inputs, terms)(inputs)
-        ctx.terms = terms
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, bias, mask, o, lse)
-        return o, lse
+    """``q, k, v, bias, call -> o`` or ``o, lse``, where call is (inputs, terms, return_lse)."""
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def forward(ctx, q, k, v, bias, call):
+        inputs, ctx.terms, return_lse = call
+        o, lse = _forward_of(inputs, ctx.terms)(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, o, lse)
+        return (o, lse) if return_lse else o
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
         if torch.is_grad_enabled():  # to be differentiated: the operator says that it cannot
-            return *_differentiate(ctx, do, dlse), None, None
+            return *_differentiate(ctx, do, dlse), None
         if do is None and dlse is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None
         grads = _gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
-        return *grads, None, None
+        return *grads, None
+
+
+# _EagerAttention.apply without its steps for functorch, which `_is_eager` leaves to the dispatcher.
+_apply = super(torch.autograd.Function, _EagerAttention).apply
 
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
 def _is_eager(inputs: Inputs) -> bool:
-    """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher."""
+    """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher. It also knows what to do with
+    a tensor that outlived its transform."""
     q, k, v, bias, mask = inputs
     return (
         not torch.compiler.is_compiling()
         and type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
         and type(bias) in _PLAIN and type(mask) in _PLAIN
-        and not q.is_meta
+        and not (q.is_meta or _is_wrapped(q) or _is_wrapped(k) or _is_wrapped(v))
+        and not (bias is not None and _is_wrapped(bias)) and not (mask is not None and _is_wrapped(mask))
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
     )  # fmt: skip
@@ -229,11 +237,19 @@ def _is_differentiated(inputs: Inputs) -> bool:
     return needs or forward_ad._current_level >= 0
 
 
-def attention_op(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v and bias, through o and lse."""
-    terms = (score.band.lo, score.band.hi, score.scale, score.softcap, deterministic, backend)
+def attention_op(
+    inputs: Inputs, score: Score, deterministic: bool, backend: str, return_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v and bias, through o and lse.
+
+    Without ``return_lse`` nobody looks at the lse, and its place may hold anything.
+    """
+    band = score.band
+    terms = (band.lo, band.hi, score.scale, score.softcap, deterministic, backend)
     if not _is_eager(inputs):
         return torch.ops.tilewise.attention(*inputs, *terms)
-    if _is_differentiated(inputs):
-        return _EagerAttention.apply(*inputs, terms)
-    return _forward(*inputs, *terms)
+    if not _is_differentiated(inputs):
+        return _forward_of(inputs, terms)(inputs)
+    q, k, v, bias, _ = inputs
+    found = _apply(q, k, v, bias, (inputs, terms, return_lse))
+    return found if return_lse else (found, None)

@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     score = Score(float(scale), None, Band.aligned(bool(is_causal), None, diagonal=0))
-    o, _ = attention_op(inputs, score, torch.are_deterministic_algorithms_enabled(), "auto")
+    o, _ = attention_op(inputs, score, torch.are_deterministic_algorithms_enabled(), "auto", return_lse=False)
     return fold.unfold(o)
 
 

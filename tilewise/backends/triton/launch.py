@@ -79,16 +79,6 @@ class Forward:
         return Outputs(o, lse)
 
 
-class Targets(NamedTuple):
-    """Where gradients go. Sums over several programs have float32 tensors of their own."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None
-    q_sum: Tensor | None  # (B·H, D, padded queries), transposed: the kernel has dQᵀ, whose rows make wide reduce-adds
-
-
 class Backward:
     """A backward with everything but its tensors, for one problem and one layout of these."""
 
@@ -101,27 +91,38 @@ class Backward:
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_programs = m_tiles * problem.heads * problem.batch
         key_programs = n_tiles * problem.kv_heads * problem.batch
-        self.problem, self.needs, self.padded_queries = problem, needs, m_tiles * block_m
+        self.problem = problem
         self.reduction = reduction = bias_reduction(problem, bias) if needs.bias else "none"
         ordered_bias = _ordered(problem, reduction)
 
-        to = self._targets(inputs, torch.device("meta"))
-        stats = self._stats(torch.device("meta"))
-        dbias_tma = to.bias is not None and reduction in ("store", "add") and _uses_tma(problem, to.bias)
+        stats = _meta(problem.batch, problem.heads, m_tiles * block_m)
+        dq, dk, dv = (
+            torch.empty_like(x, device="meta") if need else None for x, need in zip(inputs[:3], needs[:3], strict=True)
+        )
+        # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
+        summed = needs.q and not problem.deterministic
+        q_sum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
+        dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
+        self.empty_stats = allocation(stats, q.device)
+        self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, q_sum)]
+
+        dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
         c = _compiled(
-            problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, *to[:4],
+            problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias,
             DQ_TMA=tma and config.dq_tma,
             DBIAS="none" if ordered_bias else reduction,
             DBIAS_TMA=dbias_tma,
-            WANT_Q=to.q_sum is not None, WANT_K=to.k is not None, WANT_V=to.v is not None,
+            WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
         )  # fmt: skip
-        sizes = _sizes(problem, self.padded_queries)
+        sizes = _sizes(problem, m_tiles * block_m)
         numbers = (_terms(problem), sizes, c)
-        q_sum: Any = POINTER
-        if to.q_sum is not None and c.DQ_TMA.value:
+        q_sum_layout: Any = POINTER
+        if q_sum is not None and c.DQ_TMA.value:
             block = [1, c.BLOCK_D.value, block_m]
-            q_sum = bound(TensorDescriptor(to.q_sum, list(to.q_sum.shape), list(to.q_sum.stride()), block), None)
-        dbias = descriptor(to.bias, block_m, config.block_n) if dbias_tma and to.bias is not None else strided(to.bias)
+            q_sum_layout = bound(TensorDescriptor(q_sum, list(q_sum.shape), list(q_sum.stride()), block), None)
+        dbias_layout: Any = strided(dbias)
+        if dbias is not None and dbias_tma:
+            dbias_layout = descriptor(dbias, block_m, config.block_n)
         stats_layout = _stats_layout(stats, block_m, tma)
         *qkv, bias_layout, mask_layout = _input_layouts(inputs, config, c, tma)
         rows = (
@@ -138,62 +139,47 @@ class Backward:
         )
         self.finite = self.main = self.finish = self.query_gradient = self.bias_gradient = None
         if c.HIDES.value:
-            self.finite = Launch(
-                finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual
-            )  # fmt: skip
+            self.finite = Launch(finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual)
         if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
-            after = (strided(k), strided(v), POINTER, q_sum, strided(to.k), strided(to.v), dbias)
+            after = (strided(k), strided(v), POINTER, q_sum_layout, strided(dk), strided(dv), dbias_layout)
             self.main = Launch(backward_kernel, key_programs, (*rows, *after), numbers, **options)
-        if to.q_sum is not None:
-            self.finish = Launch(finish_kernel, row_programs, (POINTER, strided(to.q)), numbers, **usual)
-        elif to.q is not None:
-            self.query_gradient = Launch(
-                query_gradient_kernel, row_programs, (*rows, strided(to.q)), numbers, **fewer
-            )  # fmt: skip
-        if to.bias is not None and ordered_bias:
-            b, h, m, n = to.bias.shape
+        if q_sum is not None:
+            self.finish = Launch(finish_kernel, row_programs, (POINTER, strided(dq)), numbers, **usual)
+        elif dq is not None:
+            self.query_gradient = Launch(query_gradient_kernel, row_programs, (*rows, strided(dq)), numbers, **fewer)
+        if dbias is not None and ordered_bias:
+            b, h, m, n = dbias.shape
             programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
-            self.bias_gradient = Launch(
-                bias_gradient_kernel, programs, (*rows, strided(to.bias)), numbers, **fewer
-            )  # fmt: skip
-
-    def _stats(self, device: torch.device) -> Tensor:
-        shape = (self.problem.batch, self.problem.heads, self.padded_queries)
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    def _targets(self, inputs: Inputs, device: torch.device) -> Targets:
-        p, needs = self.problem, self.needs
-        dq, dk, dv = (
-            torch.empty_like(x, device=device) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True)
-        )
-        q_sum = None
-        if needs.q and not p.deterministic:
-            shape = (p.batch * p.heads, p.head_dim, self.padded_queries)
-            q_sum = torch.empty(shape, dtype=torch.float32, device=device)
-        return Targets(dq, dk, dv, _empty_bias_gradient(p, inputs.bias, self.reduction, device), q_sum)
+            self.bias_gradient = Launch(bias_gradient_kernel, programs, (*rows, strided(dbias)), numbers, **fewer)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask = inputs
         do, dlse = cotangents
         with device_of(q):
-            delta, lse2 = self._stats(q.device), self._stats(q.device)
-            to = self._targets(inputs, q.device)
-            self.prepare(outputs.o, do, outputs.lse, dlse, delta, lse2, to.q_sum)
+            delta, lse2 = self.empty_stats(), self.empty_stats()
+            dq, dk, dv, q_sum = [None if make is None else make() for make in self.empty_gradients]
+            dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
+            self.prepare(outputs.o, do, outputs.lse, dlse, delta, lse2, q_sum)
             finite = None
             if self.finite is not None:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             rows = (q, k, v, do, lse2, delta, bias, mask)
             if self.main is not None:
-                self.main(*rows, k, v, finite, to.q_sum, to.k, to.v, to.bias)
+                self.main(*rows, k, v, finite, q_sum, dk, dv, dbias)
             if self.finish is not None:
-                self.finish(to.q_sum, to.q)
+                self.finish(q_sum, dq)
             if self.query_gradient is not None:
-                self.query_gradient(*rows, to.q)
+                self.query_gradient(*rows, dq)
             if self.bias_gradient is not None:
-                self.bias_gradient(*rows, to.bias)
-            dbias = None if to.bias is None or bias is None else to.bias.to(bias.dtype)
-        return Gradients(to.q, to.k, to.v, dbias)
+                self.bias_gradient(*rows, dbias)
+            if dbias is not None and bias is not None:
+                dbias = dbias.to(bias.dtype)
+        return Gradients(dq, dk, dv, dbias)
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _ordered(problem: Problem, reduction: str) -> bool:

@@ -1,0 +1,162 @@
+"""What is kept from call to call must not serve another: tensors elsewhere, of other shapes, on other streams."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from helpers import Case, call, differentiate, hold, tensors
+
+from tilewise import attention
+
+BRAIN = torch.bfloat16
+HOPPER = pytest.param(
+    "hopper",
+    marks=pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
+)
+both_backends = pytest.mark.parametrize("backend", ["triton", HOPPER])
+
+
+def normal(*shape):
+    return torch.randn(shape, device="cuda", dtype=BRAIN)
+
+
+@both_backends
+def test_shapes_in_turns(backend):
+    """Forward and backward; equal inputs give equal outputs whatever ran between."""
+    lengths = ((144, 272), (208, 144), (176, 208))
+    cases = [Case(B=1, H=2, M=M, N=N, D=64, dtype=BRAIN, bias="1hmn") for M, N in lengths]
+    inputs = [tensors(case, "cuda") for case in cases]
+    first = {}
+    for _ in range(4):
+        for case, x in zip(cases, inputs, strict=True):
+            results = differentiate(case, x, lambda x, case=case: call(case, backend, x))
+            hold(case, results, "cuda")
+            assert torch.equal(results.o, first.setdefault(case, results).o)
+
+
+@both_backends
+def test_alignment_in_turns(backend):
+    """A bias that is read by pointer, at addresses that are and are not multiples of 16 bytes, between its calls."""
+    q, k, v = (normal(1, 2, 128, 64) for _ in range(3))
+    numbers = normal(1000)
+    biases = [numbers[n : n + 128].view(1, 1, 1, 128) for n in (0, 1, 8, 3, 0, 1)]
+    for _ in range(2):
+        for bias in biases:
+            o = attention(q, k, v, bias=bias, backend=backend)
+            torch.testing.assert_close(o, attention(q, k, v, bias=bias.clone(), backend=backend))
+
+
+@both_backends
+def test_more_addresses_than_are_kept(backend):
+    """Keys from 300 places, twice: each descriptor is that of its own address."""
+    q, v = normal(1, 1, 64, 64), normal(1, 1, 64, 64)
+    many = normal(300, 1, 1, 64, 64)
+    scores = (q.float() @ many.float().mT)[:, 0] / 8
+    expected = (scores.softmax(-1) @ v.float()).to(BRAIN)
+    for _ in range(2):
+        found = torch.cat([attention(q, k, v, backend=backend) for k in many])
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+
+
+@both_backends
+def test_threads(backend):
+    """Several at once, each on a stream of its own."""
+    inputs = [[normal(1, 2, M, 64).requires_grad_() for _ in range(3)] for M in (144, 144, 208, 208)]
+    outputs = [[] for _ in inputs]
+    for x in inputs:  # Triton compiles in one thread
+        torch.autograd.grad(attention(*x, backend=backend).square().sum(), x)
+
+    def work(n):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                o = attention(*inputs[n], backend=backend)
+                outputs[n].append((o.detach(), *torch.autograd.grad(o.square().sum(), inputs[n])))
+        stream.synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, found in zip(inputs, outputs, strict=True):
+        assert len(found) == 20
+        o = attention(*x, backend=backend)
+        dq, dk, dv = torch.autograd.grad(o.square().sum(), x)
+        for results in found:
+            for a, b in zip(results, (o, dq, dk, dv), strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
+
+
+@both_backends
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_another_device(backend):
+    """Not the current one; the same layouts on both, in turns."""
+    first = [normal(1, 2, 128, 64).requires_grad_() for _ in range(3)]
+    second = [x.detach().to("cuda:1").requires_grad_() for x in first]
+    for _ in range(3):
+        o, other = (attention(*x, backend=backend) for x in (first, second))
+        torch.testing.assert_close(o, other.to("cuda:0"), rtol=2e-2, atol=1e-2)
+        grads = torch.autograd.grad(o.square().sum(), first), torch.autograd.grad(other.square().sum(), second)
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b.to("cuda:0"), rtol=2e-2, atol=1e-2)
+
+
+@both_backends
+def test_hooks_see_every_launch(backend):
+    from triton import knobs
+
+    names = []
+
+    def enter(metadata):
+        names.append(metadata.get()["name"])
+
+    q, k, v = (normal(1, 2, 128, 64) for _ in range(3))
+    expected = attention(q, k, v, backend=backend)
+    knobs.runtime.launch_enter_hook.add(enter)
+    try:
+        found = [attention(q, k, v, backend=backend) for _ in range(3)]
+    finally:
+        knobs.runtime.launch_enter_hook.remove(enter)
+    assert names == ["forward_kernel"] * 3
+    assert all(torch.equal(o, expected) for o in found)
+
+
+@both_backends
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_does_not_wait_for_the_device(backend, grad):
+    x = [normal(1, 2, 128, 64).requires_grad_(grad) for _ in range(3)]
+
+    def step():
+        o = attention(*x, backend=backend)
+        if grad:
+            torch.autograd.grad(o, x, x[0])
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@both_backends
+def test_what_is_kept_holds_no_memory(backend):
+    def step():
+        x = [normal(1, 2, 128, 64).requires_grad_() for _ in range(3)]
+        torch.autograd.grad(attention(*x, backend=backend).square().sum(), x)
+
+    step()
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        step()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before

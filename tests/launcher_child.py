@@ -1,0 +1,74 @@
+"""What a launch hands over, in a child process of `aot_compilers.Compilers`: see test_launcher.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import aot_child
+import torch
+from helpers import Case, tensors
+
+
+def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
+    """For every launch of a case: the kernel's name, and what Triton 3.6 and `launcher._Short` give the launcher in C.
+
+    The tensors are on the CPU and nothing is launched. Hooks and what Triton makes for them are left out.
+    """
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    from tilewise.backends import Inputs, Needs, Outputs, launcher
+    from tilewise.problem import Problem
+    from tilewise.score.terms import Band, Score
+
+    given: list[tuple] = []
+    driver.active.utils = SimpleNamespace(fill_tma_descriptor=lambda *args: ("map", *map(str, args)))
+    if backend == "hopper":
+        from tilewise.backends.hopper.backward_launch import Backward
+        from tilewise.backends.hopper.launch import Forward
+    else:
+        from tilewise.backends.triton.launch import Backward, Forward
+
+    pairs = []
+
+    def compare(launch: launcher.Launch, *tensors: torch.Tensor | None) -> None:
+        through_triton(launch, *tensors)  # compiles
+        compiled = launch._compiled
+        metadata = compiled.metadata
+        run = object.__new__(nvidia.CudaLauncher)
+        run.launch = nvidia.wrap_handle_tensordesc(
+            lambda *args: given.append(args), compiled.src.signature, metadata.tensordesc_meta
+        )
+        run.global_scratch_size = run.profile_scratch_size = 0
+        run.global_scratch_align = run.profile_scratch_align = 1
+        run.launch_cooperative_grid, run.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+        compiled.module, compiled.function, compiled._run = "module", "function", run
+        through_triton(launch, *tensors)
+        assert launcher._Short(launch, compiled, tensors).launch(tensors)
+        own, short = (_by_address(args[:10] + args[13:]) for args in given[-2:])
+        pairs.append((launch.kernel.__name__, own, short))
+
+    through_triton, launcher.Launch.__call__ = launcher.Launch.__call__, compare
+    try:
+        x = tensors(case)
+        inputs = Inputs(*x[:5])
+        score = Score(case.D**-0.5, None, Band())
+        problem = Problem.of(*inputs, score, bias_grad=True)
+        problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
+        outputs = Forward(problem, inputs)(inputs)
+        cotangents, needs = Outputs(x.do, x.dlse), Needs(True, True, True, True)
+        Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+    finally:
+        launcher.Launch.__call__ = through_triton
+    return pairs
+
+
+def _by_address(args: Any) -> Any:
+    """Tensors replaced by their addresses, constants by their values, for comparison and for the way back."""
+    if isinstance(args, (tuple, list)):
+        return tuple(_by_address(x) for x in args)
+    if isinstance(args, torch.Tensor):
+        return args.data_ptr()
+    return args if isinstance(args, (int, float, str, type(None))) else str(args)

@@ -1,0 +1,161 @@
+"""The launcher: which way a launch takes, and that the short way hands the kernel what Triton's own would."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from aot_compilers import TRITON_360, Compilers
+from helpers import Case
+from launcher_child import launcher_arguments
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+class Compiled:
+    """Stands in for what Triton returns of a launch; counts its own."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((grid, args))
+
+
+class Kernel:
+    """Stands in for a triton.jit function: every search gives another compiled kernel."""
+
+    def __init__(self):
+        self.found = []
+
+    def __getitem__(self, grid):
+        def search(*args, **options):
+            self.found.append(Compiled())
+            return self.found[-1]
+
+        return search
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """A `Launch` of three tensors, by strides, by pointer and absent, and its kernel."""
+    from tilewise.backends import launcher
+
+    monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launcher, "_has_short_way", lambda compiled: False)
+    kernel = Kernel()
+    x = torch.zeros(2, 3, 4, 8)
+    layouts = (launcher.strided(x), launcher.POINTER, launcher.strided(None))
+    return launcher.Launch(kernel, 6, layouts, (7, 0.5), num_warps=4), kernel
+
+
+def at(offset: int) -> torch.Tensor:
+    """A float32 tensor that begins ``offset`` elements past a multiple of 64 bytes."""
+    return torch.zeros(1000)[offset : offset + 192].view(2, 3, 4, 8)
+
+
+def test_triton_is_asked_once(launch):
+    run, kernel = launch
+    x, y = at(0), at(0)
+    for _ in range(3):
+        run(x, y, None)
+    (compiled,) = kernel.found
+    grid, (rows, pointer, absent, *numbers) = compiled.launches[-1]
+    assert len(compiled.launches) == 2
+    assert grid == (6, 1, 1)
+    assert rows.pointer is x
+    assert rows[1:] == x.stride()
+    assert pointer is y
+    assert absent == (None, 0, 0, 0, 0)
+    assert numbers == [7, 0.5]
+
+
+@pytest.mark.parametrize("odd", [(1, 0), (0, 1), (2, 3)])
+def test_another_alignment_is_asked_for(launch, odd):
+    """A kernel compiled for multiples of 16 bytes does not get other addresses, nor the other way round."""
+    run, kernel = launch
+    run(at(0), at(0), None)
+    for _ in range(2):
+        run(*(at(n) for n in odd), None)
+    assert len(kernel.found) == 3
+    run(at(0), at(4), None)
+    assert len(kernel.found[0].launches) == 1
+    assert not kernel.found[1].launches
+
+
+class Interpreted(Kernel):
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.found.append(args)
+
+
+def test_an_interpreter_compiles_nothing(launch):
+    run, _ = launch
+    run.kernel = Interpreted()
+    for _ in range(2):
+        run(at(0), at(0), None)
+    assert len(run.kernel.found) == 2
+
+
+class Short:
+    """Stands in for the short way."""
+
+    def __init__(self):
+        self.launches = 0
+
+    def launch(self, tensors):
+        self.launches += 1
+        return True
+
+
+def test_hooks_see_launches(launch, monkeypatch):
+    """Profilers hook Triton's launches; the short way would go past them."""
+    from triton import knobs
+
+    run, kernel = launch
+    run(at(0), at(0), None)
+    run._short = Short()
+    run(at(0), at(0), None)
+    assert run._short.launches == 1
+    assert not kernel.found[0].launches
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(knobs.runtime, name)
+        chain.add(print)
+        run(at(0), at(0), None)
+        chain.remove(print)
+        monkeypatch.setattr(knobs.runtime, name, print)
+        run(at(0), at(0), None)
+        monkeypatch.setattr(knobs.runtime, name, None)
+    assert run._short.launches == 1
+    assert len(kernel.found[0].launches) == 4
+    run(at(0), at(0), None)
+    assert run._short.launches == 2
+
+
+USUAL = Case(B=2, H=4, Hkv=2, M=70, N=136, D=64, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory):
+    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
+    yield compilers
+    compilers.close()
+
+
+@pytest.mark.skipif(not TRITON_360.is_dir(), reason=f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        ("hopper", replace(USUAL, bias="1hmn", Hkv=4)),
+        ("triton", replace(USUAL, bias="1h1n", mask="b1mn", layout="heads_last")),
+    ],
+    ids=str,
+)
+def test_the_short_way_hands_over_the_same_arguments(compilers, backend, case):
+    """What reaches Triton's launcher in C, in every launch of a forward and a backward: pointers by address."""
+    names, own, short = zip(*compilers.run(launcher_arguments, "3.6.0", 90, case, backend), strict=True)
+    assert len(names) == {"hopper": 5, "triton": 5}[backend]
+    for name, x, y in zip(names, own, short, strict=True):
+        assert x == y, name
+    assert any("map" in str(x) for x in own)
