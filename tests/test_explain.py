@@ -144,7 +144,7 @@ def test_words_of_a_plan_for_a_gpu():
         "  bias (1, 16, 4096, 4096) float32, with its gradient",
         "  causal or window: 50% of the scores are visible",
         f"backend hopper: {e.tiles}",
-        "  gradients by triton: hopper reads a bias in q's dtype only",
+        "  gradients by triton: hopper reads tiles of a bias in q's dtype only",
         "  not triton: hopper comes before it",
         "  storing S and P would add 8.59 GB of traffic",
         "limits: 990 TFLOP/s, 3.35 TB/s (data sheet of the H100 SXM)",

@@ -65,8 +65,9 @@ def test_declines(change, reason):
         ({"value_dim": 64}, "has backward kernels for head dimensions up to 64 and up to 128, not for 128 with 64"),
         ({"head_dim": 256, "value_dim": 256}, "has backward kernels for head dimensions up to 64 and up to 128, not"),
         ({"irregular": ("do",)}, "reads do by TMA, which cannot describe it"),
-        ({"bias": replace(MATRIX, rows=1)}, "has no bias yet that is broadcast along queries or keys"),
-        ({"bias": replace(MATRIX, dtype=torch.float32)}, "reads a bias in q's dtype only"),
+        ({"bias": replace(MATRIX, rows=1, dtype=torch.float32), "bias_grad": True}, None),
+        ({"bias": replace(MATRIX, cols=1), "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),
+        ({"bias": replace(MATRIX, dtype=torch.float32)}, "reads tiles of a bias in q's dtype only"),
         (
             {"bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())},
             "has no bias gradient under a softcap",

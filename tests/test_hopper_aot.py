@@ -35,9 +35,12 @@ BACKWARDS = [
     ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, bias="bhmn"), 2 * 8 + 2 * 4 + 8, 0),
-    ("3.6.0", replace(USUAL, Hkv=4, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 96),
+    ("3.6.0", replace(USUAL, Hkv=4, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 48),
     ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 8) + 4, 0),
     ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
+    ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 8 + 2, 0),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import Case, check, reference, run, tensors
 
-from tilewise import attention
+from tilewise import attention, explain
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=432, D=64, dtype=BRAIN, grads="")
@@ -56,6 +56,29 @@ def test_a_row_of_the_lowest_bias_is_not_blind(dtype, scale):
     assert results.o[:, :, 5].isfinite().all()
     assert results.o[:, :, 5].any()
     torch.testing.assert_close(results.lse.double(), exact.lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"bias": "b11n", "D": 128, "causal": True},
+        {"bias": "bk1n", "softcap": 2.0, "bias_dtype": FLOAT},
+        {"bias": "1h1n", "window": (100, 30), "bias_hides": True},
+        {"bias": "bkm1", "softcap": 2.0, "bias_dtype": FLOAT},
+        {"bias": "1hm1", "M": 1023, "N": 129},
+        {"bias": "1111", "lse": False},
+        {"D": 8, "causal": True},
+        {"D": 32, "N": 129},
+    ],
+    ids=str,
+)
+def test_gradients_without_a_bias_tile(terms):
+    """A bias over keys or queries alone, and heads of at most 32, with grouped heads and lengths of no tile."""
+    case = replace(USUAL, grads="qkvb", **terms)
+    x = tensors(case, "cuda")
+    bias = None if x.bias is None else x.bias.requires_grad_()
+    assert explain(x.q.requires_grad_(), x.k, x.v, bias=bias, **case.terms).plan.backward == "hopper"
+    check(case, "hopper", "cuda")
 
 
 def drawn(n: int) -> Case:

@@ -57,12 +57,10 @@ def declines_backward(problem: Problem) -> str | None:
     if 2 * problem.batch * problem.heads * (problem.queries + 128) >= 2**31:
         return "counts the rows of all heads in 32 bits"
     bias = problem.bias
-    if bias is None:
+    if bias is None or bias.rows == 1 or bias.cols == 1:
         return None
-    if bias.rows == 1 or bias.cols == 1:
-        return "has no bias yet that is broadcast along queries or keys"
     if bias.dtype != problem.dtype:
-        return "reads a bias in q's dtype only"
+        return "reads tiles of a bias in q's dtype only"
     if problem.bias_grad and problem.score.softcap is not None:
         return "has no bias gradient under a softcap yet"
     if problem.bias_grad and bias.cols % 8:

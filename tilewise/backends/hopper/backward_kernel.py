@@ -34,6 +34,7 @@ from tilewise.backends.hopper.pipeline import (
 from tilewise.backends.hopper.score import in_band, in_units, query_tiles, softcap, softcap_derivative
 
 WARPS = gl.constexpr(8)  # that compute
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 class Sizes(NamedTuple):
@@ -55,17 +56,20 @@ class Compiled(NamedTuple):
     STAGES: Any
     AHEAD: Any
     LOADING_REGISTERS: Any
-    BIAS: Any  # there is one, full along queries and keys
+    BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
-    DBIAS: Any  # "none", "store", or "add" where tiles share an element
+    DBIAS: Any  # "none"; of a matrix "store", or "add" where tiles share an element; of cols "sum"
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
     ORDER: Any  # see work_of
 
 
 class Tensors(NamedTuple):
-    """Descriptors; `stats` holds the LSE and delta of each tile of queries, one after the other. None for no bias."""
+    """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
+
+    bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N).
+    """
 
     q: Any
     k: Any
@@ -91,13 +95,25 @@ class Rows(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """K and V, and what leaves: dS where it has no slot of the bias to leave from, dQ, the float32 dS that is added."""
+    """K, V and a bias of the keys; and what leaves: dS where it has no slot of the bias to leave from, dQ, the float32
+    dS that is added."""
 
     k: Any
     v: Any
     ds: Any
     dq: Any
     dbias: Any
+    added: Any
+
+
+class State(NamedTuple):
+    """What the tiles of queries hand on from one to the next."""
+
+    dk: Any
+    dv: Any
+    s: Any  # K·Qᵀ of the next tile, if it comes ahead
+    start: Any  # of the next tile, see `start_of`
+    sums: Any  # of dS over the queries
 
 
 class Work(NamedTuple):
@@ -174,7 +190,7 @@ def load(x, rows, keys, values, terms, sizes, c):
     fill(keys, 0, 0, x.k, work.b, work.hk, work.n0, 0)
     fill(values, 0, 0, x.v, work.b, work.hk, work.n0, 0)
     BYTES: gl.constexpr = x.q.block_type.nbytes + x.do.block_type.nbytes + 2 * x.stats.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS else 0
+    BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS == "matrix" else 0
     step = 0
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
@@ -185,7 +201,7 @@ def load(x, rows, keys, values, terms, sizes, c):
             full = rows.full.index(slot)
             mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
             mbarrier.expect(full, BYTES + BIAS_BYTES)
-            if c.BIAS:
+            if c.BIAS == "matrix":
                 at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work.n0]
                 tma_load(x.bias, at, full, rows.bias.index(slot))
             tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.q.index(slot))
@@ -212,7 +228,7 @@ def drop_what_is_not_finite(tile, c):
 def start_of(rows, step, needed, terms, c):
     """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
     wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
-    if c.BIAS:
+    if c.BIAS == "matrix":
         tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
         return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_M)), terms.inverse)
     else:
@@ -220,16 +236,38 @@ def start_of(rows, step, needed, terms, c):
 
 
 @gluon.jit
-def probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
+def keep_bias_of_keys(x, shared, work, h, sizes, c):
+    """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
+    at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
+    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
+    bias = gl.load(at + cols * x.bias.stride3, mask=cols < sizes.keys - work.n0, other=0.0)
+    shared.added.store(bias.to(gl.float32) * LOG2E)
+
+
+@gluon.jit
+def store_sums(sums, x, work, h, sizes, c):
+    """dBias of this program's keys by one head's queries."""
+    cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
+    head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
+    gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
+
+
+@gluon.jit
+def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
     """P of a transposed tile and the derivative of the softcap."""
     S: gl.constexpr = accumulator(c.BLOCK_M)
     slope = 1.0
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
         slope = softcap_derivative(s, terms.cap)
-        if c.BIAS:
+        if c.BIAS == "matrix":
             s += start
-    p = gl.exp2(s * terms.exponent - lse[None, :])
+    if c.BIAS == "cols":
+        added = shared.added.load(gl.SliceLayout(1, S))
+        p = gl.exp2(s * terms.exponent + (added[:, None] - lse[None, :]))
+    else:
+        p = gl.exp2(s * terms.exponent - lse[None, :])
     if PARTIAL:
         rows = m0 + gl.arange(0, c.BLOCK_M, gl.SliceLayout(0, S))
         cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))
@@ -243,7 +281,7 @@ def begin(start, rows, shared, step, terms, c):
     slot = step % c.STAGES
     k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    if c.BIAS and not terms.HAS_CAP:
+    if c.BIAS == "matrix" and not terms.HAS_CAP:
         return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
     else:
         zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_M))
@@ -251,12 +289,8 @@ def begin(start, rows, shared, step, terms, c):
 
 
 @gluon.jit
-def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c,
-          PARTIAL: gl.constexpr):  # fmt: skip
-    """One tile of queries: every gradient that it takes part in. ``s`` is its K·Qᵀ if that comes ahead.
-
-    Returns ``(dk, dv, s, start)``, of these the last two for the next step.
-    """
+def visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
+    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
     S: gl.constexpr = accumulator(c.BLOCK_M)
     KEYS: gl.constexpr = accumulator(c.BLOCK_D)
@@ -269,29 +303,34 @@ def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, term
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
 
+    s, start = state.s, state.start
+
     # QK, unless it came ahead, and dP
     if not c.AHEAD:
-        if not c.BIAS:
+        if c.BIAS != "matrix":
             start = start_of(rows, step, True, terms, c)
         s_pending = begin(start, rows, shared, step, terms, c)
-    zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S)
-    dp_pending = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    minus_delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
+    minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
+    dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
     lse = rows.stats.index(2 * slot).load(gl.SliceLayout(0, S))
 
     if not c.AHEAD:
         s = warpgroup_mma_wait(1, deps=(s_pending,))
 
     # softmax, under dP
-    p, slope = probabilities(s, start, lse, work, m0, terms, sizes, c, PARTIAL)
+    p, slope = probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL)
     p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
-    delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
     wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
     dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
 
     # dV, and under it dS
-    dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
-    ds = p * (dp - delta[None, :])
-    if c.BIAS:  # noqa: SIM108  (one branch is compiled)
+    dv_pending = warpgroup_mma(p_operand, do, state.dv, is_async=True)
+    ds = p * dp
+    sums = state.sums
+    if c.DBIAS == "sum":
+        sums += gl.sum(ds, axis=1)
+    if c.BIAS == "matrix":  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
         tile = shared.ds.index(0)
@@ -305,18 +344,17 @@ def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, term
     fence_async_shared()
     tma.store_wait(0)  # of the dQ before: one barrier serves both
     warps_barrier()
-    if c.DBIAS != "none":
-        bias_b = work.b if c.BIAS_BATCH else 0
-        if c.DBIAS == "store":
-            tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], tile)
-        else:
-            tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], shared.dbias)
+    bias_b = work.b if c.BIAS_BATCH else 0
+    if c.DBIAS == "store":
+        tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], tile)
+    elif c.DBIAS == "add":
+        tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], shared.dbias)
 
     # dQ and dK, and the next QK
     zero = gl.zeros([c.BLOCK_M, c.BLOCK_D], gl.float32, QUERIES)
     dq_pending = warpgroup_mma(ds_queries, k, zero, use_acc=False, is_async=True)
     ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
-    dk_pending = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dk_pending = warpgroup_mma(ds_operand, q, state.dk, is_async=True)
     if c.AHEAD:
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
@@ -328,19 +366,16 @@ def visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m, term
     tma_add(x.dq, [work.b, h, m0, 0], shared.dq)
     if c.AHEAD:
         dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
-    elif c.BIAS:  # the next bias, under dK
+    elif c.BIAS == "matrix":  # the next bias, under dK
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         wait_full(keys, 0, 0)  # a border again
         dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-    if c.DBIAS != "none":
+    if c.DBIAS == "store" or c.DBIAS == "add":
         tma.store_wait(1)  # dBias has left shared memory; dQ may be under way
     leave(rows, slot)
-    if c.AHEAD:
-        return dk, dv, s, start
-    else:
-        return dk, dv, step, start
+    return State(dk, dv, s if c.AHEAD else step, start, sums)
 
 
 @gluon.jit
@@ -364,32 +399,36 @@ def compute(x, rows, keys, values, shared, terms, sizes, c):
     step = 0
     steps = sizes.group * (work.end - work.begin)
     s, start = step, step  # of no use where nothing comes ahead
-    if c.BIAS or c.AHEAD:
+    if c.BIAS == "matrix" or c.AHEAD:
         start = start_of(rows, step, steps > 0, terms, c)
     if c.AHEAD:
         s_pending = begin(start, rows, shared, step, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
+    none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
+    state = State(dk, dv, s, start, none)
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
+        if c.BIAS == "cols":
+            keep_bias_of_keys(x, shared, work, h, sizes, c)
         if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
             for m in range(work.begin, work.full_begin):
-                dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
-                                                 terms, sizes, c, True)  # fmt: skip
+                state = visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
                 step += 1
         for m in range(work.full_begin, work.full_end):
-            dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
-                                             terms, sizes, c, False)  # fmt: skip
+            state = visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, False)
             step += 1
         if terms.HAS_LO:
             for m in range(work.full_end, work.end):
-                dk, dv, s, start = visit(dk, dv, s, start, x, rows, keys, shared, step, steps, work, h, m,
-                                                 terms, sizes, c, True)  # fmt: skip
+                state = visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
                 step += 1
+        if c.DBIAS == "sum":
+            store_sums(state.sums, x, work, h, sizes, c)
+            state = State(state.dk, state.dv, state.s, state.start, none)
 
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
-    v_tile.store(dv.to(DTYPE))
-    k_tile.store((dk * terms.scale).to(DTYPE))
+    v_tile.store(state.dv.to(DTYPE))
+    k_tile.store((state.dk * terms.scale).to(DTYPE))
     fence_async_shared()
     tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v)
     tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k)
@@ -413,13 +452,16 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, terms, sizes, c
     do_slots = gl.allocate_shared_memory(do.dtype, ROWS, do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
     dq_tile = gl.allocate_shared_memory(gl.float32, [1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout)
-    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS else 1
+    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = dq_tile
     if c.DBIAS == "add":
         dbias_tile = gl.allocate_shared_memory(gl.float32, [1, 1, c.BLOCK_M, c.BLOCK_N], dbias.layout)
+    added = stats_slots  # of no use
+    if c.BIAS == "cols":
+        added = gl.allocate_shared_memory(gl.float32, [c.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = Rows(q_slots, do_slots, stats_slots, ds_slots, full, empty)
-    shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dq_tile, dbias_tile)
+    shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dq_tile, dbias_tile, added)
     fence_async_shared()
     gl.warp_specialize(
         [

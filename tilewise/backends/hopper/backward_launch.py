@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.hopper.backward_kernel import Compiled, Sizes, backward_kernel
+from tilewise.backends.hopper.bias_gradient import bias_axes, bias_gradient, empty_bias_gradient, reduction
 from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width
 from tilewise.backends.hopper.launch import hides, score_terms
 from tilewise.backends.hopper.row_kernels import finish_kernel, prepare_kernel
@@ -32,21 +32,30 @@ class Backward:
         row_programs = row_tiles * p.heads * p.batch
         q, k, v, bias, _ = inputs
         do, dlse = cotangents
-        # float32: of each tile of queries the LSE in base 2, then delta; the sum of dQ
+        # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
         q_sum = torch.empty(q.shape, dtype=torch.float32, device="meta")
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
-        dbias = _empty_bias_gradient(problem, bias, torch.device("meta"))
+        dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
         self.empty_stats, self.empty_q_sum, self.empty_dq, self.empty_dk, self.empty_dv = (
             allocation(x, q.device) for x in (stats, q_sum, dq, dk, dv)
         )
         dlse_rows = None if dlse is None else dlse[..., None]
-        terms, c = score_terms(problem), _compiled(problem, config, width)
+        terms, c, axes = score_terms(problem), _compiled(problem, config, width), bias_axes(problem)
+        self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             prepare_kernel,
             row_programs,
-            (strided(outputs.o), strided(do), POINTER, strided(dlse_rows), POINTER, POINTER),
-            (p.head_dim, p.value_dim, sizes, dlse is not None, block_m, width),
+            (
+                strided(outputs.o),
+                strided(do),
+                POINTER,
+                strided(dlse_rows),
+                strided(bias if self.of_rows else None),
+                POINTER,
+                POINTER,
+            ),
+            (p.head_dim, p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=4,
         )
         self.main = Launch(
@@ -57,12 +66,12 @@ class Backward:
                 descriptor(k, block_n, width),
                 descriptor(v, block_n, width),
                 descriptor(do, block_m, width),
-                descriptor(bias, block_m, block_n),
+                strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
                 descriptor(q_sum, block_m, width),
                 descriptor(dk, block_n, width),
                 descriptor(dv, block_n, width),
-                descriptor(dbias, block_m, block_n),
+                POINTER if reduction(problem) == "sum" else descriptor(dbias, block_m, block_n),
             ),
             (terms, sizes, c),
             num_warps=8,
@@ -83,37 +92,19 @@ class Backward:
         with device_of(q):
             stats, q_sum = self.empty_stats(), self.empty_q_sum()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
-            dbias = _empty_bias_gradient(self.problem, bias, q.device)
-            self.before(o, do, lse, dlse, stats, q_sum)
-            self.main(q, k, v, do, bias, stats, q_sum, dk, dv, dbias)
+            dbias = empty_bias_gradient(self.problem, bias, q.device)
+            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, q_sum)
+            self.main(q, k, v, do, bias if self.of_pairs else None, stats, q_sum, dk, dv, dbias)
             self.after(q_sum, dq)
-            if dbias is not None and bias is not None:
-                dbias = dbias.to(bias.dtype)
+            if needs.bias and bias is not None:
+                dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
         return Gradients(
             dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias if needs.bias else None
         )
 
 
-def _reduction(problem: Problem) -> str:
-    """How tiles of dS become dBias."""
-    bias = problem.bias
-    if bias is None or not problem.bias_grad:
-        return "none"
-    return "store" if (bias.batch, bias.heads) == (problem.batch, problem.heads) else "add"
-
-
-def _empty_bias_gradient(problem: Problem, bias: Tensor | None, device: torch.device) -> Tensor | None:
-    """Where dBias is written: in its own dtype where every element is stored once, else a float32 sum of its shape."""
-    reduction = _reduction(problem)
-    if reduction == "none" or bias is None:
-        return None
-    dtype = bias.dtype if reduction == "store" else torch.float32
-    fill = torch.empty if reduction == "store" and problem.score.band.unlimited else torch.zeros
-    return fill(bias.shape, dtype=dtype, device=device)
-
-
 def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
-    bias = problem.bias
+    bias, axes = problem.bias, bias_axes(problem)
     values = Compiled(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -121,10 +112,10 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         STAGES=config.stages,
         AHEAD=config.ahead,
         LOADING_REGISTERS=config.loading_registers,
-        BIAS=bias is not None,
+        BIAS="none" if axes == "rows" else axes,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
-        DBIAS=_reduction(problem),
+        DBIAS=reduction(problem),
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=_order(problem),
@@ -137,4 +128,5 @@ def _order(problem: Problem) -> str:
     if not problem.score.band.unlimited:
         return "balanced"
     bias = problem.bias
-    return "batch" if bias is not None and bias.batch == 1 and problem.batch > 1 else "tiles"
+    shared = bias is not None and bias_axes(problem) == "matrix" and bias.batch == 1 and problem.batch > 1
+    return "batch" if shared else "tiles"

@@ -105,12 +105,13 @@ class BackwardConfig:
 
 def backward_width(problem: Problem) -> int:
     """The width of the backward's tiles of Q, K, V and dO."""
-    return max(64, padded(problem.head_dim), padded(problem.value_dim))
+    least = 32 if problem.bias is None else 64
+    return max(least, padded(problem.head_dim), padded(problem.value_dim))
 
 
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
     of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
-    # At 64 dimensions registers are left for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
-    ahead = backward_width(problem) == 64 and problem.bias is None
+    # Up to 64 dimensions leave registers for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
+    ahead = backward_width(problem) <= 64 and not bias_tile(problem)
     return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2, ahead=ahead)

@@ -17,12 +17,15 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 
 @triton.jit
-def prepare_kernel(o, do, lse, dlse, stats, dq_sum, dim, value_dim, sizes, HAS_DLSE: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """For each tile of queries the LSE in base 2, then delta = rowsum(dO∘O) − dLSE; zeroes the sum of dQ.
+def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes, BIAS_GROUP: tl.constexpr,
+                   HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_D: tl.constexpr):  # fmt: skip
+    """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0.
-    o, do, dlse: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B, H, M, D). float32 but o and do.
+    A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
+    o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B, H, M, D). float32 but o,
+    do and the bias.
     """
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
@@ -41,9 +44,14 @@ def prepare_kernel(o, do, lse, dlse, stats, dq_sum, dim, value_dim, sizes, HAS_D
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         delta -= tl.load(at + rows.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
+    base2 = natural * LOG2E
+    if HAS_BIAS:
+        at = bias.pointer + tl.cast(b, tl.int64) * bias.stride0 + tl.cast(h // BIAS_GROUP, tl.int64) * bias.stride1
+        constant = tl.load(at + rows.to(tl.int64) * bias.stride2, mask=inside, other=0.0).to(tl.float32)
+        base2 = (natural - constant) * LOG2E
     at_stats = stats + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    tl.store(at_stats, tl.where(natural == -float("inf"), float("inf"), natural * LOG2E))
-    tl.store(at_stats + BLOCK_M, delta)
+    tl.store(at_stats, tl.where(natural == -float("inf"), float("inf"), base2))
+    tl.store(at_stats + BLOCK_M, -delta)
 
 
 @triton.jit
