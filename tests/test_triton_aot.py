@@ -74,12 +74,11 @@ DECODE_TERMS = {
     "bias of keys": {"bias": "b11n"},
     "bias of heads": {"bias": "1h1n", "bias_dtype": torch.float32},
     "sixteen queries, causal, mask": {"M": 16, "causal": True, "mask": "b1mn"},
-    "by pointers": {"layout": "sliced"},
 }
 DECODE_GRID = {
-    ("3.6.0", 90): {128: ["one query", "bias of heads", "sixteen queries, causal, mask"], 256: ["by pointers"]},
-    ("installed", 90): {128: ["bias of keys"]},
-    ("installed", 80): {128: ["one query"]},
+    ("3.6.0", 90): {128: ["one query", "sixteen queries, causal, mask"]},
+    ("installed", 90): {256: ["bias of heads"]},
+    ("installed", 80): {128: ["bias of keys"]},
     ("installed", 100): {128: ["sixteen queries, causal, mask"]},
     ("3.6.0", 120): {128: ["one query"]},
 }

@@ -261,7 +261,7 @@ FEW = Case(B=2, H=4, Hkv=2, M=1, N=300, D=16, grads="")
     [
         FEW,
         replace(FEW, M=3, dtype=FLOAT, causal=True, bias="bhmn"),
-        replace(FEW, M=16, H=10, Hkv=2, bias="1hmn", bias_dtype=FLOAT, window=(150, 3)),
+        replace(FEW, B=1, M=16, H=10, Hkv=2, bias="1hmn", bias_dtype=FLOAT, window=(150, 3)),
         replace(FEW, H=2, mask="bh1n", bias="b11n", Dv=24),
         replace(FEW, H=2, M=20, N=330, dtype=FLOAT, mask="1hmn", softcap=2.0),
     ]
