@@ -89,7 +89,7 @@ def triton_version() -> str:
     return triton.__version__
 
 
-def compile_case(case: Case) -> list[Kernel]:
+def compile_case(case: Case, backward: bool = True) -> list[Kernel]:
     """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced"."""
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
@@ -99,9 +99,10 @@ def compile_case(case: Case) -> list[Kernel]:
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
     launch.Forward(problem, inputs)(inputs)
-    outputs, cotangents = Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
-    needs = Needs(True, True, True, case.bias is not None)
-    launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+    if backward:
+        outputs, cotangents = Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
+        needs = Needs(True, True, True, case.bias is not None)
+        launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tilewise.score.terms import Band
-from tilewise.score.tiles import NO_HI, NO_LO, key_tiles, limits, query_tiles, visible_pairs
+from tilewise.score.tiles import NO_HI, NO_LO, key_tiles, limits, query_tiles, split_tiles, visible_pairs
 
 LIMITS = (None, -11, -7, -4, -3, -1, 0, 1, 2, 5, 10)
 BANDS = [Band(lo, hi) for lo, hi in itertools.product(LIMITS, LIMITS) if lo is None or hi is None or lo <= hi]
@@ -47,6 +47,18 @@ def test_query_tiles(block):
     for M, col0, cols, band in itertools.product((0, 1, 2, 4, 7, 8), (0, 1, 4, 6), (1, 2, 4), BANDS):
         visible = [[sees(band, i, j) for j in range(col0, col0 + cols)] for i in range(M)]
         check(query_tiles(col0, cols, M, *limits(band), block), visible, M, block)
+
+
+def test_split_tiles():
+    """The pieces hold the tiles in their order, each once and as full as before, shared out evenly."""
+    for begin, partial, full, after, parts in itertools.product((0, 3), range(3), range(5), range(3), range(1, 7)):
+        interval = (begin, begin + partial, begin + partial + full, begin + partial + full + after)
+        pieces = [split_tiles(*interval, part, parts) for part in range(parts)]
+        assert all(first <= full_first <= full_last <= last for first, full_first, full_last, last in pieces)
+        assert [t for piece in pieces for t in range(piece[0], piece[3])] == list(range(interval[0], interval[3]))
+        assert [t for piece in pieces for t in range(*piece[1:3])] == list(range(*interval[1:3]))
+        lengths = [piece[3] - piece[0] for piece in pieces]
+        assert max(lengths) - min(lengths) <= 1
 
 
 def test_both_directions_find_the_same_tiles():

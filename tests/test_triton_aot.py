@@ -67,6 +67,29 @@ SPILLS: dict[tuple[str, int, int, str], dict[str, int]] = {
 }
 
 
+# Few queries: the forward alone, and the kernel that merges its splits. (triton, target) -> head dimension -> terms.
+DECODE = replace(USUAL, B=4, H=32, Hkv=8, M=1, N=32768)
+DECODE_TERMS = {
+    "one query": {},
+    "bias of keys": {"bias": "b11n"},
+    "bias of heads": {"bias": "1h1n", "bias_dtype": torch.float32},
+    "sixteen queries, causal, mask": {"M": 16, "causal": True, "mask": "b1mn"},
+}
+DECODE_GRID = {
+    ("3.6.0", 90): {128: ["one query", "sixteen queries, causal, mask"]},
+    ("installed", 90): {256: ["bias of heads"]},
+    ("installed", 80): {128: ["bias of keys"]},
+    ("installed", 100): {128: ["sixteen queries, causal, mask"]},
+    ("3.6.0", 120): {128: ["one query"]},
+}
+DECODE_RUNS = [
+    (triton, target, D, terms)
+    for (triton, target), columns in DECODE_GRID.items()
+    for D, rows in columns.items()
+    for terms in rows
+]
+
+
 @pytest.fixture(scope="module")
 def compilers(tmp_path_factory):
     compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
@@ -88,7 +111,26 @@ def test_compiled_kernels(compilers, triton, target, D, terms):
     assert ("bias_gradient_kernel" in names) == (terms == "deterministic, shared bias")
     allowed = SPILLS.get((triton, target, D, terms), {})
     assert set(allowed) <= set(names)
+    hold(kernels, TENSOR_CORES[target], allowed)
 
+
+@pytest.mark.parametrize(
+    ("triton", "target", "D", "terms"),
+    [pytest.param(*run, id="sm_{1}, D{2}, {3}, triton {0}".format(*run)) for run in DECODE_RUNS],
+)
+def test_compiled_decoding(compilers, triton, target, D, terms):
+    """Up to 16 rows, where a product of Hopper or Blackwell would compute 64, take Ampere's."""
+    if triton == "3.6.0" and not TRITON_360.is_dir():
+        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+    case = replace(DECODE, D=D, **DECODE_TERMS[terms])
+    kernels = compilers.run(compile_case, triton, target, case, False)
+    assert [kernel.name for kernel in kernels] == ["forward_kernel", "merge_kernel"]
+    allowed = {"forward_kernel": 12} if (target, terms) == (90, "sixteen queries, causal, mask") else {}
+    hold(kernels, TENSOR_CORES[target] if 4 * case.M > 16 else "mma.sync", allowed)
+
+
+def hold(kernels, tensor_cores, allowed):
+    """What every compiled kernel has to be; ``allowed``: bytes that may spill."""
     faults = []
     for kernel in kernels:
         print(kernel)  # pytest -rP shows what a ceiling can be lowered to
@@ -99,6 +141,6 @@ def test_compiled_kernels(compilers, triton, target, D, terms):
         if kernel.spill_stores > allowed.get(kernel.name, 0):
             faults.append(f"{kernel.name}: spills {kernel.spill_stores} bytes of {allowed.get(kernel.name, 0)}")
         faults += [f"{kernel.name}: {warning}" for warning in kernel.warnings]
-        if kernel.name in MAIN_KERNELS and not kernel.instructions[TENSOR_CORES[target]]:
-            faults.append(f"{kernel.name}: no {TENSOR_CORES[target]}, but {kernel.instructions}")
+        if kernel.name in MAIN_KERNELS and not kernel.instructions[tensor_cores]:
+            faults.append(f"{kernel.name}: no {tensor_cores}, but {kernel.instructions}")
     assert not faults, "\n".join(faults)

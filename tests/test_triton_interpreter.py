@@ -15,6 +15,7 @@ from dataclasses import replace
 import interpreter_child
 import pytest
 import torch
+from forced import check_split
 from helpers import LAYOUTS, Case, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -249,6 +250,57 @@ def test_what_is_visible_is_not_hidden(interpreter, spoiled, deterministic):
         broken = ~ours.dbias.isfinite()
         assert broken[seen & spoilt[..., None]].all()
         assert not broken[~may].any()
+
+
+# Queries of grouped heads in one packed tile or two, of single heads in tiles of their own; 300 keys are three tiles.
+FEW = Case(B=2, H=4, Hkv=2, M=1, N=300, D=16, grads="")
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@each(
+    [
+        FEW,
+        replace(FEW, M=3, dtype=FLOAT, causal=True, bias="bhmn"),
+        replace(FEW, B=1, M=16, H=10, Hkv=2, bias="1hmn", bias_dtype=FLOAT, window=(150, 3)),
+        replace(FEW, H=2, mask="bh1n", bias="b11n", Dv=24),
+        replace(FEW, H=2, M=20, N=330, dtype=FLOAT, mask="1hmn", softcap=2.0),
+    ]
+)
+def test_few_queries(interpreter, case, splits):
+    interpreter(check_split, case, splits)
+
+
+@each(replace(FEW, B=1, M=M, N=N, bias="1h1n") for M, N in ((1, 1), (1, 17), (1, 127), (1, 129), (5, 239), (7, 799)))
+def test_lengths_of_few_queries(interpreter, case):
+    interpreter(check_split, case, 3)
+
+
+@each(
+    replace(FEW, M=M, N=160, bias=bias, bias_dtype=(None, FLOAT, torch.bfloat16)[n % 3],
+            mask=BROADCASTS[-n] if n % 2 else None)
+    for n, bias in enumerate(BROADCASTS)
+    for M in (1 + 2 * (n % 2),)
+)  # fmt: skip
+def test_broadcasts_of_few_queries(interpreter, case):
+    interpreter(check_split, case, 2)
+
+
+@each(
+    replace(FEW, H=H, M=M, dtype=dtype, planted=math.nan, **terms)
+    for H in (2, 4)
+    for M, dtype, terms in (
+        (1, HALF, {"mask": "b11n", "bias": "b11n"}),
+        (3, FLOAT, {"mask": "1hmn", "blind": True, "layout": "sliced"}),
+        (3, HALF, {"bias": "1kmn", "softcap": 2.0, "blind": True, "layout": "heads_last"}),
+        (2, HALF, {"window": (200, 0), "layout": "padded"}),
+    )
+)
+def test_hidden_keys_of_few_queries(interpreter, case):
+    interpreter(check_split, case, 3)
+
+
+def test_gradients_of_a_split_forward(interpreter):
+    interpreter(check_split, replace(FEW, M=5, bias="1h1n", causal=True, grads="qkvb"), 3)
 
 
 LENGTH = st.integers(1, 100)

@@ -64,6 +64,14 @@ class Problem:
         return 0 in (self.batch, self.heads, self.queries, self.keys, self.value_dim)
 
     @property
+    def few_queries(self) -> bool:
+        """So few queries beside the keys that a forward takes the time of reading keys and values, as in decoding.
+
+        Up to 64 queries, the rows of the smallest product of a Hopper GPU's tensor cores, with 16 keys for each.
+        """
+        return self.queries <= 64 and 16 * self.queries <= self.keys
+
+    @property
     def pairs(self) -> int:
         """(query, key) pairs that the band leaves visible, over all batches and heads."""
         return self.batch * self.heads * visible_pairs(self.queries, self.keys, self.score.band)

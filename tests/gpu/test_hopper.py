@@ -103,5 +103,6 @@ def drawn(n: int) -> Case:
 
 @pytest.mark.parametrize("part", range(8))
 def test_soak(part):
-    for n in range(part, SOAK, 8):
-        check(drawn(n), "hopper", "cuda")
+    for case in map(drawn, range(part, SOAK, 8)):
+        if case.M > 64 or 16 * case.M > case.N:  # few queries beside many keys are not for hopper
+            check(case, "hopper", "cuda")

@@ -134,8 +134,11 @@ def gqa(length: int, causal: bool) -> Case:
     return Case(family, TOKENS // length, 32, 8, length, length, 128, causal)
 
 
-def decode(batch: int, keys: int, dtype: str = "bfloat16") -> Case:
-    return Case("decode 32/8 D128", batch, 32, 8, 1, keys, 128, dtype=dtype, backward=False)
+def decode(batch: int, keys: int, dtype: str = "bfloat16", bias: str = "", queries: int = 1) -> Case:
+    """A step of generation beside a cache of ``keys``; ``bias`` is "B11N" (padding, positions) or "1H1N" (ALiBi)."""
+    shapes = {"B11N": (batch, 1, 1, keys), "1H1N": (1, 32, 1, keys)}
+    family = "decode 32/8 D128" + (f" bias {bias}" if bias else "") + (f" M{queries}" if queries > 1 else "")
+    return Case(family, batch, 32, 8, queries, keys, 128, bias=shapes.get(bias), dtype=dtype, backward=False)
 
 
 def tiny(dtype: str, bias: bool) -> Case:
@@ -168,6 +171,8 @@ def _gpu() -> Iterator[Case]:
             yield from (pair(s) for s in (256, 384, 768))
             yield from (gqa(length, causal) for causal in (False, True))
             yield from (decode(16, keys) for keys in (8192, 32768))
+            yield from (decode(16, 32768, bias=bias) for bias in ("B11N", "1H1N"))
+            yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
         yield from (dense(256, length, causal) for causal in (False, True))
 

@@ -37,6 +37,19 @@ def key_tiles(row0, rows, N, lo, hi, BLOCK):
     return begin, full_begin, full_end, end
 
 
+def split_tiles(begin, full_begin, full_end, end, part, parts):
+    """Piece ``part`` of ``parts`` of an interval of `key_tiles`, as the same four numbers.
+
+    The pieces follow each other, cover the interval and differ by one tile at most; a piece without tiles is empty.
+    """
+    tiles = end - begin
+    longer = tiles % parts  # so many pieces, the first ones, have one tile more
+    first = part * (tiles // parts) + min(part, longer) + begin
+    last = first + tiles // parts + min(max(longer - part, 0), 1)
+    full_first = min(max(full_begin, first), last)
+    return first, full_first, min(max(full_end, full_first), last), last
+
+
 def query_tiles(col0, cols, M, lo, hi, BLOCK):
     """Query tiles of the keys ``col0 .. col0 + cols - 1``: ``(begin, full_begin, full_end, end)``, as `key_tiles`."""
     first = min(max(col0 - hi, 0), M)  # lo <= j - i <= hi  is  -hi <= i - j <= -lo

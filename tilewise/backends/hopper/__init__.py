@@ -40,6 +40,8 @@ def declines(problem: Problem) -> str | None:
         )
     if problem.value_dim % 8:
         return f"writes o by TMA, in rows of a multiple of 16 bytes: not {problem.value_dim} elements"
+    if problem.few_queries:
+        return f"has tiles of 128 queries and does not split the keys: too slow for {problem.queries}"
     return None
 
 

@@ -34,10 +34,15 @@ def declines(problem: Problem) -> str | None:
 
 
 def tiles(problem: Problem) -> str:
-    from tilewise.backends.triton.config import forward_config
+    from tilewise.backends.triton.config import forward_config, splits
 
     c = forward_config(problem, bias_tma=True)
-    return f"{c.block_m} queries x {c.block_n} keys, {c.num_warps} warps, {c.num_stages} pipeline stages"
+    rows = f"{c.block_m} queries"
+    if c.packed and problem.group > 1:
+        rows = f"{c.block_m} queries of the {problem.group} heads that share keys"
+    words = f"{rows} x {c.block_n} keys, {c.num_warps} warps, {c.num_stages} pipeline stages"
+    parts = splits(problem, c)
+    return words if parts == 1 else f"{words}; the keys in {parts} splits, merged by their LSE"
 
 
 def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:

@@ -11,6 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.problem import Problem
+from tilewise.score.tiles import key_tiles, limits
+
+MOST_SPLITS = 256
+# Multiprocessors of a usual GPU of each compute capability. Not of the device at hand: the number of splits, and so the
+# bits of a result, then depend on the problem alone.
+_MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Config:
     """Tile of block_m queries by block_n keys, warps a program, stages of the load pipeline.
 
     dq_tma: dQ is reduced by TMA, through shared memory, and not by pointers, from registers.
+    packed: rows of a tile are the query heads of one key/value head, one query after the other.
     """
 
     block_m: int
@@ -25,6 +32,7 @@ class Config:
     num_warps: int
     num_stages: int
     dq_tma: bool = False
+    packed: bool = False
 
 
 def shared_memory(problem: Problem) -> int:
@@ -42,6 +50,8 @@ def padded(n: int) -> int:
 
 def forward_config(problem: Problem, bias_tma: bool) -> Config:
     """The forward's tiles. bias_tma: a bias tile comes by TMA; the pointers to one take registers."""
+    if problem.few_queries:
+        return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
         return Config(64, 32, 4, 2) if d <= 64 else Config(32, 16, 4, 1)
@@ -62,6 +72,47 @@ def forward_config(problem: Problem, bias_tma: bool) -> Config:
     if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
         return Config(64, block_n, 4, 2)
     return Config(128, block_n, 8, 2)
+
+
+def _few_queries_config(problem: Problem) -> Config:
+    """Tiles no taller than the queries need, and enough keys and values on the way to keep the memory busy.
+
+    With 32 KiB a stage and four stages one program on each multiprocessor of a Hopper GPU does that. More than 16 rows
+    keep it waiting for Ampere's product, so that they take Hopper's, of 64 rows, which holds all stages in shared
+    memory.
+    """
+    d = max(padded(problem.head_dim), padded(problem.value_dim))
+    large = shared_memory(problem) > 200 * 1024
+    block_m = min(padded(problem.queries * problem.group), 64)
+    if large and block_m > 16:
+        block_m = 64
+    stage = 32 * 1024 if large else 16 * 1024
+    block_n = max(16, min(stage // (2 * d * problem.dtype.itemsize), 128))
+    warps = 8 if block_m * d > 64 * 128 else 4
+    return Config(block_m, block_n, warps, 3 if block_m == 64 else 4, packed=True)
+
+
+def splits(problem: Problem, config: Config) -> int:
+    """How many programs share the keys of one tile of queries: those that share them out best, of equals the fewest.
+
+    A program takes the time of its key tiles and of some three more for what comes before and after them. Programs
+    run in waves: one on each multiprocessor, or twice as long two on each, which share its bandwidth. Four waves at
+    most, so that the partial results stay small however long the keys are.
+    """
+    if not config.packed:
+        return 1
+    p = problem
+    units = p.batch * p.kv_heads * -(-p.queries * p.group // config.block_m)
+    begin, _, _, end = key_tiles(0, p.queries, p.keys, *limits(p.score.band), config.block_n)
+    multiprocessors = _MULTIPROCESSORS.get(p.capability or (8, 0), 128)
+
+    def time(splits: int) -> int:
+        programs = units * splits
+        waves = 1 if programs <= multiprocessors else 2 * -(-programs // (2 * multiprocessors))
+        return waves * (-(-(end - begin) // splits) + 3)
+
+    most = min(end - begin, 8 * multiprocessors // units, MOST_SPLITS)
+    return min(range(1, max(most, 1) + 1), key=time)
 
 
 def backward_config(problem: Problem, tma: bool) -> Config:

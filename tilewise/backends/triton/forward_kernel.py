@@ -1,33 +1,52 @@
-"""Forward: FlashAttention-2, Algorithm 1, one program a tile of queries."""
+"""Forward: FlashAttention-2, Algorithm 1, one program a tile of queries.
+
+Where queries are few, a tile is packed with the query heads of one key/value head, which read the same keys, and
+several programs share the keys of a tile; `merge_kernel` joins what they found.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.score import in_band, key_tiles, softcap
-from tilewise.backends.triton.tensors import Reads, load_rows, load_scores, program_tile, store_rows
+from tilewise.backends.triton import config
+from tilewise.backends.triton.score import in_band, key_tiles, softcap, split_tiles
+from tilewise.backends.triton.tensors import (
+    Reads,
+    Rows,
+    load_packed_rows,
+    load_rows,
+    load_scores,
+    program_tile,
+    store_rows,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
+MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
 @triton.jit
-def _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, tile, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, c):
+def _scores(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c):
+    """The tile of a bias or mask; heads of a packed tile that share a matrix read it once."""
+    h = at.first_head if how.GROUP > 1 else at.head
+    return load_scores(x, how, at.b, h, at.m0, n0, at.rows, cols, TAIL, sizes, c)
+
+
+@triton.jit
+def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, c):
     """One tile of keys and values: scores, online softmax, output.
 
     PARTIAL: the tile reaches past the band or the keys. CAREFUL: a value that is not finite counts only where visible.
     """
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
-    rows = tl.arange(0, c.BLOCK_M)[:, None]
     cols = tl.arange(0, c.BLOCK_N)[None, :]
-    hk = h // sizes.group
     TAIL: tl.constexpr = PARTIAL or c.RAGGED_M
 
     # S = Q Kᵀ, then the softcap, then the bias
-    k_tile = load_rows(x.k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
+    k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
     s = tl.dot(q_tile, k_tile.T, input_precision=c.PRECISION)
     if c.BIAS:
-        added = load_scores(x.bias, c.BIAS_HOW, b, h, m0, n0, rows, cols, TAIL, sizes, c).to(tl.float32)
+        added = _scores(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
         if c.BIAS:
@@ -38,11 +57,11 @@ def _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, tile, PARTIAL: tl.
     # masks act after the product
     HIDES: tl.constexpr = PARTIAL or c.MASK or (CAREFUL and c.BIAS)
     if HIDES:
-        visible = (n0 + cols < sizes.keys) & (rows >= 0)
+        visible = (n0 + cols < sizes.keys) & (at.rows >= 0)
         if PARTIAL:
-            visible &= in_band(m0 + rows, n0 + cols, terms)
+            visible &= in_band(at.m0 + at.rows, n0 + cols, terms)
         if c.MASK:
-            visible &= load_scores(x.mask, c.MASK_HOW, b, h, m0, n0, rows, cols, TAIL, sizes, c) != 0
+            visible &= _scores(x.mask, c.MASK_HOW, at, n0, cols, TAIL, sizes, c) != 0
         if CAREFUL and c.BIAS:
             visible &= added != -float("inf")
         s = tl.where(visible, s, -float("inf"))
@@ -60,7 +79,7 @@ def _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, tile, PARTIAL: tl.
     acc = acc * alpha[:, None]
 
     # O += P V
-    v_tile = load_rows(x.v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
+    v_tile = load_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
     if CAREFUL:
         finite = tl.abs(v_tile) < float("inf")
         # visible · not finite overflows the accumulator to infinity, hidden · not finite adds 0
@@ -80,25 +99,45 @@ def _start(c):
 
 @triton.jit
 def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
-    """O and the LSE of one tile of queries; walks the key tiles that the band leaves."""
+    """O and the LSE of one tile of queries; walks the key tiles that the band leaves, or its part of them.
+
+    Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse.
+    """
     x = Reads(q, k, v, None, None, None, bias, mask)
-    tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
-    tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
+    tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
+    if c.PACKED:
+        tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
+    if c.SPLIT:
+        tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER)
+        split, tile = tile % sizes.splits, tile // sizes.splits
+    else:
+        tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER)
     if terms.HAS_HI:
         tile = tiles - 1 - tile  # the last queries see most keys: the longest programs start first
     m0 = tile * c.BLOCK_M
-    q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
-    begin, full_begin, full_end, end = key_tiles(
-        m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
-    )
+    if c.PACKED:  # row r of all: query r // group
+        r = m0 + tl.arange(0, c.BLOCK_M)
+        m, head = r // sizes.group, h * sizes.group + r % sizes.group
+        at = Rows(b, h, head[:, None], h * sizes.group, m0 * 0, m[:, None])
+        q_tile = load_packed_rows(q, at, sizes.queries, sizes, c)
+        first = m0 // sizes.group
+        count = tl.minimum((m0 + c.BLOCK_M - 1) // sizes.group + 1, sizes.queries) - first
+    else:
+        m, head = m0 + tl.arange(0, c.BLOCK_M), h
+        at = Rows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
+        q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
+        first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
+    begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+    if c.SPLIT:
+        begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
 
     acc, m_i, l_i = _start(c)
     for n in tl.range(full_begin, full_end):
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, n, False, False, c)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, False, False, c)
     left = full_begin - begin
     for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
         n = tl.where(i < left, begin + i, full_end + i - left)
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, n, True, False, c)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, True, False, c)
 
     if c.HIDES:
         # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
@@ -106,12 +145,44 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
             for n in tl.range(begin, end, num_stages=1):
-                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, terms, sizes, b, h, m0, n, True, True, c)
+                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, True, True, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
     # a row that saw nothing: acc = 0, l = 0, m = -inf
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
-    m = m0 + tl.arange(0, c.BLOCK_M)
-    row = (tl.cast(b, tl.int64) * sizes.heads + h) * sizes.queries + m
+    if c.SPLIT:
+        b += split * sizes.batch
+    row = (tl.cast(b, tl.int64) * sizes.heads + head) * sizes.queries + m
     tl.store(lse + row, (m_i * terms.exponent + tl.log2(l_i)) * LN2, mask=m < sizes.queries)
-    store_rows(o, acc, b, h, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+
+
+@triton.jit
+def merge_kernel(parts, part_lse, o, lse, sizes, c):
+    """O and the LSE of one query from those of each split, in the order of the splits whichever was done first.
+
+        LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
+
+    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A query that no split lets see anything: 0, -inf.
+    """
+    query = tl.cast(tl.program_id(0), tl.int64)
+    queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
+    every = tl.arange(0, MOST_SPLITS)
+    found = tl.load(part_lse + every * queries + query, mask=every < sizes.splits, other=-float("inf"))
+    top = tl.max(found, 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.sum(tl.exp(found - base), 0)  # NaN if any is
+
+    cols = tl.arange(0, c.BLOCK_DV)
+    acc = tl.zeros([c.BLOCK_DV], tl.float32)
+    for s0 in tl.range(0, sizes.splits, 16):
+        s = s0 + tl.arange(0, 16)
+        weight = tl.exp(tl.load(part_lse + s * queries + query, mask=s < sizes.splits, other=-float("inf")) - base)
+        inside = (s < sizes.splits)[:, None] & (cols < sizes.value_dim)[None, :]
+        part = tl.load(parts + (s * queries + query)[:, None] * sizes.value_dim + cols[None, :], mask=inside, other=0.0)
+        acc += tl.sum(weight[:, None] * part, 0)
+    acc = acc / tl.where(total == 0, 1.0, total)
+
+    tl.store(lse + query, base + tl.log2(total) * LN2)
+    m, h, b = query % sizes.queries, query // sizes.queries % sizes.heads, query // sizes.queries // sizes.heads
+    store_rows(o, acc[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)

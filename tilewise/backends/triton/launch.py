@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
-from tilewise.backends.triton.config import Config, backward_config, forward_config, padded
-from tilewise.backends.triton.forward_kernel import forward_kernel
+from tilewise.backends.triton.config import Config, backward_config, forward_config, padded, splits
+from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
 from tilewise.backends.triton.tensors import Broadcast, Sizes, broadcast, descriptor, fits_tma, wide
@@ -44,6 +44,8 @@ class Compiled(NamedTuple):
     ORDER: Any  # see tensors.program_tile
     PRECISION: Any  # of float32 products
     MARK: Any  # dtype that marks values that are not finite
+    PACKED: Any  # see config.Config
+    SPLIT: Any = False  # several programs share the keys of a tile of queries
     DQ_TMA: Any = False
     DBIAS: Any = "none"  # see bias_reduction
     DBIAS_TMA: Any = False
@@ -58,16 +60,30 @@ class Forward:
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask = inputs
         config = forward_config(problem, bias is not None and _uses_tma(problem, bias))
-        tma = _uses_tma(problem, q, k, v)
-        c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask)
-        o = empty_output(q, problem.value_dim, "meta")
-        self.empty_o = allocation(o, q.device)
-        self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
+        tma = _uses_tma(problem, k, v) if config.packed else _uses_tma(problem, q, k, v)
+        parts = splits(problem, config)
+        c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1)
+        sizes = _sizes(problem)._replace(splits=parts)
+        o = target = empty_output(q, problem.value_dim, "meta")
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32, device="meta")
+        self.empty_o, self.empty_lse = allocation(o, q.device), allocation(lse, q.device)
+        self.merge = None
+        if parts > 1:
+            target = o.new_empty((parts * problem.batch, *o.shape[1:]), dtype=torch.float32)
+            part_lse = lse.new_empty((parts * problem.batch, *lse.shape[1:]))
+            self.empty_parts = allocation(target, q.device), allocation(part_lse, q.device)
+            self.merge = Launch(
+                merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER), (sizes, c),
+                num_warps=4, num_stages=3,
+            )  # fmt: skip
+        rows, heads = problem.queries, problem.heads
+        if config.packed:
+            rows, heads = rows * problem.group, problem.kv_heads
         self.main = Launch(
             forward_kernel,
-            triton.cdiv(problem.queries, config.block_m) * problem.heads * problem.batch,
-            (*_input_layouts(inputs, config, c, tma), strided(o), POINTER),
-            (_terms(problem), _sizes(problem), c),
+            triton.cdiv(rows, config.block_m) * heads * problem.batch * parts,
+            (*_input_layouts(inputs, config, c, tma), strided(target), POINTER),
+            (_terms(problem), sizes, c),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
@@ -75,7 +91,12 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
             o, lse = self.empty_o(), self.empty_lse()
-            self.main(*inputs, o, lse)
+            if self.merge is None:
+                self.main(*inputs, o, lse)
+            else:
+                parts, part_lse = (empty() for empty in self.empty_parts)
+                self.main(*inputs, parts, part_lse)
+                self.merge(parts, part_lse, o, lse)
         return Outputs(o, lse)
 
 
@@ -236,16 +257,17 @@ def _compiled(
         BLOCK_DV=bdv,
         EVEN_D=bd == problem.head_dim,
         EVEN_DV=bdv == problem.value_dim,
-        RAGGED_M=problem.queries % config.block_m != 0,
+        RAGGED_M=problem.queries * (problem.group if config.packed else 1) % config.block_m != 0,
         TMA=tma,
         WIDE=wide(*tensors),
         BIAS=problem.bias is not None,
         MASK=problem.mask is not None,
-        BIAS_HOW=_broadcast(inputs.bias, problem),
-        MASK_HOW=_broadcast(inputs.mask, problem),
+        BIAS_HOW=_broadcast(inputs.bias, problem, config),
+        MASK_HOW=_broadcast(inputs.mask, problem, config),
         HIDES=problem.bias is not None or problem.mask is not None or not problem.score.band.unlimited,
         ORDER=_order(problem),
         PRECISION=_precision(problem.dtype),
+        PACKED=config.packed,
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
         **switches,
     )
@@ -280,7 +302,7 @@ def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
 
 def _input_layouts(inputs: Inputs, config: Config, c: Compiled, tma: bool) -> tuple[Any, ...]:
     return (
-        _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma),
+        _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma and not config.packed),
         _rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
         _rows_layout(inputs.v, config.block_n, c.BLOCK_DV, tma),
         _scores_layout(inputs.bias, c.BIAS_HOW, config),
@@ -303,10 +325,10 @@ def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> A
     return strided(x)
 
 
-def _broadcast(x: Tensor | None, problem: Problem) -> Broadcast | None:
+def _broadcast(x: Tensor | None, problem: Problem, config: Config) -> Broadcast | None:
     if x is None:
         return None
-    full = x.shape[2] > 1 and x.shape[3] > 1
+    full = x.shape[2] > 1 and x.shape[3] > 1 and not config.packed  # rows of a packed tile are of several heads
     return broadcast(x, problem.heads, full and x.dtype is not torch.bool and _uses_tma(problem, x))
 
 

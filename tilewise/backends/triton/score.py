@@ -21,6 +21,7 @@ INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as 
 # The host's own functions, compiled; the interpreter runs them as they are.
 key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
 query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
+split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
 
 
 class Terms(NamedTuple):

@@ -38,6 +38,17 @@ class Reads(NamedTuple):
     mask: Any
 
 
+class Rows(NamedTuple):
+    """The queries of a tile, built inside a kernel. A packed tile holds the query heads of one key/value head."""
+
+    b: Any
+    kv_head: Any
+    head: Any  # query head, or one for each row, [BLOCK_M, 1], where the tile is packed
+    first_head: Any  # of the tile
+    m0: Any  # query of row r: m0 + rows[r]
+    rows: Any  # [BLOCK_M, 1]
+
+
 class Sizes(NamedTuple):
     batch: int
     heads: int
@@ -47,6 +58,7 @@ class Sizes(NamedTuple):
     head_dim: int
     value_dim: int
     padded_queries: int  # queries, rounded up to whole tiles: the length of the backward's row statistics
+    splits: int = 1  # programs that share the keys of one tile of queries
 
 
 def broadcast(x: Tensor, heads: int, tma: bool) -> Broadcast:
@@ -140,8 +152,18 @@ def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TM
 
 
 @triton.jit
+def load_packed_rows(x, at, row_end, sizes, c):
+    """The tile [BLOCK_M, padded head dim] of q, each row of its own head; 0 outside the tensor."""
+    cols = tl.arange(0, c.BLOCK_D)[None, :]
+    row = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(at.head, tl.int64) * x.stride1
+    row += tl.cast(at.m0 + at.rows, tl.int64) * x.stride2
+    inside = (at.m0 + at.rows < row_end) & (cols < sizes.head_dim)
+    return tl.load(row + cols.to(tl.int64) * x.stride3, mask=inside, other=0.0)
+
+
+@triton.jit
 def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
-    """Store [rows, COLS] into a `Strided`, in its dtype; what lies past the ends is dropped."""
+    """Store [rows, COLS] into a `Strided`, in its dtype; what lies past the ends is dropped. h: as `Rows.head`."""
     cols = tl.arange(0, COLS)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
@@ -161,7 +183,7 @@ def load_scores(x, how, b, h, m0, n0, rows, cols, TAIL: tl.constexpr, sizes, c):
     """The tile of a bias or mask at (m0, n0), of a shape that broadcasts to [rows, cols]; 0 outside the tensor.
 
     ``rows`` and ``cols`` count from 0 and are two-dimensional, [BM, 1] and [1, BN] or, for a transposed tile, [1, BM]
-    and [BN, 1].
+    and [BN, 1]. ``h`` is a number or, for a packed tile, [BM, 1].
     """
     mb, mh = matrix_of(how, b, h)
     if how.TMA:

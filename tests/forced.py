@@ -1,0 +1,30 @@
+"""The Triton backend with a number of splits that a test chooses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from helpers import Case, check
+
+
+@contextlib.contextmanager
+def forced_splits(splits: int) -> Iterator[None]:
+    """Forwards of few queries run in so many splits, whatever their sizes; what was prepared before is forgotten."""
+    from tilewise import autograd
+    from tilewise.backends.triton import launch
+
+    chosen = launch.splits
+    launch.splits = lambda problem, config: splits if problem.few_queries else 1
+    autograd._forwards.clear()
+    try:
+        yield
+    finally:
+        launch.splits = chosen
+        autograd._forwards.clear()
+
+
+def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float]:
+    """`helpers.check` of the triton backend in so many splits."""
+    with forced_splits(splits):
+        return check(case, "triton", device)

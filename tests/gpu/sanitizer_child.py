@@ -1,0 +1,37 @@
+"""Small calls, forward and backward, for compute-sanitizer to watch; child process of test_sanitizer.py."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from forced import forced_splits
+from helpers import Case, call, differentiate, tensors
+
+FEW = Case(B=2, H=8, Hkv=2, M=1, N=300, D=64, dtype=torch.bfloat16, grads="")
+MANY = Case(B=1, H=2, Hkv=2, M=129, N=131, D=64, dtype=torch.bfloat16, layout="padded")
+CASES = [
+    ("triton", FEW),
+    ("triton", replace(FEW, bias="1h1n", mask="b11n")),
+    ("triton", replace(FEW, M=5, bias="bhmn", causal=True, N=290)),
+    ("triton", replace(FEW, H=2, M=17, N=273, layout="sliced", D=40, bias="b11n")),
+    ("triton", MANY),
+    ("triton", replace(MANY, bias="1hmn", causal=True, deterministic=True)),
+    ("hopper", MANY),
+    ("hopper", replace(MANY, bias="1hmn", causal=True, D=128)),
+]
+
+if __name__ == "__main__":
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for backend, case in CASES:
+        if backend == "hopper" and not hopper:
+            continue
+        with forced_splits(3):
+            differentiate(case, tensors(case, "cuda"), lambda x, case=case, backend=backend: call(case, backend, x))
+        torch.cuda.synchronize()
+        print(backend, case, flush=True)

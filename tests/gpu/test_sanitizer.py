@@ -1,0 +1,28 @@
+"""compute-sanitizer on small shapes: no access outside a buffer, no race in shared memory.
+
+It takes minutes, so it runs where TILEWISE_SANITIZER=1 asks for it and the CUDA toolkit has the tool.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}{os.pathsep}/usr/local/cuda/bin")
+
+
+@pytest.mark.skipif(os.environ.get("TILEWISE_SANITIZER") != "1", reason="set TILEWISE_SANITIZER=1")
+@pytest.mark.skipif(TOOL is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_clean(tool):
+    done = subprocess.run(
+        [TOOL, "--tool", tool, "--error-exitcode", "9", sys.executable, Path(__file__).with_name("sanitizer_child.py")],
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor a buffer of its own
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]

@@ -1,0 +1,125 @@
+"""Problems at random, in numbers: what is drawn, and how a failure is told so that it can be called again.
+
+A compiler takes seconds for a kernel and a GPU milliseconds for a small problem. So a soak draws few kernels (what a
+kernel is compiled for: dtypes, head dimensions, terms, layout, which sizes are multiples of 16) and for each of them
+many sizes and values. Equal numbers, equal problems.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from helpers import LAYOUTS, Case, check
+
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "bk1n", "1hm1", "1111")
+MASKS = ("b11n", "b1mn", "1hmn", "bk1n", "11m1")
+
+
+class Drawn(NamedTuple):
+    """A problem and who computes it: a backend, or None for the plan's choice."""
+
+    case: Case
+    backend: str | None
+
+    def __str__(self) -> str:
+        return f'check({self.case!r}, {self.backend!r}, "cuda")'
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What all problems of one kernel share.
+
+    queries: "one", "few" (beside many keys) or "many". even: lengths are multiples of 16. group: query heads for each
+    key/value head. band: "causal", "window", "both" or None. terms: the rest of `Case`.
+    """
+
+    queries: str
+    even: bool
+    group: int
+    band: str | None
+    capped: bool
+    terms: tuple[tuple[str, object], ...]
+    backend: str | None
+
+    def problem(self, r: random.Random) -> Drawn:
+        step = 16 if self.even else 1
+        rest = 0 if self.even else r.choice((1, 3, 5, 7, 9, 11, 13, 15))
+        if self.queries == "many":
+            M, N = (16 * r.randint(1, 40) + rest for _ in range(2))
+        else:
+            M = 1 if self.queries == "one" else step * r.randint(1 if self.even else 2, 64 // step)
+            N = 16 * r.randint(M, 200) + rest
+        causal, window = self.band in ("causal", "both"), None
+        if self.band in ("window", "both"):
+            window = (r.randint(0, max(M, N)), r.randint(0, max(M, N)))
+        kv_heads = r.choice((2, 3))
+        return Drawn(
+            Case(
+                B=r.choice((2, 3)), H=self.group * kv_heads, Hkv=kv_heads, M=M, N=N, causal=causal, window=window,
+                softcap=r.uniform(1, 8) if self.capped else None, scale=r.choice((None, r.uniform(0.02, 0.7))),
+                **dict(self.terms),
+            ),
+            self.backend,
+        )  # fmt: skip
+
+
+def kernel(n: int) -> Kernel:
+    """The n-th kernel of all that a soak knows: of four two that the hopper backend takes, and one of few queries."""
+    r = random.Random(n)
+    hopper = n % 2 == 0
+    queries = r.choice(("one", "few")) if n % 4 == 1 else "many"
+    D = r.choice((8, 32, 64, 64, 128, 128, 128, 72, 96, 192, 256))
+    dtype = r.choice((BRAIN, BRAIN, HALF) if hopper else (BRAIN, BRAIN, HALF, FLOAT))
+    bias = r.choice(BIASES) if r.random() < 0.7 else None
+    mask = r.choice(MASKS) if not hopper and r.random() < 0.5 else None
+    hidden = next((x for x in (mask, bias) if x is not None), None)  # what may hide keys from all queries
+    by_keys = hidden is not None and hidden[3] == "n"
+    layout = r.choice(("padded", "padded", "heads_last") if hopper else LAYOUTS)
+    if hopper and layout == "heads_last" and bias is not None and "mn" in bias:
+        layout = "padded"  # its bias is a transpose, which TMA cannot describe
+    terms = {
+        "D": D,
+        "Dv": r.choice((D, D, D, 8, 64, 128)),
+        "dtype": dtype,
+        "bias": bias,
+        "bias_dtype": None if bias is None else r.choice((None, None, None, BRAIN, HALF, FLOAT)),
+        "mask": mask,
+        "layout": layout,
+        "planted": r.choice((None, float("nan"), float("inf"))) if by_keys and layout != "expanded" else None,
+        "bias_hides": bias is not None and bias[3] == "n" and r.random() < 0.3,
+        "blind": hidden is not None and hidden[2] == "m" and queries == "many" and r.random() < 0.3,
+        "lse": r.random() < 0.8,
+        "deterministic": r.random() < 0.2,
+        "grads": r.choice(("qkvb", "qkvb", "qkvb", "", "b", "kv", "q")),
+    }
+    return Kernel(
+        queries, r.random() < 0.4, r.choice((1, 1, 2, 4)), r.choice((None, None, "causal", "window", "both")),
+        r.random() < 0.2, tuple(terms.items()), None if hopper else r.choice((None, "triton")),
+    )  # fmt: skip
+
+
+def problems(n: int, count: int, seed: int = 0) -> Iterator[Drawn]:
+    """``count`` problems of the n-th kernel."""
+    r = random.Random(f"{n} {seed}")
+    for _ in range(count):
+        yield kernel(n).problem(r)
+
+
+def soak(n: int, count: int, seed: int = 0) -> list[str]:
+    """Hold ``count`` problems of the n-th kernel to the error rule on the GPU; the failures as calls to repeat.
+
+    What is at work is printed: an error of another kind ends the soak, and the last line is its problem.
+    """
+    failures = []
+    for drawn in problems(n, count, seed):
+        print(drawn, flush=True)
+        try:
+            check(drawn.case, drawn.backend, "cuda")
+        except AssertionError as error:
+            failures.append(f"{drawn}\n    {error}")
+    return failures

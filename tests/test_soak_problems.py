@@ -1,0 +1,44 @@
+"""What the soak of tests/gpu draws: problems that can be made, in few kernels, and a call that repeats a failure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import soak
+import torch
+from helpers import Case, tensors
+
+DRAWN = [drawn for n in range(60) for drawn in soak.problems(n, 3)]
+
+
+def test_equal_numbers_draw_equal_problems():
+    assert list(map(str, soak.problems(7, 5))) == list(map(str, soak.problems(7, 5)))
+    assert list(map(str, soak.problems(7, 5))) != list(map(str, soak.problems(7, 5, seed=1)))
+
+
+def test_every_feature_is_drawn():
+    cases = [drawn.case for drawn in DRAWN]
+    assert {case.dtype for case in cases} == {torch.float16, torch.bfloat16, torch.float32}
+    assert {drawn.backend for drawn in DRAWN} == {None, "triton"}
+    for name in ("bias", "bias_dtype", "mask", "window", "softcap", "scale", "layout", "planted", "grads", "D", "Dv"):
+        assert len({str(getattr(case, name)) for case in cases}) > 2, name
+    for name in ("causal", "bias_hides", "blind", "lse", "deterministic"):
+        assert Counter(getattr(case, name) for case in cases)[True] > 5, name
+    assert min(case.M for case in cases) == 1
+    assert any(case.M > 64 for case in cases)
+    assert any(1 < case.M <= 64 and case.N >= 16 * case.M for case in cases)
+
+
+@pytest.mark.parametrize("n", range(0, 60, 6))
+def test_problems_can_be_made(n):
+    for drawn in soak.problems(n, 1):
+        assert tensors(drawn.case).q.shape == (drawn.case.B, drawn.case.H, drawn.case.M, drawn.case.D)
+
+
+def test_a_problem_is_told_as_a_call():
+    scope = {"check": lambda *args: args, "Case": Case, "torch": torch, "nan": math.nan, "inf": math.inf}
+    for drawn in DRAWN:
+        case, backend, device = eval(str(drawn), scope)
+        assert (str(case), backend, device) == (str(drawn.case), drawn.backend, "cuda")
