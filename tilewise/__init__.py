@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
+    from tilewise.blocks.matmul.api import matmul
     from tilewise.blocks.softmax.api import softmax
     from tilewise.explanation import explain
     from tilewise.sdpa import scaled_dot_product_attention
@@ -19,11 +20,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "attention": "tilewise.api",
     "explain": "tilewise.explanation",
+    "matmul": "tilewise.blocks.matmul.api",
     "scaled_dot_product_attention": "tilewise.sdpa",
     "softmax": "tilewise.blocks.softmax.api",
 }
 
-__all__ = ["attention", "explain", "scaled_dot_product_attention", "softmax"]
+__all__ = ["attention", "explain", "matmul", "scaled_dot_product_attention", "softmax"]
 
 
 def __getattr__(name: str) -> object:

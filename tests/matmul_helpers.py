@@ -1,0 +1,148 @@
+"""One call of the product as a value, and the error rule that its result and gradients are held to.
+
+max|x - ref64| <= 2 · max|same computation in plain torch, same dtype - ref64| + slack
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import dataclass
+
+import torch
+from helpers import poisoned_memory
+from torch import Tensor
+
+from tilewise import matmul
+
+SLACK = 1e-5  # of the largest element of the reference
+LAYOUTS = ("contiguous", "transposed", "sliced", "padded", "heads_last", "expanded")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A call of `tilewise.matmul` and of its backward.
+
+    a_batch, b_batch: leading dimensions. c: its shape as letters of the result's axes, "mn" a matrix, "n" a row, "m1" a
+    column, "1" for all, "b" in front for each batch dimension of the result. a_layout, b_layout: see `lay_out`.
+    """
+
+    M: int = 65
+    N: int = 72
+    K: int = 40
+    a_batch: tuple[int, ...] = ()
+    b_batch: tuple[int, ...] = ()
+    c: str | None = None
+    dtype: torch.dtype = torch.float32
+    c_dtype: torch.dtype | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    a_layout: str = "contiguous"
+    b_layout: str = "contiguous"
+    c_layout: str = "contiguous"
+    grads: str = "abc"
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(torch.broadcast_shapes(self.a_batch, self.b_batch))
+
+    def c_shape(self) -> tuple[int, ...]:
+        sizes = {"m": (self.M,), "n": (self.N,), "1": (1,), "b": self.batch}
+        return tuple(n for axis in self.c for n in sizes[axis])
+
+    def __str__(self) -> str:
+        """What differs from the default, as a test id."""
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={str(value).removeprefix('torch.')}")
+        return ", ".join(words) or "default"
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """The values of ``x`` in memory as ``layout`` says; memory between them is NaN.
+
+    transposed: the matrix lies column by column. sliced: rows of odd length at an odd offset. padded: rows of 16-byte
+    multiples that hold more. heads_last: the last batch axis lies between rows and columns. expanded: columns of
+    stride 0, equal values.
+    """
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "transposed":
+        return x.mT.contiguous().mT
+    if layout == "heads_last":
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.dim() > 2 else x
+    if layout == "expanded":
+        return x[..., :1].clone().expand_as(x)
+    rows, cols = x.shape[-2:] if x.dim() > 1 else (1, x.shape[-1])
+    if layout == "padded":
+        buffer = x.new_full((*x.shape[:-2], rows + 3, (cols + 23) // 16 * 16), torch.nan)
+        view = buffer[..., :rows, :cols]
+    else:
+        assert layout == "sliced"
+        buffer = x.new_full((*x.shape[:-2], rows + 3, cols + 5 + cols % 2), torch.nan)
+        view = buffer[..., 1 : rows + 1, 1 : cols + 1]
+    view = view.copy_(x.expand(view.shape))
+    return view if x.dim() > 1 else view[..., 0, :]
+
+
+def operands(case: Product, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Random a, b, c and dY, the same for equal cases."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(case).encode()))
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    a = lay_out(normal(*case.a_batch, case.M, case.K), case.a_layout)
+    b = lay_out(normal(*case.b_batch, case.K, case.N), case.b_layout)
+    c = None
+    if case.c is not None:
+        c = lay_out(normal(*case.c_shape(), dtype=case.c_dtype or case.dtype), case.c_layout)
+    return a, b, c, normal(*case.batch, case.M, case.N)
+
+
+def differentiate(case: Product, inputs: tuple[Tensor | None, ...], function) -> dict[str, Tensor]:
+    """``function(a, b, c)``, and the gradients that the case asks for."""
+    *leaves, dy = inputs
+    leaves = {
+        name: x if x is None else x.detach().requires_grad_(name in case.grads)
+        for name, x in zip("abc", leaves, strict=True)
+    }
+    y = function(*leaves.values())
+    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    found = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype)) if wanted else ()
+    return {"y": y.detach()} | {f"d{name}": g for name, g in zip(wanted, found, strict=True)}
+
+
+def plain(case: Product, a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
+    """The same by torch's own operators."""
+    y = a @ b
+    if case.alpha != 1.0:
+        y = y * case.alpha
+    return y if c is None else (y + case.beta * c).to(y.dtype)
+
+
+def check(case: Product, backend: str | None = None, device: str = "cpu") -> None:
+    """Hold the result and the gradients to the error rule, in poisoned memory."""
+    inputs = operands(case, device)
+    exact_inputs = tuple(None if x is None else x.double() for x in inputs)
+    exact = differentiate(case, exact_inputs, lambda a, b, c: plain(case, a, b, c))
+    yardstick = differentiate(case, inputs, lambda a, b, c: plain(case, a, b, c))
+    with poisoned_memory(device):
+        results = differentiate(
+            case, inputs, lambda a, b, c: matmul(a, b, c=c, alpha=case.alpha, beta=case.beta, backend=backend)
+        )
+    assert results.keys() == exact.keys()
+    assert results["y"].is_contiguous()
+    for name, x in results.items():
+        assert x.shape == exact[name].shape, name
+        assert x.dtype == yardstick[name].dtype, name
+        if not x.numel():
+            continue
+        error, theirs = ((r[name].double() - exact[name]).abs().max().item() for r in (results, yardstick))
+        largest = exact[name].abs().max().item()
+        allowed = 2 * theirs + SLACK * largest
+        assert error <= allowed, (
+            f"{case}: {name} is off by {error:.3e}, allowed {allowed:.3e} (torch {theirs:.3e}, largest {largest:.3e})"
+        )

@@ -1,0 +1,259 @@
+"""tilewise.matmul on the CPU and as PyTorch sees it: oracle, gradients, opcheck, torch.compile, error messages."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from matmul_helpers import LAYOUTS, Product, check, lay_out
+from torch._subclasses import FakeTensorMode
+
+from tilewise import matmul
+from tilewise.blocks.matmul import problem
+from tilewise.blocks.matmul.run import run
+
+HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+BATCHES = [
+    ((), ()), ((3,), ()), ((), (3,)), ((3,), (3,)), ((2, 3), ()), ((), (2, 3)), ((2, 1), (3,)), ((2, 3), (1, 3)),
+    ((1, 3), (2, 1)), ((2, 1, 2), (3, 1)), ((2, 3, 2), (2, 1, 2)),
+]  # fmt: skip
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
+
+
+# --- against float64 ---
+
+
+@each(
+    Product(M=M, N=N, K=K, c=c, dtype=dtype)
+    for n, (M, N, K) in enumerate(itertools.product((1, 3, 65), (1, 17), (1, 40)))
+    for c in ((None, "mn", "n", "m1", "1")[n % 5], "mn")
+    for dtype in (FLOAT, BRAIN)
+)
+def test_sizes(case):
+    check(case)
+
+
+@each(
+    Product(M=9, N=7, K=5, a_batch=a, b_batch=b, c=c, dtype=dtype, c_dtype=c_dtype, alpha=0.3, beta=-2.0)
+    for n, (a, b) in enumerate(BATCHES)
+    for c, dtype, c_dtype in (
+        (None, HALF, None), (("bmn", "mn", "bm1", "b1n", "n")[n % 5], BRAIN, FLOAT),
+        (("m1", "b11", "bmn")[n % 3], FLOAT, HALF),
+    )
+)  # fmt: skip
+def test_batches(case):
+    check(case)
+
+
+@each(
+    Product(M=9, N=7, K=5, a_batch=(2, 3), b_batch=(3,), c="bmn", a_layout=a, b_layout=b, c_layout=c)
+    for a, b, c in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], LAYOUTS[2:] + LAYOUTS[:2], strict=True)
+)
+def test_layouts(case):
+    check(case)
+
+
+@each(
+    Product(M=9, N=7, K=K, c=c, alpha=alpha, beta=beta, a_batch=(2,))
+    for K, alpha, beta in ((0, 1.0, 0.5), (5, 0.0, 0.5), (5, 2.0, 0.0), (5, 0.0, 0.0), (5, 1e-20, 3.0), (5, -2.0, -1.0))
+    for c in (None, "mn", "n", "bm1")
+)
+def test_factors_of_zero_and_others(case):
+    check(case)
+
+
+@pytest.mark.parametrize("sizes", [{"M": 0}, {"N": 0}, {"K": 0}, {"a_batch": (0,)}, {"b_batch": (2, 0), "K": 0}])
+@pytest.mark.parametrize("c", [None, "mn", "bm1", "n"])
+def test_empty(sizes, c):
+    check(Product(**({"M": 3, "N": 4, "K": 5, "c": c, "c_dtype": BRAIN} | sizes)))
+
+
+def test_a_factor_of_zero_reads_nothing():
+    """As in BLAS: what is multiplied by 0 may hold NaN."""
+    a, b, c = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    bad = torch.full_like(c, math.nan)
+    torch.testing.assert_close(matmul(a, b, c=bad, beta=0), a @ b)
+    torch.testing.assert_close(matmul(a * math.nan, b, c=c, alpha=0.0, beta=2), 2 * c)
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize(("a", "b"), BATCHES)
+@pytest.mark.parametrize("c", ["bmn", "n", "m1"])
+def test_gradcheck(a, b, c):
+    """Numbers of every derivative, and of the second."""
+    case = Product(M=2, N=3, K=2, a_batch=a, b_batch=b, c=c)
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, dtype=DOUBLE, requires_grad=True) for shape in
+              ((*a, 2, 2), (*b, 2, 3), case.c_shape())]  # fmt: skip
+
+    def function(a, b, c):
+        return matmul(a, b, c=c, alpha=0.7, beta=-1.3)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("grads", ["a", "b", "c", "ab", "bc", ""])
+def test_gradients_on_demand(grads, monkeypatch):
+    """No product is computed for a gradient that nobody asks for."""
+    from tilewise.blocks.matmul import autograd
+
+    calls = []
+    monkeypatch.setattr(autograd, "run", lambda *args: calls.append(args) or run(*args))
+    check(Product(M=3, N=4, K=5, c="n", grads=grads))
+    assert len(calls) == 1 + ("a" in grads) + ("b" in grads)
+
+
+def test_an_operand_is_kept_only_for_the_gradient_of_the_other():
+    kept = []
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        matmul(a, b, c=torch.randn(5, requires_grad=True))
+    assert kept == [b.shape]
+
+
+def test_float32_sums_of_a_16_bit_gradient():
+    """65,536 ones of bfloat16 sum to 65,536, not to 256, where bfloat16 would stay."""
+    a = torch.ones(65536, 1, dtype=BRAIN)
+    b = torch.ones(1, 2, dtype=BRAIN, requires_grad=True)
+    c = torch.zeros(2, dtype=BRAIN, requires_grad=True)
+    matmul(a, b, c=c).sum().backward()
+    assert c.grad.tolist() == b.grad[0].tolist() == [65536.0, 65536.0]
+
+
+# --- as PyTorch sees it ---
+
+OPERATOR_CASES = {
+    "plain": {},
+    "batch": {"a": (2, 5, 4), "b": (2, 4, 3), "c": (2, 5, 3)},
+    "row": {"c": (3,)},
+    "broadcast, summed": {"a": (2, 5, 4), "b": (4, 3), "summed": [-3]},
+    "column of bfloat16": {"c": (5, 1), "c_dtype": BRAIN},
+    "empty": {"a": (5, 0), "b": (0, 3), "c": (5, 3)},
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPERATOR_CASES.items()])
+def test_opcheck(case):
+    def leaf(shape, dtype=FLOAT):
+        return torch.randn(shape).to(dtype).requires_grad_()
+
+    a, b = leaf(case.get("a", (5, 4))), leaf(case.get("b", (4, 3)))
+    c = leaf(case["c"], case.get("c_dtype", FLOAT)) if "c" in case else None
+    torch.library.opcheck(torch.ops.tilewise.matmul.default, (a, b, c, 0.5, 2.0, case.get("summed", []), "auto"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    torch._dynamo.reset()
+
+    def function(a, b, c):
+        return matmul(a, b, c=c, alpha=0.5).relu().sum(-1)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (5, 7):
+        leaves = [torch.randn(s, requires_grad=True) for s in ((2, rows, 4), (4, 3), (3,))]
+        ours, theirs = compiled(*leaves), function(*leaves)
+        torch.testing.assert_close(ours, theirs)
+        pairs = zip(*(torch.autograd.grad(y.sum(), leaves) for y in (ours, theirs)), strict=True)
+        for x, y in pairs:
+            torch.testing.assert_close(x, y)
+    torch._dynamo.reset()
+
+
+def test_an_eager_call_is_the_operator():
+    leaves = [torch.randn(s, requires_grad=True) for s in ((2, 5, 4), (4, 3), (3,))]
+    results = [
+        matmul(*leaves[:2], c=leaves[2], alpha=0.5),
+        torch.ops.tilewise.matmul(*leaves, 0.5, 1.0, [], "auto"),
+    ]
+    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in results]
+    for x, y in zip((results[0], *gradients[0]), (results[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_fake_and_meta_tensors_give_shapes():
+    a, b = torch.randn(2, 1, 5, 4), torch.randn(3, 4, 6)
+    with FakeTensorMode() as mode:
+        assert matmul(mode.from_tensor(a), mode.from_tensor(b)).shape == (2, 3, 5, 6)
+    meta = matmul(a.to("meta").requires_grad_(), b.to("meta"))
+    assert meta.is_meta
+    assert meta.shape == (2, 3, 5, 6)
+
+
+def test_requires_grad_follows_the_inputs():
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
+    assert matmul(a, b).requires_grad
+    assert not matmul(b.mT, a.mT.detach()).requires_grad
+    with torch.no_grad():
+        assert not matmul(a, b).requires_grad
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"a": [[1.0]]}, TypeError, r"^a: expected a torch\.Tensor, got list$"),
+        ({"c": 1.0}, TypeError, r"^c: expected a torch\.Tensor, got float$"),
+        ({"a": torch.ones(4)}, ValueError, r"^a: expected at least 2 dimensions, got shape \(4,\)$"),
+        ({"a": torch.ones(3, 4, dtype=torch.int32)}, TypeError, r"^a: dtype must be float16, .*, got torch\.int32$"),
+        ({"b": torch.ones(4, 5, dtype=BRAIN)}, TypeError, r"^b: dtype must equal a's, got torch\.bfloat16 with a"),
+        ({"b": torch.ones(5, 5)}, ValueError, r"^b: must have as many rows as a has columns, 4, got 5"),
+        ({"b": torch.ones(4, 5, device="meta")}, ValueError, r"^b: must be on a's device cpu, got meta$"),
+        ({"a": torch.ones(2, 3, 4), "b": torch.ones(3, 4, 5)}, ValueError, r"^b: batch dimensions \(3,\) do not"),
+        ({"c": torch.ones(3, 5, dtype=torch.bool)}, TypeError, r"^c: dtype must be float16, .*, got torch\.bool$"),
+        ({"c": torch.ones(3, 5, device="meta")}, ValueError, r"^c: must be on a's device cpu, got meta$"),
+        ({"c": torch.ones(3)}, ValueError, r"^c: shape \(3,\) does not broadcast to the product's \(3, 5\)$"),
+        ({"c": torch.ones(2, 3, 5)}, ValueError, r"^c: shape \(2, 3, 5\) does not broadcast"),
+        ({"alpha": "1"}, TypeError, r"^alpha: expected a float, got str$"),
+        ({"beta": True}, TypeError, r"^beta: expected a float, got bool$"),
+        ({"alpha": math.inf}, ValueError, r"^alpha: must be finite, got inf$"),
+        ({"backend": "cuda"}, ValueError, r'^backend: must be one of "hopper", "triton", "cpu", or None'),
+        ({"backend": "hopper"}, ValueError, r'^backend: "hopper" cannot run this call \(hopper: '),
+    ],
+)  # fmt: skip
+def test_errors(arguments, error, message):
+    arguments = {"a": torch.ones(3, 4), "b": torch.ones(4, 5)} | arguments
+    with pytest.raises(error, match=message):
+        matmul(arguments.pop("a"), arguments.pop("b"), **arguments)
+
+
+# --- how batch axes become at most two ---
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "summed", "expected"),
+    [
+        (torch.empty(2, 3, 5, 4), torch.empty(4, 6), (), (30, 6, 4, (1, 1), (1, 1))),  # a batch of rows is rows
+        (torch.empty(2, 3, 5, 4), torch.empty(2, 3, 4, 6), (), (5, 6, 4, (1, 6), (1, 1))),
+        (torch.empty(2, 5, 3, 4).transpose(1, 2), torch.empty(2, 3, 4, 6), (), (5, 6, 4, (2, 3), (1, 1))),
+        (torch.empty(2, 3, 5, 4), torch.empty(3, 4, 6), (), (5, 6, 4, (2, 3), (1, 1))),
+        (torch.empty(2, 3, 5, 4).mT, torch.empty(2, 3, 5, 6), (-3, -4), (4, 6, 30, (1, 1), (1, 1))),
+        (torch.empty(2, 3, 4, 5), torch.empty(2, 3, 5, 6), (-3, -4), (4, 6, 5, (1, 1), (1, 6))),
+        (torch.empty(2, 3, 4, 5), torch.empty(2, 3, 5, 6), (-3,), (4, 6, 5, (2, 1), (1, 3))),
+        (torch.empty(2, 3, 4, 5), torch.empty(2, 3, 5, 6), (-4,), (4, 6, 5, (3, 1), (1, 2))),
+        (torch.empty(2, 1, 2, 4, 5), torch.empty(3, 2, 5, 6), (), None),
+    ],
+)  # fmt: skip
+def test_merged_axes(a, b, summed, expected):
+    product = problem.describe(a, b, None, summed)
+    if expected is None:
+        assert product is None
+    else:
+        assert (product.rows, product.cols, product.inner, product.kept, product.summed) == expected
+        assert product.flops == 2 * math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * math.prod(
+            (a.shape[-2], a.shape[-1], b.shape[-1])
+        )
+
+
+def test_layouts_are_what_they_say():
+    x = torch.randn(2, 3, 4)
+    for layout in LAYOUTS[:-1]:
+        assert torch.equal(lay_out(x, layout), x)
