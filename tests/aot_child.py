@@ -148,12 +148,41 @@ def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
         backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
     else:
         launch.Forward(problem, inputs)(inputs)
+    return _codes(config.SHARED_MEMORY)
+
+
+def _codes(limit: int) -> list[Code]:
+    """What was launched, with its machine code read."""
     found = []
     for name, kernel in _launched:
-        report = _report(name, kernel, _logs[kernel.hash], config.SHARED_MEMORY)
+        report = _report(name, kernel, _logs[kernel.hash], limit)
         sass = _disassemble(kernel.asm["cubin"])
         found.append(Code(report, wgmma_lint.count(sass), wgmma_lint.lint(sass)))
     return found
+
+
+def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Code] | list[Kernel]:
+    """The kernel that a product of matmul_helpers launches in a backend of `tilewise.matmul`; for Hopper with
+    ``changes`` to its configuration."""
+    import importlib
+
+    from matmul_helpers import operands
+
+    from tilewise.blocks.matmul.config import hopper_config
+    from tilewise.blocks.matmul.problem import describe
+
+    module = importlib.import_module(f"tilewise.blocks.matmul.{backend}")
+    a, b, c, y = operands(case, "meta")
+    product = describe(a, b, c, ())
+    assert product is not None
+    product = dataclasses.replace(product, device="cuda", capability=_capability)
+    _launched.clear()
+    if backend == "hopper":
+        config = dataclasses.replace(hopper_config(product), **changes)
+        module.prepare(product, a, b, c, y, case.alpha, case.beta, config)(a, b, c, y)
+        return _codes(227 * 1024)
+    module.prepare(product, a, b, c, y, case.alpha, case.beta)(a, b, c, y)
+    return [_report(name, kernel, _logs[kernel.hash], 99 * 1024) for name, kernel in _launched]
 
 
 def _call(case: Case) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tilewise import matmul
 from tilewise.blocks.matmul import problem
+from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.run import run
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -223,6 +225,34 @@ def test_errors(arguments, error, message):
     arguments = {"a": torch.ones(3, 4), "b": torch.ones(4, 5)} | arguments
     with pytest.raises(error, match=message):
         matmul(arguments.pop("a"), arguments.pop("b"), **arguments)
+
+
+# --- what the plan chooses ---
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "c", "backend", "expected"),
+    [
+        ((256, 128), (128, 64), None, "auto", "hopper"),
+        ((256, 128), (128, 64), (64,), "auto", "hopper"),
+        ((2, 256, 128), (2, 128, 64), None, "auto", "triton"),  # not chosen
+        ((2, 256, 128), (2, 128, 64), None, "hopper", "hopper"),
+        ((256, 128), (128, 63), None, "auto", "triton"),
+        ((256, 128), (128, 63), None, "hopper or auto", "triton"),
+        ((256, 127), (127, 64), None, "hopper or auto", "triton"),
+        ((256, 128), (128, 64), None, "triton or auto", "triton"),
+        ((256, 127), (127, 64), None, "hopper", r"TMA, which cannot describe a:"),
+    ],
+)
+def test_choices_on_hopper(a, b, c, backend, expected):
+    a, b, c = (None if shape is None else torch.empty(shape, dtype=BRAIN) for shape in (a, b, c))
+    product = replace(problem.describe(a, b, c, ()), device="cuda", capability=(9, 0))
+    if expected in problem.BACKENDS:
+        assert choose(product, backend).backend == expected
+        assert choose(replace(product, capability=(8, 0)), "auto").backend == "triton"
+    else:
+        with pytest.raises(ValueError, match=expected):
+            choose(product, backend)
 
 
 # --- how batch axes become at most two ---

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tilewise.blocks.matmul.problem import broadcast, output_shape
+from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.blocks.matmul.run import run
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -55,7 +55,9 @@ def _product_for(ctx, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
     missing = len(batch) + 2 - len(shape)
     own = (1,) * missing + shape[:-2]
     summed = [i - len(batch) - 2 for i, (n, m) in enumerate(zip(batch, own, strict=True)) if n != 1 and m == 1]
-    d = matmul_op(x, y, None, ctx.alpha, 0.0, ctx.backend, summed)
+    # in the backend of the forward if that one can read dY as it lies
+    backend = f"{ctx.backend} or auto" if ctx.backend in BACKENDS else ctx.backend
+    d = matmul_op(x, y, None, ctx.alpha, 0.0, backend, summed)
     # what the forward summed over, the gradient repeats
     return d.reshape(d.shape[missing:]).expand(shape)
 

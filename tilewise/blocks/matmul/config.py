@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tilewise.blocks.matmul.problem import Product
 
@@ -48,8 +46,80 @@ def c_spread(product: Product) -> str:
     ]
 
 
-def device_of(x: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensor's own, at no cost where it already is."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
+@dataclass(frozen=True)
+class HopperConfig:
+    """How one program of the Hopper kernel works: two warpgroups compute, one warp loads.
+
+    Attributes:
+        rows: of Y that a warpgroup holds; a tile has twice as many.
+        block_n: columns of a tile.
+        block_k: depth of a step: 64 elements of 16 bits are the 128 bytes that a swizzled row of shared memory has.
+        stages: steps in the ring of A and B.
+        store_cols: columns of Y that leave at a time.
+        store_buffers: of as many columns, for each warpgroup.
+        turns: warpgroups store in turns, so that one multiplies while the other stores.
+        group_m: tiles in a column of those that run together.
+        c_ahead: a warp of its own loads C, a whole tile ahead; else the one that loads A and B does, between tiles.
+        registers: of a thread of a computing and of a loading warp; 64 K of them in all.
+    """
+
+    rows: int = 64
+    block_n: int = 256
+    block_k: int = 64
+    stages: int = 4
+    store_cols: int = 64
+    store_buffers: int = 2
+    turns: bool = True
+    group_m: int = 8
+    c_ahead: bool = False
+    registers: tuple[int, int] = (240, 24)
+
+
+def hopper_config(product: Product) -> HopperConfig:
+    """Tiles of 128 x 256 read the least of A and B for a product; the slots of C take the room of a step."""
+    if c_spread(product) != "matrix":
+        return HopperConfig()
+    if product.c_dtype == torch.float32:
+        return HopperConfig(block_n=128)
+    return HopperConfig(stages=3, store_buffers=1, turns=False)
+
+
+def c_first(product: Product, alpha: float, beta: float) -> bool:
+    """Whether the accumulator can start from C · beta / alpha: that must not overflow where beta · C does not."""
+    return abs(beta) <= abs(alpha) or (product.c_dtype == torch.float16 and abs(beta) <= 2.0**100 * abs(alpha))
+
+
+def lies(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
+    """How a matrix of 16-bit numbers lies in memory, by "rows" or by "columns", if TMA can read it so: lines that are
+    contiguous and a positive multiple of 16 bytes apart."""
+    for name, (line, step), (lines, length) in (("rows", strides, sizes), ("columns", strides[::-1], sizes[::-1])):
+        if (step == 1 or length == 1) and (lines == 1 or _even(line, 2)):
+            return name
+    return None
+
+
+def _even(stride: int, size: int) -> bool:
+    return 0 < stride * size < 2**40 and stride * size % 16 == 0
+
+
+def declines_tma(product: Product) -> str | None:
+    """Which operand TMA cannot describe; None if it can describe all."""
+    p = product
+    names = []
+    for name, strides, sizes, batch, aligned in (
+        ("a", p.a_strides, (p.rows, p.inner), [axis.a for axis in p.batch], p.aligned[0]),
+        ("b", p.b_strides, (p.inner, p.cols), [axis.b for axis in p.batch], p.aligned[1]),
+    ):
+        if not aligned or lies(strides, sizes) is None or not all(s == 0 or _even(s, 2) for s in batch):
+            names.append(name)
+    if p.c_strides is not None and p.c_dtype is not None and c_spread(p) == "matrix":
+        size = p.c_dtype.itemsize
+        steps = [p.c_strides[0], *(axis.c for axis in p.batch if axis.c)]
+        if not p.aligned[2] or p.c_strides[1] != 1 or not all(_even(s, size) for s in steps):
+            names.append("c")
+    if names:
+        return (
+            f"reads by TMA, which cannot describe {', '.join(names)}: rows or columns (of c: rows) must be contiguous, "
+            "the address and every other stride a multiple of 16 bytes"
+        )
+    return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.blocks.matmul.config import declines_tma
 from tilewise.blocks.matmul.problem import Product
 
 
@@ -20,17 +21,25 @@ class Choice:
 
 
 def choose(product: Product, backend: str = "auto") -> Choice:
-    """The first backend that takes the product, or the one asked for; ValueError where that one cannot."""
+    """The first backend that takes the product, or the one asked for; ValueError where that one cannot.
+
+    backend: "auto", a name, or "NAME or auto": that one if it can, which is what a gradient asks for.
+    """
+    name, *otherwise = backend.split()
+    if otherwise and _DECLINES[name](product) is None:
+        return Choice(name, {})
     reasons: dict[str, str] = {}
-    for name, declines in (("hopper", declines_hopper), ("triton", declines_triton), ("cpu", declines_cpu)):
-        if backend not in ("auto", name):
+    for candidate, declines in _DECLINES.items():
+        if not otherwise and name not in ("auto", candidate):
             continue
         reason = declines(product)
+        if reason is None and candidate == "hopper" and name == "auto":
+            reason = not_chosen(product)
         if reason is None:
-            return Choice(name, reasons)
-        reasons[name] = reason
+            return Choice(candidate, reasons)
+        reasons[candidate] = reason
     words = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ValueError(f'backend: "{backend}" cannot run this call ({words})')
+    raise ValueError(f'backend: "{name}" cannot run this call ({words})')
 
 
 def declines_cpu(product: Product) -> str | None:
@@ -53,4 +62,32 @@ def declines_triton(product: Product) -> str | None:
 
 
 def declines_hopper(product: Product) -> str | None:
-    return "has no kernel yet"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not run Gluon"
+    if product.capability != (9, 0):
+        if product.capability is None:
+            return f"needs a CUDA device, the tensors are on {product.device}"
+        return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, product.capability))}"
+    if product.dtype not in (torch.float16, torch.bfloat16):
+        return f"has kernels for float16 and bfloat16, not for {str(product.dtype).removeprefix('torch.')}"
+    if product.c_dtype == torch.float64:
+        return "reads c in float16, bfloat16 or float32, not float64"
+    if max(product.rows, product.cols, product.inner) >= 2**30:
+        return "counts rows and columns in 32 bits"
+    if product.cols % 8:
+        return f"writes y by TMA, in rows of a multiple of 16 bytes: not {product.cols} elements"
+    return declines_tma(product)
+
+
+def not_chosen(product: Product) -> str | None:
+    """Why the Hopper kernel is not chosen where it could run: what has not run on a GPU yet has to be asked for."""
+    if product.dtype != torch.bfloat16 or product.c_dtype not in (None, torch.bfloat16):
+        return "was measured with bfloat16 only"
+    if max(*product.kept, *product.summed) > 1:
+        return "was measured on one matrix, not on a batch"
+    return None
+
+
+_DECLINES = {"hopper": declines_hopper, "triton": declines_triton, "cpu": declines_cpu}

@@ -8,11 +8,14 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.backends import device_of
 from tilewise.blocks.matmul import cpu
-from tilewise.blocks.matmul.plan import Choice, choose
-from tilewise.blocks.matmul.problem import Product, broadcast, describe, output_shape
+from tilewise.blocks.matmul.plan import choose
+from tilewise.blocks.matmul.problem import broadcast, describe, output_shape
 
-_plans: dict[tuple, tuple[Product, Choice] | None] = {}
+# What a call's layout and factors decide, kept under them: the launch of a kernel, None where a kernel cannot read the
+# operands as they lie.
+_launches: dict[tuple, tuple] = {}
 
 
 def run(
@@ -23,28 +26,41 @@ def run(
         c = None
     if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
         return _without_product(a, b, c, beta, summed)
-    if a.device.type == "cpu" and backend in ("auto", "cpu"):
+    on_cpu = a.device.type == "cpu"
+    if on_cpu and backend.split()[0] in ("auto", "cpu"):
         return cpu.matmul(a, b, c, alpha, beta, summed)
-    key = (_signature(a), _signature(b), None if c is None else _signature(c), summed, backend)
-    if key not in _plans:
-        if len(_plans) >= 4096:
-            _plans.clear()
-        product = describe(a, b, c, summed)
-        _plans[key] = None if product is None else (product, choose(product, backend))
-    plan = _plans[key]
-    if plan is None:  # too many batch axes for a kernel: copies that have one
+    tf32 = not on_cpu and a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    key = (_signature(a), _signature(b), None if c is None else _signature(c), alpha, beta, summed, backend, tf32)
+    known = _launches.get(key)
+    if known is None:
+        if len(_launches) >= 4096:
+            _launches.clear()
+        known = _launches[key] = _prepare(a, b, c, alpha, beta, summed, backend)
+    shape, launch = known
+    if launch is None:
         flat = _two_batch_axes(a, b, c, summed)
-        return run(*flat, alpha, beta, (-3,) if summed else (), backend).view(output_shape(a, b, summed))
-    product, choice = plan
-    module = importlib.import_module(f"tilewise.blocks.matmul.{choice.backend}")
-    y = a.new_empty(output_shape(a, b, summed))
-    module.matmul(product, a, b, c, y, alpha, beta)
+        return run(*flat, alpha, beta, (-3,) if summed else (), backend).view(shape)
+    y = a.new_empty(shape)
+    with device_of(a):
+        launch(a, b, c, y)
     return y
+
+
+def _prepare(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
+) -> tuple:
+    """The shape of the result and the launch that makes it."""
+    shape = output_shape(a, b, summed)
+    product = describe(a, b, c, summed)
+    if product is None:
+        return shape, None
+    module = importlib.import_module(f"tilewise.blocks.matmul.{choose(product, backend).backend}")
+    return shape, module.prepare(product, a, b, c, a.new_empty(shape, device="meta"), alpha, beta)
 
 
 def _signature(x: Tensor) -> tuple:
     """All that a Product reads of a tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
 
 
 def _two_batch_axes(

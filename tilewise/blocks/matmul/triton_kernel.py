@@ -8,16 +8,6 @@ import triton
 import triton.language as tl
 
 
-class Matrix(NamedTuple):
-    """A batch of matrices for pointer arithmetic, strides in elements; 0 along an axis that broadcasts."""
-
-    pointer: Any
-    batch0: int
-    batch1: int
-    row: int
-    col: int
-
-
 class Sizes(NamedTuple):
     rows: int  # M
     cols: int  # N
@@ -74,9 +64,9 @@ def _accumulate(acc, a_at, b_at, a_step, b_step, sizes, k):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sizes"])  # one kernel for all sizes
 def matmul_kernel(a, b, c, y, alpha, beta, sizes, k):
-    """Y = alpha · Σ A B + beta · C of one tile. a, b, c, y: `Matrix`."""
+    """Y = alpha · Σ A B + beta · C of one tile. a, b, c, y: `Strided`."""
     m, n, g = tile_at(tl.program_id(0), tl.cdiv(sizes.rows, k.BLOCK_M), tl.cdiv(sizes.cols, k.BLOCK_N), k.GROUP_M)
     g0, g1 = (g // sizes.kept1).to(tl.int64), (g % sizes.kept1).to(tl.int64)
     rows, cols, inner = tl.arange(0, k.BLOCK_M), tl.arange(0, k.BLOCK_N), tl.arange(0, k.BLOCK_K)
@@ -85,42 +75,43 @@ def matmul_kernel(a, b, c, y, alpha, beta, sizes, k):
     # Rows and columns past the end read the tile's first one instead of nothing: what they give is not stored.
     a_rows = tl.max_contiguous(tl.multiple_of(tl.where(row_inside, rows, 0), k.BLOCK_M), k.BLOCK_M)
     b_cols = tl.max_contiguous(tl.multiple_of(tl.where(col_inside, cols, 0), k.BLOCK_N), k.BLOCK_N)
-    a_at = a.pointer + g0 * a.batch0 + g1 * a.batch1 + m0.to(tl.int64) * a.row
-    b_at = b.pointer + g0 * b.batch0 + g1 * b.batch1 + n0.to(tl.int64) * b.col
+    a_at = a.pointer + g0 * a.stride0 + g1 * a.stride1 + m0.to(tl.int64) * a.stride2
+    b_at = b.pointer + g0 * b.stride0 + g1 * b.stride1 + n0.to(tl.int64) * b.stride3
     a_step, b_step = (
-        _offsets(tl.full([], k.BLOCK_K, tl.int32), a.col, k),
-        _offsets(tl.full([], k.BLOCK_K, tl.int32), b.row, k),
+        _offsets(tl.full([], k.BLOCK_K, tl.int32), a.stride3, k),
+        _offsets(tl.full([], k.BLOCK_K, tl.int32), b.stride2, k),
     )
-    a_tile = a_at + (_offsets(a_rows, a.row, k)[:, None] + _offsets(inner, a.col, k)[None, :])
-    b_tile = b_at + (_offsets(inner, b.row, k)[:, None] + _offsets(b_cols, b.col, k)[None, :])
+    a_tile = a_at + (_offsets(a_rows, a.stride2, k)[:, None] + _offsets(inner, a.stride3, k)[None, :])
+    b_tile = b_at + (_offsets(inner, b.stride2, k)[:, None] + _offsets(b_cols, b.stride3, k)[None, :])
 
     acc = tl.zeros([k.BLOCK_M, k.BLOCK_N], tl.float32)
     if k.SUMMED:
         for r in tl.range(0, sizes.summed0 * sizes.summed1):
             r0, r1 = (r // sizes.summed1).to(tl.int64), (r % sizes.summed1).to(tl.int64)
-            acc = _accumulate(acc, a_tile + (r0 * a.batch0 + r1 * a.batch1), b_tile + (r0 * b.batch0 + r1 * b.batch1),
-                              a_step, b_step, sizes, k)  # fmt: skip
+            a_matrix = a_tile + (r0 * a.stride0 + r1 * a.stride1)
+            b_matrix = b_tile + (r0 * b.stride0 + r1 * b.stride1)
+            acc = _accumulate(acc, a_matrix, b_matrix, a_step, b_step, sizes, k)
     else:
         acc = _accumulate(acc, a_tile, b_tile, a_step, b_step, sizes, k)
 
     # C joins in the epilogue: Triton would wait for it before the first product
     acc = acc * alpha
     if k.C != "none":
-        at = c.pointer + g0 * c.batch0 + g1 * c.batch1
+        at = c.pointer + g0 * c.stride0 + g1 * c.stride1
         if k.C == "matrix":
-            at += m0.to(tl.int64) * c.row + n0.to(tl.int64) * c.col
-            at = at + (_offsets(rows, c.row, k)[:, None] + _offsets(cols, c.col, k)[None, :])
+            at += m0.to(tl.int64) * c.stride2 + n0.to(tl.int64) * c.stride3
+            at = at + (_offsets(rows, c.stride2, k)[:, None] + _offsets(cols, c.stride3, k)[None, :])
             added = tl.load(at, mask=row_inside[:, None] & col_inside[None, :], other=0.0)
         elif k.C == "row":
-            at = at + n0.to(tl.int64) * c.col + _offsets(cols, c.col, k)
+            at = at + n0.to(tl.int64) * c.stride3 + _offsets(cols, c.stride3, k)
             added = tl.load(at, mask=col_inside, other=0.0)[None, :]
         elif k.C == "column":
-            at = at + m0.to(tl.int64) * c.row + _offsets(rows, c.row, k)
+            at = at + m0.to(tl.int64) * c.stride2 + _offsets(rows, c.stride2, k)
             added = tl.load(at, mask=row_inside, other=0.0)[:, None]
         else:
             added = tl.load(at)
         acc += added.to(tl.float32) * beta
 
-    at = y.pointer + g0 * y.batch0 + g1 * y.batch1 + m0.to(tl.int64) * y.row + n0
-    at = at + (_offsets(rows, y.row, k)[:, None] + cols[None, :])
+    at = y.pointer + g0 * y.stride0 + g1 * y.stride1 + m0.to(tl.int64) * y.stride2 + n0
+    at = at + (_offsets(rows, y.stride2, k)[:, None] + cols[None, :])
     tl.store(at, acc.to(y.pointer.dtype.element_ty), mask=row_inside[:, None] & col_inside[None, :])
