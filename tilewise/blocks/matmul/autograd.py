@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from tilewise.blocks.eager import is_eager
 from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.blocks.matmul.run import run
 
@@ -64,6 +63,8 @@ def _product_for(ctx, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """beta · dY in c's dtype, summed in float32 over the axes that c broadcasts."""
+    if beta == 0.0:  # C was not read: nothing that dY holds matters
+        return dy.new_zeros(shape, dtype=dtype)
     missing = dy.dim() - len(shape)
     axes = [*range(missing), *(i + missing for i, n in enumerate(shape) if n == 1 and dy.shape[i + missing] != 1)]
     if axes:
@@ -95,19 +96,9 @@ class _EagerMatmul(torch.autograd.Function):
         return _backward(ctx, dy)
 
 
-def _is_eager(*tensors: Tensor | None) -> bool:
-    """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
 def matmul_op(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str, summed: list[int] | None = None
 ) -> Tensor:
     """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
     args = (a, b, c, alpha, beta, summed or [], backend)
-    return _EagerMatmul.apply(*args) if _is_eager(a, b, c) else torch.ops.tilewise.matmul(*args)
+    return _EagerMatmul.apply(*args) if is_eager(a, b, c) else torch.ops.tilewise.matmul(*args)

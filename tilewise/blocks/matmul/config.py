@@ -81,7 +81,7 @@ def hopper_config(product: Product) -> HopperConfig:
         return HopperConfig()
     if product.c_dtype == torch.float32:
         return HopperConfig(block_n=128)
-    return HopperConfig(stages=3, store_buffers=1, turns=False)
+    return HopperConfig(stages=3, store_buffers=1, turns=False, group_m=16)
 
 
 def c_first(product: Product, alpha: float, beta: float) -> bool:
