@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tilewise import matmul
 from tilewise.blocks.matmul import problem
+from tilewise.blocks.matmul.explanation import explain
 from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.run import run
 
@@ -287,3 +288,28 @@ def test_layouts_are_what_they_say():
     x = torch.randn(2, 3, 4)
     for layout in LAYOUTS[:-1]:
         assert torch.equal(lay_out(x, layout), x)
+
+
+# --- explain ---
+
+
+def test_explain():
+    meta = {"device": "meta", "dtype": BRAIN}
+    a, b = torch.empty(8192, 512, **meta), torch.empty(512, 8192, **meta)
+    found = explain(a, b, c=torch.empty(8192, 8192, **meta), device="sm_90")
+    assert found.choice.backend == "hopper"
+    assert found.flops == 2 * 8192 * 8192 * 512
+    assert found.bytes == 2 * (2 * 8192 * 512 + 2 * 8192 * 8192)
+    assert "tiles of 128 x 256, steps of 64, 3 stages" in str(found)
+    assert str(found).endswith("6.87e+10 FLOP, 2.85e+08 bytes, 241 FLOP/byte")
+    batch = explain(a.expand(3, -1, -1), b.mT.contiguous().mT.expand(3, -1, -1), device="sm_80")
+    assert "not hopper: needs compute capability 9.0, this GPU has 8.0" in str(batch)
+    assert explain(a, b, device="cpu").choice.backend == "cpu"
+    assert explain(a, b, c=a[:, :1], alpha=0.5, device="sm_90").tiles.endswith("C last")
+    for arguments, message in (
+        ((a[:0], b), "no product"), ((torch.empty(2, 1, 2, 4, 5), torch.empty(3, 2, 5, 6)), "two batch axes"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            explain(*arguments)
+    with pytest.raises(ValueError, match=r"^device: must be"):
+        explain(a, b, device="gpu")

@@ -28,7 +28,7 @@ def matmul(
         alpha: multiplies the product; a finite number. With 0, a and b are not read.
         beta: multiplies c; a finite number. With 0, c is not read.
         backend: "hopper", "triton" or "cpu"; one that cannot run the call is an error. Default: the first of them
-            that can, see `tilewise.blocks.matmul.plan.choose`.
+            that can, see `tilewise.blocks.matmul.explanation.explain`.
 
     Returns:
         (..., M, N) in a's dtype, contiguous. On a GPU float32 products use TF32 where PyTorch's own matrix products

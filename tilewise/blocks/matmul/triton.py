@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.launcher import Launch, Strided
-from tilewise.blocks.matmul.config import c_spread, triton_config
+from tilewise.blocks.matmul.config import c_spread, float32_precision, triton_config
 from tilewise.blocks.matmul.problem import Product
 from tilewise.blocks.matmul.triton_kernel import Compiled, Sizes, matmul_kernel
 
@@ -16,7 +15,7 @@ from tilewise.blocks.matmul.triton_kernel import Compiled, Sizes, matmul_kernel
 def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor, alpha: float, beta: float) -> Launch:
     """The launch of the kernel on tensors that lie as these do."""
     p = product
-    precision = _precision(p.dtype)
+    precision = float32_precision(p.dtype)
     config = triton_config(p, precision)
     first, second = p.batch
     strides = {
@@ -47,8 +46,3 @@ def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """float32 products follow torch's own setting for matrix products; 16-bit ones have no choice."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
