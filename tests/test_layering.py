@@ -32,6 +32,12 @@ ROOMS = {
     "tilewise.autograd": {"tilewise.plan", *BACKEND},
     "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
     "tilewise.blocks": set(),
+    "tilewise.blocks.matmul": {
+        "tilewise.blocks",
+        "tilewise.backends",
+        "tilewise.backends.launcher",
+        "tilewise.backends.hopper",
+    },
     "tilewise.blocks.softmax": {"tilewise.blocks"},
     "tilewise.blocks.matmul": {
         "tilewise.blocks",

@@ -129,6 +129,13 @@ def test_float32_sums_of_a_16_bit_gradient():
     assert c.grad.tolist() == b.grad[0].tolist() == [65536.0, 65536.0]
 
 
+def test_gradient_of_a_float32_c_is_not_rounded_to_bfloat16():
+    a, b = torch.randn(3, 4, dtype=BRAIN), torch.randn(4, 5, dtype=BRAIN)
+    c, dy = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5).to(BRAIN)
+    (dc,) = torch.autograd.grad(matmul(a, b, c=c, beta=0.3), c, dy)
+    assert torch.equal(dc, dy.float() * 0.3)
+
+
 # --- as PyTorch sees it ---
 
 OPERATOR_CASES = {

@@ -26,8 +26,7 @@ def _fake(a, b, c, alpha, beta, summed, backend):
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, c, ctx.alpha, ctx.beta, ctx.summed, ctx.backend = inputs
-    ctx.batch = broadcast(a, b)
+    a, b, c, ctx.alpha, ctx.beta, _, ctx.backend = inputs
     ctx.c = None if c is None else (tuple(c.shape), c.dtype)
     # an operand is kept only for the gradient of the other
     ctx.a_shape, ctx.b_shape = tuple(a.shape), tuple(b.shape)
@@ -67,11 +66,11 @@ def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype)
         return dy.new_zeros(shape, dtype=dtype)
     missing = dy.dim() - len(shape)
     axes = [*range(missing), *(i + missing for i, n in enumerate(shape) if n == 1 and dy.shape[i + missing] != 1)]
+    wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
     if axes:
-        wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
         dy = dy.sum(axes, keepdim=True, dtype=wide)
     if beta != 1.0:
-        dy = dy * beta
+        dy = (dy if dy.dtype == dtype else dy.to(wide)) * beta
     return dy.to(dtype).reshape(shape)
 
 

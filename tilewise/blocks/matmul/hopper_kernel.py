@@ -74,7 +74,7 @@ class Compiled(NamedTuple):
     B_BY_ROWS: Any
     C: Any  # which axes of Y it is full along: "matrix", "row", "column", "one"; "none" for no c
     C_FIRST: Any  # the accumulator starts from C; else C is added to the product
-    C_AHEAD: Any
+    C_AHEAD: Any  # a warp of its own loads C
 
 
 class Sources(NamedTuple):
@@ -132,6 +132,7 @@ def work_count(sizes):
 
 @gluon.jit
 def fill_c(x, rings, t, tile, spread, k):
+    """Load C of a tile, once the warpgroups have read that of the tile before."""
     for w in gl.static_range(WARPGROUPS):
         fill(rings.c, w, t, x.c, tile.g0 * spread.c0, tile.g1 * spread.c1, tile.m0 + w * k.ROWS, tile.n0)
 
