@@ -243,7 +243,7 @@ def test_errors(arguments, error, message):
     [
         ((256, 128), (128, 64), None, "auto", "hopper"),
         ((256, 128), (128, 64), (64,), "auto", "hopper"),
-        ((2, 256, 128), (2, 128, 64), None, "auto", "triton"),  # not chosen
+        ((2, 256, 128), (2, 128, 64), None, "auto", "hopper"),
         ((2, 256, 128), (2, 128, 64), None, "hopper", "hopper"),
         ((256, 128), (128, 63), None, "auto", "triton"),
         ((256, 128), (128, 63), None, "hopper or auto", "triton"),

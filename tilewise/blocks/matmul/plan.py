@@ -33,8 +33,6 @@ def choose(product: Product, backend: str = "auto") -> Choice:
         if not otherwise and name not in ("auto", candidate):
             continue
         reason = declines(product)
-        if reason is None and candidate == "hopper" and name == "auto":
-            reason = not_chosen(product)
         if reason is None:
             return Choice(candidate, reasons)
         reasons[candidate] = reason
@@ -79,15 +77,6 @@ def declines_hopper(product: Product) -> str | None:
     if product.cols % 8:
         return f"writes y by TMA, in rows of a multiple of 16 bytes: not {product.cols} elements"
     return declines_tma(product)
-
-
-def not_chosen(product: Product) -> str | None:
-    """Why the Hopper kernel is not chosen where it could run: what has not run on a GPU yet has to be asked for."""
-    if product.dtype != torch.bfloat16 or product.c_dtype not in (None, torch.bfloat16):
-        return "was measured with bfloat16 only"
-    if max(*product.kept, *product.summed) > 1:
-        return "was measured on one matrix, not on a batch"
-    return None
 
 
 _DECLINES = {"hopper": declines_hopper, "triton": declines_triton, "cpu": declines_cpu}
