@@ -155,7 +155,7 @@ def compilers(tmp_path_factory):
 def test_the_short_way_hands_over_the_same_arguments(compilers, backend, case):
     """What reaches Triton's launcher in C, in every launch of a forward and a backward: pointers by address."""
     names, own, short = zip(*compilers.run(launcher_arguments, "3.6.0", 90, case, backend), strict=True)
-    assert len(names) == {"hopper": 5, "triton": 5}[backend]
+    assert {"forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel"} <= set(names)
     for name, x, y in zip(names, own, short, strict=True):
         assert x == y, name
     assert any("map" in str(x) for x in own)

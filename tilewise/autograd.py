@@ -49,6 +49,7 @@ _KEPT = 4096  # of each
 
 
 def _layouts(*tensors: Tensor | None) -> tuple:
+    """Their layouts, as `tilewise.backends` means it."""
     return tuple([None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
