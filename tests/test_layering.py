@@ -39,12 +39,6 @@ ROOMS = {
         "tilewise.backends.hopper",
     },
     "tilewise.blocks.softmax": {"tilewise.blocks"},
-    "tilewise.blocks.matmul": {
-        "tilewise.blocks",
-        "tilewise.backends.launcher",
-        "tilewise.backends.hopper",
-        "tilewise.backends",
-    },
 }
 TRITON_ROOMS = {
     "tilewise.backends.launcher",
