@@ -42,7 +42,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.")] = None,
     commit: Annotated[str, typer.Option(help="The commit that is measured, where there is no git.")] = "",
 ) -> None:
-    """Measure tilewise beside SDPA, FlexAttention, FlashAttention-4 and cuDNN on this machine.
+    """Measure tilewise beside SDPA, FlexAttention, FlashAttention-4 and cuDNN on this machine; its softmax and products
+    beside PyTorch's own.
 
     Each provider gets the same inputs and is held to the right answer before it is timed: forward, backward, working
     memory, first call. Speeds are shown against the device's own, calibrated in the same run, and against the best

@@ -1,0 +1,110 @@
+"""The softmax's tiles on this GPU: what config.py chooses and what it might, as shares of a copy's speed.
+
+    python benchmarks/softmax.py [--json FILE]
+
+Every variant is held to float64 before it is timed. Needs a GPU of compute capability 8.0 or later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.timing import Clock
+from tilewise.blocks.softmax import Needs
+from tilewise.blocks.softmax.triton import launch
+from tilewise.blocks.softmax.triton.config import Config, softmax_config
+
+LENGTHS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
+BYTES = 1 << 30  # of a tensor
+DEVICE = torch.device("cuda")
+
+
+def variants(rows: int, length: int, itemsize: int, backward: bool) -> Iterator[tuple[str, Config]]:
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    chosen = softmax_config(rows, rows, length, False, itemsize, backward, processors)
+    yield "chosen", chosen
+    if length in (1 << 14, 1 << 17):
+        for block, warps in ((4096, 4), (2048, 2)):
+            for pack in (False, True) if itemsize == 2 else (False,):
+                shared = Config(True, 1, block, length // block, block, warps, pack)
+                if shared != chosen:
+                    yield f"programs of {block}, {warps} warps{', packed' if pack else ''}", shared
+
+
+def with_config(config: Config, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        launch.softmax_config = lambda *arguments: config
+        return step()
+
+    launch._prepare.cache_clear()
+    return run
+
+
+def measure(dtype: torch.dtype, length: int, copy: float) -> Iterator[dict]:
+    clock = Clock(DEVICE, 0.02)
+    rows = BYTES // (length * dtype.itemsize)
+    x, dp = (torch.randn(rows, length, device=DEVICE, dtype=dtype) for _ in range(2))
+    p = torch.softmax(x, -1)
+    wide = torch.softmax(x[-64:].double(), -1), dp[-64:].double()
+    p_wide = p[-64:].double()
+    right = wide[0], p_wide * (wide[1] - (wide[1] * p_wide).sum(-1, keepdim=True))
+    passes: tuple[tuple[str, Callable[[], Tensor], Callable[[], Tensor]], ...] = (
+        ("forward", lambda: launch.forward(x, 1.0, None, None, 1), lambda: torch.softmax(x, -1)),
+        (
+            "backward",
+            lambda: _dx(dp, p),
+            lambda: torch.ops.aten._softmax_backward_data(dp, p, 1, dtype),
+        ),
+    )
+    for n, (name, ours, theirs) in enumerate(passes):
+        moved = (2 + n) * BYTES
+        for variant, config in variants(rows, length, dtype.itemsize, n == 1):
+            step = with_config(config, ours)
+            error = ((step()[-64:] - right[n]).abs().max() / right[n].abs().max()).item()
+            assert error < (1e-5 if dtype == torch.float32 else 1e-2), f"{variant} is wrong: {error}"
+            speed = moved / clock.time(step).median_s
+            yield {"pass": name, "variant": variant, "bytes_per_second": speed, "of_copy": speed / copy}
+        speed = moved / clock.time(theirs).median_s
+        yield {"pass": name, "variant": "torch", "bytes_per_second": speed, "of_copy": speed / copy}
+
+
+def _dx(dp: Tensor, p: Tensor) -> Tensor:
+    dx, _ = launch.backward(dp, p, 1.0, None, 1, Needs(True, False))
+    assert dx is not None
+    return dx
+
+
+def copy_speed() -> float:
+    x = torch.zeros(BYTES, dtype=torch.uint8, device=DEVICE)
+    y = torch.empty_like(x)
+    return 2 * BYTES / Clock(DEVICE, 0.05).time(lambda: y.copy_(x)).median_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    copy = copy_speed()
+    print(f"{torch.cuda.get_device_name(DEVICE)}: copy {copy / 1e12:.3f} TB/s", flush=True)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for length in LENGTHS:
+            for row in measure(dtype, length, copy):
+                found.append({"dtype": str(dtype), "length": length, **row})
+                print(
+                    f"{str(dtype).removeprefix('torch.'):8} {length:6} {row['pass']:8} {row['of_copy']:.3f} of copy  "
+                    f"{row['variant']}",
+                    flush=True,
+                )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"copy_bytes_per_second": copy, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
