@@ -11,7 +11,7 @@ from softmax_helpers import Case, check
 from torch._subclasses import FakeTensorMode
 
 from tilewise import softmax
-from tilewise.blocks.softmax import cpu
+from tilewise.blocks.softmax import checks, cpu
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -21,9 +21,10 @@ def each(cases):
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
-@pytest.fixture(params=[1 << 19, 50], ids=["whole", "in pieces"])
-def pieces(request, monkeypatch):
-    monkeypatch.setattr(cpu, "AT_ONCE", request.param)
+@pytest.fixture
+def pieces(monkeypatch):
+    """Tensors of a few hundred elements come in pieces."""
+    monkeypatch.setattr(cpu, "AT_ONCE", 50)
 
 
 # --- numbers ---
@@ -59,13 +60,15 @@ def test_error_rule(case, pieces):
         Case((4, 40), dim=0, mask="nn", blind=True, dtype=FLOAT),
     ]
 )
-def test_error_rule_of_special_cases(case, pieces):
+@pytest.mark.parametrize("at_once", [1 << 19, 10])
+def test_error_rule_of_special_cases(case, at_once, monkeypatch):
+    monkeypatch.setattr(cpu, "AT_ONCE", at_once)
     check(case)
 
 
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_gradcheck(axes, dim, pieces):
+@pytest.mark.parametrize(("axes", "dim"), [(axes, n % 3 - 1) for n, axes in enumerate(AXES)])
+def test_gradcheck(axes, dim, monkeypatch):
+    monkeypatch.setattr(cpu, "AT_ONCE", 8)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, dtype=DOUBLE, requires_grad=True)
     bias = torch.randn([1 if a == "1" else n for a, n in zip(axes, x.shape, strict=True)], dtype=DOUBLE)
@@ -240,6 +243,13 @@ BAD = {
         (X,), {"bias": torch.zeros(5, device="meta")}, ValueError, "bias: must be on x's device cpu, got meta",
     ),
 }  # fmt: skip
+
+
+def test_an_old_gpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.raises(ValueError, match=r"^x: needs compute capability 8\.0 or later, T4 has less$"):
+        checks._check_gpu(X, None, 0)
 
 
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD.values(), ids=BAD)

@@ -96,7 +96,6 @@ def test_rows_split_over_programs(interpreter, case):
 # --- ahead of time ---
 
 COMPILED = {
-    "1k": Case((1024, 1024), dtype=BRAIN),
     "16k, mask, shared bias": Case((8, 512, 16384), dtype=BRAIN, bias="1nn", mask="n1n"),
     "16k": Case((4096, 16384), dtype=BRAIN),
     "64k": Case((1024, 65536), dtype=BRAIN),
@@ -104,11 +103,13 @@ COMPILED = {
     "few rows of 1M": Case((2, 1 << 20), dtype=BRAIN, bias="1n"),
     "along the first axis": Case((4096, 4096), dtype=BRAIN, dim=0),
 }
+# All where torch 2.11 would run them on Hopper; elsewhere what takes most registers, or programs that wait.
 RUNS = [
     *(("3.6.0", 90, name) for name in COMPILED),
-    *(("installed", 90, name) for name in ("16k", "64k")),
-    *(("installed", target, name) for target in (80, 100) for name in ("16k, mask, shared bias", "64k")),
-    *(("3.6.0", 120, name) for name in ("16k", "few rows of 1M")),
+    ("installed", 90, "64k"),
+    ("installed", 80, "16k, mask, shared bias"),
+    ("installed", 100, "64k"),
+    ("3.6.0", 120, "16k"),
 ]
 
 

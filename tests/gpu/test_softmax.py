@@ -119,6 +119,12 @@ def test_what_is_not_finite_and_visible_spoils_its_row(length):
     assert (p[[0, 3]] == p[0, 0]).all()
 
 
+def test_rows_whose_indices_do_not_fit():
+    x = torch.zeros(1, device="cuda").expand(1 << 30)
+    with pytest.raises(ValueError, match=r"^x: a row on a GPU has at most 1073741823 elements, got 1073741824$"):
+        softmax(x)
+
+
 def test_float64_is_an_error():
     message = r"^x, bias: float64 runs on the CPU only, the tensors are on cuda:0$"
     with pytest.raises(ValueError, match=message):

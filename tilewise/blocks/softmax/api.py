@@ -15,7 +15,7 @@ def softmax(
 
     Args:
         x: float16, bfloat16, float32, or float64 (CPU); of any shape with at least one axis, any strides. A row is
-            what lies along ``dim``; its length has no limit.
+            what lies along ``dim``, up to 2**30 - 1 elements on a GPU, without limit on the CPU.
         scale: multiplies x; positive. Without a bias it takes effect after the row's maximum has been subtracted, so
             that no finite x overflows; with one, ``scale * x + bias`` has to be within the range of float32.
         bias: added to the scaled x; floating, any dtype whatever x's is, broadcastable to x's shape. Its gradient has
@@ -29,7 +29,8 @@ def softmax(
         A NaN or +inf that is visible makes its row NaN; behind the mask it has no effect.
 
         Gradients flow to x and bias: ``dS = P * (dP - sum(dP * P))``, ``dx = scale * dS``, ``dbias`` the sum of dS
-        over the axes that bias broadcasts. Where P is 0, dS is 0, whatever dP is.
+        over the axes that bias broadcasts. Where P is 0, dS is 0, whatever dP is. Equal inputs give equal bits. There
+        is no second derivative.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it are of 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -40,8 +41,17 @@ def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor |
     for name, operand in (("bias", bias), ("mask", mask)):
         if operand is not None:
             _check_operand(name, operand, x)
-    if x.is_cuda and torch.float64 in (x.dtype, None if bias is None else bias.dtype):
-        raise ValueError("x, bias: float64 runs on the CPU only, the tensors are on " + str(x.device))
+    if x.is_cuda:
+        _check_gpu(x, bias, dim)
+
+
+def _check_gpu(x: Tensor, bias: Tensor | None, dim: int) -> None:
+    if torch.float64 in (x.dtype, None if bias is None else bias.dtype):
+        raise ValueError(f"x, bias: float64 runs on the CPU only, the tensors are on {x.device}")
+    if x.shape[dim] > LONGEST_ON_GPU:
+        raise ValueError(f"x: a row on a GPU has at most {LONGEST_ON_GPU} elements, got {x.shape[dim]}")
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        raise ValueError(f"x: needs compute capability 8.0 or later, {torch.cuda.get_device_name(x.device)} has less")
 
 
 def _check_operand(name: str, operand: Tensor, x: Tensor) -> None:
