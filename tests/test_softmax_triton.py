@@ -93,6 +93,24 @@ def test_rows_split_over_programs(interpreter, case):
     interpreter(case, in_parts)
 
 
+def on_an_old_gpu(_):
+    from types import SimpleNamespace
+
+    from tilewise.blocks.softmax.triton import launch
+
+    was = torch.cuda.get_device_properties
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(major=7, minor=5, name="T4")
+    try:
+        launch._processors(SimpleNamespace(is_cuda=True, device="cuda"))
+    finally:
+        torch.cuda.get_device_properties = was
+
+
+def test_an_old_gpu_is_an_error(interpreter):
+    with pytest.raises(ValueError, match=r"^x: needs compute capability 8\.0 or later, T4 has 7\.5$"):
+        interpreter(None, on_an_old_gpu)
+
+
 # --- ahead of time ---
 
 COMPILED = {

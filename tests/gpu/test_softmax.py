@@ -119,6 +119,14 @@ def test_what_is_not_finite_and_visible_spoils_its_row(length):
     assert (p[[0, 3]] == p[0, 0]).all()
 
 
+def test_compile():
+    compiled = torch.compile(lambda x, bias: softmax(2 * x, scale=0.5, bias=bias), backend="aot_eager", fullgraph=True)
+    x, bias = (torch.randn(n, 300, device="cuda", requires_grad=True) for n in (40, 1))
+    outputs = compiled(x, bias), softmax(x, bias=bias)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(p.square().sum(), (x, bias)) for p in outputs))
+
+
 def test_rows_whose_indices_do_not_fit():
     x = torch.zeros(1, device="cuda").expand(1 << 30)
     with pytest.raises(ValueError, match=r"^x: a row on a GPU has at most 1073741823 elements, got 1073741824$"):

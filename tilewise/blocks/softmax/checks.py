@@ -50,8 +50,6 @@ def _check_gpu(x: Tensor, bias: Tensor | None, dim: int) -> None:
         raise ValueError(f"x, bias: float64 runs on the CPU only, the tensors are on {x.device}")
     if x.shape[dim] > LONGEST_ON_GPU:
         raise ValueError(f"x: a row on a GPU has at most {LONGEST_ON_GPU} elements, got {x.shape[dim]}")
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
-        raise ValueError(f"x: needs compute capability 8.0 or later, {torch.cuda.get_device_name(x.device)} has less")
 
 
 def _check_operand(name: str, operand: Tensor, x: Tensor) -> None:

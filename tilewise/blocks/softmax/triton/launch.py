@@ -86,7 +86,12 @@ def _prepare(
 
 def _processors(x: Tensor) -> int:
     """Multiprocessors that run programs side by side: none in Triton's interpreter."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 0
+    if not x.is_cuda:
+        return 0
+    device = torch.cuda.get_device_properties(x.device)
+    if device.major < 8:
+        raise ValueError(f"x: needs compute capability 8.0 or later, {device.name} has {device.major}.{device.minor}")
+    return device.multi_processor_count
 
 
 def _compiled(axes: Axes, config: Config, wide: bool, **switches: bool) -> Compiled:
