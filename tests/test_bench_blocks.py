@@ -69,7 +69,6 @@ def test_a_wrong_softmax_is_not_timed(no_calibration, monkeypatch):
     assert not run.ours_are_right(found)
 
 
-@pytest.mark.skipif("matmul" not in tilewise.__all__, reason="there is no tilewise.matmul yet")
 def test_products_are_measured(no_calibration):
     options = run.Options("cpu", providers=("matmul",))
     found = run.run(options, run.PlainProgress(), todo=[PRODUCT, SUM])

@@ -146,11 +146,10 @@ def cases(device: str, quick: bool) -> Iterator[Block]:
 
 def computers() -> Iterator[tuple[str, str, Callable[[Any, Inputs], Callable[[], Tensor]]]]:
     """(operator, name, what makes the forward of a case) of each provider; the backward is autograd's."""
-    public: Any = tilewise
-    yield "softmax", "tilewise-softmax", lambda case, x: lambda: public.softmax(x.named["x"])
+    yield "softmax", "tilewise-softmax", lambda case, x: lambda: tilewise.softmax(x.named["x"])
     yield "softmax", "torch-softmax", lambda case, x: lambda: torch.softmax(x.named["x"], -1)
     yield "softmax", "torch-softmax-compiled", _compiled_softmax
-    yield "matmul", "tilewise-matmul", lambda case, x: lambda: public.matmul(*x.leaves[:2], c=x.named.get("c"))
+    yield "matmul", "tilewise-matmul", lambda case, x: lambda: tilewise.matmul(*x.leaves[:2], c=x.named.get("c"))
     yield "matmul", "torch-matmul", _torch_matmul
 
 
