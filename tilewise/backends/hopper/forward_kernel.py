@@ -203,18 +203,32 @@ def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr):
-    """From the product to what the softmax takes: softcap, bias, mask."""
-    S: gl.constexpr = accumulator(c.BLOCK_N)
+def scores(s, bias, partial, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
+    """From the product to what the softmax takes: softcap, bias, and in a ``partial`` tile the band."""
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
     if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
         s += in_units(bias, terms.inverse)
-    if PARTIAL:
-        rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, S))
-        cols = n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
-        s = gl.where(in_band(rows[:, None], cols[None, :], sizes.keys, terms), s, -float("inf"))
+    if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if partial:
+            s = banded(s, tile.row0 + 64 * WARPGROUP - n0, sizes.keys - n0, terms, c)
     return s
+
+
+@gluon.jit
+def banded(s, row0, keys, terms, c):
+    """-inf where the band hides; ``row0`` and ``keys`` count from the first key of the tile.
+
+    As [64, BLOCK_N / 8, 8]: a thread holds two neighbours of every eight columns, so that the index of the eight is a
+    constant of each instruction. Indices of all columns would stay in registers for the whole kernel.
+    """
+    parts = s.reshape([64, c.BLOCK_N // 8, 8])
+    L: gl.constexpr = parts.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
+    eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+    seen = in_band(rows + row0 - within, 8 * eights, keys - within, terms)
+    return gl.convert_layout(gl.where(seen, parts, -float("inf")).reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -228,8 +242,7 @@ def start_of(bias, terms, c):
 
 
 @gluon.jit
-def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROUP: gl.constexpr,
-           PARTIAL: gl.constexpr):  # fmt: skip
+def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROUP: gl.constexpr):
     """Q·Kᵀ and softmax of one tile of keys, under the P·V of the tile before; returns ``(m, l, o, p)``."""
     DTYPE: gl.constexpr = x.q.dtype
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
@@ -258,8 +271,10 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
     leave(rings.k, k_slot)
 
     # softmax
-    s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, PARTIAL)
-    BLIND: gl.constexpr = PARTIAL or c.BIAS == "matrix" or c.BIAS == "cols"
+    BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
+    BLIND: gl.constexpr = BAND or c.BIAS == "matrix" or c.BIAS == "cols"
+    partial = (n >= tile.full_end) | (n < tile.full_begin)
+    s = scores(s, bias, partial, tile, n0, terms, sizes, c, WARPGROUP, BAND)
     p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, BLIND)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
@@ -338,28 +353,15 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(rings.k, slot)
         wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
-        s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
+        s = scores(s, bias, True, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
         p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
         p = gl.convert_layout(p_first.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         step += 1
 
-        # the others: partial tiles, full ones, partial ones
-        if BAND:
-            for i in range(last - gl.minimum(tile.full_end, last)):
-                m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, last - 1 - i, terms, sizes, c,
-                                        WARPGROUP, True)  # fmt: skip
-                step += 1
-        full_end = gl.minimum(tile.full_end, last)
-        full_begin = gl.minimum(tile.full_begin, last)
-        for i in range(full_end - full_begin):
-            m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, full_end - 1 - i, terms, sizes, c,
-                                    WARPGROUP, False)  # fmt: skip
+        # the others
+        for i in range(last - tile.begin):
+            m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, last - 1 - i, terms, sizes, c, WARPGROUP)
             step += 1
-        if terms.HAS_LO:
-            for i in range(full_begin - tile.begin):
-                m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, full_begin - 1 - i, terms, sizes, c,
-                                        WARPGROUP, True)  # fmt: skip
-                step += 1
 
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
