@@ -27,3 +27,18 @@ def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple
     inputs = tensors(case)
     getattr(inputs, which)[where] = value
     return run(case, "triton", inputs=inputs), run(case, "oracle", inputs=inputs), visible(case, inputs)
+
+
+def summarise(case: Case) -> tuple[Tensor, Tensor, int, int]:
+    """What the hopper backend's forward knows of a case's mask: bits, visits, and its tiles of queries and of keys."""
+    from tilewise.backends.hopper.config import forward_config
+    from tilewise.backends.hopper.launch import MaskSummary
+    from tilewise.problem import Problem
+    from tilewise.score.terms import Band, Score
+
+    x = tensors(case)
+    score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
+    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score)
+    config = forward_config(problem)
+    bits, visits = MaskSummary(problem, config, x.mask)(x.mask)
+    return bits, visits, config.block_m, config.block_n

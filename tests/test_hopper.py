@@ -31,7 +31,6 @@ MATRIX = Operand(torch.bfloat16, 1, 8, 239, 432)
         ({"capability": (8, 0)}, "needs compute capability 9.0, this GPU has 8.0"),
         ({"capability": (10, 0)}, "needs compute capability 9.0, this GPU has 10.0"),
         ({"dtype": torch.float32}, "has kernels for float16 and bfloat16, not for float32"),
-        ({"mask": Operand(torch.bool, 1, 1, 239, 432)}, "has no bool masks yet"),
         ({"bias": replace(MATRIX, dtype=torch.float64)}, "reads a bias in float16, bfloat16 or float32, not float64"),
         ({"irregular": ("k", "v")}, "reads by TMA, which cannot describe k, v: "),
         ({"bias": MATRIX, "irregular": ("bias",)}, "reads by TMA, which cannot describe bias: "),
@@ -42,6 +41,7 @@ MATRIX = Operand(torch.bfloat16, 1, 8, 239, 432)
         ({"bias": replace(MATRIX, dtype=torch.float32)}, None),
         ({"bias": replace(MATRIX, rows=1), "irregular": ("bias",)}, None),
         ({"bias": replace(MATRIX, cols=1), "irregular": ("bias",)}, None),
+        ({"mask": Operand(torch.bool, 1, 1, 239, 432), "bias": MATRIX}, None),
     ],
 )
 def test_declines(change, reason):
@@ -64,6 +64,7 @@ def test_declines(change, reason):
         ({"deterministic": True}, "sums dQ in no fixed order"),
         ({"value_dim": 64}, "has backward kernels for head dimensions up to 64 and up to 128, not for 128 with 64"),
         ({"head_dim": 256, "value_dim": 256}, "has backward kernels for head dimensions up to 64 and up to 128, not"),
+        ({"mask": Operand(torch.bool, 1, 1, 239, 432)}, "has no bool masks yet"),
         ({"irregular": ("do",)}, "reads do by TMA, which cannot describe it"),
         ({"bias": replace(MATRIX, rows=1, dtype=torch.float32), "bias_grad": True}, None),
         ({"bias": replace(MATRIX, cols=1), "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Case, check, reference, run, tensors
+from helpers import Case, check, hold, reference, run, tensors
 
 from tilewise import attention, explain
 
@@ -90,15 +90,42 @@ def drawn(n: int) -> Case:
     M, N = (r.choice((1, 3, 64, 127, 128, 129, 239, 799, 1023, r.randint(1, 1500))) for _ in range(2))
     bias = r.choice((None, None, "bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "1hm1", "1111"))
     hides = bias is not None and bias[3] == "n" and r.random() < 0.5
+    mask = r.choice((None, None, None, "bhmn", "1kmn", "b1mn", "11mn", "b11n", "1h1n", "1hm1", "1111"))
     causal = r.random() < 0.4
     window = r.choice((None, None, (r.randint(0, 300), None), (r.randint(0, 300), r.randint(0, 300))))
     return Case(
         B=r.choice((1, 2, 3)), H=group * kv_heads, Hkv=kv_heads, M=M, N=N, D=D, Dv=r.choice((D, D, 8, 64, 128)),
-        dtype=r.choice((BRAIN, HALF)), bias=bias, bias_dtype=r.choice((None, BRAIN, HALF, FLOAT)), causal=causal,
-        window=window, softcap=r.choice((None, None, None, 5.0)), scale=r.choice((None, None, 0.02, 0.7)),
+        dtype=r.choice((BRAIN, HALF)), bias=bias, bias_dtype=r.choice((None, BRAIN, HALF, FLOAT)), mask=mask,
+        causal=causal, window=window, softcap=r.choice((None, None, None, 5.0)),
+        scale=r.choice((None, None, 0.02, 0.7)),
         layout=r.choice(("padded", "padded", "contiguous", "heads_last")) if bias is None or bias[2:] != "mn"
         else "padded", bias_hides=hides,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(USUAL, mask="bhmn", causal=True),
+        replace(USUAL, mask="1kmn", bias="1hmn", D=128, blind=True),
+        replace(USUAL, mask="b1mn", window=(100, 30), D=256, dtype=HALF),
+        replace(USUAL, mask="bh1n", planted=math.nan, D=128),
+        replace(USUAL, mask="11mn", bias="b11n", planted=math.inf),
+        replace(USUAL, mask="1hm1", softcap=5.0),
+    ],
+    ids=str,
+)
+def test_masks(case):
+    check(case, "hopper", "cuda")
+
+
+def test_a_sparse_mask():
+    """Tiles that are hidden, mixed and visible: blocks of 64 along the diagonal, and every eighth tile of keys."""
+    case = replace(USUAL, M=1023, N=1023, mask="b1mn", H=2, D=128)
+    x = tensors(case, "cuda")
+    i, j = torch.arange(1023, device="cuda")[:, None] // 64, torch.arange(1023, device="cuda")[None, :] // 64
+    x.mask[:] = (i == j) | (j % 8 == 5)
+    hold(case, run(case, "hopper", "cuda", x), "cuda", x)
 
 
 @pytest.mark.parametrize("part", range(8))

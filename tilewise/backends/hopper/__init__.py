@@ -26,8 +26,6 @@ def declines(problem: Problem) -> str | None:
         return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, problem.capability))}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"has kernels for float16 and bfloat16, not for {str(problem.dtype).removeprefix('torch.')}"
-    if problem.mask is not None:
-        return "has no bool masks yet"
     bias = problem.bias
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
@@ -49,6 +47,8 @@ def declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
     if problem.deterministic:
         return "sums dQ in no fixed order"
+    if problem.mask is not None:
+        return "has no bool masks yet"
     d, dv = problem.head_dim, problem.value_dim
     if max(d, dv) > 128 or (d > 64) != (dv > 64):
         return f"has backward kernels for head dimensions up to 64 and up to 128, not for {d} with {dv}"

@@ -67,7 +67,7 @@ def forward_config(problem: Problem) -> Config:
     crowded = problem.bias is not None and (capped or (band and not bias))
     block_n = 64 if d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
-    three = d <= 64 and problem.bias is None and not band and not capped
+    three = d <= 64 and problem.bias is None and problem.mask is None and not capped
     return Config(
         block_n=block_n,
         warpgroups=3 if three else 2,

@@ -63,6 +63,10 @@ class Compiled(NamedTuple):
     BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
+    MASK: Any  # there is a bool mask: `mask_kernels` has read it
+    MASK_BATCH: Any  # as of the bias
+    MASK_GROUP: Any
+    MASK_ROWS: Any  # the mask differs between queries
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
     ORDER: Any  # see tile_at
@@ -76,6 +80,8 @@ class Sources(NamedTuple):
     k: Any
     v: Any
     bias: Any
+    bits: Any  # of the mask, see mask_kernels
+    visits: Any
     o: Any
 
 
@@ -88,15 +94,24 @@ class Rings(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One program's work at a time: a tile of queries, and the tiles of keys that it sees."""
+    """One program's work at a time: a tile of queries, and the tiles of keys that it visits."""
 
     b: Any
     h: Any
     row0: Any
-    begin: Any
+    count: Any  # of the tiles of keys
+    last: Any
     full_begin: Any
     full_end: Any
-    end: Any
+    visits: Any  # with a mask, what visits_kernel lists of them
+
+
+class Visit(NamedTuple):
+    """One of the tiles of keys."""
+
+    n: Any
+    partial: Any  # the band or the end of the keys cuts it
+    mixed: Any  # the mask does
 
 
 @gluon.constexpr_function
@@ -113,7 +128,7 @@ def work_count(sizes, c):
 
 
 @gluon.jit
-def tile_at(i, terms, sizes, c):
+def tile_at(i, x, terms, sizes, c):
     """This program's ``i``-th tile. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
     count = sizes.row_tiles
@@ -141,10 +156,34 @@ def tile_at(i, terms, sizes, c):
         m = t // sizes.heads % count
         b = t // sizes.heads // count
     row0 = m * BLOCK_M
-    rows = gl.minimum(BLOCK_M, sizes.queries - row0)
-    begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
     # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
-    return Tile(b, h, row0, begin, full_begin, full_end, gl.maximum(end, begin + 1))
+    if c.MASK:
+        visits = x.visits + (mask_of(b, h, sizes, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
+        return Tile(b, h, row0, gl.load(visits), 0, 0, 0, visits + 1)
+    else:
+        rows = gl.minimum(BLOCK_M, sizes.queries - row0)
+        begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+        end = gl.maximum(end, begin + 1)
+        return Tile(b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
+
+
+@gluon.jit
+def visit_at(i, tile, c):
+    """The ``i``-th tile of keys, from the last to the first."""
+    if c.MASK:
+        listed = gl.load(tile.visits + i)
+        return Visit(listed >> 2, (listed & 1) != 0, (listed & 2) != 0)
+    else:
+        n = tile.last - i
+        return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
+
+
+@gluon.jit
+def mask_of(b, h, sizes, c):
+    """Which mask a head has, counted over its batch elements and heads."""
+    if c.MASK_BATCH:
+        h = b * sizes.heads + h
+    return gl.cast(h // c.MASK_GROUP, gl.int64)
 
 
 @gluon.jit
@@ -152,12 +191,12 @@ def load(x, rings, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
     for t in range(work_count(sizes, c)):
-        tile = tile_at(t, terms, sizes, c)
+        tile = tile_at(t, x, terms, sizes, c)
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
             fill(rings.q, w, t, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
-        for i in range(tile.end - tile.begin):
-            n0 = (tile.end - 1 - i) * c.BLOCK_N
+        for i in range(tile.count):
+            n0 = visit_at(i, tile, c).n * c.BLOCK_N
             fill(rings.k, step % c.STAGES, step // c.STAGES, x.k, tile.b, hk, n0, 0)
             fill(rings.v, step % c.STAGES, step // c.STAGES, x.v, tile.b, hk, n0, 0)
             step += 1
@@ -168,11 +207,11 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of one warp for each warpgroup: the tiles of its bias."""
     step = 0
     for t in range(work_count(sizes, c)):
-        tile = tile_at(t, terms, sizes, c)
+        tile = tile_at(t, x, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
-        for i in range(tile.end - tile.begin):
+        for i in range(tile.count):
             slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
-            n0 = (tile.end - 1 - i) * c.BLOCK_N
+            n0 = visit_at(i, tile, c).n * c.BLOCK_N
             row = tile.row0 + 64 * WARPGROUP
             fill(rings.bias, slot, step // c.BIAS_STAGES, x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
             step += 1
@@ -203,18 +242,78 @@ def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr):
-    """From the product to what the softmax takes: softcap, bias, mask."""
-    S: gl.constexpr = accumulator(c.BLOCK_N)
+def scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
+    """From the product to what the softmax takes: softcap, bias, in a mixed tile the mask, in a partial one the band.
+
+    ``words``: of `mask_words`.
+    """
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
     if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
         s += in_units(bias, terms.inverse)
-    if PARTIAL:
-        rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, S))
-        cols = n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
-        s = gl.where(in_band(rows[:, None], cols[None, :], sizes.keys, terms), s, -float("inf"))
+    if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if visit.partial:
+            n0 = visit.n * c.BLOCK_N
+            s = banded(s, tile.row0 + 64 * WARPGROUP - n0, sizes.keys - n0, terms, c)
+    if c.MASK:  # noqa: SIM102
+        if visit.mixed:
+            s = masked(s, words, c)
     return s
+
+
+@gluon.jit
+def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
+    """The bits of the mask for a mixed tile, a word of each of its rows for each thread; of another tile 0."""
+    if c.MASK:
+        L: gl.constexpr = in_words(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))).type.layout
+        WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
+        key_count = gl.cdiv(sizes.keys, c.BLOCK_N)
+        row0 = tile.row0 + 64 * WARPGROUP
+        rows = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
+        words = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
+        if c.MASK_ROWS:
+            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes, c) * sizes.queries + row0) * key_count + visit.n)
+            at += rows * (4 * key_count) + words
+        else:
+            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes, c) * key_count + visit.n) + (0 * rows + words)
+        return gl.load(at, mask=(rows < sizes.queries - row0) & visit.mixed, other=0)
+    else:
+        return 0
+
+
+@gluon.jit
+def in_words(s):
+    """As [64, BLOCK_N / 8, 4, 2]: of every eight columns two neighbours in each of four threads."""
+    return s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def masked(s, words, c):
+    """-inf where a bit of the mask is 0; see mask_kernels for their order."""
+    parts = in_words(s)
+    L: gl.constexpr = parts.type.layout
+    eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    bit = 2 * eights[None, :][:, :, None][:, :, :, None] + pair[None, :][:, None, :][:, :, None, :]
+    seen = (words[:, None, :][:, :, :, None] >> bit) & 1
+    parts = gl.where(seen != 0, parts, -float("inf"))
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def banded(s, row0, keys, terms, c):
+    """-inf where the band hides; ``row0`` and ``keys`` count from the first key of the tile.
+
+    As [64, BLOCK_N / 8, 8]: a thread holds two neighbours of every eight columns, so that the index of the eight is a
+    constant of each instruction. Indices of all columns would stay in registers for the whole kernel.
+    """
+    parts = s.reshape([64, c.BLOCK_N // 8, 8])
+    L: gl.constexpr = parts.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
+    eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+    seen = in_band(rows + row0 - within, 8 * eights, keys - within, terms)
+    return gl.convert_layout(gl.where(seen, parts, -float("inf")).reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -228,13 +327,14 @@ def start_of(bias, terms, c):
 
 
 @gluon.jit
-def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROUP: gl.constexpr,
-           PARTIAL: gl.constexpr):  # fmt: skip
+def attend(q, m_i, l_i, o, p, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.constexpr):
     """Q·Kᵀ and softmax of one tile of keys, under the P·V of the tile before; returns ``(m, l, o, p)``."""
     DTYPE: gl.constexpr = x.q.dtype
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
-    n0 = n * c.BLOCK_N
+    visit = visit_at(i, tile, c)
+    n0 = visit.n * c.BLOCK_N
+    words = mask_words(x, visit, tile, sizes, c, WARPGROUP)
     if c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
@@ -258,12 +358,13 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, n, terms, sizes, c, WARPGROU
     leave(rings.k, k_slot)
 
     # softmax
-    s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, PARTIAL)
-    BLIND: gl.constexpr = PARTIAL or c.BIAS == "matrix" or c.BIAS == "cols"
+    BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
+    BLIND: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
+    s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND)
     p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, BLIND)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
-    wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, n > tile.begin)
+    wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, i + 1 < tile.count)
 
     # the end of PV
     o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
@@ -313,14 +414,15 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
     for t in range(work_count(sizes, c)):
-        tile = tile_at(t, terms, sizes, c)
+        tile = tile_at(t, x, terms, sizes, c)
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         l_i = gl.full([64], 0.0, gl.float32, ROWS)
         o = gl.zeros([64, c.BLOCK_DV], gl.float32, O)
 
         # the last tile of keys: QK and softmax alone
-        last = tile.end - 1
-        n0 = last * c.BLOCK_N
+        visit = visit_at(0, tile, c)
+        n0 = visit.n * c.BLOCK_N
+        words = mask_words(x, visit, tile, sizes, c, WARPGROUP)
         slot = step % c.STAGES
         bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
@@ -337,29 +439,16 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         leave_bias(rings, step, c, WARPGROUP)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(rings.k, slot)
-        wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, last > tile.begin)
-        s = scores(s, bias, tile, n0, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
+        wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, tile.count > 1)
+        s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
         p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
         p = gl.convert_layout(p_first.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         step += 1
 
-        # the others: partial tiles, full ones, partial ones
-        if BAND:
-            for i in range(last - gl.minimum(tile.full_end, last)):
-                m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, last - 1 - i, terms, sizes, c,
-                                        WARPGROUP, True)  # fmt: skip
-                step += 1
-        full_end = gl.minimum(tile.full_end, last)
-        full_begin = gl.minimum(tile.full_begin, last)
-        for i in range(full_end - full_begin):
-            m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, full_end - 1 - i, terms, sizes, c,
-                                    WARPGROUP, False)  # fmt: skip
+        # the others
+        for i in range(1, tile.count):
+            m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, i, terms, sizes, c, WARPGROUP)
             step += 1
-        if terms.HAS_LO:
-            for i in range(full_begin - tile.begin):
-                m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, full_begin - 1 - i, terms, sizes, c,
-                                        WARPGROUP, True)  # fmt: skip
-                step += 1
 
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
@@ -386,9 +475,9 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, o, lse, terms, sizes, c):
-    """O and the LSE. q, k, v, o: descriptors of tiles; bias: a descriptor, or a `Strided`."""
-    x = Sources(q, k, v, bias, o)
+def forward_kernel(q, k, v, bias, bits, visits, o, lse, terms, sizes, c):
+    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; bits, visits: see mask_kernels."""
+    x = Sources(q, k, v, bias, bits, visits, o)
     q_ring = new_ring(q, c.WARPGROUPS, 64, c.BLOCK_D, 1)
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)

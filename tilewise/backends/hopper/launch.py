@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
-from tilewise.backends.hopper.config import Config, forward_config, padded
+from tilewise.backends.hopper.config import ROWS, Config, forward_config, padded
 from tilewise.backends.hopper.forward_kernel import Compiled, Sizes, forward_kernel
+from tilewise.backends.hopper.mask_kernels import Masking, summary_kernel, visits_kernel
 from tilewise.backends.hopper.repair_kernel import Repair, repair_kernel
 from tilewise.backends.hopper.score import Terms
 from tilewise.backends.hopper.tensors import descriptor
@@ -24,7 +28,8 @@ class Forward:
     def __init__(self, problem: Problem, inputs: Inputs):
         config = forward_config(problem)
         terms, c, sizes = score_terms(problem), _compiled(problem, config), _sizes(problem, config)
-        q, k, v, bias, _ = inputs
+        q, k, v, bias, mask = inputs
+        self.mask = None if mask is None else MaskSummary(problem, config, mask)
         o = empty_output(q, problem.value_dim, "meta")
         self.empty_o = allocation(o, q.device)
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
@@ -39,6 +44,8 @@ class Forward:
                 descriptor(k, config.block_n, c.BLOCK_D.value),
                 descriptor(v, config.block_n, c.BLOCK_DV.value),
                 descriptor(bias, 64, config.block_n) if is_matrix else strided(bias),
+                POINTER,
+                POINTER,
                 descriptor(o, 64, c.BLOCK_DV.value),
                 POINTER,
             ),
@@ -53,19 +60,51 @@ class Forward:
             self.repair = Launch(
                 repair_kernel,
                 min(looks, multiprocessors),
-                (*(strided(x) for x in (q, k, v, bias, o)), POINTER),
+                (*(strided(x) for x in (q, k, v, bias, mask, o)), POINTER),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, _ = inputs
+        q, k, v, bias, mask = inputs
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
-            self.main(q, k, v, bias, o, lse)
+            bits, visits = (None, None) if self.mask is None or mask is None else self.mask(mask)
+            self.main(q, k, v, bias, bits, visits, o, lse)
             if self.repair is not None:
-                self.repair(q, k, v, bias, o, lse)
+                self.repair(q, k, v, bias, mask, o, lse)
         return Outputs(o, lse)
+
+
+class MaskSummary:
+    """What the forward must know of a mask, for one problem and one layout of the mask."""
+
+    def __init__(self, problem: Problem, config: Config, mask: Tensor):
+        p, (batch, heads, rows, _) = problem, mask.shape
+        key_tiles, row_tiles, chunks = -(-p.keys // config.block_n), -(-p.queries // config.block_m), -(-rows // ROWS)
+
+        def workspace(*shape: int, dtype: torch.dtype = torch.int32) -> Callable[[], Tensor]:
+            return allocation(torch.empty(batch * heads, *shape, dtype=dtype, device="meta"), mask.device)
+
+        self.bits = workspace(rows, key_tiles, 4)
+        self.states = workspace(chunks, key_tiles, dtype=torch.int8)
+        self.visits = workspace(row_tiles, 1 + key_tiles)
+        values = (config.block_n, config.warpgroups, rows > 1, 1 << (key_tiles - 1).bit_length())
+        c = Masking(*(gl.constexpr(x) for x in values))
+        self.summarise = Launch(
+            summary_kernel, batch * heads * chunks * key_tiles, (strided(mask), POINTER, POINTER),
+            (heads, rows, p.keys, c), num_warps=4,
+        )  # fmt: skip
+        self.list = Launch(
+            visits_kernel, batch * heads * row_tiles, (POINTER, POINTER),
+            (p.queries, p.keys, *limits(p.score.band), c), num_warps=4,
+        )  # fmt: skip
+
+    def __call__(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        bits, states, visits = self.bits(), self.states(), self.visits()
+        self.summarise(mask, bits, states)
+        self.list(states, visits)
+        return bits, visits
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -96,7 +135,7 @@ def _sizes(problem: Problem, config: Config) -> Sizes:
 
 
 def _compiled(problem: Problem, config: Config) -> Compiled:
-    bias = problem.bias
+    bias, mask = problem.bias, problem.mask
     values = Compiled(
         BLOCK_N=config.block_n,
         BLOCK_D=padded(problem.head_dim),
@@ -113,6 +152,10 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
         BIAS=_spread(bias),
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        MASK=mask is not None,
+        MASK_BATCH=mask is not None and mask.batch > 1,
+        MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
+        MASK_ROWS=mask is not None and mask.rows > 1,
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=_order(problem),
@@ -122,7 +165,7 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
 
 
 def _repair(problem: Problem) -> Repair:
-    bias = problem.bias
+    bias, mask = problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
     values = Repair(
@@ -133,6 +176,9 @@ def _repair(problem: Problem) -> Repair:
         SCAN=2048 // block_m,
         BIAS=bias is not None,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        MASK=mask is not None,
+        MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
+        MASK_COLS=mask is not None and mask.cols > 1,
     )
     return Repair(*(gl.constexpr(x) for x in values))
 
@@ -140,7 +186,7 @@ def _repair(problem: Problem) -> Repair:
 def hides(problem: Problem) -> bool:
     """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
     all_pairs = problem.batch * problem.heads * problem.queries * problem.keys
-    return _spread(problem.bias) in ("matrix", "cols") or problem.pairs != all_pairs
+    return problem.mask is not None or _spread(problem.bias) in ("matrix", "cols") or problem.pairs != all_pairs
 
 
 def _spread(bias: Operand | None) -> str:

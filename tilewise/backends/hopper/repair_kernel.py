@@ -27,6 +27,9 @@ class Repair(NamedTuple):
     SCAN: Any  # tiles of queries that one look covers
     BIAS: Any
     BIAS_GROUP: Any
+    MASK: Any
+    MASK_GROUP: Any
+    MASK_COLS: Any  # the mask differs between keys
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def _softcap(s, cap):
 
 
 @triton.jit
-def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
+def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
     """The rows of one tile whose LSE is NaN."""
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
@@ -71,6 +74,12 @@ def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m
             added = _load(bias, b, h // r.BIAS_GROUP, rows, sizes.queries, cols, sizes.keys).to(tl.float32)
             s += added
             visible &= added != -float("inf")
+        if r.MASK and r.MASK_COLS:
+            visible &= _load(mask, b, h // r.MASK_GROUP, rows, sizes.queries, cols, sizes.keys) != 0
+        elif r.MASK:  # Triton 3.7 cannot compile a tile of it
+            at_mask = mask.pointer + tl.cast(b, tl.int64) * mask.stride0
+            at_mask += tl.cast(h // r.MASK_GROUP, tl.int64) * mask.stride1 + rows.to(tl.int64) * mask.stride2
+            visible &= (tl.load(at_mask, mask=rows < sizes.queries, other=0) != 0)[:, None]
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -94,7 +103,7 @@ def _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m
 
 
 @triton.jit
-def repair_kernel(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r):
+def repair_kernel(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r):
     """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch
@@ -112,5 +121,5 @@ def repair_kernel(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r):
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
+                    _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
                             bh % sizes.heads, m0)  # fmt: skip

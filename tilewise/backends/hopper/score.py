@@ -66,8 +66,8 @@ def softcap_derivative(capped, cap):
 
 @gluon.jit
 def in_band(rows, cols, keys, terms):
-    """Which scores are visible, from indices [M, 1] and [1, N], or [1, M] and [N, 1]: one comparison for each limit."""
-    last = gl.full_like(rows, keys) - 1
+    """Which scores are visible, from indices that broadcast to the tile: one comparison for each limit."""
+    last = keys - 1
     if terms.HAS_HI:
         last = gl.minimum(rows + terms.hi, last)
     seen = cols <= last

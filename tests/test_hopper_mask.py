@@ -1,0 +1,74 @@
+"""The kernels that read a mask for the hopper backend's forward, in Triton's interpreter, against brute force."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import interpreter_child
+import pytest
+import torch
+from helpers import Case, tensors, visible
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+USUAL = Case(B=2, H=4, Hkv=2, M=139, N=300, D=64)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(USUAL, H=2, mask="bhmn"),
+        replace(USUAL, mask="1kmn", causal=True),
+        replace(USUAL, mask="b1mn", window=(60, 20), blind=True),
+        replace(USUAL, mask="bh1n", layout="padded"),
+        replace(USUAL, mask="1km1", blind=True),
+        replace(USUAL, mask="111n", M=64, N=128),
+        replace(USUAL, mask="b111", causal=True, M=300, N=139),
+        replace(USUAL, mask="11mn", D=256, window=(3, 3), layout="heads_last"),
+        replace(USUAL, mask="1hm1", M=1, N=1),
+    ],
+    ids=str,
+)
+def test_summary(interpreter, case):
+    bits, visits, block_m, block_n = interpreter(interpreter_child.summarise, case)
+    mask = tensors(case).mask
+    heads, rows = mask.shape[:2].numel(), mask.shape[2]
+    count, chunks = -(-case.N // block_n), -(-case.M // block_m)
+    assert bits.shape == (heads, rows, count, 4)
+    assert visits.shape == (heads, chunks, 1 + count)
+
+    # the bits are the mask, and 0 past its end
+    bit = (bits.long()[..., None, None] >> (2 * torch.arange(block_n // 8)[:, None] + torch.arange(2))) & 1
+    found = bit.transpose(3, 4).reshape(heads, rows, count * block_n).bool()
+    assert torch.equal(found[..., : case.N], mask.expand(-1, -1, -1, case.N).flatten(0, 1))
+    assert not found[..., case.N :].any()
+
+    # what is not listed is hidden, and what is listed uncut is visible
+    band = visible(replace(case, mask=None, blind=False), tensors(replace(case, mask=None, blind=False)))[0, 0]
+    for h, shown in enumerate(mask.expand(-1, -1, case.M, case.N).flatten(0, 1)):
+        for m in range(chunks):
+            at = slice(m * block_m, (m + 1) * block_m)
+            listed, *entries = visits[h, m].tolist()
+            entries = entries[:listed]
+            tiles = [entry >> 2 for entry in entries]
+            assert tiles == sorted(set(tiles), reverse=True)
+            assert len(tiles) >= 1
+            hidden = torch.ones(case.N, dtype=torch.bool)
+            for n, entry in zip(tiles, entries, strict=True):
+                keys = slice(n * block_n, (n + 1) * block_n)
+                hidden[keys] = False
+                assert listed == 1 or shown[at, keys].any()
+                nothing = listed == 1 and entry & 3 == 3  # where nothing is visible, one hidden tile is listed
+                assert nothing or bool(entry & 2) == (not shown[at, keys].all())
+                assert entry & 1 or (band[at, keys].all() and keys.stop <= case.N)
+            assert not (shown & band)[at, hidden].any()
