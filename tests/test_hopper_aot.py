@@ -42,6 +42,10 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 8 + 2, 0),
+    # What spills is an address of the warps that add up a shared bias, before their loop.
+    ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 8, 8),
+    ("3.6.0", replace(USUAL, bias="1hmn"), 2 * 8 + 2 * 4 + 8, 4),
+    ("3.6.0", replace(USUAL, B=16, bias="1hmn", deterministic=True), 2 * 8 + 2 * 4 + 8, 8),
 ]
 
 
@@ -79,7 +83,8 @@ def test_compiled_backward(compilers, triton, case, designed, spilled):
     if triton == "3.6.0" and not TRITON_360.is_dir():
         pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     codes = compilers.run(compile_hopper_case, triton, 90, case, True)
-    assert [code.kernel.name for code in codes] == ["prepare_kernel", "backward_kernel", "finish_kernel"]
+    shared = ["add_up_kernel"] if case.bias == "1hmn" else []
+    assert [code.kernel.name for code in codes] == ["prepare_kernel", "backward_kernel", *shared, "finish_kernel"]
     for kernel, wgmma, hazards in codes:
         print(kernel)
         assert kernel.shared <= kernel.shared_limit

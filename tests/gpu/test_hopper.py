@@ -81,6 +81,24 @@ def test_gradients_without_a_bias_tile(terms):
     check(case, "hopper", "cuda")
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"B": 8, "H": 8, "Hkv": 8, "M": 1023, "N": 1024},  # more groups of programs than their ring has places
+        {"B": 16, "H": 8, "Hkv": 8, "M": 500, "N": 512, "deterministic": True},  # two groups share an element
+        {"B": 3, "H": 4, "Hkv": 2, "causal": True},  # as many as sharers
+        {"B": 2, "H": 8, "Hkv": 2, "bias": "11mn", "window": (100, 30), "deterministic": True},
+        {"B": 2, "H": 8, "Hkv": 2, "bias": "bkmn", "causal": True},
+        {"B": 4, "D": 32, "causal": True},
+        {"B": 4, "D": 128, "softcap": 2.0},
+    ],
+    ids=str,
+)
+def test_gradient_of_a_shared_bias(terms):
+    case = replace(USUAL, grads="qkvb", **{"bias": "1hmn", **terms})
+    check(case, "hopper", "cuda")
+
+
 def drawn(n: int) -> Case:
     """A problem of any size and terms; equal n, equal problem."""
     r = random.Random(n)

@@ -165,12 +165,13 @@ def test_hopper_backward_repeats(case):
 
 
 @pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}, {"bias": "b11n", "causal": True}], ids=str)
-def test_deterministic_backward_repeats_bit_by_bit(terms):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deterministic_backward_repeats_bit_by_bit(terms, backend):
     case = replace(FULL, deterministic=True, **terms)
     inputs = tensors(case, "cuda")
-    first = run(case, "triton", "cuda", inputs)
+    first = run(case, backend, "cuda", inputs)
     for _ in range(100):
-        for name, x, y in zip(NAMES, run(case, "triton", "cuda", inputs), first, strict=True):
+        for name, x, y in zip(NAMES, run(case, backend, "cuda", inputs), first, strict=True):
             assert y is None or torch.equal(x, y), name
 
 

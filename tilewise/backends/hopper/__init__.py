@@ -45,8 +45,6 @@ def declines(problem: Problem) -> str | None:
 
 def declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
-    if problem.deterministic:
-        return "sums dQ in no fixed order"
     if problem.mask is not None:
         return "has no bool masks yet"
     d, dv = problem.head_dim, problem.value_dim
@@ -63,8 +61,6 @@ def declines_backward(problem: Problem) -> str | None:
         return None
     if bias.dtype != problem.dtype:
         return "reads tiles of a bias in q's dtype only"
-    if problem.bias_grad and problem.score.softcap is not None:
-        return "has no bias gradient under a softcap yet"
     if problem.bias_grad and bias.cols % 8:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     return None

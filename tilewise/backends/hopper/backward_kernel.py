@@ -2,7 +2,7 @@
 
 Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
 passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds of TMA, in an
-order that nothing fixes; dBias leaves the shared memory of dS by a TMA store, or by reduce-adds where it is shared.
+order that nothing fixes; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for one that is shared.
 
 One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete.
 """
@@ -22,29 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.pipeline import (
+    count_stored,
     fill,
     leave,
     new_ring,
     tma_add,
     tma_load,
     tma_store,
+    wait_count,
     wait_full,
     warps_barrier,
 )
-from tilewise.backends.hopper.score import in_band, in_units, query_tiles, softcap, softcap_derivative
+from tilewise.backends.hopper.score import in_band, in_units, key_tiles, softcap, softcap_derivative
+from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
+from tilewise.backends.hopper.work import groups, place_of, work_of
 
 WARPS = gl.constexpr(8)  # that compute
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-class Sizes(NamedTuple):
-    batch: int
-    kv_heads: int
-    group: int  # query heads that share a key/value head
-    queries: int
-    keys: int
-    row_tiles: int  # tiles of queries of one head
-    key_tiles: int
 
 
 class Compiled(NamedTuple):
@@ -59,16 +53,20 @@ class Compiled(NamedTuple):
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
-    DBIAS: Any  # "none"; of a matrix "store", or "add" where tiles share an element; of cols "sum"
+    DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"
+    SHARERS: Any  # programs that share a bias and run side by side
+    ADDS: Any  # there are more sharers than that
+    ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
-    ORDER: Any  # see work_of
+    ORDER: Any  # see work_at
 
 
 class Tensors(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
-    bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N).
+    bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
+    is the ring of `Shares`.
     """
 
     q: Any
@@ -95,13 +93,12 @@ class Rows(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """K, V and a bias of the keys; and what leaves: dS where it has no slot of the bias to leave from, dQ, the float32
-    dS that is added."""
+    """K, V and a bias of the keys; and what leaves: dS where it has no slot of the bias to leave from, and dBias
+    where a softcap makes it differ from dS."""
 
     k: Any
     v: Any
     ds: Any
-    dq: Any
     dbias: Any
     added: Any
 
@@ -114,18 +111,6 @@ class State(NamedTuple):
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
     sums: Any  # of dS over the queries
-
-
-class Work(NamedTuple):
-    """One program's work: a tile of keys, and the tiles of queries that see it."""
-
-    b: Any
-    hk: Any
-    n0: Any
-    begin: Any
-    full_begin: Any
-    full_end: Any
-    end: Any
 
 
 @gluon.constexpr_function
@@ -149,44 +134,13 @@ def tile_layout(rows, columns, dtype):
 
 
 @gluon.jit
-def work_of(terms, sizes, c):
-    """This program's tile. What varies fastest decides which programs run together and share the L2 cache."""
-    tiles = sizes.key_tiles
-    pid = gl.program_id(0)
-    if c.ORDER == "tiles":  # of one head: they share its queries
-        tile = pid % tiles
-        bh = pid // tiles
-        hk = bh % sizes.kv_heads
-        b = bh // sizes.kv_heads
-    elif c.ORDER == "balanced":
-        # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
-        heads = sizes.kv_heads * sizes.batch
-        first = pid // (8 * tiles) * 8
-        width = gl.minimum(heads - first, 8)
-        bh = first + (pid - first * tiles) % width
-        tile = (pid - first * tiles) // width
-        hk = bh % sizes.kv_heads
-        b = bh // sizes.kv_heads
-    else:  # batch elements that read one bias tile
-        b = pid % sizes.batch
-        tile = pid // sizes.batch % tiles
-        hk = pid // sizes.batch // tiles
-    n0 = tile * c.BLOCK_N
-    cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
-    begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
-    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
-        if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
-            full_begin = end
-            full_end = end
-    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
-        full_end = end
-    return Work(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end)
-
-
-@gluon.jit
-def load(x, rows, keys, values, terms, sizes, c):
+def load(x, rows, keys, values, shares, terms, sizes, c):
     """The role of one warp: K and V, and for each tile of queries Q, dO, the LSE, delta and the bias."""
     work = work_of(terms, sizes, c)
+    if c.DBIAS == "share":
+        earlier = gl.program_id(0) // c.SHARERS - sizes.ring
+        if earlier >= 0:  # it had this program's place
+            wait_count(shares.summed + earlier, c.SHARERS)
     fill(keys, 0, 0, x.k, work.b, work.hk, work.n0, 0)
     fill(values, 0, 0, x.v, work.b, work.hk, work.n0, 0)
     BYTES: gl.constexpr = x.q.block_type.nbytes + x.do.block_type.nbytes + 2 * x.stats.block_type.nbytes
@@ -196,7 +150,8 @@ def load(x, rows, keys, values, terms, sizes, c):
         h = work.hk * sizes.group + g
         bias_b = work.b if c.BIAS_BATCH else 0
         first_tile = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
-        for m in range(work.begin, work.end):
+        for i in range(work.end - work.begin):
+            m = work.end - 1 - i
             slot = step % c.STAGES
             full = rows.full.index(slot)
             mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
@@ -210,6 +165,32 @@ def load(x, rows, keys, values, terms, sizes, c):
             tma_load(x.do, [work.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
             step += 1
+
+
+@gluon.jit
+def add_queries(x, queries, turns, terms, sizes, c):
+    """The role of one warp where order matters: adds each tile of dQ when the tiles of keys before have added theirs.
+
+    All programs walk from the last query to the first, so that each waits about a step for the one before it.
+    """
+    if c.ORDERED:
+        work = work_of(terms, sizes, c)
+        step = 0
+        for g in range(sizes.group):
+            h = work.hk * sizes.group + g
+            head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
+            for i in range(work.end - work.begin):
+                m = work.end - 1 - i
+                m0 = m * c.BLOCK_M
+                count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
+                first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+                wait_count(turns + head + m, work.n0 // c.BLOCK_N - first)
+                wait_full(queries, 0, step)
+                tma_add(x.dq, [work.b, h, m0, 0], queries.slots.index(0))
+                tma.store_wait(0)
+                mbarrier.arrive(queries.empty.index(0), count=1)
+                count_stored(turns + head + m)
+                step += 1
 
 
 @gluon.jit
@@ -289,7 +270,7 @@ def begin(start, rows, shared, step, terms, c):
 
 
 @gluon.jit
-def visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
+def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
     S: gl.constexpr = accumulator(c.BLOCK_M)
@@ -335,8 +316,10 @@ def visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c
     else:
         tile = shared.ds.index(0)
     ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
-    if c.DBIAS == "add":
-        shared.dbias.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds)
+    SAME: gl.constexpr = not terms.HAS_CAP
+    dbias_tile = tile if SAME else shared.dbias
+    if (c.DBIAS == "store" or c.DBIAS == "share") and not SAME:
+        dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds.to(DTYPE))
     ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
     ds_queries.permute((1, 0)).store(ds_rounded)
     # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, and
@@ -346,9 +329,10 @@ def visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c
     warps_barrier()
     bias_b = work.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
-        tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], tile)
-    elif c.DBIAS == "add":
-        tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], shared.dbias)
+        tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], dbias_tile)
+    elif c.DBIAS == "share":
+        row = (h - work.hk * sizes.group) * sizes.row_tiles + m
+        tma_store(x.dbias, [place_of(sizes, c), row, 0, 0], dbias_tile)
 
     # dQ and dK, and the next QK
     zero = gl.zeros([c.BLOCK_M, c.BLOCK_D], gl.float32, QUERIES)
@@ -361,9 +345,16 @@ def visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c
         dv, dq = warpgroup_mma_wait(2, deps=(dv_pending, dq_pending))
     else:
         dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-    shared.dq.reshape([c.BLOCK_M, c.BLOCK_D]).store(dq)
+    dq_tile = queries.slots.index(0)
+    if c.ORDERED:
+        mbarrier.wait(queries.empty.index(0), (step & 1) ^ 1)
+    dq_tile.reshape([c.BLOCK_M, c.BLOCK_D]).store(dq)
     fence_async_shared()
-    tma_add(x.dq, [work.b, h, m0, 0], shared.dq)
+    if c.ORDERED:
+        warps_barrier()
+        mbarrier.arrive(queries.full.index(0), count=1)
+    else:
+        tma_add(x.dq, [work.b, h, m0, 0], dq_tile)
     if c.AHEAD:
         dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
     elif c.BIAS == "matrix":  # the next bias, under dK
@@ -372,14 +363,14 @@ def visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c
         dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-    if c.DBIAS == "store" or c.DBIAS == "add":
-        tma.store_wait(1)  # dBias has left shared memory; dQ may be under way
+    if c.DBIAS == "store" or c.DBIAS == "share":
+        tma.store_wait(0 if c.ORDERED else 1)  # dBias has left shared memory; dQ may be under way
     leave(rows, slot)
     return State(dk, dv, s if c.AHEAD else step, start, sums)
 
 
 @gluon.jit
-def compute(x, rows, keys, values, shared, terms, sizes, c):
+def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     """The role of the two warpgroups: dK and dV of a tile of keys, its share of dQ, and dBias."""
     DTYPE: gl.constexpr = x.k.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_D)
@@ -410,20 +401,26 @@ def compute(x, rows, keys, values, shared, terms, sizes, c):
         h = work.hk * sizes.group + g
         if c.BIAS == "cols":
             keep_bias_of_keys(x, shared, work, h, sizes, c)
-        if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
-            for m in range(work.begin, work.full_begin):
-                state = visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
-                step += 1
-        for m in range(work.full_begin, work.full_end):
-            state = visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, False)
-            step += 1
         if terms.HAS_LO:
-            for m in range(work.full_end, work.end):
-                state = visit(state, x, rows, keys, shared, step, steps, work, h, m, terms, sizes, c, True)
+            for i in range(work.end - work.full_end):
+                m = work.end - 1 - i
+                state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, True)
+                step += 1
+        for i in range(work.full_end - work.full_begin):
+            m = work.full_end - 1 - i
+            state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, False)
+            step += 1
+        if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
+            for i in range(work.full_begin - work.begin):
+                m = work.full_begin - 1 - i
+                state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, True)
                 step += 1
         if c.DBIAS == "sum":
             store_sums(state.sums, x, work, h, sizes, c)
             state = State(state.dk, state.dv, state.s, state.start, none)
+
+    if c.DBIAS == "share":
+        count_stored(shares.ended + gl.program_id(0) // c.SHARERS)
 
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
@@ -436,9 +433,18 @@ def compute(x, rows, keys, values, shared, terms, sizes, c):
 
 
 @gluon.jit
-def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, terms, sizes, c):
-    """dK, dV and dBias, and the sum of dQ / scale. All are descriptors of tiles but `stats`, see `Tensors`."""
+def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_dbias, counts, terms, sizes, c):
+    """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Tensors`.
+
+    pieces, shared_dbias: see `Shares`. counts: int32 zeros, of each group of programs those that have ended and those
+    that have been added up, then of each tile of queries of all heads the tiles of keys that have added to its dQ.
+    """
     x = Tensors(q, k, v, do, bias, stats, dq, dk, dv, dbias)
+    shares, turns = 0, 0
+    if c.DBIAS == "share":
+        shares = shares_of(pieces, shared_dbias, counts, sizes, c)
+    if c.ORDERED:
+        turns = counts + 2 * groups(sizes, c)
     keys = new_ring(k, 1, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, 1, c.BLOCK_N, c.BLOCK_D, 1)
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
@@ -451,23 +457,31 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, terms, sizes, c
     q_slots = gl.allocate_shared_memory(q.dtype, ROWS, q.layout)
     do_slots = gl.allocate_shared_memory(do.dtype, ROWS, do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    dq_tile = gl.allocate_shared_memory(gl.float32, [1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout)
+    queries = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
-    dbias_tile = dq_tile
-    if c.DBIAS == "add":
-        dbias_tile = gl.allocate_shared_memory(gl.float32, [1, 1, c.BLOCK_M, c.BLOCK_N], dbias.layout)
+    dbias_tile = keys.slots.index(0)  # of no use
+    if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP:
+        dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     added = stats_slots  # of no use
     if c.BIAS == "cols":
         added = gl.allocate_shared_memory(gl.float32, [c.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = Rows(q_slots, do_slots, stats_slots, ds_slots, full, empty)
-    shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dq_tile, dbias_tile, added)
+    shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dbias_tile, added)
+    FEW: gl.constexpr = c.LOADING_REGISTERS
+    if c.DBIAS == "share":
+        slots, arrived = new_slots(shares, c)
+    else:
+        slots, arrived = 0, 0
     fence_async_shared()
+    # All roles but the first have four warps, for which registers are set aside anyway: one without work costs none.
     gl.warp_specialize(
         [
-            (compute, (x, rows, keys, values, shared, terms, sizes, c)),
-            (load, (x, rows, keys, values, terms, sizes, c)),
+            (compute, (x, rows, keys, values, queries, shared, shares, terms, sizes, c)),
+            (load, (x, rows, keys, values, shares, terms, sizes, c)),
+            (add_queries, (x, queries, turns, terms, sizes, c)),
+            (add_up_earlier, (shares, slots, arrived, terms, sizes, c)),
         ],
-        [1],
-        [c.LOADING_REGISTERS],
+        [1, 1, 2],
+        [FEW, FEW, FEW],
     )

@@ -6,12 +6,21 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
-from tilewise.backends.hopper.backward_kernel import Compiled, Sizes, backward_kernel
-from tilewise.backends.hopper.bias_gradient import bias_axes, bias_gradient, empty_bias_gradient, reduction
+from tilewise.backends.hopper.backward_kernel import Compiled, backward_kernel
+from tilewise.backends.hopper.bias_gradient import (
+    adds,
+    bias_axes,
+    bias_gradient,
+    empty_bias_gradient,
+    reduction,
+    sharing,
+)
 from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width
-from tilewise.backends.hopper.launch import hides, score_terms
+from tilewise.backends.hopper.launch import hides, multiprocessors, score_terms
 from tilewise.backends.hopper.row_kernels import finish_kernel, prepare_kernel
-from tilewise.backends.hopper.tensors import descriptor, vector
+from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel
+from tilewise.backends.hopper.tensors import boxes, descriptor, vector
+from tilewise.backends.hopper.work import Sizes
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
 
@@ -27,9 +36,8 @@ class Backward:
         config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
         p = problem
-        row_tiles, key_tiles = -(-p.queries // block_m), -(-p.keys // block_n)
-        sizes = Sizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles)
-        row_programs = row_tiles * p.heads * p.batch
+        sizes, groups = _sizes(problem, config, inputs.q.device)
+        row_programs = sizes.row_tiles * p.heads * p.batch
         q, k, v, bias, _ = inputs
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
@@ -37,6 +45,14 @@ class Backward:
         q_sum = torch.empty(q.shape, dtype=torch.float32, device="meta")
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
+        # the ring of dS of a bias that is shared
+        ring = None
+        if reduction(problem) == "share":
+            places = sizes.ring * sharing(problem).programs
+            ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=q.dtype, device="meta")
+        self.empty_ring = None if ring is None else allocation(ring, q.device)
+        # int32: two for each group of programs, and one for each tile of queries
+        self.counts = 2 * groups + row_programs if ring is not None or p.deterministic else 0
         self.empty_stats, self.empty_q_sum, self.empty_dq, self.empty_dk, self.empty_dv = (
             allocation(x, q.device) for x in (stats, q_sum, dq, dk, dv)
         )
@@ -58,9 +74,12 @@ class Backward:
             (p.head_dim, p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=4,
         )
+        shares = [POINTER, strided(None if ring is None else dbias), POINTER]
+        if ring is not None:
+            shares[0] = boxes(ring, [c.SHARERS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
             backward_kernel,
-            key_tiles * p.kv_heads * p.batch,
+            sizes.key_tiles * p.kv_heads * p.batch,
             (
                 descriptor(q, block_m, width),
                 descriptor(k, block_n, width),
@@ -71,11 +90,16 @@ class Backward:
                 descriptor(q_sum, block_m, width),
                 descriptor(dk, block_n, width),
                 descriptor(dv, block_n, width),
-                POINTER if reduction(problem) == "sum" else descriptor(dbias, block_m, block_n),
+                POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
+                *shares,
             ),
             (terms, sizes, c),
             num_warps=8,
         )
+        last, parts = min(sizes.lag, groups), 16
+        self.add_up = Launch(
+            add_up_kernel, last * parts, shares, (groups - last, parts, terms, sizes, c), num_warps=2
+        )  # fmt: skip
         self.after = Launch(
             finish_kernel,
             row_programs,
@@ -94,13 +118,32 @@ class Backward:
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
             dbias = empty_bias_gradient(self.problem, bias, q.device)
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, q_sum)
-            self.main(q, k, v, do, bias if self.of_pairs else None, stats, q_sum, dk, dv, dbias)
+            ring = None if self.empty_ring is None else self.empty_ring()
+            counts = torch.zeros(self.counts, dtype=torch.int32, device=q.device) if self.counts else None
+            shares = (ring, None if ring is None else dbias, counts)
+            of_pairs = bias if self.of_pairs else None
+            self.main(q, k, v, do, of_pairs, stats, q_sum, dk, dv, dbias if ring is None else ring, *shares)
+            if ring is not None:
+                self.add_up(*shares)
             self.after(q_sum, dq)
             if needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
         return Gradients(
             dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias if needs.bias else None
         )
+
+
+def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[Sizes, int]:
+    """Sizes, and how many groups of programs there are."""
+    p, sharers = problem, sharing(problem)
+    row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
+    groups = key_tiles * p.kv_heads * p.batch // sharers.programs
+    # A group has about ended when one starts that is as many groups later as a GPU runs at once.
+    lag = -(-multiprocessors(device) // sharers.programs)
+    ring = min(2 * lag + 2, groups)
+    sizes = Sizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, sharers.batch, sharers.heads,
+                  ring, lag)  # fmt: skip
+    return sizes, groups
 
 
 def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
@@ -116,17 +159,11 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         DBIAS=reduction(problem),
+        SHARERS=sharing(problem).programs,
+        ADDS=adds(problem),
+        ORDERED=problem.deterministic,
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER=_order(problem),
+        ORDER="tiles" if problem.score.band.unlimited else "balanced",
     )
     return Compiled(*(gl.constexpr(x) for x in values))
-
-
-def _order(problem: Problem) -> str:
-    """See backward_kernel.work_of."""
-    if not problem.score.band.unlimited:
-        return "balanced"
-    bias = problem.bias
-    shared = bias is not None and bias_axes(problem) == "matrix" and bias.batch == 1 and problem.batch > 1
-    return "batch" if shared else "tiles"

@@ -1,11 +1,24 @@
-"""How dBias comes about: what the main kernel writes, and dBias from it."""
+"""How dBias comes about: what the kernels write, and dBias from it."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.problem import Problem
+
+MOST_SHARERS = 8
+
+
+class Sharing(NamedTuple):
+    """Who reads the same bias tile: batch elements, key/value heads, and of these the programs that form a group."""
+
+    batch: int
+    heads: int
+    programs: int
 
 
 def bias_axes(problem: Problem) -> str:
@@ -17,32 +30,47 @@ def bias_axes(problem: Problem) -> str:
 
 
 def reduction(problem: Problem) -> str:
-    """How tiles of dS become dBias."""
+    """How tiles of dS become dBias; see backward_kernel.Compiled."""
     bias, axes = problem.bias, bias_axes(problem)
     if bias is None or not problem.bias_grad or axes == "rows":
         return "none"
     if axes == "cols":
         return "sum"
-    return "store" if (bias.batch, bias.heads) == (problem.batch, problem.heads) else "add"
+    return "store" if (bias.batch, bias.heads) == (problem.batch, problem.heads) else "share"
+
+
+def sharing(problem: Problem) -> Sharing:
+    bias = problem.bias
+    if bias is None or bias_axes(problem) != "matrix":
+        return Sharing(1, 1, 1)
+    batch = problem.batch if bias.batch == 1 else 1
+    heads = problem.kv_heads if bias.heads == 1 else 1
+    return Sharing(batch, heads, math.gcd(batch * heads, MOST_SHARERS))
+
+
+def adds(problem: Problem) -> bool:
+    """Whether more programs share an element of dBias than a group has: groups then add to a float32 sum."""
+    found = sharing(problem)
+    return reduction(problem) == "share" and found.batch * found.heads > found.programs
 
 
 def empty_bias_gradient(problem: Problem, bias: Tensor | None, device: torch.device) -> Tensor | None:
-    """What the main kernel writes: dBias in its own dtype where every element is stored once, else a float32 sum of its
+    """What the kernels write: dBias in its own dtype where every element is stored once, else a float32 sum of its
     shape; for a bias over the keys the sums of each head, float32 (B, H, N)."""
     how = reduction(problem)
     if how == "none" or bias is None:
         return None
     if how == "sum":
         return torch.empty(problem.batch, problem.heads, problem.keys, dtype=torch.float32, device=device)
-    dtype = bias.dtype if how == "store" else torch.float32
-    fill = torch.empty if how == "store" and problem.score.band.unlimited else torch.zeros
-    return fill(bias.shape, dtype=dtype, device=device)
+    everywhere = problem.score.band.unlimited and not adds(problem)
+    fill = torch.empty if everywhere else torch.zeros
+    return fill(bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype, device=device)
 
 
 def bias_gradient(
     problem: Problem, bias: Tensor, found: Tensor | None, lse: Tensor | None, dlse: Tensor | None
 ) -> Tensor:
-    """dBias from what the main kernel wrote.
+    """dBias from what the kernels wrote.
 
     A bias that is constant along the keys moves the LSE alone: its gradient is dLSE, 0 in rows that see nothing.
     """

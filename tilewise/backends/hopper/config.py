@@ -105,8 +105,7 @@ class BackwardConfig:
 
 def backward_width(problem: Problem) -> int:
     """The width of the backward's tiles of Q, K, V and dO."""
-    least = 32 if problem.bias is None else 64
-    return max(least, padded(problem.head_dim), padded(problem.value_dim))
+    return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
 def backward_config(problem: Problem) -> BackwardConfig:

@@ -35,10 +35,10 @@ class Forward:
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
         is_matrix = c.BIAS.value == "matrix"
         chunks = -(-sizes.tiles // c.CHUNK.value)
-        multiprocessors = _multiprocessors(q.device)
+        at_once = multiprocessors(q.device)
         self.main = Launch(
             forward_kernel,
-            min(chunks, multiprocessors) if config.persistent else chunks,
+            min(chunks, at_once) if config.persistent else chunks,
             (
                 descriptor(q, 64, c.BLOCK_D.value),
                 descriptor(k, config.block_n, c.BLOCK_D.value),
@@ -59,7 +59,7 @@ class Forward:
             looks = -(-looks // r.SCAN.value)
             self.repair = Launch(
                 repair_kernel,
-                min(looks, multiprocessors),
+                min(looks, at_once),
                 (*(strided(x) for x in (q, k, v, bias, mask, o)), POINTER),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
@@ -107,7 +107,7 @@ class MaskSummary:
         return bits, visits
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

@@ -103,3 +103,42 @@ def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.arrive {FIRST_TURN + NEXT}, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+# Counters in global memory, between programs
+
+
+@gluon.jit
+def wait_count(at, count):
+    """Wait until a counter has reached ``count``, and see what those that counted have written."""
+    seen = 0
+    while seen < count:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+    fence_async()
+
+
+@gluon.jit
+def fence_async():
+    """Order what this thread has seen or written before its copies by TMA, of global memory too."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_up(at):
+    """Count one up when all warps have come here: what they have written is there to be read."""
+    warps_barrier()
+    gl.atomic_add(at, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def count_stored(at):
+    """The same when all that they store by TMA is there, too."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    count_up(at)

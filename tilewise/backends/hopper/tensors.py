@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
     size = x.element_size()
     row = (x.shape[3] * size + 15) // 16 * 16 // size
     strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    box = [1, 1, rows, cols]
-    return bound(TensorDescriptor(x, list(x.shape), [*strides[:3], 1], box, _shared(box, x.dtype)), None)
+    return boxes(x, [1, 1, rows, cols], [*strides[:3], 1])
+
+
+def boxes(x: Tensor, box: list[int], strides: Sequence[int]) -> TensorDescriptor:
+    """The same for boxes of any shape."""
+    return bound(TensorDescriptor(x, list(x.shape), list(strides), box, _shared(box, x.dtype)), None)
 
 
 def vector(x: Tensor, length: int) -> TensorDescriptor:

@@ -1,0 +1,146 @@
+"""Which program of the Hopper backward has which tile, and who adds up whose dBias: the kernels' own functions, run as
+Python on integers. A mistake here would be a program that waits for ever."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.problem import Operand, Problem
+from tilewise.score import tiles
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.hopper import backward_launch, bias_gradient, config, shared_bias, work
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The functions of the kernels as Python functions."""
+    gl = SimpleNamespace(minimum=min, maximum=max, where=lambda c, x, y: x if c else y, constexpr=lambda x: x)
+    for module in (work, shared_bias):
+        monkeypatch.setattr(module, "gl", gl)
+    monkeypatch.setattr(work, "query_tiles", tiles.query_tiles)
+    for module, name in ((shared_bias, "ROWS"), (shared_bias, "COLS")):
+        monkeypatch.setattr(module, name, getattr(module, name).value)
+
+
+def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False):
+    b, h, m, n = ({"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}[axis] for axis in bias)
+    return Problem(
+        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
+        head_dim=64, value_dim=64, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
+        bias=Operand(torch.bfloat16, b, h, m, n),
+    )  # fmt: skip
+
+
+def kernel_arguments(p):
+    """``(terms, sizes, c)`` with plain numbers in place of constants of the compiler."""
+    c = backward_launch._compiled(p, config.backward_config(p), 64)
+    sizes, groups = backward_launch._sizes(p, config.backward_config(p), torch.device("meta"))
+    lo, hi = tiles.limits(p.score.band)
+    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
+    c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
+    assert work.groups.fn(sizes, c) == groups
+    return terms, sizes, c
+
+
+BANDS = [None, Band(None, 3), Band(-200, 70), Band(-50, None), Band(300, 400)]
+PROBLEMS = [
+    problem(B, group * Hkv, Hkv, M, N, bias, band)
+    for (B, group, Hkv), (M, N), bias, band in itertools.product(
+        [(4, 1, 3), (12, 1, 2), (3, 2, 2), (1, 4, 8), (16, 1, 1)],
+        [(239, 432), (64, 1023), (700, 129)],
+        ["1hmn", "b1mn", "11mn", "bkmn", "1kmn", "bhmn"],
+        BANDS,
+    )
+]
+
+
+def bias_of(p, w, g=0):
+    """The bias that a program's query head ``g`` reads."""
+    head = (w.hk * p.group + g) // (p.heads // p.bias.heads)
+    return (w.b if p.bias.batch > 1 else 0, head)
+
+
+def test_every_tile_has_one_program_and_sharers_are_one_group():
+    for p in PROBLEMS:
+        terms, sizes, c = kernel_arguments(p)
+        seen = set()
+        for group in range(work.groups.fn(sizes, c)):
+            members = [work.work_at.fn(group, r, terms, sizes, c) for r in range(c.SHARERS)]
+            assert len({(w.n0, w.begin, w.end, *bias_of(p, w)) for w in members}) == 1
+            seen |= {(w.b, w.hk, w.n0) for w in members}
+        heads = itertools.product(range(p.batch), range(p.kv_heads), range(0, p.keys, c.BLOCK_N))
+        assert seen == set(heads)
+        assert len(seen) == work.groups.fn(sizes, c) * c.SHARERS
+        assert c.SHARERS in (1, 2, 4, 8)
+        assert (c.DBIAS == "share") == ((p.bias.batch, p.bias.heads) != (p.batch, p.heads))
+
+
+def test_groups_that_share_a_bias_form_a_chain():
+    for p in PROBLEMS:
+        terms, sizes, c = kernel_arguments(p)
+        chains = {}
+        for group in range(work.groups.fn(sizes, c)):
+            w = work.work_at.fn(group, 0, terms, sizes, c)
+            before = work.sharers_before.fn(group, sizes, c)
+            assert before == chains.get((w.n0, *bias_of(p, w)), -1)
+            chains[w.n0, *bias_of(p, w)] = group
+        assert (c.DBIAS == "share" and len(chains) < work.groups.fn(sizes, c)) == c.ADDS
+
+
+@pytest.mark.parametrize("parts", [1, 4, 16])
+def test_pieces_cover_a_group(parts):
+    for p in PROBLEMS:
+        terms, sizes, c = kernel_arguments(p)
+        c.BIAS_GROUP = p.heads // p.bias.heads
+        w = work.work_at.fn(0, 0, terms, sizes, c)
+        tiles_of_queries = w.end - w.begin
+        per_tile = (c.BLOCK_M // shared_bias.ROWS) * (c.BLOCK_N // shared_bias.COLS)
+        inner, outer = (1, p.group) if c.BIAS_GROUP == 1 else (p.group, 1)
+        found = {}
+        for part in range(parts):
+            count = max(outer * tiles_of_queries * per_tile - part + parts - 1, 0) // parts * inner
+            for u in range(count):
+                m, g, row, col, step = shared_bias._piece.fn(u, w, part, parts, sizes, c)
+                assert step == g * sizes.row_tiles + m
+                found.setdefault((m, *bias_of(p, w, g), row, col), set()).add(g)
+        assert len(found) == outer * tiles_of_queries * per_tile
+        assert all(len(sources) == inner for sources in found.values())
+
+
+def test_turns_count_the_tiles_of_keys_before():
+    """What `add_queries` waits for: programs of one head that visit a tile of queries have turns 0, 1, 2, ..."""
+    for p in PROBLEMS:
+        terms, sizes, c = kernel_arguments(p)
+        turns = {}
+        for group in range(work.groups.fn(sizes, c)):
+            for member in range(c.SHARERS):
+                w = work.work_at.fn(group, member, terms, sizes, c)
+                for m in range(w.begin, w.end):
+                    m0 = m * c.BLOCK_M
+                    rows = min(c.BLOCK_M, p.queries - m0)
+                    first = tiles.key_tiles(m0, rows, p.keys, terms.lo, terms.hi, c.BLOCK_N)[0]
+                    turn = w.n0 // c.BLOCK_N - first
+                    assert turn == turns.get((w.b, w.hk, m), 0), "lower programs first: they are started first"
+                    turns[w.b, w.hk, m] = turn + 1
+
+
+def test_no_program_waits_for_a_later_one():
+    """A group's place in the ring is free when earlier groups have been added up; the last groups are the kernel's."""
+    for p in PROBLEMS:
+        _, sizes, c = kernel_arguments(p)
+        count = work.groups.fn(sizes, c)
+        last = min(sizes.lag, count)
+        for group in range(count):
+            if group >= sizes.ring:
+                assert group - sizes.ring + sizes.lag < group
+                assert group - sizes.ring < count - last
+        assert bias_gradient.sharing(p).programs == c.SHARERS

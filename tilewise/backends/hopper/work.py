@@ -1,0 +1,108 @@
+"""Which tile of keys a program of the backward has, and which tiles of queries see it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.score import query_tiles
+
+
+class Sizes(NamedTuple):
+    batch: int
+    kv_heads: int
+    group: int  # query heads that share a key/value head
+    queries: int
+    keys: int
+    row_tiles: int  # tiles of queries of one head
+    key_tiles: int
+    batch_sharers: int  # batch elements, and key/value heads, that share a bias
+    head_sharers: int
+    ring: int  # groups of programs whose dS is kept for `shared_bias`
+    lag: int  # groups back that one adds up
+
+
+class Work(NamedTuple):
+    """One program's work: a tile of keys, and the tiles of queries that see it."""
+
+    b: Any
+    hk: Any
+    n0: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+@gluon.jit
+def groups(sizes, c):
+    """How many groups of programs there are."""
+    return sizes.key_tiles * (sizes.kv_heads * sizes.batch // c.SHARERS)
+
+
+@gluon.jit
+def work_at(group, member, terms, sizes, c):
+    """The work of one of the c.SHARERS programs of a group, which share a bias and run side by side.
+
+    The order of the groups decides which run together and share the L2 cache.
+    """
+    tiles = sizes.key_tiles
+    heads = sizes.kv_heads * sizes.batch // c.SHARERS
+    if c.ORDER == "tiles":  # of one head: they share its queries
+        tile = group % tiles
+        head = group // tiles
+    else:
+        # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
+        AT_ONCE: gl.constexpr = 8 // c.SHARERS
+        first = group // (AT_ONCE * tiles) * AT_ONCE
+        width = gl.minimum(heads - first, AT_ONCE)
+        head = first + (group - first * tiles) % width
+        tile = (group - first * tiles) // width
+    parts = sizes.batch_sharers * sizes.head_sharers // c.SHARERS
+    sharer = head % parts * c.SHARERS + member
+    alone = sizes.batch // sizes.batch_sharers
+    b = sharer % sizes.batch_sharers + head // parts % alone
+    hk = sharer // sizes.batch_sharers + head // parts // alone
+    n0 = tile * c.BLOCK_N
+    cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
+    begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
+    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
+        if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
+            full_begin = end
+            full_end = end
+    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
+        full_end = end
+    return Work(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end)
+
+
+@gluon.jit
+def sharers_before(group, sizes, c):
+    """The group that has the sharers before and the same tile of keys, which has a lower number; -1 for none."""
+    tiles = sizes.key_tiles
+    heads = sizes.kv_heads * sizes.batch // c.SHARERS
+    parts = sizes.batch_sharers * sizes.head_sharers // c.SHARERS
+    if c.ORDER == "tiles":
+        head = group // tiles
+        before = group - tiles
+    else:
+        AT_ONCE: gl.constexpr = 8 // c.SHARERS
+        first = group // (AT_ONCE * tiles) * AT_ONCE
+        width = gl.minimum(heads - first, AT_ONCE)
+        head = first + (group - first * tiles) % width
+        tile = (group - first * tiles) // width
+        first = gl.maximum(head - 1, 0) // AT_ONCE * AT_ONCE
+        before = first * tiles + tile * gl.minimum(heads - first, AT_ONCE) + head - 1 - first
+    return gl.where(head % parts == 0, -1, before)
+
+
+@gluon.jit
+def work_of(terms, sizes, c):
+    return work_at(gl.program_id(0) // c.SHARERS, gl.program_id(0) % c.SHARERS, terms, sizes, c)
+
+
+@gluon.jit
+def place_of(sizes, c):
+    """This program's place in the ring of dS."""
+    return gl.program_id(0) // c.SHARERS % sizes.ring * c.SHARERS + gl.program_id(0) % c.SHARERS
