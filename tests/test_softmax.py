@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from tilewise import softmax
 from tilewise.blocks.softmax import cpu
+from tilewise.blocks.softmax.explanation import explain
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -249,3 +250,52 @@ BAD = {
 def test_errors(arguments, options, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         softmax(*arguments, **options)
+
+
+# --- explain ---
+
+
+def meta(*shape, dtype=BRAIN, **options):
+    return torch.empty(shape, dtype=dtype, device="meta", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forward", "backward"),
+    [
+        ({"x": meta(4096, 1000)}, "read once: a row of up to 1024 in each program, 2 warps", None),
+        ({"x": meta(64, 4096, 64)}, "read once: 16 rows of up to 64 in each program, 2 warps", None),
+        (
+            {"x": meta(4096, 65536)},
+            "read once: 16 programs of 4096 elements for each row, which wait for each other's statistics, 4 warps",
+            None,
+        ),
+        (
+            {"x": meta(4096, 65536), "multiprocessors": 20},
+            "read twice: one program a row, tiles of 1 x 4096",
+            None,
+        ),
+        ({"x": meta(4096, 8192)}, "read once: a row of up to 8192 in each program, 16 warps",
+         "read once: a row of up to 8192 in each program, 8 warps"),
+    ],
+)  # fmt: skip
+def test_explain_on_a_gpu(arguments, forward, backward):
+    found = explain(**{"multiprocessors": 132, **arguments})
+    size = 2 * arguments["x"].numel()
+    assert str(found).splitlines()[1:] == [
+        f"forward    {forward}; at least {2 * size:.3g} bytes",
+        f"backward   {backward or forward}; at least {3 * size:.3g} bytes",
+    ]
+
+
+def test_explain_on_the_cpu():
+    bias, mask = meta(1, 37, dtype=FLOAT, requires_grad=True), meta(3, 37, dtype=torch.bool)
+    found = explain(meta(3, 37), bias=bias, mask=mask)
+    assert str(found) == (
+        "softmax    3 rows of 37, bfloat16\n"
+        "forward    PyTorch's operators, whole rows, about 524288 elements at a time; at least 703 bytes\n"
+        "backward   PyTorch's operators, whole rows, about 524288 elements at a time; at least 814 bytes"
+    )
+    with pytest.raises(ValueError, match=r"^multiprocessors: must be 1 or more, got 0$"):
+        explain(X, multiprocessors=0)
+    with pytest.raises(ValueError, match=r"^dim: must be between -2 and 1"):
+        explain(X, dim=4)

@@ -3,11 +3,12 @@
     S = scale · x + bias, -inf where the mask hides      P = exp(S - max) / sum(exp(S - max))
     dS = P ∘ (dP - rowsum(dP ∘ P))                        dx = scale · dS      dbias = dS summed over what it broadcasts
 
-api        the public function
-checks     its errors
-autograd   torch.autograd and torch.library
-cpu        torch operators
-triton     kernels for GPUs
+api          the public function
+checks       its errors
+autograd     torch.autograd and torch.library
+cpu          torch operators
+triton       kernels for GPUs
+explanation  what a call would do, in words
 
 `cpu` and `triton.launch` have the same two functions, ``forward(x, scale, bias, mask, dim)`` and ``backward(dp, p,
 scale, bias, dim, needs)``, for checked arguments, ``dim`` counted from the front, and tensors that are not empty.

@@ -23,6 +23,8 @@ def softmax(
         mask: bool, broadcastable to x's shape; True = visible.
         dim: the axis.
 
+    `tilewise.blocks.softmax.explanation.explain` tells which kernel takes a call.
+
     Returns:
         The probabilities, in x's shape and dtype. Computed with float32 statistics (float64 for float64), rounded
         once. Hidden elements are 0, and a row of which nothing is visible, or whose scores are all -inf, is all 0.

@@ -1,5 +1,6 @@
 """The softmax on GPUs: one read and one write where a row fits on chip, at most two reads elsewhere.
 
+axes           the axes but the softmax's, joined where strides allow it
 rows           where the elements of a tile of rows lie, and how programs that share a row learn its statistics
 forward        kernels of P
 backward       kernels of dS

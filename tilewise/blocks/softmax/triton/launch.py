@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,49 +14,11 @@ from tilewise.blocks.softmax import BiasLike, Needs
 from tilewise.blocks.softmax.triton import backward as backward_kernels
 from tilewise.blocks.softmax.triton import bias_gradient
 from tilewise.blocks.softmax.triton import forward as forward_kernels
+from tilewise.blocks.softmax.triton.axes import Axes, Strides, broadcast_strides, collapse
 from tilewise.blocks.softmax.triton.config import LOOP_TILE, Config, power_of_two, softmax_config
 from tilewise.blocks.softmax.triton.rows import Compiled
 
 LOG2E = math.log2(math.e)
-Strides = tuple[int, ...]
-
-
-class Axes(NamedTuple):
-    """The axes of a tensor but the softmax's: as few as several tensors' strides allow, the last one innermost."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[Strides | None, ...]  # of each tensor
-    cols: tuple[int, ...]  # the stride along a row, of each tensor
-
-
-def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ...]) -> Axes:
-    """Order the axes by the first tensor's strides and join those that every tensor runs through in one stride."""
-    first = tensors[0]
-    assert first is not None
-    axes = sorted((n for n in range(len(shape)) if n != dim and shape[n] > 1), key=lambda n: -first[n])
-    joined: list[tuple[int, list[int | None]]] = []
-    for n in axes:
-        strides = [None if t is None else t[n] for t in tensors]
-        if joined:
-            size, outer = joined[-1]
-            if all(a is None or b is None or a == b * shape[n] for a, b in zip(outer, strides, strict=True)):
-                joined[-1] = (size * shape[n], strides)
-                continue
-        joined.append((shape[n], strides))
-    if not joined:
-        joined.append((1, [None if t is None else 0 for t in tensors]))
-    sizes = tuple(size for size, _ in joined)
-    columns = zip(*(strides for _, strides in joined), strict=True)
-    return Axes(
-        sizes,
-        tuple(None if t is None else tuple(column) for t, column in zip(tensors, columns, strict=True)),
-        tuple(0 if t is None or shape[dim] == 1 else t[dim] for t in tensors),
-    )
-
-
-def broadcast_strides(x: Tensor | None) -> Strides | None:
-    """0 along axes of size 1, which broadcast or do not matter."""
-    return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def _strided(x: Tensor | None, axes: Axes, n: int) -> tuple:
@@ -76,10 +37,7 @@ def _prepare(
 ) -> tuple[Axes, Config, bool]:
     """The axes, the tiles, and whether offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
     axes = collapse(shape, dim, tensors)
-    first = axes.strides[0] or (0,)
-    config = softmax_config(
-        math.prod(axes.sizes), axes.sizes[-1], shape[dim], 0 < first[-1] < axes.cols[0], itemsize, backward, processors
-    )
+    config = softmax_config(axes.rows, axes.sizes[-1], shape[dim], axes.across, itemsize, backward, processors)
     wide = any((shape[dim] + config.block) * col >= 2**31 for col in axes.cols)
     return axes, config, wide
 
@@ -110,7 +68,7 @@ def _slots(x: Tensor, axes: Axes, config: Config) -> Tensor | None:
     if config.parts == 1:
         return None
     make = torch.zeros if config.on_chip else torch.empty
-    return make(math.prod(axes.sizes) * config.parts, dtype=torch.int64, device=x.device)
+    return make(axes.rows * config.parts, dtype=torch.int64, device=x.device)
 
 
 def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
@@ -147,7 +105,7 @@ def backward(
     with torch.cuda.device_of(p):
         axes, config, wide = _prepare(shape, dim, layouts, p.itemsize, True, _processors(p))
         c = _compiled(axes, config, wide, DX=dx is not None, DBIAS=dbias is not None, DELTA=summed)
-        delta = torch.empty(math.prod(axes.sizes), dtype=torch.float32, device=p.device) if summed else None
+        delta = torch.empty(axes.rows, dtype=torch.float32, device=p.device) if summed else None
         reads = _strided(dp, axes, 1), _strided(p, axes, 0)
         writes = _strided(dx, axes, 2), _strided(dbias, axes, 3), delta
         slots, grid, options = (
