@@ -273,6 +273,7 @@ def test_choices_on_hopper(a, b, c, backend, expected):
         (torch.empty(2, 3, 5, 4), torch.empty(2, 3, 4, 6), (), (5, 6, 4, (1, 6), (1, 1))),
         (torch.empty(2, 5, 3, 4).transpose(1, 2), torch.empty(2, 3, 4, 6), (), (5, 6, 4, (2, 3), (1, 1))),
         (torch.empty(2, 3, 5, 4), torch.empty(3, 4, 6), (), (5, 6, 4, (2, 3), (1, 1))),
+        (torch.empty(2, 3, 1, 4), torch.empty(3, 4, 6), (), (1, 6, 4, (2, 3), (1, 1))),  # a row for each b
         (torch.empty(2, 3, 5, 4).mT, torch.empty(2, 3, 5, 6), (-3, -4), (4, 6, 30, (1, 1), (1, 1))),
         (torch.empty(2, 3, 4, 5), torch.empty(2, 3, 5, 6), (-3, -4), (4, 6, 5, (1, 1), (1, 6))),
         (torch.empty(2, 3, 4, 5), torch.empty(2, 3, 5, 6), (-3,), (4, 6, 5, (2, 1), (1, 3))),

@@ -37,6 +37,7 @@ def each(cases):
               ((2,), (), "bmn"), ((), (2,), "mn"), ((2, 3), (3,), "bm1"), ((2, 1), (3,), None),
               ((2, 1, 2), (3, 1), "bmn"), ((2, 3, 2), (2, 1, 2), "n"),
           )),
+        *(Product(M=M, N=7, K=K, a_batch=(2, 3), b_batch=(3,), c="m1", dtype=HALF) for M, K in ((1, 40), (5, 1))),
         *(Product(M=9, N=17, K=35, a_batch=(2, 3), b_batch=(3,), c="bmn", a_layout=a, b_layout=b, c_layout=c,
                   dtype=FLOAT, c_dtype=HALF)
           for a, b, c in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], LAYOUTS[2:] + LAYOUTS[:2], strict=True)),

@@ -159,7 +159,7 @@ def test_offsets_over_two_to_the_31(backend, which):
     with poisoned_memory("cuda"):
         y = matmul(a, b, c=c, backend=backend)
     exact = a[-256:].double() @ b.double() + (0 if c is None else c.double())
-    assert (y[..., -256:, :].double() - exact).abs().max() < 0.1
+    assert ((y[..., -256:, :].double() - exact).abs() <= 0.1 + 2**-8 * exact.abs()).all()
     assert not any(part.isnan().any() for part in y.split(2**22, -2))
 
 

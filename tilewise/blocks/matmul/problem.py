@@ -135,11 +135,11 @@ def describe(a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]) ->
     reduced = _merge([axis._replace(y=0) for axis in axes if axis.summed])
     row = Axis(M, False, strides["a"][-2], 0, strides["c"][-2], N)
     # rows of a batch that all meet the same b are rows of one matrix
-    while kept and (merged := _joined(kept[-1], row)) is not None:
+    while kept and kept[-1].b == 0 and (merged := _joined(kept[-1], row)) is not None:
         row = merged
         kept.pop()
     column = Axis(K, True, strides["a"][-1], strides["b"][-2], 0, 0)
-    while reduced and (merged := _joined(reduced[-1], column)) is not None:
+    while reduced and reduced[-1].c == 0 and (merged := _joined(reduced[-1], column)) is not None:
         column = merged
         reduced.pop()
     found = kept + reduced
