@@ -176,6 +176,7 @@ def _repair(problem: Problem) -> Repair:
         SCAN=2048 // block_m,
         BIAS=bias is not None,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        BIAS_COLS=bias is not None and bias.cols > 1,
         MASK=mask is not None,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,

@@ -27,6 +27,7 @@ class Repair(NamedTuple):
     SCAN: Any  # tiles of queries that one look covers
     BIAS: Any
     BIAS_GROUP: Any
+    BIAS_COLS: Any  # the bias differs between keys
     MASK: Any
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
@@ -38,6 +39,15 @@ def _load(x, b, h, rows, row_end, cols, col_end):
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
     return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_scores(x, b, h, rows, cols, sizes, COLS: tl.constexpr):
+    """The tile of a bias or mask, [rows, 1] if it has no columns: Triton fails on a wider tile of one column."""
+    if COLS:
+        return _load(x, b, h, rows, sizes.queries, cols, sizes.keys)
+    else:
+        return _load(x, b, h, rows, sizes.queries, tl.arange(0, 1), 1)
 
 
 @triton.jit
@@ -71,15 +81,11 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
         distance = cols[None, :] - rows[:, None]
         visible = (cols < sizes.keys)[None, :] & (distance >= terms.lo) & (distance <= terms.hi)
         if r.BIAS:
-            added = _load(bias, b, h // r.BIAS_GROUP, rows, sizes.queries, cols, sizes.keys).to(tl.float32)
+            added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, r.BIAS_COLS).to(tl.float32)
             s += added
             visible &= added != -float("inf")
-        if r.MASK and r.MASK_COLS:
-            visible &= _load(mask, b, h // r.MASK_GROUP, rows, sizes.queries, cols, sizes.keys) != 0
-        elif r.MASK:  # Triton 3.7 cannot compile a tile of it
-            at_mask = mask.pointer + tl.cast(b, tl.int64) * mask.stride0
-            at_mask += tl.cast(h // r.MASK_GROUP, tl.int64) * mask.stride1 + rows.to(tl.int64) * mask.stride2
-            visible &= (tl.load(at_mask, mask=rows < sizes.queries, other=0) != 0)[:, None]
+        if r.MASK:
+            visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, r.MASK_COLS) != 0
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
