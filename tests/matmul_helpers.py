@@ -166,3 +166,20 @@ def _references(case: Product, inputs: tuple[Tensor | None, ...]) -> tuple[dict[
 def _errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each."""
     return {name: (x.double() - exact[name]).abs().max().item() if x.numel() else 0.0 for name, x in results.items()}
+
+
+def check_tf32(backend: str) -> None:
+    """float32 products by tf32 are those of the nearest numbers of ten mantissa bits, not of what lies below them."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        a, b = torch.rand(17, 90), torch.rand(90, 19)
+        y = matmul(a, b, backend=backend)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+    def nearest(x: torch.Tensor) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(x)
+        return torch.ldexp((mantissa * 2**11).round(), exponent - 11)
+
+    torch.testing.assert_close(y, nearest(a) @ nearest(b), rtol=1e-6, atol=1e-6)

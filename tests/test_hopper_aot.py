@@ -28,6 +28,7 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, D=64, window=(300, 20)), 3 * (4 + 8) * 2),
     ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2),
+    ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2),
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys); one body for each side of a band and one for

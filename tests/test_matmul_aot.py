@@ -19,11 +19,9 @@ DESIGNED = 2 * 4 * 2
 # Triton, case, changes to its configuration.
 HOPPER = [
     ("installed", replace(USUAL, c="mn"), {}),
-    ("installed", replace(USUAL, c="mn"), {"c_ahead": True}),
     ("3.6.0", USUAL, {}),
     ("3.6.0", replace(USUAL, a_layout="transposed", b_layout="transposed", c="n"), {}),
     ("3.6.0", replace(USUAL, c="mn"), {}),
-    ("3.6.0", replace(USUAL, c="mn"), {"c_ahead": True}),
     ("3.6.0", replace(USUAL, c="mn", alpha=0.125), {}),
     ("3.6.0", replace(USUAL, c="mn", c_dtype=torch.float32), {}),
 ]

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import interpreter_child
 import pytest
 import torch
-from matmul_helpers import LAYOUTS, Product, check
+from matmul_helpers import LAYOUTS, Product, check, check_tf32
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -47,3 +47,7 @@ def each(cases):
 )  # fmt: skip
 def test_triton(interpreter, case):
     interpreter(check, case, "triton")
+
+
+def test_tf32_operands_are_rounded(interpreter):
+    interpreter(check_tf32, "triton")

@@ -64,7 +64,6 @@ class HopperConfig:
         store_buffers: of as many columns, for each warpgroup.
         turns: warpgroups store in turns, so that one multiplies while the other stores.
         group_m: tiles in a column of those that run together.
-        c_ahead: a warp of its own loads C, a whole tile ahead; else the one that loads A and B does, between tiles.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
 
@@ -76,7 +75,6 @@ class HopperConfig:
     store_buffers: int = 2
     turns: bool = True
     group_m: int = 8
-    c_ahead: bool = False
     registers: tuple[int, int] = (240, 24)
 
 

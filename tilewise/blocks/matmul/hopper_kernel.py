@@ -74,7 +74,6 @@ class Compiled(NamedTuple):
     B_BY_ROWS: Any
     C: Any  # which axes of Y it is full along: "matrix", "row", "column", "one"; "none" for no c
     C_FIRST: Any  # the accumulator starts from C; else C is added to the product
-    C_AHEAD: Any  # a warp of its own loads C
 
 
 class Sources(NamedTuple):
@@ -131,21 +130,15 @@ def work_count(sizes):
 
 
 @gluon.jit
-def fill_c(x, rings, t, tile, spread, k):
-    """Load C of a tile, once the warpgroups have read that of the tile before."""
-    for w in gl.static_range(WARPGROUPS):
-        fill(rings.c, w, t, x.c, tile.g0 * spread.c0, tile.g1 * spread.c1, tile.m0 + w * k.ROWS, tile.n0)
-
-
-@gluon.jit
 def load(x, rings, sizes, spread, k):
-    """The role of one warp: the steps of A and B of each tile, and its C where no other warp loads it."""
+    """The role of one warp: C of each tile, once the warpgroups have read the one before, and its steps of A and B."""
     BYTES: gl.constexpr = WARPGROUPS * x.a.block_type.nbytes + x.b.block_type.nbytes
     step = 0
     for t in range(work_count(sizes)):
         tile = tile_at(t, sizes, k)
-        if k.C == "matrix" and not k.C_AHEAD:
-            fill_c(x, rings, t, tile, spread, k)
+        if k.C == "matrix":
+            for w in gl.static_range(WARPGROUPS):
+                fill(rings.c, w, t, x.c, tile.g0 * spread.c0, tile.g1 * spread.c1, tile.m0 + w * k.ROWS, tile.n0)
         for r in range(sizes.summed0 * sizes.summed1):
             b0 = tile.g0 + r // sizes.summed1
             b1 = tile.g1 + r % sizes.summed1
@@ -166,13 +159,6 @@ def load(x, rings, sizes, spread, k):
                     at = [b0 * spread.b0, b1 * spread.b1, tile.n0, k0]
                 tma_load(x.b, at, full, rings.b.index(slot))
                 step += 1
-
-
-@gluon.jit
-def load_c(x, rings, sizes, spread, k):
-    """The role of one more warp: C of each tile, as soon as that of the tile before has been read."""
-    for t in range(work_count(sizes)):
-        fill_c(x, rings, t, tile_at(t, sizes, k), spread, k)
 
 
 @gluon.jit
@@ -305,25 +291,12 @@ def matmul_kernel(a, b, c, y, alpha, beta, sizes, spread, k):
     stage = gl.allocate_shared_memory(y.dtype, [WARPGROUPS * k.STORE_BUFFERS, 1, 1, k.ROWS, k.STORE_COLS], y.layout)
     rings = Rings(a_slots, b_slots, full, empty, c_ring, stage)
     fence_async_shared()
-    FEW: gl.constexpr = k.LOADING_REGISTERS
-    if k.C == "matrix" and k.C_AHEAD:
-        gl.warp_specialize(
-            [
-                (compute, (x, rings, alpha, beta, sizes, spread, k, 0)),
-                (compute, (x, rings, alpha, beta, sizes, spread, k, 1)),
-                (load, (x, rings, sizes, spread, k)),
-                (load_c, (x, rings, sizes, spread, k)),
-            ],
-            [4, 1, 1],
-            [k.COMPUTING_REGISTERS, FEW, FEW],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (compute, (x, rings, alpha, beta, sizes, spread, k, 0)),
-                (compute, (x, rings, alpha, beta, sizes, spread, k, 1)),
-                (load, (x, rings, sizes, spread, k)),
-            ],
-            [4, 1],
-            [k.COMPUTING_REGISTERS, FEW],
-        )
+    gl.warp_specialize(
+        [
+            (compute, (x, rings, alpha, beta, sizes, spread, k, 0)),
+            (compute, (x, rings, alpha, beta, sizes, spread, k, 1)),
+            (load, (x, rings, sizes, spread, k)),
+        ],
+        [4, 1],
+        [k.COMPUTING_REGISTERS, k.LOADING_REGISTERS],
+    )
