@@ -78,7 +78,7 @@ def _family(
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlim(min(lengths) / 1.3, max(lengths) * 1.3)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # whole markers at the top
     _plain(axes)
 
 
