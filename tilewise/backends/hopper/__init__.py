@@ -15,17 +15,25 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.problem import Problem
 
 
-def declines(problem: Problem) -> str | None:
+def declines_device(device: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
+    """Why no kernel in Gluon for Hopper runs there, whatever it computes; None if one may."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter does not run Gluon"
-    if problem.capability != (9, 0):
-        if problem.capability is None:
-            return f"needs a CUDA device, the tensors are on {problem.device}"
-        return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, problem.capability))}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"has kernels for float16 and bfloat16, not for {str(problem.dtype).removeprefix('torch.')}"
+    if capability is None:
+        return f"needs a CUDA device, the tensors are on {device}"
+    if capability != (9, 0):
+        return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, capability))}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"has kernels for float16 and bfloat16, not for {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def declines(problem: Problem) -> str | None:
+    reason = declines_device(problem.device, problem.capability, problem.dtype)
+    if reason is not None:
+        return reason
     bias = problem.bias
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.backends.hopper import declines_device
 from tilewise.blocks.matmul.config import declines_tma
 from tilewise.blocks.matmul.problem import Product
 
@@ -60,16 +61,9 @@ def declines_triton(product: Product) -> str | None:
 
 
 def declines_hopper(product: Product) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return "Triton's interpreter does not run Gluon"
-    if product.capability != (9, 0):
-        if product.capability is None:
-            return f"needs a CUDA device, the tensors are on {product.device}"
-        return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, product.capability))}"
-    if product.dtype not in (torch.float16, torch.bfloat16):
-        return f"has kernels for float16 and bfloat16, not for {str(product.dtype).removeprefix('torch.')}"
+    reason = declines_device(product.device, product.capability, product.dtype)
+    if reason is not None:
+        return reason
     if product.c_dtype == torch.float64:
         return "reads c in float16, bfloat16 or float32, not float64"
     if max(product.rows, product.cols, product.inner) >= 2**30:
