@@ -247,7 +247,9 @@ def test_cases_have_names_of_their_own_and_are_problems():
     families = {case.family for case in cases.cases("cuda")}
     expected = {f"dense D{d} {kind}" for d in (64, 128, 256) for kind in ("full", "causal")}
     expected |= {f"bias {kind} D{d}" for kind in cases.KINDS for d in (64, 128)}
-    expected |= {f"decode 32/8 D128{terms}" for terms in ("", " bias B11N", " bias 1H1N", " M8")}
+    expected |= {f"decode 32/8 D128{terms}" for terms in ("", " bias B11N", " bias 1H1N", " M8", " M16")}
+    expected |= {f"decode 32/8 D128 B{batch}" for batch in (64, 25, 4, 1)}
+    expected |= {"decode 32/32 D128 B4", "decode 32/8 D64", "decode 32/8 D256 B8"}
     assert families > expected | {"pair bias D32", "gqa 32/8 D128 full"}
 
 
