@@ -1,6 +1,6 @@
 """The softmax's tiles on this GPU: what config.py chooses and what it might, as shares of a copy's speed.
 
-    python benchmarks/softmax.py [--json FILE]
+    python benchmarks/softmax.py [--json FILE] [--commit HASH]
 
 Every variant is held to float64 before it is timed. Needs a GPU of compute capability 8.0 or later.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tilewise.bench.timing import Clock
+from tilewise.bench.run import origin
+from tilewise.bench.timing import Clock, calibrate
 from tilewise.blocks.softmax import Needs
 from tilewise.blocks.softmax.triton import launch
 from tilewise.blocks.softmax.triton.config import Config, softmax_config
@@ -89,6 +91,7 @@ def copy_speed() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
     copy = copy_speed()
     print(f"{torch.cuda.get_device_name(DEVICE)}: copy {copy / 1e12:.3f} TB/s", flush=True)
@@ -103,7 +106,13 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"copy_bytes_per_second": copy, "rows": found}, indent=1) + "\n")
+        document = {
+            **origin(DEVICE, arguments.commit),
+            "calibration": asdict(calibrate(Clock(DEVICE, 0.3), ["bfloat16"])),
+            "copy_bytes_per_second": copy,
+            "rows": found,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
+    return_lse: bool, deterministic: bool | None = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -57,9 +65,9 @@ def attention(
             out as (B, M, H, D) passes by ``transpose(1, 2)`` without a copy, and the output has the same layout.
         k: keys (B, Hkv, N, D) in q's dtype, where Hkv divides H (GQA, MQA): query head h uses head h // (H / Hkv).
         v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
-        bias: added to the scaled scores; floating, any dtype whatever q's is, of at most 4 dimensions, broadcastable
-            {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is summed in float32. A bias
-            of -inf hides the key from the query like a mask.
+        bias: added to the scaled scores; float16, bfloat16, float32 or float64 (CPU), whatever q's dtype is, of at most
+            4 dimensions, broadcastable {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is
+            summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
         mask: bool, the same broadcasting; True = attend.
         causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.

@@ -35,8 +35,8 @@ def scaled_dot_product_attention(
             (CPU). E is 1 to 256.
         key: (..., H, S, E), query's dtype. Leading dimensions of query, key and value broadcast against each other.
         value: (..., H, S, Ev), query's dtype. Ev is 1 to 256.
-        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. Floating, of any dtype: added to the scores;
-            -inf hides the key from the query.
+        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or float64 (CPU),
+            whatever query's dtype is: added to the scores; -inf hides the key from the query.
         dropout_p: must be 0 for now.
         is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``).
         scale: multiplies ``query @ key.mT``. Default ``1 / sqrt(E)``.
