@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.plan import check_backend
-from tilewise.problem import check_numbers
+from tilewise.problem import check_dense, check_flag, check_numbers
 from tilewise.score.terms import Band, Score
 
 Window = tuple[int | None, int | None]
@@ -95,6 +95,7 @@ def attention(
         q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, backend=backend,
     )  # fmt: skip
+    check_flag("return_lse", return_lse)
     o, lse = attention_op(*call, return_lse=return_lse)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
@@ -125,6 +126,10 @@ def read_call(
 ) -> Call:
     """The keyword arguments of `attention`, read and checked."""
     check_numbers(window, scale, softcap, dropout_p)
+    if causal is not True and causal is not False:  # the common case without a call
+        check_flag("causal", causal)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
     inputs = _inputs(q, k, v, bias, mask)
     band = _EVERYWHERE
@@ -149,11 +154,18 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if not (q.layout is k.layout is v.layout is torch.strided):
+        check_dense("q", q)
+        check_dense("k", k)
+        check_dense("v", v)
     if bias is None and mask is None:
         return Inputs(q, k, v, None, None)
     for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None and not isinstance(x, Tensor):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        check_dense(name, x)
     if mask is not None and mask.requires_grad:
         raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
     return Inputs(q, k, v, _four_dims(bias), _four_dims(mask))
