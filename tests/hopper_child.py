@@ -1,0 +1,52 @@
+"""What runs in the child process of test_hopper_rows.py: the hopper backend's kernels in plain Triton, as Python."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from helpers import Case, Results, Tensors, run, tensors, visible
+from torch import Tensor
+
+from tilewise.backends import Inputs, Needs, Outputs
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
+
+
+def _call(case: Case, x: Tensors) -> tuple[Problem, Inputs]:
+    inputs = Inputs(*x[:5])
+    scale = case.D**-0.5 if case.scale is None else case.scale
+    score = Score(scale, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    return Problem.of(*inputs, score, bias_grad="b" in case.grads), inputs
+
+
+class Repaired(NamedTuple):
+    """A forward whose rows the repair kernel has or has not computed again.
+
+    before, after: o and lse, from the oracle, without and with the repair. spoilt: the rows that were broken. seen:
+    which query sees which key, bool (B, H, M, N).
+    """
+
+    before: Results
+    after: Results
+    spoilt: Tensor
+    seen: Tensor
+
+
+def repair(case: Case, share: float, value: float | None = None, where: tuple = ()) -> Repaired:
+    """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
+    ``value``, put it into v[where]."""
+    from tilewise.backends.hopper.launch import Forward
+
+    x = tensors(case)
+    if value is not None:
+        x.v[where] = value
+    before = run(case, "oracle", inputs=x)
+    problem, inputs = _call(case, x)
+    launch = Forward(problem, inputs).repair
+    assert launch is not None
+    spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
+    o, lse = before.o.clone(), before.lse.clone()
+    o[spoilt], lse[spoilt] = 7.0, float("nan")
+    launch(*inputs, o, lse)
+    return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
