@@ -50,3 +50,20 @@ def repair(case: Case, share: float, value: float | None = None, where: tuple = 
     o[spoilt], lse[spoilt] = 7.0, float("nan")
     launch(*inputs, o, lse)
     return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
+
+
+def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the backward knows of each query: its LSE in base 2 and -delta, (B, H, tiles · BLOCK_M); the exact delta of
+    the case's o without its dlse; and the zeroed sum of dQ."""
+    from tilewise.backends.hopper.backward_launch import Backward
+
+    x = tensors(case)
+    problem, inputs = _call(case, x)
+    outputs = Outputs(run(case, "oracle", inputs=x).o, lse)
+    cotangents = Outputs(x.do, dlse)
+    launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
+    stats, q_sum = (buffer().fill_(float("nan")) for buffer in (launch.empty_stats, launch.empty_q_sum))
+    launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, q_sum)
+    lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
+    delta = (outputs.o.double() * x.do.double()).sum(-1)
+    return lse2.flatten(2), minus_delta.flatten(2), delta, q_sum

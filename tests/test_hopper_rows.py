@@ -13,7 +13,7 @@ import hopper_child
 import interpreter_child
 import pytest
 import torch
-from helpers import Case, hold
+from helpers import Case, hold, tensors
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -69,3 +69,25 @@ def test_what_is_visible_is_not_hidden(interpreter, terms, value):
     assert torch.equal(~after.o.isfinite(), touched)
     torch.testing.assert_close(after.o[~touched], before.o[~touched], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(after.lse, before.lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [None, "1hmn", "b1m1"])
+def test_what_the_backward_knows_of_a_row(interpreter, bias):
+    """A row that takes no part has probabilities exp2(-inf) = 0 and a delta of 0, whatever its cotangents."""
+    case = replace(USUAL, grads="qkvb", bias=bias, M=130)
+    generator = torch.Generator().manual_seed(1)
+    lse, dlse = (10 * torch.randn(case.B, case.H, case.M, generator=generator) for _ in range(2))
+    left_out = (-math.inf, torch.finfo(torch.bfloat16).min, torch.finfo(FLOAT).min, -1e9, 3e38)
+    for row, value in enumerate(left_out):
+        lse[:, :, row], dlse[:, :, row] = value, math.inf if row == 0 else 1e9
+    lse[1, 0, 20], lse[0, 1, 21] = math.nan, -1e7
+    lse2, minus_delta, delta, q_sum = interpreter(hopper_child.prepare, case, lse, dlse)
+    known = slice(len(left_out), case.M)
+    constant = tensors(case).bias if bias == "b1m1" else torch.zeros(1, 1, case.M, 1)
+    expected = (lse.double() - constant[..., 0].double()) / math.log(2)
+    torch.testing.assert_close(lse2[..., known].double(), expected[..., known], rtol=1e-6, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(minus_delta[..., known].double(), (dlse - delta)[..., known], rtol=1e-5, atol=1e-4)
+    for rows in (slice(0, len(left_out)), slice(case.M, None)):
+        assert (lse2[..., rows] == math.inf).all()
+        assert (minus_delta[..., rows] == 0).all()
+    assert (q_sum == 0).all()
