@@ -27,6 +27,8 @@ def plain(monkeypatch):
     for module in (work, shared_bias):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(work, "query_tiles", tiles.query_tiles)
+    for name in ("head_and_tile", "group_of", "heads_at_once", "groups_of_sharers"):
+        monkeypatch.setattr(work, name, getattr(work, name).fn)
     for module, name in ((shared_bias, "ROWS"), (shared_bias, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)
 
@@ -82,6 +84,16 @@ def test_every_tile_has_one_program_and_sharers_are_one_group():
         assert len(seen) == work.groups.fn(sizes, c) * c.SHARERS
         assert c.SHARERS in (1, 2, 4, 8)
         assert (c.DBIAS == "share") == ((p.bias.batch, p.bias.heads) != (p.batch, p.heads))
+
+
+def test_a_group_is_found_by_its_work():
+    for p in PROBLEMS:
+        _, sizes, c = kernel_arguments(p)
+        heads = p.batch * p.kv_heads // c.SHARERS
+        places = {work.head_and_tile(group, sizes, c): group for group in range(work.groups.fn(sizes, c))}
+        assert set(places) == set(itertools.product(range(heads), range(sizes.key_tiles)))
+        for (head, tile), group in places.items():
+            assert work.group_of(head, tile, sizes, c) == group
 
 
 def test_groups_that_share_a_bias_form_a_chain():

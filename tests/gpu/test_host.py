@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from helpers import Case, call, differentiate, hold, tensors
+from helpers import Case, Results, Tensors, call, differentiate, hold, tensors
 
 from tilewise import attention
 
@@ -94,16 +94,21 @@ def test_threads(backend):
 
 @both_backends
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_another_device(backend):
+@pytest.mark.parametrize(
+    "terms", [{}, {"bias": "1hmn", "causal": True, "deterministic": True}, {"bias": "b11n", "mask": "b1mn"}], ids=str
+)
+def test_another_device(backend, terms):
     """Not the current one; the same layouts on both, in turns."""
-    first = [normal(1, 2, 128, 64).requires_grad_() for _ in range(3)]
-    second = [x.detach().to("cuda:1").requires_grad_() for x in first]
+    case = Case(B=2, H=2, M=208, N=144, D=64, dtype=BRAIN, **terms)
+    here = tensors(case, "cuda:0")
+    there = Tensors(*(None if x is None else x.to("cuda:1") for x in here))
+    assert torch.cuda.current_device() == 0
     for _ in range(3):
-        o, other = (attention(*x, backend=backend) for x in (first, second))
-        torch.testing.assert_close(o, other.to("cuda:0"), rtol=2e-2, atol=1e-2)
-        grads = torch.autograd.grad(o.square().sum(), first), torch.autograd.grad(other.square().sum(), second)
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b.to("cuda:0"), rtol=2e-2, atol=1e-2)
+        for inputs in (here, there):
+            results = differentiate(case, inputs, lambda x: call(case, backend, x))
+            assert all(x is None or x.device == inputs.q.device for x in results)
+            hold(case, Results(*(None if x is None else x.to("cuda:0") for x in results)), "cuda")
+    assert torch.cuda.current_device() == 0
 
 
 @both_backends

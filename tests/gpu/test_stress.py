@@ -37,7 +37,8 @@ def of_heads(results, which):
 # --- element offsets past 2³¹ ---
 
 
-def test_queries_past_two_to_the_31():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_past_two_to_the_31(backend):
     """q, o and their gradients pass 2³¹ elements; rows near both ends and at the border have a cotangent."""
     M, N, D = 2**23 + 200, 64, 128
     rows = torch.cat([torch.arange(n, n + 100, device="cuda") for n in (0, 2**23 - 50, M - 100)])
@@ -47,7 +48,8 @@ def test_queries_past_two_to_the_31():
     dlse[:, :, rows] = normal(1, 2, len(rows), dtype=torch.float32)
     case = Case(B=1, H=2, M=M, N=N, D=D, dtype=BRAIN)
     assert q.numel() > 2**31
-    o, lse, dq, dk, dv, _ = run(case, "triton", "cuda", Tensors(q, k, v, None, None, do, dlse))
+    assert explain(q, k, v, backend=backend).plan.backward == backend
+    o, lse, dq, dk, dv, _ = run(case, backend, "cuda", Tensors(q, k, v, None, None, do, dlse))
     assert o.isfinite().all()
     part = Tensors(q[:, :, rows], k, v, None, None, do[:, :, rows], dlse[:, :, rows])
     results = Results(o[:, :, rows], lse[:, :, rows], dq[:, :, rows], dk, dv, None)
@@ -56,11 +58,14 @@ def test_queries_past_two_to_the_31():
     assert not dq.any()
 
 
-def test_keys_past_two_to_the_31():
-    case = Case(B=1, H=32, M=64, N=2**19 + 200, D=128, dtype=BRAIN)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_past_two_to_the_31(backend):
+    M = 64 if backend == "triton" else 128  # so few beside many keys are not for hopper
+    case = Case(B=1, H=32, M=M, N=2**19 + 200, D=128, dtype=BRAIN)
     inputs = tensors(case, "cuda")
     assert inputs.k.numel() > 2**31
-    results = run(case, "triton", "cuda", inputs)
+    assert explain(*inputs[:3], backend=backend).plan.backward == backend
+    results = run(case, backend, "cuda", inputs)
     assert all(x.isfinite().all() for x in results if x is not None)
     for head in (0, 31):
         part = slice(head, head + 1)
@@ -88,21 +93,35 @@ def test_strides_past_two_to_the_31(bias, transposed):
     hold(case, run(case, "triton", "cuda", Tensors(*spread, small.do, small.dlse)), "cuda")
 
 
-def test_a_bias_past_two_to_the_31():
+@HOPPER.marks[0]
+def test_a_bias_of_keys_far_apart():
+    """Columns 2²⁵ elements apart, read by pointer: offsets inside a tile of keys need 64 bits."""
+    case = Case(B=1, H=2, M=130, N=130, D=64, dtype=BRAIN, bias="111n")
+    small = tensors(case, "cuda")
+    spread = torch.full((130, 2**25), math.nan, dtype=BRAIN, device="cuda")
+    bias = spread[:, :1].T[None, None].copy_(small.bias)
+    assert 127 * bias.stride(3) > 2**31
+    assert explain(*small[:3], bias=bias, backend="hopper").plan.backward == "hopper"
+    hold(case, run(case, "hopper", "cuda", small._replace(bias=bias)), "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_past_two_to_the_31(backend):
     """Heads of a bias 2³¹ elements apart, and one whose own elements are more than that."""
     case = Case(B=1, H=2, M=512, N=512, D=64, dtype=BRAIN, bias="1hmn")
     small = tensors(case, "cuda")
     buffer = torch.full((2**31 + 512 * 512,), math.nan, dtype=BRAIN, device="cuda")
     bias = buffer.as_strided(small.bias.shape, (0, 2**31, 512, 1)).copy_(small.bias)
+    assert explain(*small[:3], bias=bias.detach().requires_grad_(), backend=backend).plan.backward == backend
     for deterministic in (False, True):
         case = replace(case, deterministic=deterministic)
-        hold(case, run(case, "triton", "cuda", small._replace(bias=bias)), "cuda", small)
+        hold(case, run(case, backend, "cuda", small._replace(bias=bias)), "cuda", small)
     del buffer, bias
 
     case = Case(B=1, H=9, M=16384, N=16384, D=64, dtype=BRAIN, bias="bhmn", lse=False, grads="qb")
     inputs = tensors(case, "cuda")
     assert inputs.bias.numel() > 2**31
-    results = run(case, "triton", "cuda", inputs)
+    results = run(case, backend, "cuda", inputs)
     rows = torch.cat([torch.arange(n, n + 32, device="cuda") for n in (0, 8000, 16384 - 32)])
     for head in (0, 8):
         q, k, v, bias, _, do, dlse = (heads(x, slice(head, head + 1)) for x in inputs)

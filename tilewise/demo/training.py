@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 
@@ -90,6 +91,21 @@ def read_play() -> str:
     return (resources.files("tilewise.demo") / "data" / "as_you_like_it.txt").read_text(encoding="ascii")
 
 
+def read_batches(settings: TrainingSettings) -> tuple[int, Iterator[Tensor]]:
+    """How many characters the play knows, and for each step int64 (batch, length + 1) of them, equal in every run."""
+    play = read_play()
+    alphabet = sorted(set(play))
+    text = torch.tensor([alphabet.index(c) for c in play])
+    generator = torch.Generator().manual_seed(SEED)
+
+    def batches() -> Iterator[Tensor]:
+        for _ in range(settings.steps):
+            starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
+            yield text[starts + torch.arange(settings.length + 1)]
+
+    return len(alphabet), batches()
+
+
 def distance_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
     """Bucket of each (query, key) pair, int64 (length, length), by the distance back from the query to the key.
 
@@ -141,9 +157,14 @@ class CharacterModel(nn.Module):
         buckets = distance_buckets(settings.length, settings.buckets, settings.max_distance)
         self.register_buffer("bucket", buckets, persistent=False)
 
+    def bias(self, characters: Tensor) -> Tensor:
+        """(1, H, S, S)"""
+        bias: Tensor = self.bias_table(self.bucket)
+        return bias.permute(2, 0, 1).unsqueeze(0).contiguous()
+
     def forward(self, characters: Tensor) -> Tensor:
         """Logits (B, S, symbols) for characters (B, S), int64."""
-        bias = self.bias_table(self.bucket).permute(2, 0, 1).unsqueeze(0).contiguous()  # (1, H, S, S)
+        bias = self.bias(characters)
         x = self.embedding(characters)
         for block in self.blocks:
             x = block(x, bias)
@@ -153,10 +174,17 @@ class CharacterModel(nn.Module):
 class Run:
     """One model with its optimizer and what was recorded of it."""
 
-    def __init__(self, symbols: int, settings: TrainingSettings, device: torch.device, attend: Attend) -> None:
+    def __init__(
+        self,
+        symbols: int,
+        settings: TrainingSettings,
+        device: torch.device,
+        attend: Attend,
+        kind: type[CharacterModel] = CharacterModel,
+    ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            self.model = CharacterModel(symbols, settings, attend).to(device)
+            self.model = kind(symbols, settings, attend).to(device)
         # Not Adam: it hides a wrong factor in a gradient, and within 100 steps it tears apart any two runs that differ
         # by rounding, those of two kernels of SDPA included.
         rate = settings.learning_rate
@@ -186,16 +214,12 @@ def run(
     attend: Attend = tilewise_causal_attention,
 ) -> TrainingResult:
     """Train both copies, ``advance`` after each step of both; ``attend`` is what SDPA is compared with."""
-    play = read_play()
-    alphabet = sorted(set(play))
-    text = torch.tensor([alphabet.index(c) for c in play])
-    ours = Run(len(alphabet), settings, device, attend)
-    theirs = Run(len(alphabet), settings, device, sdpa_causal_attention)
-    generator = torch.Generator().manual_seed(SEED)
+    symbols, batches = read_batches(settings)
+    ours = Run(symbols, settings, device, attend)
+    theirs = Run(symbols, settings, device, sdpa_causal_attention)
     gradient_difference = math.nan
-    for step in range(settings.steps):
-        starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
-        batch = text[starts + torch.arange(settings.length + 1)].to(device)
+    for step, cpu_batch in enumerate(batches):
+        batch = cpu_batch.to(device)
         # Taking turns at going first, so that neither time owes anything to the order.
         for one in (ours, theirs) if step % 2 == 0 else (theirs, ours):
             one.step(batch[:, :-1], batch[:, 1:])
@@ -205,7 +229,7 @@ def run(
         advance(1 / settings.steps)
     return TrainingResult(
         settings=settings,
-        symbols=len(alphabet),
+        symbols=symbols,
         tilewise_losses=ours.losses,
         sdpa_losses=theirs.losses,
         tilewise_seconds=_median(ours.seconds),

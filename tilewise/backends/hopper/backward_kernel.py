@@ -222,7 +222,8 @@ def keep_bias_of_keys(x, shared, work, h, sizes, c):
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
     at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
     at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
-    bias = gl.load(at + cols * x.bias.stride3, mask=cols < sizes.keys - work.n0, other=0.0)
+    at = at + cols.to(gl.int64) * x.bias.stride3
+    bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
     shared.added.store(bias.to(gl.float32) * LOG2E)
 
 

@@ -229,7 +229,8 @@ def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constex
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(n0, gl.int64) * x.bias.stride3
-        bias = gl.load(at + cols * x.bias.stride3, mask=cols < sizes.keys - n0, other=0.0)[None, :]
+        at = at + cols.to(gl.int64) * x.bias.stride3
+        bias = gl.load(at, mask=cols < sizes.keys - n0, other=0.0)[None, :]
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+COARSE = tl.constexpr(16777216.0)  # 2²⁴: float32 numbers from here up are two and more apart
 
 
 @triton.jit
@@ -23,6 +24,8 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes,
     """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0.
+    So does a row whose LSE is beyond COARSE, as where all keys have the most negative finite bias: probabilities
+    cannot be told from such an LSE, would be off by any factor and could overflow into the gradients of the keys.
     A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
     o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B, H, M, D). float32 but o,
     do and the bias.
@@ -50,8 +53,9 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes,
         constant = tl.load(at + rows.to(tl.int64) * bias.stride2, mask=inside, other=0.0).to(tl.float32)
         base2 = (natural - constant) * LOG2E
     at_stats = stats + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    tl.store(at_stats, tl.where(natural == -float("inf"), float("inf"), base2))
-    tl.store(at_stats + BLOCK_M, -delta)
+    left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
+    tl.store(at_stats, tl.where(left_out, float("inf"), base2))
+    tl.store(at_stats + BLOCK_M, tl.where(left_out, 0.0, -delta))  # 0 · a cotangent that is not finite would be NaN
 
 
 @triton.jit

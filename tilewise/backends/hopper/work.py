@@ -43,24 +43,53 @@ def groups(sizes, c):
 
 
 @gluon.jit
-def work_at(group, member, terms, sizes, c):
-    """The work of one of the c.SHARERS programs of a group, which share a bias and run side by side.
+def head_and_tile(group, sizes, c):
+    """What a group works on: a key/value head, counted without those that share its bias, and a tile of keys.
 
     The order of the groups decides which run together and share the L2 cache.
     """
     tiles = sizes.key_tiles
-    heads = sizes.kv_heads * sizes.batch // c.SHARERS
     if c.ORDER == "tiles":  # of one head: they share its queries
-        tile = group % tiles
         head = group // tiles
+        tile = group % tiles
     else:
         # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
-        AT_ONCE: gl.constexpr = 8 // c.SHARERS
-        first = group // (AT_ONCE * tiles) * AT_ONCE
-        width = gl.minimum(heads - first, AT_ONCE)
+        first, width = heads_at_once(group // (8 // c.SHARERS * tiles), sizes, c)
         head = first + (group - first * tiles) % width
         tile = (group - first * tiles) // width
-    parts = sizes.batch_sharers * sizes.head_sharers // c.SHARERS
+    return head, tile
+
+
+@gluon.jit
+def group_of(head, tile, sizes, c):
+    """The inverse of `head_and_tile`."""
+    if c.ORDER == "tiles":
+        group = head * sizes.key_tiles + tile
+    else:
+        first, width = heads_at_once(head // (8 // c.SHARERS), sizes, c)
+        group = first * sizes.key_tiles + tile * width + head - first
+    return group
+
+
+@gluon.jit
+def heads_at_once(n, sizes, c):
+    """The n-th heads, of eight programs, that take turns: ``(the first, how many)``."""
+    AT_ONCE: gl.constexpr = 8 // c.SHARERS
+    first = n * AT_ONCE
+    return first, gl.minimum(sizes.kv_heads * sizes.batch // c.SHARERS - first, AT_ONCE)
+
+
+@gluon.jit
+def groups_of_sharers(sizes, c):
+    """Groups of programs that share a bias and have the same tile of keys; their heads follow each other."""
+    return sizes.batch_sharers * sizes.head_sharers // c.SHARERS
+
+
+@gluon.jit
+def work_at(group, member, terms, sizes, c):
+    """The work of one of the c.SHARERS programs of a group, which share a bias and run side by side."""
+    head, tile = head_and_tile(group, sizes, c)
+    parts = groups_of_sharers(sizes, c)
     sharer = head % parts * c.SHARERS + member
     alone = sizes.batch // sizes.batch_sharers
     b = sharer % sizes.batch_sharers + head // parts % alone
@@ -80,21 +109,9 @@ def work_at(group, member, terms, sizes, c):
 @gluon.jit
 def sharers_before(group, sizes, c):
     """The group that has the sharers before and the same tile of keys, which has a lower number; -1 for none."""
-    tiles = sizes.key_tiles
-    heads = sizes.kv_heads * sizes.batch // c.SHARERS
-    parts = sizes.batch_sharers * sizes.head_sharers // c.SHARERS
-    if c.ORDER == "tiles":
-        head = group // tiles
-        before = group - tiles
-    else:
-        AT_ONCE: gl.constexpr = 8 // c.SHARERS
-        first = group // (AT_ONCE * tiles) * AT_ONCE
-        width = gl.minimum(heads - first, AT_ONCE)
-        head = first + (group - first * tiles) % width
-        tile = (group - first * tiles) // width
-        first = gl.maximum(head - 1, 0) // AT_ONCE * AT_ONCE
-        before = first * tiles + tile * gl.minimum(heads - first, AT_ONCE) + head - 1 - first
-    return gl.where(head % parts == 0, -1, before)
+    head, tile = head_and_tile(group, sizes, c)
+    before = group_of(gl.maximum(head - 1, 0), tile, sizes, c)
+    return gl.where(head % groups_of_sharers(sizes, c) == 0, -1, before)
 
 
 @gluon.jit

@@ -1,0 +1,69 @@
+"""What runs in the child process of test_hopper_rows.py: the hopper backend's kernels in plain Triton, as Python."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from helpers import Case, Results, Tensors, run, tensors, visible
+from torch import Tensor
+
+from tilewise.backends import Inputs, Needs, Outputs
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
+
+
+def _call(case: Case, x: Tensors) -> tuple[Problem, Inputs]:
+    inputs = Inputs(*x[:5])
+    scale = case.D**-0.5 if case.scale is None else case.scale
+    score = Score(scale, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    return Problem.of(*inputs, score, bias_grad="b" in case.grads), inputs
+
+
+class Repaired(NamedTuple):
+    """A forward whose rows the repair kernel has or has not computed again.
+
+    before, after: o and lse, from the oracle, without and with the repair. spoilt: the rows that were broken. seen:
+    which query sees which key, bool (B, H, M, N).
+    """
+
+    before: Results
+    after: Results
+    spoilt: Tensor
+    seen: Tensor
+
+
+def repair(case: Case, share: float, value: float | None = None, where: tuple = ()) -> Repaired:
+    """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
+    ``value``, put it into v[where]."""
+    from tilewise.backends.hopper.launch import Forward
+
+    x = tensors(case)
+    if value is not None:
+        x.v[where] = value
+    before = run(case, "oracle", inputs=x)
+    problem, inputs = _call(case, x)
+    launch = Forward(problem, inputs).repair
+    assert launch is not None
+    spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
+    o, lse = before.o.clone(), before.lse.clone()
+    o[spoilt], lse[spoilt] = 7.0, float("nan")
+    launch(*inputs, o, lse)
+    return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
+
+
+def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the backward knows of each query: its LSE in base 2 and -delta, (B, H, tiles · BLOCK_M); the exact delta of
+    the case's o without its dlse; and the zeroed sum of dQ."""
+    from tilewise.backends.hopper.backward_launch import Backward
+
+    x = tensors(case)
+    problem, inputs = _call(case, x)
+    outputs = Outputs(run(case, "oracle", inputs=x).o, lse)
+    cotangents = Outputs(x.do, dlse)
+    launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
+    stats, q_sum = (buffer().fill_(float("nan")) for buffer in (launch.empty_stats, launch.empty_q_sum))
+    launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, q_sum)
+    lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
+    delta = (outputs.o.double() * x.do.double()).sum(-1)
+    return lse2.flatten(2), minus_delta.flatten(2), delta, q_sum

@@ -1,0 +1,93 @@
+"""Rows that the hopper backend treats apart, in Triton's interpreter: those that its forward computes again, and what
+its backward knows of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import hopper_child
+import interpreter_child
+import pytest
+import torch
+from helpers import Case, hold, tensors
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+HALF, FLOAT = torch.float16, torch.float32
+USUAL = Case(B=2, H=2, Hkv=1, M=70, N=75, D=24, dtype=HALF, layout="padded", grads="")
+GROUPS = replace(USUAL, B=1, H=4, Hkv=2, M=63)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+REPAIRED = [
+    replace(GROUPS, causal=True, N=139),
+    replace(USUAL, causal=True, M=139),  # the first queries see nothing
+    replace(USUAL, window=(40, 20), softcap=2.0, Dv=40),
+    replace(USUAL, window=(None, 3), D=136, Dv=8, B=1),
+    *(replace(USUAL, bias=bias, mask="1111", B=1) for bias in ("1111", "1hm1")),
+    *(replace(GROUPS, bias=bias, bias_dtype=FLOAT) for bias in ("1h1n", "11mn", "1kmn")),
+    *(replace(USUAL, mask=mask) for mask in ("bhmn", "b1m1", "11m1", "bh11", "1111")),
+    replace(GROUPS, mask="1k1n"),
+    replace(USUAL, mask="1hm1", bias="b11n", planted=math.nan, causal=True),
+    replace(USUAL, mask="b11n", bias="1hm1", planted=math.inf, layout="heads_last"),
+    replace(USUAL, bias="1hmn", bias_hides=True, blind=True, scale=0.7),
+    replace(USUAL, mask="111n", M=1, N=1),
+]
+
+
+@pytest.mark.parametrize("case", REPAIRED, ids=str)
+def test_rows_are_computed_again(interpreter, case):
+    """Those that are NaN in the LSE, and no other."""
+    before, after, spoilt, _ = interpreter(hopper_child.repair, case, 0.3)
+    assert torch.equal(after.o[~spoilt], before.o[~spoilt])
+    assert torch.equal(after.lse[~spoilt], before.lse[~spoilt])
+    hold(case, after)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "terms", [{"causal": True}, {"mask": "bhmn"}, {"window": (9, 2), "bias": "1111"}, {"bias": "bhmn", "blind": True}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_visible_is_not_hidden(interpreter, terms, value):
+    """A value that is not finite shows in its own column of the rows that see it."""
+    case = replace(USUAL, **terms)
+    before, after, _, seen = interpreter(hopper_child.repair, case, 1.0, value, (1, 0, 33, 5))
+    touched = torch.zeros(after.o.shape, dtype=torch.bool)
+    touched[1, :, :, 5] = seen[1, :, :, 33]
+    assert touched.any()
+    assert torch.equal(~after.o.isfinite(), touched)
+    torch.testing.assert_close(after.o[~touched], before.o[~touched], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(after.lse, before.lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [None, "1hmn", "b1m1"])
+def test_what_the_backward_knows_of_a_row(interpreter, bias):
+    """A row that takes no part has probabilities exp2(-inf) = 0 and a delta of 0, whatever its cotangents."""
+    case = replace(USUAL, grads="qkvb", bias=bias, M=130)
+    generator = torch.Generator().manual_seed(1)
+    lse, dlse = (10 * torch.randn(case.B, case.H, case.M, generator=generator) for _ in range(2))
+    left_out = (-math.inf, torch.finfo(torch.bfloat16).min, torch.finfo(FLOAT).min, -1e9, 3e38)
+    for row, value in enumerate(left_out):
+        lse[:, :, row], dlse[:, :, row] = value, math.inf if row == 0 else 1e9
+    lse[1, 0, 20], lse[0, 1, 21] = math.nan, -1e7
+    lse2, minus_delta, delta, q_sum = interpreter(hopper_child.prepare, case, lse, dlse)
+    known = slice(len(left_out), case.M)
+    constant = tensors(case).bias if bias == "b1m1" else torch.zeros(1, 1, case.M, 1)
+    expected = (lse.double() - constant[..., 0].double()) / math.log(2)
+    torch.testing.assert_close(lse2[..., known].double(), expected[..., known], rtol=1e-6, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(minus_delta[..., known].double(), (dlse - delta)[..., known], rtol=1e-5, atol=1e-4)
+    for rows in (slice(0, len(left_out)), slice(case.M, None)):
+        assert (lse2[..., rows] == math.inf).all()
+        assert (minus_delta[..., rows] == 0).all()
+    assert (q_sum == 0).all()

@@ -1,0 +1,26 @@
+"""Training on the CPU follows the float64 oracle step by step; tests/gpu/test_training.py follows the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import training
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two would wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", training.MODELS)
+def test_the_cpu_follows_the_oracle(kind):
+    """Both models are float32 outside the attention: their losses differ by little more than their own rounding."""
+    ours, exact = (training.losses(kind, training.through(backend), steps=30) for backend in ("cpu", "oracle"))
+    assert exact[-1] < exact[0] - 0.8
+    assert (ours - exact).abs().max() < 5e-6
