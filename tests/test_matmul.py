@@ -136,6 +136,19 @@ def test_gradient_of_a_float32_c_is_not_rounded_to_bfloat16():
     assert torch.equal(dc, dy.float() * 0.3)
 
 
+def test_the_gradient_of_a_full_c_is_dy_but_never_shares_its_memory_in_grad():
+    """Two leaves whose gradients are one tensor: what is done to the one's .grad must not reach the other's."""
+    a, b, dy = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    c, d = (torch.randn(3, 5, requires_grad=True) for _ in range(2))
+    (dc,) = torch.autograd.grad(matmul(a, b, c=c), c, dy)
+    assert dc.data_ptr() == dy.data_ptr()  # no pass
+    before = dy.clone()
+    (matmul(a, b, c=c) + matmul(a, b, c=d)).backward(dy)
+    c.grad.zero_()
+    assert torch.equal(dy, before)
+    assert torch.equal(d.grad, before)
+
+
 # --- as PyTorch sees it ---
 
 OPERATOR_CASES = {

@@ -69,9 +69,12 @@ def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype)
     wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
     if axes:
         dy = dy.sum(axes, keepdim=True, dtype=wide)
-    if beta != 1.0:
-        dy = (dy if dy.dtype == dtype else dy.to(wide)) * beta
-    return dy.to(dtype).reshape(shape)
+    if beta != 1.0:  # a tensor with an axis has a say in the result's dtype: widened and multiplied in one pass
+        dy = dy * (beta if dy.dtype in (dtype, wide) else dy.new_full((1,), beta, dtype=wide))
+    dy = dy.to(dtype)
+    # Of the same shape it is dY itself, as PyTorch's own addmm has it, and no view: autograd takes a view for memory
+    # that nobody else has, and c.grad would be one with what came from above.
+    return dy if dy.shape == shape else dy.reshape(shape)
 
 
 def _real(a, b, c, alpha, beta, summed, backend):
