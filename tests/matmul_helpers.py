@@ -168,15 +168,15 @@ def _errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, f
     return {name: (x.double() - exact[name]).abs().max().item() if x.numel() else 0.0 for name, x in results.items()}
 
 
-def check_tf32(backend: str) -> None:
+def check_tf32(backend: str, setting: str, value: bool | str) -> None:
     """float32 products by tf32 are those of the nearest numbers of ten mantissa bits, not of what lies below them."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    before = getattr(torch.backends.cuda.matmul, setting)
+    setattr(torch.backends.cuda.matmul, setting, value)
     try:
         a, b = torch.rand(17, 90), torch.rand(90, 19)
         y = matmul(a, b, backend=backend)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(torch.backends.cuda.matmul, setting, before)
 
     def nearest(x: torch.Tensor) -> torch.Tensor:
         mantissa, exponent = torch.frexp(x)

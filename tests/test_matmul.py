@@ -200,6 +200,19 @@ def test_an_eager_call_is_the_operator():
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+def test_autocast_rounds_nothing():
+    a, b, c = (torch.randn(s, requires_grad=True) for s in ((3, 4), (2, 4, 5), (5,)))
+
+    def results():
+        y = matmul(a, b, c=c)
+        return y, *torch.autograd.grad(y.square().sum(), (a, b, c))
+
+    plain = results()
+    with torch.autocast("cpu", dtype=BRAIN):
+        for x, y in zip(results(), plain, strict=True):
+            assert torch.equal(x, y)
+
+
 def test_fake_and_meta_tensors_give_shapes():
     a, b = torch.randn(2, 1, 5, 4), torch.randn(3, 4, 6)
     with FakeTensorMode() as mode:

@@ -49,5 +49,7 @@ def test_triton(interpreter, case):
     interpreter(check, case, "triton")
 
 
-def test_tf32_operands_are_rounded(interpreter):
-    interpreter(check_tf32, "triton")
+@pytest.mark.parametrize(("setting", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_tf32_operands_are_rounded(interpreter, setting, value):
+    """By PyTorch's older setting and its newer one, after which the older one may not be read."""
+    interpreter(check_tf32, "triton", setting, value)

@@ -33,6 +33,7 @@ def matmul(
     Returns:
         (..., M, N) in a's dtype, contiguous. On a GPU float32 products use TF32 where PyTorch's own matrix products
         do (``torch.set_float32_matmul_precision``). The CPU computes 16-bit products in float32.
+        Autocast casts nothing.
         Gradients, with dY that of the result: dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY, dC = beta · dY, each in the
         dtype and shape of its input, summed over the axes that broadcast in float32 and rounded once. Second
         derivatives too.
