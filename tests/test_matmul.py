@@ -213,6 +213,18 @@ def test_autocast_rounds_nothing():
             assert torch.equal(x, y)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+def test_transforms():
+    """vmap gets a loop; a tangent is an error, where the dispatcher would lose it."""
+    a, b = torch.randn(6, 3, 4), torch.randn(6, 4, 5)
+    torch.testing.assert_close(torch.vmap(matmul)(a, b), a @ b)
+    for function in (lambda x: matmul(x, b), torch.vmap(lambda x: matmul(b[0].mT, b[0], c=x[:1] @ b[0]))):
+        with pytest.raises(NotImplementedError, match=r"^tilewise\.matmul has no forward-mode derivative"):
+            torch.func.jvp(function, (a,), (a,))
+    _, tangent = torch.func.jvp(lambda x: x * matmul(a, b).sum(), (a,), (a,))  # what it does not follow may pass
+    torch.testing.assert_close(tangent, a * (a @ b).sum())
+
+
 def test_fake_and_meta_tensors_give_shapes():
     a, b = torch.randn(2, 1, 5, 4), torch.randn(3, 4, 6)
     with FakeTensorMode() as mode:
@@ -250,7 +262,9 @@ def test_requires_grad_follows_the_inputs():
         ({"c": torch.ones(2, 3, 5)}, ValueError, r"^c: shape \(2, 3, 5\) does not broadcast"),
         ({"alpha": "1"}, TypeError, r"^alpha: expected a float, got str$"),
         ({"beta": True}, TypeError, r"^beta: expected a float, got bool$"),
-        ({"alpha": math.inf}, ValueError, r"^alpha: must be finite, got inf$"),
+        ({"alpha": math.inf}, ValueError, r"^alpha: must be finite in float32, got inf$"),
+        ({"alpha": 10**400}, ValueError, r"^alpha: must be finite in float32, got 10+$"),
+        ({"beta": -1e300}, ValueError, r"^beta: must be finite in float32, got -1e\+300$"),
         ({"backend": "cuda"}, ValueError, r'^backend: must be one of "hopper", "triton", "cpu", or None'),
         ({"backend": "hopper"}, ValueError, r'^backend: "hopper" cannot run this call \(hopper: '),
     ],

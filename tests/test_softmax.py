@@ -209,6 +209,18 @@ def test_second_derivative_raises():
         dx.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+def test_transforms():
+    """vmap gets a loop; a tangent is an error, where the dispatcher would lose it."""
+    x, bias = torch.randn(6, 3, 4), torch.randn(6, 4)
+    torch.testing.assert_close(torch.vmap(softmax)(x), x.softmax(-1))
+    for function in (softmax, torch.vmap(softmax), lambda y: softmax(x[:, 0], bias=y[:, 0])):
+        with pytest.raises(NotImplementedError, match=r"^tilewise\.softmax has no forward-mode derivative"):
+            torch.func.jvp(function, (x,), (x,))
+    _, tangent = torch.func.jvp(lambda y: y * softmax(bias), (bias,), (bias,))  # what it does not follow may pass
+    torch.testing.assert_close(tangent, bias * bias.softmax(-1))
+
+
 # --- errors, by their whole message ---
 
 X = torch.zeros(2, 5)
@@ -223,6 +235,8 @@ BAD = {
     "scale is a bool": ((X,), {"scale": True}, TypeError, "scale: expected a float, got bool"),
     "scale is 0": ((X,), {"scale": 0}, ValueError, "scale: must be positive and finite, got 0"),
     "scale is NaN": ((X,), {"scale": math.nan}, ValueError, "scale: must be positive and finite, got nan"),
+    "scale is lost": ((X,), {"scale": 1e-50}, ValueError, "scale: must be between 1.2e-35 and 3.4e+38, got 1e-50"),
+    "scale is infinite": ((X,), {"scale": 1e300}, ValueError, "scale: must be between 1.2e-35 and 3.4e+38, got 1e+300"),
     "dim is a float": ((X,), {"dim": 1.0}, TypeError, "dim: expected an int, got float"),
     "no such axis": ((X,), {"dim": 2}, ValueError, "dim: must be between -2 and 1 for x of shape (2, 5), got 2"),
     "bias is a number": ((X,), {"bias": 1.0}, TypeError, "bias: expected a torch.Tensor, got float"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.blocks.eager import is_eager
+from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.blocks.matmul.run import run
 
@@ -103,4 +103,7 @@ def matmul_op(
 ) -> Tensor:
     """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
     args = (a, b, c, alpha, beta, summed or [], backend)
-    return _EagerMatmul.apply(*args) if is_eager(a, b, c) else torch.ops.tilewise.matmul(*args)
+    if is_eager(a, b, c):
+        return _EagerMatmul.apply(*args)
+    refuse_tangents("tilewise.matmul", a, b, c)
+    return torch.ops.tilewise.matmul(*args)

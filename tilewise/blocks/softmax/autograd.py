@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.blocks.eager import is_eager
+from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.softmax import BiasLike, Needs
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -109,5 +109,10 @@ class _EagerSoftmax(torch.autograd.Function):
 def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
     """P of a call that is checked; differentiable in x and bias."""
     args: tuple = (x, scale, bias, mask, dim)
-    p: Tensor = _EagerSoftmax.apply(*args) if is_eager(x, bias, mask) else torch.ops.tilewise.softmax(*args)
+    p: Tensor
+    if is_eager(x, bias, mask):
+        p = _EagerSoftmax.apply(*args)
+    else:
+        refuse_tangents("tilewise.softmax", x, bias)
+        p = torch.ops.tilewise.softmax(*args)
     return p
