@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tilewise import matmul
 from tilewise.blocks.matmul import problem
+from tilewise.blocks.matmul.config import HopperConfig
 from tilewise.blocks.matmul.explanation import explain
 from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.run import run
@@ -301,6 +302,13 @@ def test_choices_on_hopper(a, b, c, backend, expected):
     else:
         with pytest.raises(ValueError, match=expected):
             choose(product, backend)
+
+
+@pytest.mark.parametrize(("field", "value"), [("stages", 1), ("store_buffers", 3), ("store_cols", 256)])
+def test_configurations_that_would_hang_or_race(field, value):
+    name = "store_buffers" if field == "store_cols" else field
+    with pytest.raises(ValueError, match=rf"^{name}: must"):
+        HopperConfig(**{field: value})
 
 
 # --- how batch axes become at most two ---
