@@ -1,4 +1,6 @@
-"""What a tiny call on a GPU costs the host, beside PyTorch's attention: python benchmarks/host_time.py [--json FILE].
+"""What a tiny call on a GPU costs the host, beside PyTorch's attention.
+
+    python benchmarks/host_time.py [--json FILE] [--commit HASH]
 
 B=1, H=8, S=128, D=64, bfloat16, without and with a trainable (1,H,M,N) bias. Microseconds of a forward where no
 gradient is asked for, of one where it is, and of forward and backward: medians of three turns, in which the providers
@@ -11,6 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 from tilewise.bench.cases import Inputs, tiny
-from tilewise.bench.timing import host_seconds
+from tilewise.bench.run import origin
+from tilewise.bench.timing import Clock, calibrate, host_seconds
 
 COLUMNS = ("no grad", "forward", "both")
 TURNS = 3
@@ -59,11 +63,13 @@ def measure(call: Callable[[Inputs], Tensor], x: Inputs) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
     options = parser.parse_args()
+    device = torch.device("cuda")
     results: dict[str, dict[str, list[float]]] = {}
     for bias in (False, True):
-        x = tiny("bfloat16", bias).inputs(torch.device("cuda"))
+        x = tiny("bfloat16", bias).inputs(device)
         calls = {f"tilewise-{backend}": own(backend) for backend in ("hopper", "triton")}
         if bias:
             calls = {"sdpa-efficient": torchs(SDPBackend.EFFICIENT_ATTENTION), **calls}
@@ -80,7 +86,14 @@ def main() -> None:
             cells = (f"{c} {t:6.1f} ({t / r:.2f}x)" for c, t, r in zip(COLUMNS, row, first, strict=True))
             print(f"{case:16} {name:16} ", "  ".join(cells), flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        document = {
+            **origin(device, options.commit),
+            "calibration": asdict(calibrate(Clock(device, 0.3), ["bfloat16"])),
+            "unit": "microseconds",
+            "columns": COLUMNS,
+            "cases": results,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

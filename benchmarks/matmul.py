@@ -1,6 +1,6 @@
 """tilewise.matmul beside torch's products on a GPU, bfloat16: results compared, then times taken in turns.
 
-    python benchmarks/matmul.py [--rounds N] [--json PATH]
+    python benchmarks/matmul.py [--rounds N] [--json PATH] [--commit HASH]
 
 A GPU is limited by its power, so only ratios of times taken in turns mean anything: the median of each, by CUDA events,
 with the L2 cache flushed before each. A gate is how many of our times torch's must be, at least; rows without one are
@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise import matmul
+from tilewise.bench.run import origin
+from tilewise.bench.timing import Clock, calibrate
 from tilewise.blocks.matmul import hopper
 from tilewise.blocks.matmul.config import hopper_config
 from tilewise.blocks.matmul.problem import describe
@@ -67,6 +68,8 @@ def cases() -> Iterator[tuple[str, float, float | None, Step, Step]]:
     for n, gate in ((4096, 0.97), (8192, 0.97), (2048, None), (1024, None)):
         a, b = normal(n, n), normal(n, n)
         yield f"{n}³", 2 * n**3, gate, lambda a=a, b=b: (matmul(a, b),), lambda a=a, b=b: (a @ b,)
+    a, b = normal(8192, 8192), normal(8192, 8192)
+    yield "8192³, B transposed", 2 * 8192**3, None, lambda: (matmul(a, b.mT),), lambda: (a @ b.mT,)
     a, b = normal(4096, 4096), normal(4096, 4096)
     torch.manual_seed(0)
     ours = gradients(matmul, a, b)
@@ -132,7 +135,8 @@ def seconds_in_turns(steps: list[Step], rounds: int) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
     args = parser.parse_args()
     rows = []
     for name, flops, gate, ours, theirs in cases():
@@ -146,11 +150,10 @@ def main() -> int:
             flush=True,
         )
     if args.json is not None:
-        device = torch.cuda.get_device_name()
+        device = torch.device("cuda")
         found = {
-            "device": device,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
+            **origin(device, args.commit),
+            "calibration": asdict(calibrate(Clock(device, 0.3), ["bfloat16"])),
             "rows": [asdict(r) for r in rows],
         }
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

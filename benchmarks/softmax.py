@@ -1,6 +1,6 @@
 """The softmax's tiles on this GPU: what config.py chooses and what it might, as shares of a copy's speed.
 
-    python benchmarks/softmax.py [--sweep] [--json FILE]
+    python benchmarks/softmax.py [--sweep] [--json FILE] [--commit HASH]
 
 --sweep: only what falls short, bfloat16 rows of 16k and more, with configurations by which more bytes are on their way
 (docs/performance.md has what they should gain); less than a minute.
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tilewise.bench.timing import Clock
+from tilewise.bench.run import origin
+from tilewise.bench.timing import Clock, calibrate
 from tilewise.blocks.softmax import Needs
 from tilewise.blocks.softmax.triton import launch
 from tilewise.blocks.softmax.triton.config import Config, softmax_config
@@ -113,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--sweep", action="store_true", help="only the configurations that may help what falls short")
+    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
     copy = copy_speed()
     print(f"{torch.cuda.get_device_name(DEVICE)}: copy {copy / 1e12:.3f} TB/s", flush=True)
@@ -130,7 +133,13 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"copy_bytes_per_second": copy, "rows": found}, indent=1) + "\n")
+        document = {
+            **origin(DEVICE, arguments.commit),
+            "calibration": asdict(calibrate(Clock(DEVICE, 0.3), ["bfloat16"])),
+            "copy_bytes_per_second": copy,
+            "rows": found,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

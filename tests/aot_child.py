@@ -1,5 +1,4 @@
-"""Compiles kernels ahead of time, for a GPU that need not be there; child process of test_triton_aot.py and
-test_hopper_aot.py.
+"""Compiles kernels ahead of time, for a GPU that need not be there; child process of `aot_compilers.Compilers`.
 
 What is compiled is what would run: the backend's own launch code, on meta tensors, with a driver that only names a
 target.

@@ -1,12 +1,13 @@
-"""What runs in the child process of test_triton_interpreter.py, where Triton's kernels are Python."""
+"""What runs in the child process of the fixture `interpreter` of conftest.py, where Triton's kernels are Python."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import torch
-from helpers import Case, Results, run, tensors, visible
+from helpers import Case, Results, check, run, tensors, visible
 from torch import Tensor
 
 
@@ -20,6 +21,33 @@ def start() -> None:
         "divide by zero encountered in log2", "invalid value encountered", "overflow encountered", "All-NaN slice",
     ):  # fmt: skip
         warnings.filterwarnings("ignore", message, RuntimeWarning, r"triton\.runtime\.interpreter|numpy\..*")
+    _hurry()
+
+
+def _hurry() -> None:
+    """Halves the interpreter's time: it looks through triton.language for what to patch at each call of each function,
+    and follows each sum and product of integers with one in 64 bits to see whether it overflowed."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # once and for all
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    _watch_overflow(False)
+
+
+def _watch_overflow(on: bool) -> None:
+    from triton.runtime import interpreter
+
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=on)
+
+
+def check_integers(case: Case, backend: str) -> None:
+    """`helpers.check`, where integers that overflow are an error."""
+    _watch_overflow(True)
+    try:
+        check(case, backend)
+    finally:
+        _watch_overflow(False)
 
 
 def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple[Results, Results, Tensor]:

@@ -362,15 +362,38 @@ def test_tensors_that_outlive_their_transform():
         assert torch.equal(attention(leaked[0], k, v), attention(q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python:torch.jit.TracerWarning")
+def test_a_traced_call_is_the_operator():
+    """Not the products of which the call with these very tensors was made: here the mask leaves nothing to do."""
+    q, k, v = tensors(requires_grad=False)
+
+    def call(q, mask):
+        return attention(q, k, v, mask=mask, softcap=3.0)
+
+    traced = torch.jit.trace(call, (q, torch.zeros(1, 1, 5, 7, dtype=torch.bool)), check_trace=False)
+    assert "tilewise::attention" in str(traced.graph)
+    mask = torch.rand(1, 1, 5, 7) < 0.6
+    assert torch.equal(traced(q, mask), call(q, mask))
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing: its calls go through the dispatcher."""
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_tangents_are_refused():
+@pytest.mark.parametrize("watched", [False, True])
+def test_tangents_are_refused(watched):
     """There is no forward-mode derivative, and none that is silently dropped where no gradient is asked for."""
     q, k, v = tensors(requires_grad=False)
+    if watched:
+        k = k.as_subclass(Tagged)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         for mode in (torch.no_grad(), torch.enable_grad()):
             with mode, pytest.raises(RuntimeError, match=r"forward AD|jvp"):
                 attention(dual, k, v)
+        assert attention(q, k, v).shape == (2, 4, 5, 6)
 
 
 def test_without_the_lse_gradients_are_the_same():

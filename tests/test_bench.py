@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import tilewise
 from tilewise import cli
 from tilewise.bench import __main__ as plain
-from tilewise.bench import cases, plot, reference, report, results, run, timing
+from tilewise.bench import blocks, cases, plot, reference, report, results, run, timing
 from tilewise.bench.cases import Case
 from tilewise.bench.providers import Provider, Steps, _score_mod, providers
 from tilewise.bench.results import Calibration, Results, ResultsError, Row, Timing
@@ -247,7 +247,9 @@ def test_cases_have_names_of_their_own_and_are_problems():
     families = {case.family for case in cases.cases("cuda")}
     expected = {f"dense D{d} {kind}" for d in (64, 128, 256) for kind in ("full", "causal")}
     expected |= {f"bias {kind} D{d}" for kind in cases.KINDS for d in (64, 128)}
-    expected |= {f"decode 32/8 D128{terms}" for terms in ("", " bias B11N", " bias 1H1N", " M8")}
+    expected |= {f"decode 32/8 D128{terms}" for terms in ("", " bias B11N", " bias 1H1N", " M8", " M16")}
+    expected |= {f"decode 32/8 D128 B{batch}" for batch in (64, 25, 4, 1)}
+    expected |= {"decode 32/32 D128 B4", "decode 32/8 D64", "decode 32/8 D256 B8"}
     assert families > expected | {"pair bias D32", "gqa 32/8 D128 full"}
 
 
@@ -346,12 +348,26 @@ def test_json_there_and_back(measured, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
 
 
+def test_json_has_no_nan(tmp_path):
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    found = stored()
+    found.rows[-1] = replace(found.rows[-1], errors={"o": math.nan, "dq": math.inf, "dk": 0.5})
+    results.write(found, tmp_path / "x.json")
+    json.loads((tmp_path / "x.json").read_text(), parse_constant=refuse)
+    errors = results.read(tmp_path / "x.json").rows[-1].errors
+    assert math.isnan(errors["o"])
+    assert math.isnan(errors["dq"])
+    assert errors["dk"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda d: d.update(schema=99), "not results of tilewise bench: schema 1 is needed, found 99"),
         (lambda d: d.pop("schema"), "not results of tilewise bench: schema 1 is needed, found none"),
-        (lambda d: d.pop("calibration"), "damaged results: 'calibration'"),
+        (lambda d: d.pop("calibration"), "damaged results: 'calibration' is missing"),
         (lambda d: d["rows"][0].update(speed=3), "damaged results: "),
         (lambda d: d["rows"][0].update(case="x"), "a row names the case 'x', which is not among the cases"),
         (lambda d: d["rows"][0]["forward"].update(median_s=0), "not a positive number: 0"),
@@ -391,6 +407,21 @@ def test_the_report_has_the_numbers():
     assert "| tilewise-triton | 70 / 150 | 2.0 / 2.0 |" in lines
     assert "- fa4: flash-attn-4 is not installed" in lines
     assert "- flex failed: out of memory (dense D64 full S1024)" in lines
+
+
+def test_the_report_leaves_out_what_nobody_measured():
+    found = stored()
+    softmax = blocks.SoftmaxCase("softmax", 1000, 1000)
+    rows = [timed(softmax.name, "tilewise-softmax", 1e-5, 6e-6), replace(found.rows[3], memory_bytes=-5)]
+    rows += [Row("tiny D64", "sdpa-cudnn", "declined", "too tiny")]
+    text = report.markdown(replace(found, cases=[*found.cases, softmax], rows=rows), "x.json", [])
+    assert "| case | sdpa-cudnn |" in text  # attention's providers only
+    assert "| dense D64 full S2048 | 0 |" in text  # no -0
+    assert "| dense D64 full S1024 |" not in text
+    assert "| tiny D64 S128 | – |" not in text
+    assert "### Softmax, share of the limit, forward / backward\n\n| case | tilewise-softmax |" in text
+    assert "| softmax N1000 | 50% / 100% |" in text
+    assert "### Softmax" not in report.markdown(found, "x.json", [])
 
 
 def test_the_report_goes_between_its_markers():
@@ -445,7 +476,7 @@ def bench(*arguments: object):
 
 
 def shown(output: str) -> str:
-    return " ".join(output.replace("│", " ").split())
+    return " ".join(output.split())
 
 
 @pytest.mark.parametrize(
@@ -455,6 +486,7 @@ def shown(output: str) -> str:
         (["--device", "cuda"], "torch sees no CUDA device here; use --device cpu"),
         (["list", "--device", "cuda"], "torch sees no CUDA device here; use --device cpu"),
         (["--device", "cpu", "--cases", "flux"], "--cases: nothing is called 'flux'"),
+        (["--device", "cpu", "--cases", ","], "--cases: names separated by commas are needed, got ','"),
         (["--device", "cpu", "--providers", "fa9"], "--providers: nothing is called 'fa9'"),
         (["--budget", "soon"], "Invalid value for '--budget': Input should be a valid number"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
@@ -538,8 +570,8 @@ def test_without_typer_the_run_is_the_same(two_cases, monkeypatch, capsys, tmp_p
     assert plain.main() == 0
     assert [row.provider for row in results.read(path).rows] == ["tilewise-cpu"] * 2
     assert "[2/2] tiny S16" in capsys.readouterr().out
-    for wrong in (["--cases", "flux"], ["--json", "no/such/folder/x.json"], ["--json", "."]):
-        monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", *wrong])
+    for wrong in ("--cases=flux", "--cases=,", "--budget=nan", "--json=no/such/folder/x.json", "--json=."):
+        monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", wrong])
         with pytest.raises(SystemExit) as stop:
             plain.main()
         assert stop.value.code == 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tilewise
 from tilewise import cli, explain
 from tilewise.backends import cpu
 from tilewise.commands import doctor
@@ -23,8 +24,8 @@ def command(*arguments: object):
 
 
 def shown(output: str) -> str:
-    """What typer printed, without the frame and the line breaks it puts into messages."""
-    return " ".join(output.replace("│", " ").split())
+    """What typer printed, without its line breaks."""
+    return " ".join(output.split())
 
 
 @pytest.fixture
@@ -41,11 +42,28 @@ def test_the_command_modules_import_no_torch():
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)])
-def test_help(arguments):
-    result = command(*arguments)
+SUBCOMMANDS = ("list", "plot", "report")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], *([name] for name in cli.COMMANDS), *(["bench", name] for name in SUBCOMMANDS)], ids=" ".join
+)
+def test_help(arguments, monkeypatch):
+    """Also in a narrow terminal: every option by its whole name, every command with a description that is not cut."""
+    monkeypatch.setenv("COLUMNS", "40")
+    result = command(*arguments, "--help")
     assert result.exit_code == 0
     assert "Usage: " in result.output
+    assert "  --help " in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "80")
+    text = command(*arguments, "--help").output
+    assert "..." not in text.replace("[ARGS]...", "").replace("fp4, ...", "")
+
+
+def test_version():
+    result = command("--version")
+    assert (result.exit_code, result.output) == (0, f"tilewise {tilewise.__version__}\n")
 
 
 # explain
@@ -102,6 +120,9 @@ SHAPE = ("--shape", "4,16,64,64")
         (["--shape", "4,16,64"], "--shape: 4 sizes are needed, got 3: '4,16,64'"),
         (["--shape", "4,16,x,64"], "--shape: sizes separated by commas are needed, got '4,16,x,64'"),
         (["--shape", "4,-1,64,64"], "--shape: a size cannot be negative"),
+        (["--shape", f"1,1,{10**20},64"], "--shape: at most 2**58 elements are allowed"),
+        (["--shape", f"0,{2**40},{2**40},64"], "--shape: at most 2**58 elements are allowed"),
+        ([*SHAPE, "--value-dim", "300"], "--value-dim': Input should be less than or equal to 256"),
         ([*SHAPE, "--bias", "1,1,1,1,1"], "--bias: at most 4 sizes are needed, got 5"),
         ([*SHAPE, "--bias", "3,3"], "bias: shape (1, 1, 3, 3) does not broadcast"),
         ([*SHAPE, "--kv-shape", "4,3,64,64"], "the 3 key/value heads must divide the 16 query heads"),

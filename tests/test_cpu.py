@@ -472,29 +472,32 @@ def test_a_shared_16_bit_bias_gradient_is_summed_a_block_of_rows_at_a_time(monke
     assert max(backward.sizes - {dbias}) <= 4 * tiled.tiling(p).rows * S
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [-1e9, -1e10, -1e30, None])
+@pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_row_at_the_most_negative_bias_harms_no_other(dtype, causal):
-    """Some models hide by the most negative number, and padding by nothing else: such a row is the mean of what it may
-    see, and its gradients, for which no loss asks, are no NaN in those of the keys."""
+def test_a_row_at_a_very_negative_bias_is_a_mean(dtype, lowest, bias_grad, causal):
+    """Some models hide by a large negative number, or the most negative: a row that has it everywhere is the mean of
+    what it may see, in its gradients too, where the LSE alone no longer tells of how many."""
     torch.manual_seed(0)
     leaves = [torch.randn(1, 2, 40, 32, dtype=dtype, requires_grad=True) for _ in range(3)]
     bias = torch.zeros(1, 2, 40, 40, dtype=dtype)
-    bias[:, :, 5] = torch.finfo(dtype).min
-    leaves.append(bias.requires_grad_())
+    bias[:, :, 5] = torch.finfo(dtype).min if lowest is None else lowest
+    if bias_grad:
+        leaves.append(bias.requires_grad_())
     do = torch.randn(1, 2, 40, 32, dtype=dtype)
-    do[:, :, 5] = 0
     o = attention(*leaves[:3], bias=bias, causal=causal, backend="cpu")
     hidden = torch.ones(40, 40, dtype=torch.bool).triu(1) if causal else torch.zeros(40, 40, dtype=torch.bool)
-    scores = leaves[0].float() @ leaves[1].float().mT / 32**0.5 + bias.float()
-    expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ leaves[2].float()
+    wide = torch.promote_types(dtype, torch.float32)
+    scores = leaves[0].to(wide) @ leaves[1].to(wide).mT / 32**0.5 + bias.to(wide)
+    expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ leaves[2].to(wide)
     for x, y in zip(
         (o, *torch.autograd.grad(o, leaves, do)),
-        (expected, *torch.autograd.grad(expected, leaves, do.float())),
+        (expected, *torch.autograd.grad(expected, leaves, do.to(wide))),
         strict=True,
     ):
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(x.float(), y.float(), rtol=tolerance, atol=tolerance)
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(x.to(wide), y.to(wide), rtol=tolerance, atol=tolerance)
 
 
 def test_results_repeat_bit_by_bit(route):

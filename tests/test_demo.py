@@ -29,8 +29,8 @@ def demo(*arguments: object):
 
 
 def shown(output: str) -> str:
-    """What typer printed, without the frame and the line breaks it puts into messages."""
-    return " ".join(output.replace("│", " ").split())
+    """What typer printed, without its line breaks."""
+    return " ".join(output.split())
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "tilewise"
+DOCUMENTS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 MATHS = (REPOSITORY / "docs" / "maths.md").read_text(encoding="utf-8")
 LAYOUTS = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
 ROOMS = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -50,6 +51,10 @@ def exists(name):
     return True
 
 
+def each_document(function):
+    return pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)(function)
+
+
 def test_names_are_looked_up():
     assert exists("score.tiles.key_tiles")
     assert exists("backends.oracle")
@@ -83,3 +88,46 @@ def test_formulas_render(path):
             assert formula == formula.strip(), line
             assert not re.search(r"\\[^A-Za-z]", formula), line
             assert formula.count("{") == formula.count("}"), line
+
+
+@each_document
+def test_links_resolve(path):
+    """Those to files of the repository, and to headings of the same document."""
+    text = path.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, heading = link.partition("#")
+        assert (path.parent / file).exists() if file else heading in headings, link
+
+
+@each_document
+def test_files_that_are_named_exist(path):
+    """``a/b.py`` and the like in backticks, from the repository or the package; a JSON also by its name alone."""
+    roots = (REPOSITORY, PACKAGE, PACKAGE / "backends", REPOSITORY / "benchmarks" / "results")
+    for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|json|txt)|\w+\.json)`", path.read_text(encoding="utf-8")):
+        assert any((root / name).is_file() for root in roots) or "NAME" in name, name
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/layouts.md"])
+def test_examples_run(name, capsys):
+    """Those in Python that need no download."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / name).read_text(encoding="utf-8"), re.DOTALL)
+    blocks = [block for block in blocks if "from_pretrained" not in block]
+    assert blocks
+    for block in blocks:
+        exec(compile(block, name, "exec"), {})
+    if name == "README.md":
+        promised = re.findall(r"# (torch\.Size.*)$", blocks[0], re.MULTILINE)
+        assert promised == capsys.readouterr().out.splitlines()[:1]
+
+
+def test_code_beside_a_formula_is_the_code():
+    """The cells of code in the tables "side by side with the code"."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.glob("blocks/*/**/*.py"))
+    cells = re.findall(r"^\| \$.*\$.* \| `(.*)` \|$", MATHS, re.MULTILINE)
+    assert len(cells) == 10
+    assert [cell for cell in cells if cell not in source] == []

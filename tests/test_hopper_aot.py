@@ -12,7 +12,6 @@ import pytest
 import torch
 import wgmma_lint
 from aot_child import compile_hopper_case
-from aot_compilers import TRITON_360, Compilers
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -50,19 +49,10 @@ BACKWARDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
-    yield compilers
-    compilers.close()
-
-
 @pytest.mark.parametrize(
     ("triton", "case", "designed"), [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in DESIGNED]
 )
 def test_compiled_kernels(compilers, triton, case, designed):
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     codes = compilers.run(compile_hopper_case, triton, 90, case)
     hides = case.bias or case.causal or case.window or case.mask
     names = [*(["summary_kernel", "visits_kernel"] if case.mask else []), "forward_kernel"]
@@ -81,8 +71,6 @@ def test_compiled_kernels(compilers, triton, case, designed):
     [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in BACKWARDS],
 )
 def test_compiled_backward(compilers, triton, case, designed, spilled):
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     codes = compilers.run(compile_hopper_case, triton, 90, case, True)
     shared = ["add_up_kernel"] if case.bias == "1hmn" else []
     assert [code.kernel.name for code in codes] == ["prepare_kernel", "backward_kernel", *shared, "finish_kernel"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import interpreter_child
@@ -15,13 +13,6 @@ from helpers import Case, tensors, visible
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 USUAL = Case(B=2, H=4, Hkv=2, M=139, N=300, D=64)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 @pytest.mark.parametrize(

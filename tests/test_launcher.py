@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aot_compilers import TRITON_360, Compilers
 from helpers import Case
 from launcher_child import launcher_arguments
 
@@ -136,14 +135,6 @@ def test_hooks_see_launches(launch, monkeypatch):
 USUAL = Case(B=2, H=4, Hkv=2, M=70, N=136, D=64, dtype=torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
-    yield compilers
-    compilers.close()
-
-
-@pytest.mark.skipif(not TRITON_360.is_dir(), reason=f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
 @pytest.mark.parametrize(
     ("backend", "case"),
     [

@@ -27,7 +27,7 @@ def command(arguments: str, *more: object):
 
 
 def shown(output: str) -> str:
-    return " ".join(output.replace("│", " ").split())
+    return " ".join(output.split())
 
 
 def shares_of(operand, **options):
@@ -81,13 +81,13 @@ def test_the_command_without_a_swizzle_and_without_a_linear_layout():
     ("arguments", "words"),
     [
         ("--shape 128", "two sizes such as 128x64 are needed, got '128'"),
-        ("--shape 128x96", "shape[K] must be a multiple of 64, got 96"),
+        ("--shape 128x96", "shape[K]: must be a multiple of 64, got 96"),
         ("--shape 128x128 --dtype e4m3 --major mn", "wgmma (sm_90) transposes 16-bit operands only"),
-        ("--shape 128x64 --swizzle 48", "swizzle must be one of 0, 32, 64, 128, got 48"),
-        ("--shape 128x64 --address 512", "address must be a multiple of 1024, got 512"),
-        ("--shape 128x64 --dtype float64", "dtype must have 4, 8, 16 or 32 bits"),
+        ("--shape 128x64 --swizzle 48", "swizzle: must be one of 0, 32, 64, 128, got 48"),
+        ("--shape 128x64 --address 512", "address: must be a multiple of 1024, got 512"),
+        ("--shape 128x64 --dtype float64", "dtype: must have 4, 8, 16 or 32 bits"),
         ("--shape 128x64 --instruction 8", "there are 8, got 8"),
-        ("--shape 128x64 --element 128,0", "element (128, 0) is outside the tile"),
+        ("--shape 128x64 --element 128,0", "element: must be inside the tile (128, 64), got (128, 0)"),
         ("--shape 128x64 --svg nowhere/a.svg", "there is no folder"),
     ],
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from aot_child import compile_matmul
-from aot_compilers import TRITON_360, Compilers
 from matmul_helpers import Product
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -35,16 +34,7 @@ TRITON = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
-    yield compilers
-    compilers.close()
-
-
 def compiled(compilers, triton, target, case, backend, **changes):
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     (kernel,) = compilers.run(compile_matmul, triton, target, case, backend, changes)
     print(kernel)
     return kernel

@@ -1,10 +1,7 @@
 """The Triton kernel of tilewise.matmul in Triton's interpreter, in float16 and float32: values and gradients."""
 
 import importlib.util
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
-import interpreter_child
 import pytest
 import torch
 from matmul_helpers import LAYOUTS, Product, check, check_tf32
@@ -12,14 +9,6 @@ from matmul_helpers import LAYOUTS, Product, check, check_tf32
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 HALF, FLOAT = torch.float16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """Calls a function of matmul_helpers in the child process."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def each(cases):

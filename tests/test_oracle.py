@@ -205,3 +205,12 @@ def test_a_row_that_sees_nothing():
     assert (lse[:, :, 0] == -math.inf).all()
     assert (dq[:, :, 0] == 0).all()
     assert (dbias[:, :, 0] == 0).all()
+
+
+def test_a_row_at_a_very_negative_bias_is_a_mean():
+    """Its LSE is -1e30, with or without the logarithm of the number of keys."""
+    v = torch.randn(1, 1, 5, 3, dtype=torch.float64, requires_grad=True)
+    q, k = torch.randn(1, 1, 2, 4, dtype=torch.float64), torch.randn(1, 1, 5, 4, dtype=torch.float64)
+    o = attention(q, k, v, bias=torch.full((1,), -1e30, dtype=torch.float64), backend="oracle")
+    torch.testing.assert_close(o, v.mean(2, keepdim=True).expand(o.shape))
+    torch.testing.assert_close(torch.autograd.grad(o.sum(), v)[0], torch.full_like(v, 2 / 5))

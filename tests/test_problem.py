@@ -30,6 +30,16 @@ BAD_TENSORS = {
     "k is None": ({"k": None}, TypeError, "k: expected a torch.Tensor, got NoneType"),
     "bias is a number": ({"bias": 3.0}, TypeError, "bias: expected a torch.Tensor, got float"),
     "mask is a list": ({"mask": [True]}, TypeError, "mask: expected a torch.Tensor, got list"),
+    "q is sparse": (
+        {"q": zeros(B, H, M, D).to_sparse()},
+        TypeError,
+        "q: expected a dense tensor (layout torch.strided), got layout torch.sparse_coo",
+    ),
+    "k is nested": (
+        {"k": torch.nested.nested_tensor([zeros(HKV, N, D)] * B, layout=torch.jagged)},
+        TypeError,
+        "k: expected a dense tensor (layout torch.strided), got a nested tensor",
+    ),
     "q has three dimensions": (
         {"q": zeros(H, M, D)},
         ValueError,
@@ -130,6 +140,11 @@ BAD_TENSORS = {
 }
 
 BAD_OPERANDS = {
+    "bias is sparse": (
+        {"bias": zeros(M, N).to_sparse()},
+        TypeError,
+        "bias: expected a dense tensor (layout torch.strided), got layout torch.sparse_coo",
+    ),
     "bias of integers": (
         {"bias": zeros(M, N, dtype=torch.int64)},
         TypeError,
@@ -238,6 +253,17 @@ BAD_NUMBERS = {
     ),
 }
 
+BAD_FLAGS = {
+    "causal a word": ({"causal": "top-left"}, TypeError, "causal: expected a bool, got 'top-left'"),
+    "causal None": ({"causal": None}, TypeError, "causal: expected a bool, got None"),
+    "return_lse a number": ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got 1"),
+    "deterministic a word": (
+        {"deterministic": "no"},
+        TypeError,
+        "deterministic: expected a bool or None, got 'no'",
+    ),
+}
+
 UNKNOWN = "backend: must be one of hopper, triton, cpu, oracle or None, got "
 BAD_BACKENDS = {
     "unknown": ({"backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
@@ -252,7 +278,7 @@ BAD_BACKENDS = {
     ("arguments", "error", "message"),
     [
         pytest.param(*case, id=name)
-        for table in (BAD_TENSORS, BAD_OPERANDS, BAD_NUMBERS, BAD_BACKENDS)
+        for table in (BAD_TENSORS, BAD_OPERANDS, BAD_NUMBERS, BAD_FLAGS, BAD_BACKENDS)
         for name, case in table.items()
     ],
 )

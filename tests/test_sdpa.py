@@ -3,6 +3,7 @@
 import inspect
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ def test_causal_is_top_left(lead, sizes, is_causal):
     check(tensors(lead, L=sizes[0], S=sizes[1]), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("scale", [None, 0.3, 2, -0.7, 0.0])
+@pytest.mark.parametrize("scale", [None, 0.3, 2, -0.7, 0.0, np.float32(-0.7)])
 @pytest.mark.parametrize("kind", ["bool", "float", None])
 def test_scale(scale, kind):
     check(tensors((2, 3)), None if kind is None else make_mask((3, L, S), kind), scale=scale)
@@ -264,6 +265,10 @@ ERRORS = {
     "device": ((q4, k4.to("meta"), k4), {}, ValueError, "key: must be on query's device cpu, got meta"),
     "not a tensor": ((q4, k4, None), {}, TypeError, "value: expected a torch.Tensor, got NoneType"),
     "positional scale": ((q4, k4, k4, None, 0.0, False, 0.5), {}, TypeError, "positional"),
+    "sparse mask": (
+        (q4, k4, k4, _q(L, S).to_sparse()), {}, TypeError, r"attn_mask: expected a dense tensor .* torch.sparse_coo"),
+    "is_causal": ((q4, k4, k4), {"is_causal": None}, TypeError, "is_causal: expected a bool, got None"),
+    "enable_gqa": ((q4, k4, k4), {"enable_gqa": "yes"}, TypeError, "enable_gqa: expected a bool, got 'yes'"),
     "scale": ((q4, k4, k4), {"scale": "1"}, TypeError, "scale: expected a float, got str"),
     "dropout": ((q4, k4, k4), {"dropout_p": 2.0}, ValueError, "dropout_p: must be"),
 }  # fmt: skip
@@ -288,7 +293,7 @@ def test_errors_that_torch_does_not_have():
     with pytest.raises(ValueError, match="attn_mask: must be on query's device cpu, got meta"):
         scaled_dot_product_attention(q4, k4, k4, _q(L, S).to("meta"))
     nested = torch.nested.nested_tensor([q4[0], q4[1]], layout=torch.jagged)
-    with pytest.raises(TypeError, match="query: nested tensors are not supported"):
+    with pytest.raises(TypeError, match=r"query: expected a dense tensor .* got a nested tensor"):
         scaled_dot_product_attention(nested, k4, k4)
 
 

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
-import interpreter_child
 import pytest
 import torch
 from aot_child import compile_softmax
-from aot_compilers import TRITON_360, Compilers
 from softmax_helpers import Case, by_kernels, check
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -25,13 +21,6 @@ AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]
 
 def check_kernels(case):
     check(case, by_kernels)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda case, function=check_kernels: pool.submit(function, case).result()
 
 
 def each(cases):
@@ -49,7 +38,7 @@ def each(cases):
     )
 )
 def test_axes_and_layouts(interpreter, case):
-    interpreter(case)
+    interpreter(check_kernels, case)
 
 
 @each(
@@ -71,7 +60,7 @@ def test_axes_and_layouts(interpreter, case):
     ]
 )
 def test_special_cases(interpreter, case):
-    interpreter(case)
+    interpreter(check_kernels, case)
 
 
 def in_parts(case):
@@ -90,10 +79,10 @@ def in_parts(case):
 @each([Case((3, 1400), bias="1n", mask="nn", blind=True), Case((2, 1100), dtype=FLOAT, mask="nn", planted=math.nan)])
 def test_rows_split_over_programs(interpreter, case):
     """The last of 8 parts has few columns, or none."""
-    interpreter(case, in_parts)
+    interpreter(in_parts, case)
 
 
-def on_an_old_gpu(_):
+def on_an_old_gpu():
     from types import SimpleNamespace
 
     from tilewise.blocks.softmax.triton import launch
@@ -108,7 +97,7 @@ def on_an_old_gpu(_):
 
 def test_an_old_gpu_is_an_error(interpreter):
     with pytest.raises(ValueError, match=r"^x: needs compute capability 8\.0 or later, T4 has 7\.5$"):
-        interpreter(None, on_an_old_gpu)
+        interpreter(on_an_old_gpu)
 
 
 # --- ahead of time ---
@@ -131,18 +120,9 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
-    yield compilers
-    compilers.close()
-
-
 @pytest.mark.parametrize(("triton", "target", "name"), RUNS, ids=lambda x: f"sm_{x}" if isinstance(x, int) else x)
 def test_compiled_kernels(compilers, triton, target, name):
     """Nothing spills, and nothing takes shared memory that a multiprocessor does not have."""
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     kernels = compilers.run(compile_softmax, triton, target, COMPILED[name], 132)
     for kernel in kernels:
         print(kernel)

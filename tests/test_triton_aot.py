@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from aot_child import compile_case
-from aot_compilers import TRITON_360, Compilers
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -90,20 +89,11 @@ DECODE_RUNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory):
-    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
-    yield compilers
-    compilers.close()
-
-
 @pytest.mark.parametrize(
     ("triton", "target", "D", "terms"),
     [pytest.param(*run, id="sm_{1}, D{2}, {3}, triton {0}".format(*run)) for run in RUNS],
 )
 def test_compiled_kernels(compilers, triton, target, D, terms):
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     kernels = compilers.run(compile_case, triton, target, replace(USUAL, D=D, **TERMS[terms]))
     names = [kernel.name for kernel in kernels]
     assert {"forward_kernel", "backward_kernel"} <= set(names)
@@ -120,8 +110,6 @@ def test_compiled_kernels(compilers, triton, target, D, terms):
 )
 def test_compiled_decoding(compilers, triton, target, D, terms):
     """Up to 16 rows, where a product of Hopper or Blackwell would compute 64, take Ampere's."""
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
     case = replace(DECODE, D=D, **DECODE_TERMS[terms])
     kernels = compilers.run(compile_case, triton, target, case, False)
     assert [kernel.name for kernel in kernels] == ["forward_kernel", "merge_kernel"]

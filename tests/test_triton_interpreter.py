@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import interpreter_child
@@ -24,14 +22,6 @@ HALF, FLOAT = torch.float16, torch.float32
 LENGTHS = (1, 3, 127, 128, 129, 239)
 # Which axes a bias or mask has: all 24 for grouped heads.
 BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """Calls a function of helpers or interpreter_child in the child process."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def each(cases):
@@ -62,6 +52,18 @@ def test_lengths(interpreter, case):
 )
 def test_long(interpreter, case):
     interpreter(check, case, "triton")
+
+
+@each(
+    [
+        Case(H=4, Hkv=2, M=67, N=140, D=24, bias="1hmn", mask="b1m1", window=(40, 9), deterministic=True),
+        Case(H=4, Hkv=2, M=3, N=300, D=40, bias="b1mn", mask="1h1n", causal=True),
+        Case(B=1, H=2, M=40, N=33, D=16, bias="1hm1", causal=True, layout="sliced"),
+    ]
+)
+def test_integers_stay_in_range(interpreter, case):
+    """Band limits count from far outside int32's middle: no sum or product of the kernels may wrap round."""
+    interpreter(interpreter_child.check_integers, case, "triton")
 
 
 DIMENSIONS = [

@@ -1,5 +1,13 @@
 """tilewise: exact attention for PyTorch, tile by tile, in which additive bias and masks are first class.
 
+attention                      softmax(scale · q kᵀ + bias) v with masks, and gradients of q, k, v and bias
+scaled_dot_product_attention   the same by PyTorch's signature
+explain                        what a call of attention would do, and what limits it
+matmul, softmax                attention's parts, as operators of their own
+
+`tilewise.layouts` has shared-memory layouts of tensor-core operands, `tilewise.integrations.transformers` the
+integration with Hugging Face.
+
 Public names are resolved on first use: importing tilewise touches neither CUDA nor Triton.
 """
 

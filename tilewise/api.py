@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.plan import check_backend
-from tilewise.problem import check_numbers
+from tilewise.problem import check_dense, check_flag, check_numbers
 from tilewise.score.terms import Band, Score
 
 Window = tuple[int | None, int | None]
@@ -32,6 +32,14 @@ def attention(
     window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
     return_lse: Literal[True], deterministic: bool | None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
+    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
+    return_lse: bool, deterministic: bool | None = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(
@@ -57,9 +65,9 @@ def attention(
             out as (B, M, H, D) passes by ``transpose(1, 2)`` without a copy, and the output has the same layout.
         k: keys (B, Hkv, N, D) in q's dtype, where Hkv divides H (GQA, MQA): query head h uses head h // (H / Hkv).
         v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
-        bias: added to the scaled scores; floating, any dtype whatever q's is, of at most 4 dimensions, broadcastable
-            {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is summed in float32. A bias
-            of -inf hides the key from the query like a mask.
+        bias: added to the scaled scores; float16, bfloat16, float32 or float64 (CPU), whatever q's dtype is, of at most
+            4 dimensions, broadcastable {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is
+            summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
         mask: bool, the same broadcasting; True = attend.
         causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
@@ -87,6 +95,7 @@ def attention(
         q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, backend=backend,
     )  # fmt: skip
+    check_flag("return_lse", return_lse)
     o, lse = attention_op(*call, return_lse=return_lse)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
@@ -117,6 +126,10 @@ def read_call(
 ) -> Call:
     """The keyword arguments of `attention`, read and checked."""
     check_numbers(window, scale, softcap, dropout_p)
+    if causal is not True and causal is not False:  # the common case without a call
+        check_flag("causal", causal)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
     inputs = _inputs(q, k, v, bias, mask)
     band = _EVERYWHERE
@@ -141,11 +154,18 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if not (q.layout is k.layout is v.layout is torch.strided):
+        check_dense("q", q)
+        check_dense("k", k)
+        check_dense("v", v)
     if bias is None and mask is None:
         return Inputs(q, k, v, None, None)
     for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None and not isinstance(x, Tensor):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        check_dense(name, x)
     if mask is not None and mask.requires_grad:
         raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
     return Inputs(q, k, v, _four_dims(bias), _four_dims(mask))

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as _is_legacy_batched
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -167,7 +169,7 @@ def _differentiate(ctx, do, dlse):
     if do is None and dlse is None:
         return None, None, None, None
     needs = list(ctx.needs_input_grad[:4])
-    grads = torch.ops.tilewise.attention_backward(do, dlse, *ctx.saved_tensors, *ctx.terms, needs)
+    grads = _call_backward(do, dlse, *ctx.saved_tensors, *ctx.terms, needs)
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
@@ -181,6 +183,100 @@ def _no_second_derivative(ctx, *grads):
 
 torch.library.register_autograd("tilewise::attention", _autograd_backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("tilewise::attention_backward", _no_second_derivative, lib=_library)
+
+
+# --- under torch.func ---
+#
+# Its transforms do not know how to differentiate an operator whose derivative is written in Python: of the tangents of
+# torch.func.jvp nothing would be left, without a word. They know autograd.Function with a setup_context.
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """The arguments of ``tilewise::attention``, and its results."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.tilewise.attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.terms = inputs[5:]
+        ctx.save_for_backward(*inputs[:5], *output)
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        return _autograd_backward(ctx, do, dlse)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _no_tangents()
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_call_forward, info.batch_size, in_dims, arguments)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The arguments of ``tilewise::attention_backward``, and its results."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.tilewise.attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _no_second_derivative(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _no_second_derivative(ctx, *tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_call_backward, info.batch_size, in_dims, arguments)
+
+
+def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequence) -> tuple[tuple, tuple]:
+    """``call`` for each of ``size`` elements along ``in_dims``, and the results along their dimension 0."""
+    pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(arguments, in_dims, strict=True)]
+    calls = [call(*(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(size)]
+    results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return results, (0,) * len(results)
+
+
+def _call_forward(*arguments: Any) -> Any:
+    return _TransformedAttention.apply(*arguments) if _is_transformed() else torch.ops.tilewise.attention(*arguments)
+
+
+def _call_backward(*arguments: Any) -> Any:
+    if _is_transformed():
+        return _TransformedBackward.apply(*arguments)
+    return torch.ops.tilewise.attention_backward(*arguments)
+
+
+def _is_transformed() -> bool:
+    """A transform of torch.func other than functionalize, which takes operators alone, is at work."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return peek_interpreter_stack().key() != TransformType.Functionalize
+
+
+def _no_tangents() -> None:
+    raise NotImplementedError("tilewise.attention has no forward-mode derivative (torch.func.jvp, forward AD)")
+
+
+def _watched(inputs: Inputs, terms: tuple) -> Any:
+    """A call at which a compiler, a tracer or a transform looks on."""
+    if forward_ad._current_level >= 0:
+        # The operator would drop them.
+        tangents = [forward_ad.unpack_dual(x).tangent for x in inputs if x is not None and x.is_floating_point()]
+        if any(tangent is not None for tangent in tangents):
+            _no_tangents()
+    return _call_forward(*inputs, *terms)
 
 
 # --- eager calls ---
@@ -199,16 +295,25 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse=None):
-        if torch.is_grad_enabled():  # to be differentiated: the operator says that it cannot
+        # To be differentiated, of which the operator says that it cannot; or batched, by is_grads_batched.
+        if torch.is_grad_enabled() or _is_batched(do) or _is_batched(dlse):
             return *_differentiate(ctx, do, dlse), None
         if do is None and dlse is None:
             return None, None, None, None, None
         grads = _gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
         return *grads, None
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _no_tangents()
+
 
 # _EagerAttention.apply without its steps for functorch, which `_is_eager` leaves to the dispatcher.
 _apply = super(torch.autograd.Function, _EagerAttention).apply
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    return x is not None and (_is_wrapped(x) or _is_legacy_batched(x))
 
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
@@ -225,6 +330,7 @@ def _is_eager(inputs: Inputs) -> bool:
         and not (q.is_meta or _is_wrapped(q) or _is_wrapped(k) or _is_wrapped(v))
         and not (bias is not None and _is_wrapped(bias)) and not (mask is not None and _is_wrapped(mask))
         and not is_in_torch_dispatch_mode()
+        and not torch._C._is_tracing()
         and not torch._C._are_functorch_transforms_active()
     )  # fmt: skip
 
@@ -248,7 +354,7 @@ def attention_op(
     band = score.band
     terms = (band.lo, band.hi, score.scale, score.softcap, deterministic, backend)
     if not _is_eager(inputs):
-        return torch.ops.tilewise.attention(*inputs, *terms)
+        return _watched(inputs, terms)
     if not _is_differentiated(inputs):
         return _forward_of(inputs, terms)(inputs)
     q, k, v, bias, _ = inputs

@@ -7,6 +7,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
+from tilewise import __version__
+
 if TYPE_CHECKING:
     from typer import Typer
 
@@ -34,10 +36,20 @@ def make_app() -> Typer:
     """The typer application with all `COMMANDS`."""
     import typer
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    # Plain help and errors: rich's frames cut options off in a narrow terminal and break messages that are piped.
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    def show_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"tilewise {__version__}")
+            raise typer.Exit
 
     @app.callback()
-    def tilewise() -> None:
+    def tilewise(
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ) -> None:
         """Exact attention for PyTorch, tile by tile, in which additive bias and masks are first class."""
 
     for name, module in COMMANDS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.problem import DTYPES, check_numbers
+from tilewise.problem import DTYPES, check_dense, check_flag, check_numbers
 from tilewise.score.terms import Band, Score
 
 
@@ -35,8 +36,8 @@ def scaled_dot_product_attention(
             (CPU). E is 1 to 256.
         key: (..., H, S, E), query's dtype. Leading dimensions of query, key and value broadcast against each other.
         value: (..., H, S, Ev), query's dtype. Ev is 1 to 256.
-        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. Floating, of any dtype: added to the scores;
-            -inf hides the key from the query.
+        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or float64 (CPU),
+            whatever query's dtype is: added to the scores; -inf hides the key from the query.
         dropout_p: must be 0 for now.
         is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``).
         scale: multiplies ``query @ key.mT``. Default ``1 / sqrt(E)``.
@@ -59,6 +60,8 @@ def scaled_dot_product_attention(
         NotImplementedError: dropout_p > 0.
     """
     _check_tensors(query, key, value, attn_mask)
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: must be None when is_causal=True; pass one mask that says both")
     query, scale = _positive_scale(query, scale)
@@ -91,8 +94,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.is_nested:
-            raise TypeError(f"{name}: nested tensors are not supported")
+        check_dense(name, x)
         if x.device != query.device:
             raise ValueError(f"{name}: must be on query's device {query.device}, got {x.device}")
         if name != "attn_mask" and x.dim() < 2:
@@ -112,7 +114,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
 
 def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
     """A scale that is not positive, which PyTorch allows, goes into the query as its sign: -1 and 0 round nothing."""
-    if isinstance(scale, (int, float)) and scale <= 0:
+    if isinstance(scale, Real) and scale <= 0:
         return (-query, -scale) if scale < 0 else (query * 0, 1.0)
     return query, scale
 

@@ -78,8 +78,9 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """exp(s - lse); a row that sees nothing has lse = -inf and probabilities 0."""
-    return torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+    """exp(s - lse), but from the scores alone: a row at -1e30 has an LSE without the logarithm of its keys' number. A
+    row that sees nothing has lse = -inf and probabilities 0."""
+    return torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, torch.softmax(s, -1))
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:

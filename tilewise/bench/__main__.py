@@ -24,14 +24,16 @@ def main() -> int:
             parser.error(f"--json: there is no folder {folder}")
         if arguments.json.is_dir() or not os.access(folder, os.W_OK):
             parser.error(f"--json: cannot write {arguments.json}")
+    if not arguments.budget >= 0:
+        parser.error(f"--budget: must be 0 or more, got {arguments.budget:g}")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the profiler's announcements
     from tilewise.bench import report, results, run
 
     options = run.Options(
         device=arguments.device or run.default_device(),
         quick=arguments.quick,
-        cases=_names(arguments.cases),
-        providers=_names(arguments.providers),
+        cases=_names(parser, "--cases", arguments.cases),
+        providers=_names(parser, "--providers", arguments.providers),
         budget=arguments.budget,
         commit=arguments.commit,
     )
@@ -47,8 +49,11 @@ def main() -> int:
     return 0 if run.ours_are_right(found) else 1
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _names(parser: argparse.ArgumentParser, option: str, text: str) -> tuple[str, ...]:
+    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    if text and not found:
+        parser.error(f"{option}: names separated by commas are needed, got {text!r}")
+    return found
 
 
 if __name__ == "__main__":

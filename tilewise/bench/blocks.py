@@ -131,7 +131,7 @@ def cases(device: str, quick: bool) -> Iterator[Block]:
     """On a GPU tensors of 1 GiB for the softmax."""
     if device == "cuda":
         for dtype in ("bfloat16", "float32"):
-            for length in (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 17):
+            for length in (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17):
                 if not quick or (dtype, length) == ("bfloat16", 1 << 14):
                     rows = (1 << 30) // (length * getattr(torch, dtype).itemsize)
                     yield SoftmaxCase(f"softmax {dtype}", rows, length, dtype)

@@ -134,11 +134,24 @@ def gqa(length: int, causal: bool) -> Case:
     return Case(family, TOKENS // length, 32, 8, length, length, 128, causal)
 
 
-def decode(batch: int, keys: int, dtype: str = "bfloat16", bias: str = "", queries: int = 1) -> Case:
-    """A step of generation beside a cache of ``keys``; ``bias`` is "B11N" (padding, positions) or "1H1N" (ALiBi)."""
+def decode(
+    batch: int,
+    keys: int,
+    dtype: str = "bfloat16",
+    bias: str = "",
+    queries: int = 1,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+) -> Case:
+    """A step of generation beside a cache of ``keys``; ``bias`` is "B11N" (padding, positions) or "1H1N" (ALiBi).
+
+    A name says the batch if it is not 16, and the number of queries if it is not 1.
+    """
     shapes = {"B11N": (batch, 1, 1, keys), "1H1N": (1, 32, 1, keys)}
-    family = "decode 32/8 D128" + (f" bias {bias}" if bias else "") + (f" M{queries}" if queries > 1 else "")
-    return Case(family, batch, 32, 8, queries, keys, 128, bias=shapes.get(bias), dtype=dtype, backward=False)
+    family = f"decode 32/{kv_heads} D{head_dim}" + (f" bias {bias}" if bias else "")
+    family += (f" B{batch}" if batch != 16 else "") + (f" M{queries}" if queries > 1 else "")
+    shape = shapes.get(bias)
+    return Case(family, batch, 32, kv_heads, queries, keys, head_dim, bias=shape, dtype=dtype, backward=False)
 
 
 def tiny(dtype: str, bias: bool) -> Case:
@@ -175,6 +188,11 @@ def _gpu() -> Iterator[Case]:
             yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
         yield from (dense(256, length, causal) for causal in (False, True))
+    # the other rows of the table of decoding in docs/performance.md
+    yield decode(16, 32768, queries=16)
+    yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
+    yield decode(4, 32768, kv_heads=32)
+    yield from (decode(batch, 32768, head_dim=head_dim) for batch, head_dim in ((16, 64), (8, 256)))
 
 
 def _gpu_quick() -> Iterator[Case]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tilewise.bench.results import Results, Row
     from tilewise.bench.run import Progress
 
-command = typer.Typer(add_completion=False)
+command = typer.Typer(add_completion=False, rich_markup_mode=None)
 ResultsFile = Annotated[Path, typer.Argument(help="JSON that `tilewise bench --json` wrote.", metavar="RESULTS.json")]
 
 
@@ -42,8 +42,9 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.")] = None,
     commit: Annotated[str, typer.Option(help="The commit that is measured, where there is no git.")] = "",
 ) -> None:
-    """Measure tilewise beside SDPA, FlexAttention, FlashAttention-4 and cuDNN on this machine; its softmax and products
-    beside PyTorch's own.
+    """Measure tilewise beside other kernels on this machine.
+
+    Attention beside SDPA, FlexAttention, FlashAttention-4 and cuDNN; softmax and products beside PyTorch's own.
 
     Each provider gets the same inputs and is held to the right answer before it is timed: forward, backward, working
     memory, first call. Speeds are shown against the device's own, calibrated in the same run, and against the best
@@ -65,8 +66,8 @@ def bench(
     options = run.Options(
         device=device.value if device is not None else run.default_device(),
         quick=quick,
-        cases=names(cases),
-        providers=names(providers),
+        cases=names(cases, "--cases"),
+        providers=names(providers, "--providers"),
         budget=budget,
         commit=commit,
     )
@@ -92,7 +93,10 @@ def list_names(
     device: Annotated[Device | None, typer.Option(help="Default: cuda if torch sees a GPU, else cpu.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The cases of --quick.")] = False,
 ) -> None:
-    """Name the cases, and the providers with what keeps them from running here."""
+    """Name cases and providers.
+
+    With each provider stands what keeps it from running here, if anything does.
+    """
     import torch
 
     from tilewise.bench import run
@@ -115,7 +119,10 @@ def plot(
     results_file: ResultsFile,
     into: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.")] = Path("."),
 ) -> None:
-    """Draw TFLOP/s against sequence length, forward and backward, and a roofline."""
+    """Draw pictures of the results.
+
+    TFLOP/s against sequence length, forward and backward, and a roofline.
+    """
     _need_matplotlib()
     found = _read(results_file)
     _make_folder(into, "--into")
@@ -138,7 +145,7 @@ def write_report(
         Path | None, typer.Option(help="Folder for the pictures. Default: images beside the document.")
     ] = None,
 ) -> None:
-    """Write the measured tables, and the pictures, into a document.
+    """Write tables and pictures into a document.
 
     The tables go between the lines `<!-- tilewise bench report NAME: begin -->` and `<!-- tilewise bench report NAME:
     end -->`, where NAME is the name of the results' file without its suffix; what stands around them stays.
@@ -157,7 +164,7 @@ def write_report(
     try:
         text = insert(into.read_text(encoding="utf-8"), results_file.stem, markdown(found, source, pictures))
     except ValueError as error:
-        raise typer.BadParameter(f"{into} {error}", param_hint="--into") from None
+        raise typer.BadParameter(f"{into}: {error}", param_hint="--into") from None
     _make_folder(folder, "--images")
     _draw(found, results_file, folder)
     into.write_text(text, encoding="utf-8")

@@ -91,6 +91,9 @@ def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> 
     if slower:
         parts.append("Slower than the best other provider: " + "; ".join(slower) + ".")
     parts += ["### Every provider, TFLOP/s, forward / backward", _matrix(results, lambda row: _both(results, row))]
+    shares = _matrix(results, lambda row: _shares(results, row), ("softmax",))
+    if shares:
+        parts += ["### Softmax, share of the limit, forward / backward", shares]
     parts += ["### Working memory of a forward and backward, MiB", _matrix(results, _mebibytes)]
     parts += ["### Host time of a call, and time of the first call", _host(results)]
     missing = not_measured(results)
@@ -157,15 +160,23 @@ def _slower(results: Results) -> list[str]:
     return found
 
 
-def _matrix(results: Results, cell: Callable[[Row], str]) -> str:
-    """A line for every case, a column for every provider that measured one."""
-    names = provider_names(results.rows, lambda row: row.outcome == "measured")
-    lines = []
-    for case in in_order(results):
-        rows = {row.provider: row for row in results.of(case.name)}
-        cells = [cell(rows[name]) if name in rows else ABSENT for name in names]
-        lines.append([case.name, *cells])
-    return _markdown_table(["case", *names], lines)
+def _matrix(results: Results, cell: Callable[[Row], str], operators: tuple[str, ...] = ("attention", "matmul")) -> str:
+    """For each operator a table: a line for every case with a cell, a column for every provider that measured one."""
+    tables = []
+    for operator in operators:
+        cases = [case for case in in_order(results) if case.operator == operator]
+        of_operator = {case.name for case in cases}
+        rows = {(row.case, row.provider): row for row in results.rows if row.case in of_operator}
+        names = provider_names(rows.values(), lambda row: row.outcome == "measured")
+        lines = []
+        for case in cases:
+            found = [rows.get((case.name, name)) for name in names]
+            cells = [ABSENT if row is None else cell(row) for row in found]
+            if any(text != ABSENT for text in cells):
+                lines.append([case.name, *cells])
+        if lines:
+            tables.append(_markdown_table(["case", *names], lines))
+    return "\n\n".join(tables)
 
 
 def _both(results: Results, row: Row) -> str:
@@ -173,6 +184,13 @@ def _both(results: Results, row: Row) -> str:
         return ABSENT if row.outcome == "declined" else row.outcome
     speeds = (results.flops(row, which) for which in PASSES)
     return " / ".join(ABSENT if x is None else _tera(x) for x in speeds)
+
+
+def _shares(results: Results, row: Row) -> str:
+    if row.outcome != "measured":
+        return ABSENT if row.outcome == "declined" else row.outcome
+    shares = (results.share(row, which) for which in PASSES)
+    return " / ".join(ABSENT if x is None else f"{x:.0%}" for x in shares)
 
 
 def _host(results: Results) -> str:
@@ -205,7 +223,7 @@ def _tera(x: float) -> str:
 
 
 def _mebibytes(row: Row) -> str:
-    return ABSENT if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}"
+    return ABSENT if row.memory_bytes is None else str(round(row.memory_bytes / 2**20))
 
 
 def _aligned(header: list[str], rows: list[list[str]]) -> list[str]:

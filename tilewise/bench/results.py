@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -51,7 +52,7 @@ class Row:
     Attributes:
         outcome: "measured"; "failed", also for a wrong answer; "declined", not tried; "not run", for want of time.
         reason: of every outcome but "measured".
-        errors: of o and of each gradient, as `reference.errors` defines them.
+        errors: of o and of each gradient, as `reference.errors` defines them; NaN, null in JSON, where not finite.
         memory_bytes: peak of a forward and backward beyond inputs, output and gradients.
         first_call_s: preparation, and the first forward and backward: compilation where caches on disk lack it.
         host_s: seconds that a forward keeps the host busy; of small cases only.
@@ -160,7 +161,10 @@ def _median(row: Row, which: Pass) -> float:
 def write(results: Results, path: Path) -> None:
     """Write JSON to ``path``, in whole: a run that is killed meanwhile leaves the file as it was before."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"schema": SCHEMA, **asdict(results)}, indent=1) + "\n", encoding="utf-8")
+    document = {"schema": SCHEMA, **asdict(results)}
+    for row in document["rows"]:  # a wrong answer may be NaN, which JSON has not
+        row["errors"] = {name: error if math.isfinite(error) else None for name, error in row["errors"].items()}
+    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
@@ -177,17 +181,23 @@ def read(path: Path) -> Results:
     try:
         results = _results(document)
         return _checked(results)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except KeyError as error:
+        raise ResultsError(f"{path}: damaged results: {error} is missing") from None
+    except (TypeError, AttributeError, ValueError) as error:
         raise ResultsError(f"{path}: damaged results: {error}") from None
 
 
 def _results(document: dict[str, Any]) -> Results:
     cases = [_case(case) for case in document.pop("cases")]
     rows = [
-        Row(**{**row, **{which: row[which] and Timing(**row[which]) for which in PASSES}})
+        Row(**{**row, **{which: row[which] and Timing(**row[which]) for which in PASSES}, "errors": _errors(row)})
         for row in document.pop("rows")
     ]
     return Results(**{**document, "calibration": Calibration(**document["calibration"])}, cases=cases, rows=rows)
+
+
+def _errors(row: dict[str, Any]) -> dict[str, float]:
+    return {name: math.nan if error is None else error for name, error in row["errors"].items()}
 
 
 def _case(fields: dict[str, Any]) -> AnyCase:

@@ -131,11 +131,7 @@ def run(
     dtypes = list(dict.fromkeys([*(["float32"] if device.type == "cpu" else []), *(case.dtype for case in chosen)]))
     calibration = calibrate(Clock(device, 0.3), dtypes)
     results = Results(
-        commit=options.commit or _git("rev-parse", "HEAD"),
-        changed_files=_git("status", "--short").splitlines(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        device=describe_device(device),
-        versions=versions(),
+        **origin(device, options.commit),
         settings={**asdict(options), "cases": list(options.cases), "providers": list(options.providers)},
         unavailable={provider.name: provider.unavailable for provider in crew if provider.unavailable is not None},
         calibration=calibration,
@@ -269,6 +265,21 @@ def _check_device(row: Row) -> None:
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise DeviceLost(f"the CUDA device was lost: {row.reason}; {str(error).splitlines()[0]}") from None
+
+
+def origin(device: torch.device, commit: str = "") -> dict[str, Any]:
+    """What numbers have to stand beside: `Results`' commit, changed_files, date, device and versions.
+
+    Args:
+        commit: the commit that is measured, where there is no git.
+    """
+    return {
+        "commit": commit or _git("rev-parse", "HEAD"),
+        "changed_files": _git("status", "--short").splitlines(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": describe_device(device),
+        "versions": versions(),
+    }
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

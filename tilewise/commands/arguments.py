@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from enum import StrEnum
 from pathlib import Path
 
 import typer
+
+LARGEST = 1 << 58  # elements of a tensor: the bytes of float64 are still counted in 64 bits
 
 
 class Device(StrEnum):
@@ -16,9 +19,12 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-def names(text: str) -> tuple[str, ...]:
-    """The parts of ``text`` between its commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def names(text: str, option: str) -> tuple[str, ...]:
+    """The parts of ``text`` between its commas; none where it is empty."""
+    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    if text and not found:
+        raise typer.BadParameter(f"names separated by commas are needed, got {text!r}", param_hint=option)
+    return found
 
 
 def shape(text: str, option: str, dims: int | None = None) -> tuple[int, ...]:
@@ -32,6 +38,8 @@ def shape(text: str, option: str, dims: int | None = None) -> tuple[int, ...]:
     if len(sizes) > 4 or (dims is not None and len(sizes) != dims):
         needed = "at most 4" if dims is None else str(dims)
         raise typer.BadParameter(f"{needed} sizes are needed, got {len(sizes)}: {text!r}", param_hint=option)
+    if math.prod(max(size, 1) for size in sizes) > LARGEST:  # strides are counted so, too
+        raise typer.BadParameter(f"at most 2**58 elements are allowed, got {text!r}", param_hint=option)
     return sizes
 
 

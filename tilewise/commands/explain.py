@@ -29,7 +29,9 @@ def command(
     kv_shape: Annotated[
         str | None, typer.Option(help="Of k and v, if it differs from q's.", metavar="B,Hkv,N,D")
     ] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Head dimension of v, if it differs from k's.", min=1)] = None,
+    value_dim: Annotated[
+        int | None, typer.Option(help="Head dimension of v, if it differs from k's.", min=1, max=256)
+    ] = None,
     bias: Annotated[str | None, typer.Option(help="Shape of an additive bias.", metavar="B,H,M,N")] = None,
     bias_dtype: Annotated[Dtype | None, typer.Option(help="Default: q's.")] = None,
     bias_grad: Annotated[bool, typer.Option(help="Whether the bias asks for a gradient.")] = True,
@@ -54,10 +56,10 @@ def command(
         str | None, typer.Option(help="Of the device, where they are not known.", metavar="FLOP/s,BYTE/s")
     ] = None,
 ) -> None:
-    """Tell what a call would do and what limits it: backend and tiles with reasons, FLOPs, bytes, and the bound.
+    """Tell what a call would do and what limits it.
 
-    Nothing is computed, and nothing of the given shapes is allocated. A table compares the memory traffic with that of
-    an implementation that stores the score matrix.
+    Backend and tiles with reasons, FLOPs, bytes, and the bound. A table compares the memory traffic with that of an
+    implementation that stores the score matrix. Nothing is computed, and nothing of the given shapes is allocated.
 
     Example: tilewise explain --shape 4,16,4096,128 --bias 1,16,4096,4096 --causal --device sm_90
     """

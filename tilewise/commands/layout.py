@@ -35,9 +35,10 @@ def command(
     png: Annotated[Path | None, typer.Option(help="Draw the figure into this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page, one file.")] = None,
 ) -> None:
-    """Tell how an operand lies in shared memory: atoms, SBO and LBO, descriptors, linear layout, bank conflicts.
+    """Tell how an operand lies in shared memory.
 
-    Nothing is run: neither a GPU nor PyTorch is needed. What is said of sm_100 was not verified on hardware.
+    Atoms, SBO and LBO, descriptors, linear layout, bank conflicts. Nothing is run: neither a
+    GPU nor PyTorch is needed. What is said of sm_100 was not verified on hardware.
 
     Example: tilewise layout --shape 128x256 --dtype bf16 --swizzle 128 --major k --arch sm_90 --svg layout.svg
     """

@@ -38,7 +38,9 @@ def command(
     ] = None,
     parts: Annotated[str, typer.Option(help="Which parts to run, separated by commas.")] = ",".join(PARTS),
 ) -> None:
-    """Compare tilewise with PyTorch on a pretrained model, a training run and a measurement, and draw what came out.
+    """Compare tilewise with PyTorch, and draw what came out.
+
+    Three parts: a pretrained sentence model, a training run, and memory and time against sequence length.
 
     Ends with status 0 if every comparison held, 1 if one did not, 2 if the demo could not start.
     """

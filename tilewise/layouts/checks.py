@@ -44,13 +44,13 @@ def wavefronts(addresses: Sequence[int | None], width: int) -> Access:
         LayoutError: too many lanes, another width, or an address that is no multiple of it.
     """
     if width not in (1, 2, 4, 8, 16):
-        raise LayoutError(f"width must be 1, 2, 4, 8 or 16 bytes, got {width}: a lane has no other access")
+        raise LayoutError(f"width: must be 1, 2, 4, 8 or 16 bytes, got {width}: a lane has no other access")
     if len(addresses) > WARP:
-        raise LayoutError(f"addresses must be at most {WARP}, got {len(addresses)}: a warp has no more lanes")
+        raise LayoutError(f"addresses: must be at most {WARP}, got {len(addresses)}: a warp has no more lanes")
     for lane, address in enumerate(addresses):
         if address is not None and address % width:
             raise LayoutError(
-                f"addresses[{lane}] must be a multiple of {width}, got {address}: an access is aligned to its width"
+                f"addresses[{lane}]: must be a multiple of {width}, got {address}: an access is aligned to its width"
             )
     lanes = WARP if width <= BANK_BYTES else WARP * BANK_BYTES // width
     total = ideal = 0
@@ -85,12 +85,12 @@ def matrix_addresses(operand: Operand, mn: int, k: int, matrices: int = 4) -> li
         LayoutError: another number of matrices, or rows that do not begin at a 16-byte unit.
     """
     if matrices not in (1, 2, 4):
-        raise LayoutError(f"matrices must be 1, 2 or 4, got {matrices}: ldmatrix and stmatrix have .x1, .x2 and .x4")
+        raise LayoutError(f"matrices: must be 1, 2 or 4, got {matrices}: ldmatrix and stmatrix have .x1, .x2 and .x4")
     strided, leading = (mn, k) if operand.major is Major.K else (k, mn)
     if leading % operand.unit:
+        name = "k" if operand.major is Major.K else "mn"
         raise LayoutError(
-            f"the leading index must be a multiple of {operand.unit}, got {leading}: "
-            f"a matrix row is {UNIT_BYTES} aligned bytes"
+            f"{name}: must be a multiple of {operand.unit}, got {leading}: a matrix row is {UNIT_BYTES} aligned bytes"
         )
     result: list[int | None] = []
     for matrix in range(matrices):
@@ -148,7 +148,7 @@ def _places(layout: Places, shape: tuple[int, int]) -> Callable[[int, int], int]
     else:
         return layout
     if found != shape:
-        raise LayoutError(f"shape must be that of both layouts, got {shape} for a layout of {found}")
+        raise LayoutError(f"shape: must be that of both layouts, got {shape} for a layout of {found}")
     return function
 
 

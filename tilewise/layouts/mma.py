@@ -91,12 +91,14 @@ class Descriptor:
             value = getattr(self, name)
             if value % UNIT_BYTES:
                 raise LayoutError(
-                    f"{name} must be a multiple of 16, got {value}: a descriptor leaves out the 4 lowest bits"
+                    f"{name}: must be a multiple of 16, got {value}: a descriptor leaves out the 4 lowest bits"
                 )
             if not 0 <= value < REACH:
-                raise LayoutError(f"{name} must be below {REACH}, got {value}: a descriptor has 14 bits for it, over 4")
+                raise LayoutError(
+                    f"{name}: must be below {REACH}, got {value}: a descriptor has 14 bits for it, over 4"
+                )
         if not 0 <= self.base_offset < 8:
-            raise LayoutError(f"base_offset must be below 8, got {self.base_offset}: a descriptor has 3 bits for it")
+            raise LayoutError(f"base_offset: must be below 8, got {self.base_offset}: a descriptor has 3 bits for it")
 
     def fields(self) -> list[Field]:
         """All fields, the lowest bits first."""
@@ -138,12 +140,12 @@ class Descriptor:
             found[name] = value >> low & ((1 << width) - 1)
             known |= ((1 << width) - 1) << low
             if constant is not None and found[name] != constant:
-                raise LayoutError(f"bits {low} to {low + width - 1} must be {constant}, got {found[name]}")
+                raise LayoutError(f"value: bits {low} to {low + width - 1} must be {constant}, got {found[name]}")
         if value & ~known:
-            raise LayoutError(f"{value:#x} has bits that no field of a descriptor for {arch.value} has")
+            raise LayoutError(f"value: has bits that no field of a descriptor for {arch.value} has, got {value:#x}")
         modes = {code: mode for mode, code in _SWIZZLE_CODES[arch].items()}
         if found["swizzle mode"] not in modes:
-            raise LayoutError(f"swizzle mode {found['swizzle mode']} has no 16-byte units on {arch.value}")
+            raise LayoutError(f"value: swizzle mode {found['swizzle mode']} has no 16-byte units on {arch.value}")
         return Descriptor(
             arch,
             found["start address"] * UNIT_BYTES,
@@ -173,29 +175,31 @@ def check(operand: Operand, arch: Arch) -> None:
         LayoutError: they cannot; the message says why.
     """
     if operand.bits == 4 and arch is Arch.SM_90:
-        raise LayoutError("bits=4: wgmma (sm_90) has no 4-bit operands; sm_100 has")
+        raise LayoutError("bits: must be 8, 16 or 32 for wgmma (sm_90), got 4; sm_100 has 4-bit operands")
     if operand.major is Major.MN:
         if arch is Arch.SM_90 and operand.bits != 16:
             raise LayoutError(
-                f"major='mn' with bits={operand.bits}: wgmma (sm_90) transposes 16-bit operands only, all others have "
-                "to be K-major (PTX ISA, wgmma.mma_async, imm-trans-a and imm-trans-b)"
+                f"major: must be 'k' with bits={operand.bits}, got 'mn': wgmma (sm_90) transposes 16-bit operands only "
+                "(PTX ISA, wgmma.mma_async, imm-trans-a and imm-trans-b)"
             )
         if arch is Arch.SM_100 and operand.bits == 32:
             raise LayoutError(
-                "major='mn' with bits=32: tcgen05 (sm_100) transposes tf32 only under the 128-byte swizzle that moves "
-                "32-byte units, which is not modelled here (PTX ISA, tcgen05, Transpose and negate operations)"
+                "major: must be 'k' with bits=32, got 'mn': tcgen05 (sm_100) transposes tf32 only under the 128-byte "
+                "swizzle that moves 32-byte units, which is not modelled here "
+                "(PTX ISA, tcgen05, Transpose and negate operations)"
             )
         if arch is Arch.SM_100 and operand.bits == 4:
             raise LayoutError(
-                "major='mn' with bits=4: tcgen05 (sm_100) does not transpose packed 4-bit operands (kind::mxf4)"
+                "major: must be 'k' with bits=4, got 'mn': tcgen05 (sm_100) does not transpose packed 4-bit operands "
+                "(kind::mxf4)"
             )
     step = 8 * K_BYTES // operand.bits
     if operand.shape[1] % step:
         raise LayoutError(
-            f"shape[K] must be a multiple of {step}, got {operand.shape[1]}: one instruction reads 32 bytes of K"
+            f"shape[K]: must be a multiple of {step}, got {operand.shape[1]}: one instruction reads 32 bytes of K"
         )
     if operand.bytes > REACH:
-        raise LayoutError(f"shape must take at most {REACH} bytes, got {operand.bytes}: descriptors reach no further")
+        raise LayoutError(f"shape: must take at most {REACH} bytes, got {operand.bytes}: descriptors reach no further")
 
 
 def check_base(operand: Operand, address: int) -> None:
@@ -207,7 +211,7 @@ def check_base(operand: Operand, address: int) -> None:
     needed = operand.swizzle.alignment
     if address % needed:
         raise LayoutError(
-            f"address must be a multiple of {needed}, got {address}: the pattern of the swizzle follows the address "
+            f"address: must be a multiple of {needed}, got {address}: the pattern of the swizzle follows the address "
             "bits and repeats after 8 lines (elsewhere a descriptor needs a base offset, which is not supported here)"
         )
 
@@ -267,11 +271,11 @@ def instructions(
     allowed = ((64,) if arch is Arch.SM_90 else (64, 128)) if role is Role.A else range(8, 257, 8)
     if rows not in allowed:
         words = " or ".join(map(str, allowed)) if role is Role.A else "a multiple of 8 up to 256"
-        raise LayoutError(f"rows must be {words}, got {rows}: the sizes of the instructions of {arch.value}")
+        raise LayoutError(f"rows: must be {words}, got {rows}: the sizes of the instructions of {arch.value}")
     extent = operand.atom_shape[0]
     if mn % rows or (rows % extent and extent % rows):
         raise LayoutError(
-            f"rows={rows} must divide shape[MN]={mn} and be whole atoms, or a whole part of one, of {extent}: an "
+            f"rows: must divide shape[MN]={mn} and be whole atoms, or a whole part of one, of {extent}, got {rows}: an "
             "instruction's share begins at an atom or lies inside one"
         )
     depth = 8 * K_BYTES // operand.bits

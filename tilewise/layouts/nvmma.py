@@ -47,12 +47,12 @@ def nvmma_shared_layout(
     """
     bits = element_bits(dtype)
     if bits == 4:
-        raise LayoutError("dtype must have 8 bits or more, got 4: Triton stores 4-bit elements in pairs, as bytes")
+        raise LayoutError("dtype: must have 8 bits or more, got 4: Triton stores 4-bit elements in pairs, as bytes")
     if any(not is_power_of_two(size) for size in shape):
-        raise LayoutError(f"shape must be powers of two, as Triton's tiles are, got {tuple(shape)}")
+        raise LayoutError(f"shape: must be powers of two, as Triton's tiles are, got {tuple(shape)}")
     rank = len(shape)
     if transposed and rank != 2:
-        raise LayoutError(f"transposed must be False for {rank} dimensions: Triton transposes matrices only")
+        raise LayoutError(f"transposed: must be False for {rank} dimensions, got True: Triton transposes matrices only")
     mode = default_swizzle(shape, bits, transposed) if swizzle is None else SwizzleMode.of(swizzle)
     names = [f"dim{d}" for d in range(rank)]
     # The order in which dimensions are run through: the contiguous one first, the strided ones from the last.
@@ -66,7 +66,7 @@ def nvmma_shared_layout(
         rows = math.prod(box[d] for d in order[1:])
         if shape[order[0]] < line or rows < LINES:
             raise LayoutError(
-                f"shape must have {LINES} rows of {line} elements or more, got {tuple(shape)}: shared memory holds "
+                f"shape: must have {LINES} rows of {line} elements or more, got {tuple(shape)}: shared memory holds "
                 f"whole swizzle atoms, {LINES} rows by {mode.width} bytes"
             )
     bases = []

@@ -41,7 +41,9 @@ class SwizzleMode(IntEnum):
     def of(width: int) -> SwizzleMode:
         """The mode of so many bytes. Raises LayoutError if there is none."""
         if width not in list(SwizzleMode):
-            raise LayoutError(f"swizzle must be one of 0, 32, 64, 128, got {width!r}: the widths that the hardware has")
+            raise LayoutError(
+                f"swizzle: must be one of 0, 32, 64, 128, got {width!r}: the widths that the hardware has"
+            )
         return SwizzleMode(width)
 
     @property
@@ -99,7 +101,7 @@ def element_bits(dtype: object) -> int:
     if bits not in WIDTHS:
         # tcgen05 takes 4- and 6-bit floats padded to 16 in a unit, too: their units lie as those of 8 bits do.
         raise LayoutError(
-            f"dtype must have 4, 8, 16 or 32 bits (one of {', '.join(DTYPES)}), got {dtype!r}: "
+            f"dtype: must have 4, 8, 16 or 32 bits (one of {', '.join(DTYPES)}), got {dtype!r}: "
             "tensor cores read no other width from shared memory"
         )
     return bits
@@ -133,16 +135,16 @@ class Operand:
             value = getattr(self, name)
             if value not in list(kind):
                 allowed = ", ".join(member.value for member in kind)
-                raise LayoutError(f"{name} must be one of {allowed}, got {value!r}")
+                raise LayoutError(f"{name}: must be one of {allowed}, got {value!r}")
             object.__setattr__(self, name, kind(value))
         object.__setattr__(self, "shape", tuple(self.shape))
         if len(self.shape) != 2 or any(not isinstance(n, int) or n < 1 for n in self.shape):
-            raise LayoutError(f"shape must be (MN, K), two positive sizes, got {self.shape!r}")
+            raise LayoutError(f"shape: must be (MN, K), two positive sizes, got {self.shape!r}")
         for name, size, step in zip(("MN", "K"), self.shape, self.atom_shape, strict=True):
             if size % step:
                 raise LayoutError(
-                    f"shape[{name}] must be a multiple of {step}, got {size}: shared memory holds whole swizzle atoms, "
-                    f"{LINES} rows of the strided dimension by {self.swizzle.width} bytes of the leading one"
+                    f"shape[{name}]: must be a multiple of {step}, got {size}: shared memory holds whole swizzle "
+                    f"atoms, {LINES} rows of the strided dimension by {self.swizzle.width} bytes of the leading one"
                 )
 
     # Sizes
@@ -213,7 +215,7 @@ class Operand:
             LayoutError: the element is outside the tile.
         """
         if not (0 <= mn < self.shape[0] and 0 <= k < self.shape[1]):
-            raise LayoutError(f"element ({mn}, {k}) is outside the tile {self.shape}")
+            raise LayoutError(f"element: must be inside the tile {self.shape}, got ({mn}, {k})")
         strided, leading = self._along((mn, k))
         atom = (strided // LINES) * self.sbo + (leading // self.line) * self.lbo
         inside = (strided % LINES) * self.line + leading % self.line
@@ -235,7 +237,8 @@ class Operand:
         atom, inside = divmod(offset, LINES * self.line)
         strided_atoms, leading_atoms = self._along(self.grid)
         if not 0 <= atom < strided_atoms * leading_atoms:
-            raise LayoutError(f"offset {offset} is outside the operand of {self.shape[0] * self.shape[1]} elements")
+            elements = self.shape[0] * self.shape[1]
+            raise LayoutError(f"offset: must be inside the operand of {elements} elements, got {offset}")
         if self.order is AtomOrder.STRIDED_FIRST:
             leading_atom, strided_atom = divmod(atom, strided_atoms)
         else:
@@ -267,7 +270,7 @@ class Operand:
             LayoutError: a side of the tile is no power of two; `cute` has such tiles too.
         """
         if any(n & (n - 1) for n in self.shape):
-            raise LayoutError(f"shape must be powers of two to be linear over F2, got {self.shape}")
+            raise LayoutError(f"shape: must be powers of two to be linear over F2, got {self.shape}")
         return cute_to_linear(self.cute(), ("dim0", "dim1")).invert()
 
     def atom(self) -> Operand:

@@ -1,9 +1,10 @@
 """PyTorch's own fused CPU kernel, held to this library's conventions.
 
-It computes the same attention but for four points. It gives a row that sees nothing LSE = 0, which is mended here. It
+It computes the same attention but for five points. It gives a row that sees nothing LSE = 0, which is mended here. It
 lets NaN and infinity in a hidden key or value through: `forward` and `backward` then return None, and the tiles compute
-the call. It copies a bias whose last dimension is strided, which would be a buffer of M x N: None again. And it
-accumulates 16-bit gradients in 16 bits, so that its backward serves float32 and float64 only.
+the call. It copies a bias whose last dimension is strided, which would be a buffer of M x N: None again. Its backward
+makes the probabilities of the LSE alone, which a `huge` one does not tell: None. And it accumulates 16-bit gradients in
+16 bits, so that its backward serves float32 and float64 only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
-from tilewise.backends.cpu.parts import band_hides, finite, hide
+from tilewise.backends.cpu.parts import band_hides, finite, hide, huge
 from tilewise.problem import Problem
 from tilewise.score import reference
 
@@ -76,8 +77,10 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     operand = _operand(problem, inputs)
     if operand is None or (operand.hides and not (finite(inputs.k) and finite(inputs.v))):
         return None
-    q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
     assert outputs.lse is not None
+    if huge(outputs.lse):
+        return None
+    q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
     # exp(-inf - 0) = 0, where exp(-inf - lse) of a row that sees nothing would be NaN.
     lse = outputs.lse.masked_fill(outputs.lse == -torch.inf, 0.0)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

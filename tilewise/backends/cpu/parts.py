@@ -73,12 +73,19 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
     """``exp(s - row)``, in the place of ``s``; a row at -inf (nothing seen so far) gives 0.
 
     In base 2, since `torch.exp` takes four times as long as `torch.exp2` here; the change of base costs no pass. Only
-    where a row may leave the dtype's range by it, as one whose keys all have the most negative finite bias, it does.
+    where a row is `huge`, as one whose keys all have a bias of -1e9, it does: the product ``row * LOG2E`` would be
+    rounded by more than the difference.
     """
     row = row.masked_fill(row == -torch.inf, 0.0)
-    if row.numel() and row.abs().amax() > torch.finfo(row.dtype).max / 2:
+    if huge(row):
         return s.sub_(row).mul_(LOG2E).exp2_()
     return torch.add(row.mul_(-LOG2E), s, alpha=LOG2E, out=s).exp2_()
+
+
+def huge(row: Tensor) -> bool:
+    """Some element, other than -inf, is so large that 1 more is lost in its rounding."""
+    finite_row = row.masked_fill(row == -torch.inf, 0.0)
+    return row.numel() > 0 and bool(finite_row.abs().amax() > 1 / torch.finfo(row.dtype).eps)
 
 
 def hide(s: Tensor, visible: Tensor) -> Tensor:

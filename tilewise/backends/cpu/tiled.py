@@ -22,6 +22,7 @@ from tilewise.backends.cpu.parts import (
     exp_difference,
     finite,
     hide,
+    huge,
     in_huge_pages,
     keep_freed_tiles,
     product,
@@ -57,16 +58,16 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     for kv in _all_heads(problem):
         heads = _Heads(problem, inputs, *kv)
         for rows in heads.row_blocks():
-            o_i, lse_i = _attend(heads, rows, careful=False)
+            o_i, m_i, l_i = _attend(heads, rows, careful=False)
             if heads.hides and not finite(o_i):
-                o_i, lse_i = _attend(heads, rows, careful=True)
+                o_i, m_i, l_i = _attend(heads, rows, careful=True)
             heads.put_rows(o, rows, o_i)
-            heads.put_rows(lse, rows, lse_i)
+            heads.put_rows(lse, rows, m_i + l_i.log())  # 13
     return Outputs(o, lse)
 
 
-def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor]:
-    """O and LSE of a block of rows: Algorithm 1, whose lines the comments number."""
+def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """O, m and l of a block of rows: Algorithm 1, whose lines the comments number."""
     q = heads.rows(heads.inputs.q, rows) * heads.problem.score.scale  # 4
     m_i = q.new_full((*q.shape[:2], 1), -torch.inf)  # 5
     l_i = torch.zeros_like(m_i)
@@ -80,7 +81,7 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor]:
         acc = heads.weighted_sum(p, heads.v[tile.j], tile, alpha * acc)  # 10
         m_i = m_new
     l_i.masked_fill_(l_i == 0, 1.0)  # rows that see nothing: O = 0, LSE = -inf
-    return acc / l_i, m_i + l_i.log()  # 12, 13
+    return acc / l_i, m_i, l_i  # 12
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
@@ -129,11 +130,17 @@ def _attend_backward(
     q = heads.rows(heads.inputs.q, rows) * scale
     do = heads.rows(cotangents.o, rows)
     lse, delta = heads.row_terms(outputs, cotangents, rows)
+    row, total = lse, None
+    if huge(lse):
+        # The rounding of m + log(l) left m: P would sum to l where all keys have a bias of -1e9.
+        _, row, total = _attend(heads, rows, part.careful)
     q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
     dq = None
     for tile in heads.tiles(rows, part.careful):
         s, capped = heads.scores(q, tile)
-        p = heads.only_visible(exp_difference(s, lse), tile)
+        p = heads.only_visible(exp_difference(s, row), tile)
+        if total is not None:
+            p.div_(total)
         if want.v is not None:
             dv[tile.j] = product(do_t, p, dv[tile.j])
         if want.q is None and want.k is None and dbias is None:

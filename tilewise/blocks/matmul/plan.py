@@ -37,8 +37,9 @@ def choose(product: Product, backend: str = "auto") -> Choice:
         if reason is None:
             return Choice(candidate, reasons)
         reasons[candidate] = reason
-    words = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ValueError(f'backend: "{name}" cannot run this call ({words})')
+    if name != "auto" and not otherwise:
+        raise ValueError(f"backend: {name!r} cannot run this call: {reasons[name]}")
+    raise ValueError("no backend can run this call: " + "; ".join(f"{b}: {why}" for b, why in reasons.items()))
 
 
 def declines_cpu(product: Product) -> str | None:

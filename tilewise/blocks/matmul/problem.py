@@ -27,7 +27,7 @@ def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: 
     if b.dtype != a.dtype:
         raise TypeError(f"b: dtype must equal a's, got {b.dtype} with a {a.dtype}")
     if a.dtype == torch.float64 and a.device.type == "cuda":
-        raise TypeError("a: float64 is computed on the CPU only")
+        raise ValueError(f"a, b: float64 runs on the CPU only, the tensors are on {a.device}")
     for name, x in (("b", b), ("c", c)):
         if x is not None and x.device != a.device:
             raise ValueError(f"{name}: must be on a's device {a.device}, got {x.device}")
@@ -52,8 +52,7 @@ def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: 
         if not -limit <= number <= limit:
             raise ValueError(f"{name}: must be finite in {str(wide).removeprefix('torch.')}, got {number}")
     if backend is not None and backend not in BACKENDS:
-        names = ", ".join(f'"{name}"' for name in BACKENDS)
-        raise ValueError(f"backend: must be one of {names}, or None for a choice by the plan; got {backend!r}")
+        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
 
 
 def broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:

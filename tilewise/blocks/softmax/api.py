@@ -18,8 +18,9 @@ def softmax(
             what lies along ``dim``, up to 2**30 - 1 elements on a GPU, without limit on the CPU.
         scale: multiplies x; positive. Without a bias it takes effect after the row's maximum has been subtracted, so
             that no finite x overflows; with one, ``scale * x + bias`` has to be within the range of float32.
-        bias: added to the scaled x; floating, any dtype whatever x's is, broadcastable to x's shape. Its gradient has
-            its shape and dtype and is summed in float32. -inf hides an element as the mask does.
+        bias: added to the scaled x; float16, bfloat16, float32 or float64 (CPU), whatever x's dtype is, broadcastable
+            to x's shape. Its gradient has its shape and dtype and is summed in float32 (float64 for float64). -inf
+            hides an element as the mask does.
         mask: bool, broadcastable to x's shape; True = visible.
         dim: the axis.
 

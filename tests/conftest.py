@@ -1,0 +1,36 @@
+"""What tests share: the numbers that they draw, and child processes that interpret or compile Triton's kernels."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_each_time():
+    """A test that draws without a generator of its own draws the same each time; soak.py is there to draw afresh."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """Calls a function, with arguments, in a child process where Triton's kernels are Python: TRITON_INTERPRET is read
+    when triton is imported, so this process stays as it was."""
+    import interpreter_child
+
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory):
+    """`aot_compilers.Compilers`: compiles for GPUs that are not here."""
+    from aot_compilers import Compilers
+
+    compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
+    yield compilers
+    compilers.close()
