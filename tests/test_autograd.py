@@ -486,6 +486,32 @@ def test_dtypes_of_outputs_and_gradients(dtype, statistics):
     assert [x.grad.shape for x in (q, k, v, bias)] == [x.shape for x in (q, k, v, bias)]
 
 
+def test_backends_get_numbers_not_their_negatives(monkeypatch):
+    """The memory of ``z.conj().imag`` holds what has to be negated, which a kernel that gets a pointer does not see."""
+    seen = []
+    forward, backward = cpu.forward, cpu.backward
+    monkeypatch.setattr(cpu, "forward", lambda problem, inputs: seen.extend(inputs[:4]) or forward(problem, inputs))
+    monkeypatch.setattr(
+        cpu, "backward", lambda *call: seen.extend([*call[1][:4], *call[2], *call[3]]) or backward(*call)
+    )
+
+    def negative(x):
+        return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+    plain = [*tensors(requires_grad=False), torch.randn(1, 4, 5, 7)]
+    cotangents = torch.randn(2, 4, 5, 6), torch.randn(2, 4, 5)
+    found = []
+    for change in (torch.clone, negative):
+        inputs = [change(x).requires_grad_() for x in plain]
+        outputs = attention(*inputs[:3], bias=inputs[3], return_lse=True)
+        found.append([*outputs, *torch.autograd.grad(outputs, inputs, [change(x) for x in cotangents])])
+    assert inputs[0].is_neg()
+    assert len(seen) == 2 * (4 + 8)
+    assert not any(x.is_neg() for x in seen)
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+
+
 # --- nothing to compute ---
 
 

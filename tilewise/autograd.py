@@ -119,7 +119,9 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], ter
     """``saved``: the inputs, o and lse. No cotangent of o is one of zeros."""
     q, k, v, bias, mask, o, lse = saved
     inputs, outputs = Inputs(q, k, v, bias, mask), Outputs(o, lse)
-    cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
+    # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
+    do = torch.zeros_like(o) if do is None else do.resolve_neg()
+    cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
     return _backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
 
 
@@ -321,14 +323,16 @@ _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 def _is_eager(inputs: Inputs) -> bool:
     """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher. It also knows what to do with
-    a tensor that outlived its transform."""
+    a tensor that outlived its transform, or whose memory holds its negative (``z.conj().imag``)."""
     q, k, v, bias, mask = inputs
     return (
         not torch.compiler.is_compiling()
         and type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
         and type(bias) in _PLAIN and type(mask) in _PLAIN
         and not (q.is_meta or _is_wrapped(q) or _is_wrapped(k) or _is_wrapped(v))
-        and not (bias is not None and _is_wrapped(bias)) and not (mask is not None and _is_wrapped(mask))
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and not (bias is not None and (_is_wrapped(bias) or bias.is_neg()))
+        and not (mask is not None and _is_wrapped(mask))
         and not is_in_torch_dispatch_mode()
         and not torch._C._is_tracing()
         and not torch._C._are_functorch_transforms_active()
