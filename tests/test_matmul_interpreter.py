@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from matmul_helpers import LAYOUTS, Product, check, check_tf32
+from matmul_helpers import LAYOUTS, Product, check, check_negated, check_tf32
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -36,6 +36,10 @@ def each(cases):
 )  # fmt: skip
 def test_triton(interpreter, case):
     interpreter(check, case, "triton")
+
+
+def test_memory_that_holds_negatives(interpreter):
+    interpreter(check_negated, "triton")
 
 
 @pytest.mark.parametrize(("setting", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])

@@ -184,6 +184,22 @@ def test_an_eager_call_is_the_operator():
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
+def test_memory_that_holds_negatives(monkeypatch):
+    """What reaches a backend, whose kernels take pointers, holds its numbers."""
+    seen = []
+    for name in ("forward", "backward"):
+        of = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *args, of=of: seen.extend(args) or of(*args))
+    x, bias, dp = (torch.randn(3, 5, dtype=torch.complex64).conj().imag for _ in range(3))
+    x.requires_grad_()
+    torch.autograd.grad(softmax(x, bias=bias), x, dp)
+    assert x.is_neg()
+    assert dp.is_neg()
+    tensors = [y for y in seen if isinstance(y, torch.Tensor)]
+    assert len(tensors) == 4
+    assert not any(y.is_neg() for y in tensors)
+
+
 def test_fake_and_meta_tensors_give_shapes():
     x = torch.randn(3, 4, 5).transpose(0, 1)
     with FakeTensorMode() as mode:

@@ -11,11 +11,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 _wrapped = _functorch.is_functorch_wrapped_tensor  # by a transform, which it may have outlived
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Its memory holds its numbers, and not their negatives either (``z.conj().imag``)."""
+    return type(x) in (Tensor, Parameter) and not (x.is_meta or _wrapped(x) or x.is_neg())
+
+
 def is_eager(*tensors: Tensor | None) -> bool:
     """No compiler, no tracer and no transform looks on, and the tensors are plain: nobody would miss the dispatcher."""
     return (
         not torch.compiler.is_compiling()
-        and all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta and not _wrapped(x)) for x in tensors)
+        and all(x is None or _is_plain(x) for x in tensors)
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
     )

@@ -81,7 +81,8 @@ def _autograd_backward(ctx, dp):
     # An eager call's backward is eager too, unless it is to be differentiated: then the operator says that it cannot.
     backward = _backward if ctx.eager and not torch.is_grad_enabled() else torch.ops.tilewise.softmax_backward
     (p,) = ctx.saved_tensors
-    dx, dbias = backward(dp, p, ctx.scale, ctx.bias_shape, ctx.bias_dtype, ctx.dim, needs)
+    # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
+    dx, dbias = backward(dp.resolve_neg(), p, ctx.scale, ctx.bias_shape, ctx.bias_dtype, ctx.dim, needs)
     return dx if needs[0] else None, None, dbias if needs[1] else None, None, None
 
 
