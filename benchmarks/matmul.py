@@ -43,7 +43,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def with_config(a: Tensor, b: Tensor, c: Tensor, **changes: bool) -> Step:
+def with_config(a: Tensor, b: Tensor, c: Tensor | None, **changes: int) -> Step:
     """The Hopper kernel in a configuration that it does not choose by itself."""
     product, y = describe(a, b, c, ()), a.new_empty(a.shape[0], b.shape[1])
     assert product is not None
@@ -93,6 +93,17 @@ def cases() -> Iterator[tuple[str, float, float | None, Step, Step]]:
         ours,
         gradients(lambda a, b, c: torch.addmm(c, a, b), a, b, c),
     )
+    # Its two products one by one, each of 128 tiles and 128 steps, with what may help where all tiles run at once.
+    dy = normal(8192, 8192)
+    for name, x, y in ((" dA, 8192 × 512", dy, b.mT), (" dB, 512 × 8192", a.mT, dy)):
+        theirs = lambda x=x, y=y: (x @ y,)  # noqa: E731
+        yield name, flops, None, lambda x=x, y=y: (matmul(x, y),), theirs
+        for words, changes in (
+            ("apart in K", {"apart": True}),
+            ("256 × 128 tiles", {"rows": 128, "block_n": 128, "store_buffers": 1}),
+            ("neighbours share A", {"group_m": 1}),
+        ):
+            yield f"  {words}", flops, None, with_config(x, y, None, **changes), theirs
     q, k = normal(4, 16, 4096, 128), normal(4, 16, 4096, 128)
     flops = 2 * 64 * 4096 * 4096 * 128
     yield "scores of 64 heads", flops, None, lambda: (matmul(q, k.mT, backend="hopper"),), lambda: (q @ k.mT,)

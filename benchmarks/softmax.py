@@ -1,7 +1,9 @@
 """The softmax's tiles on this GPU: what config.py chooses and what it might, as shares of a copy's speed.
 
-    python benchmarks/softmax.py [--json FILE] [--commit HASH]
+    python benchmarks/softmax.py [--sweep] [--json FILE] [--commit HASH]
 
+--sweep: only what falls short, bfloat16 rows of 16k and more, with configurations by which more bytes are on their way
+(docs/performance.md has what they should gain); less than a minute.
 Every variant is held to float64 before it is timed. Needs a GPU of compute capability 8.0 or later.
 """
 
@@ -25,6 +27,8 @@ from tilewise.blocks.softmax.triton.config import Config, softmax_config
 LENGTHS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
 BYTES = 1 << 30  # of a tensor
 DEVICE = torch.device("cuda")
+# Of rows, their length, bytes of an element and whether it is a backward: names and configurations.
+Variants = Callable[[int, int, int, bool], Iterator[tuple[str, Config]]]
 
 
 def variants(rows: int, length: int, itemsize: int, backward: bool) -> Iterator[tuple[str, Config]]:
@@ -39,6 +43,24 @@ def variants(rows: int, length: int, itemsize: int, backward: bool) -> Iterator[
                     yield f"programs of {block}, {warps} warps{', packed' if pack else ''}", shared
 
 
+def sweep(rows: int, length: int, itemsize: int, backward: bool) -> Iterator[tuple[str, Config]]:
+    """The compiler takes the registers that it likes; with fewer of them more programs fit a multiprocessor."""
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    yield "chosen", softmax_config(rows, rows, length, False, itemsize, backward, processors)
+    if length == 1 << 14:
+        warps, registers = (16, None) if backward else (8, 64)
+        yield "packed", Config(True, 1, length, 1, length, warps, True, registers)
+        return
+    shared = (True, 1, 4096, length // 4096, 4096)
+    if backward:
+        yield "2 warps of 80 registers", Config(*shared, 2, True, 80)
+        return
+    yield "2 warps of 64 registers, packed", Config(*shared, 2, True, 64)
+    yield "4 warps of 40 registers, packed", Config(*shared, 4, True, 40)
+    if length == 1 << 15:
+        yield "a program a row, 64 registers, packed", Config(True, 1, length, 1, length, 16, True, 64)
+
+
 def with_config(config: Config, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         launch.softmax_config = lambda *arguments: config
@@ -48,7 +70,7 @@ def with_config(config: Config, step: Callable[[], Tensor]) -> Callable[[], Tens
     return run
 
 
-def measure(dtype: torch.dtype, length: int, copy: float) -> Iterator[dict]:
+def measure(dtype: torch.dtype, length: int, copy: float, candidates: Variants, peers: bool) -> Iterator[dict]:
     clock = Clock(DEVICE, 0.02)
     rows = BYTES // (length * dtype.itemsize)
     x, dp = (torch.randn(rows, length, device=DEVICE, dtype=dtype) for _ in range(2))
@@ -66,14 +88,15 @@ def measure(dtype: torch.dtype, length: int, copy: float) -> Iterator[dict]:
     )
     for n, (name, ours, theirs) in enumerate(passes):
         moved = (2 + n) * BYTES
-        for variant, config in variants(rows, length, dtype.itemsize, n == 1):
+        for variant, config in candidates(rows, length, dtype.itemsize, n == 1):
             step = with_config(config, ours)
             error = ((step()[-64:] - right[n]).abs().max() / right[n].abs().max()).item()
             assert error < (1e-5 if dtype == torch.float32 else 1e-2), f"{variant} is wrong: {error}"
             speed = moved / clock.time(step).median_s
             yield {"pass": name, "variant": variant, "bytes_per_second": speed, "of_copy": speed / copy}
-        speed = moved / clock.time(theirs).median_s
-        yield {"pass": name, "variant": "torch", "bytes_per_second": speed, "of_copy": speed / copy}
+        if peers:
+            speed = moved / clock.time(theirs).median_s
+            yield {"pass": name, "variant": "torch", "bytes_per_second": speed, "of_copy": speed / copy}
 
 
 def _dx(dp: Tensor, p: Tensor) -> Tensor:
@@ -91,14 +114,18 @@ def copy_speed() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--sweep", action="store_true", help="only the configurations that may help what falls short")
     parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
     copy = copy_speed()
     print(f"{torch.cuda.get_device_name(DEVICE)}: copy {copy / 1e12:.3f} TB/s", flush=True)
     found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for length in LENGTHS:
-            for row in measure(dtype, length, copy):
+    candidates, dtypes, lengths = variants, (torch.bfloat16, torch.float32), LENGTHS
+    if arguments.sweep:
+        candidates, dtypes, lengths = sweep, dtypes[:1], tuple(n for n in LENGTHS if n >= 1 << 14)
+    for dtype in dtypes:
+        for length in lengths:
+            for row in measure(dtype, length, copy, candidates, not arguments.sweep):
                 found.append({"dtype": str(dtype), "length": length, **row})
                 print(
                     f"{str(dtype).removeprefix('torch.'):8} {length:6} {row['pass']:8} {row['of_copy']:.3f} of copy  "

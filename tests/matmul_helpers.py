@@ -168,19 +168,32 @@ def _errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, f
     return {name: (x.double() - exact[name]).abs().max().item() if x.numel() else 0.0 for name, x in results.items()}
 
 
-def check_tf32(backend: str) -> None:
+def check_negated(backend: str) -> None:
+    """Operands, an addend and a gradient whose memory holds their negatives."""
+    shapes = ((9, 7), (7, 8), (9, 8), (9, 8))
+    a, b, c, dy = (torch.randn(shape, dtype=torch.complex64).conj().imag for shape in shapes)
+    leaves = [x.detach().requires_grad_() for x in (a, b, c)]
+    assert all(x.is_neg() for x in (*leaves, dy))
+    y = matmul(leaves[0], leaves[1], c=leaves[2], backend=backend)
+    ours = (y, *torch.autograd.grad(y, leaves, dy))
+    y = leaves[0] @ leaves[1] + leaves[2]
+    for x, exact in zip(ours, (y, *torch.autograd.grad(y, leaves, dy)), strict=True):
+        torch.testing.assert_close(x, exact)
+
+
+def check_tf32(backend: str, setting: str, value: bool | str) -> None:
     """float32 products by tf32 are those of the nearest numbers of ten mantissa bits, not of what lies below them; of
     two equally near ones, those away from zero, as PTX's cvt.rna has it."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(17, 90, generator=generator), torch.rand(90, 19, generator=generator)
     a[:, 3] = 1 + 2.0**-11  # equally near to 1 and to 1 + 2**-10
     b[5] = -1 - 3 * 2.0**-11
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    before = getattr(torch.backends.cuda.matmul, setting)
+    setattr(torch.backends.cuda.matmul, setting, value)
     try:
         y = matmul(a, b, backend=backend)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(torch.backends.cuda.matmul, setting, before)
 
     def nearest(x: torch.Tensor) -> torch.Tensor:
         mantissa, exponent = torch.frexp(x.double())

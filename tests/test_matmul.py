@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tilewise import matmul
 from tilewise.blocks.matmul import problem
+from tilewise.blocks.matmul.config import HopperConfig
 from tilewise.blocks.matmul.explanation import explain
 from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.run import run
@@ -136,6 +137,19 @@ def test_gradient_of_a_float32_c_is_not_rounded_to_bfloat16():
     assert torch.equal(dc, dy.float() * 0.3)
 
 
+def test_the_gradient_of_a_full_c_is_dy_but_never_shares_its_memory_in_grad():
+    """Two leaves whose gradients are one tensor: what is done to the one's .grad must not reach the other's."""
+    a, b, dy = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    c, d = (torch.randn(3, 5, requires_grad=True) for _ in range(2))
+    (dc,) = torch.autograd.grad(matmul(a, b, c=c), c, dy)
+    assert dc.data_ptr() == dy.data_ptr()  # no pass
+    before = dy.clone()
+    (matmul(a, b, c=c) + matmul(a, b, c=d)).backward(dy)
+    c.grad.zero_()
+    assert torch.equal(dy, before)
+    assert torch.equal(d.grad, before)
+
+
 # --- as PyTorch sees it ---
 
 OPERATOR_CASES = {
@@ -187,6 +201,31 @@ def test_an_eager_call_is_the_operator():
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+def test_autocast_rounds_nothing():
+    a, b, c = (torch.randn(s, requires_grad=True) for s in ((3, 4), (2, 4, 5), (5,)))
+
+    def results():
+        y = matmul(a, b, c=c)
+        return y, *torch.autograd.grad(y.square().sum(), (a, b, c))
+
+    plain = results()
+    with torch.autocast("cpu", dtype=BRAIN):
+        for x, y in zip(results(), plain, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+def test_transforms():
+    """vmap gets a loop; a tangent is an error, where the dispatcher would lose it."""
+    a, b = torch.randn(6, 3, 4), torch.randn(6, 4, 5)
+    torch.testing.assert_close(torch.vmap(matmul)(a, b), a @ b)
+    for function in (lambda x: matmul(x, b), torch.vmap(lambda x: matmul(b[0].mT, b[0], c=x[:1] @ b[0]))):
+        with pytest.raises(NotImplementedError, match=r"^tilewise\.matmul has no forward-mode derivative"):
+            torch.func.jvp(function, (a,), (a,))
+    _, tangent = torch.func.jvp(lambda x: x * matmul(a, b).sum(), (a,), (a,))  # what it does not follow may pass
+    torch.testing.assert_close(tangent, a * (a @ b).sum())
+
+
 def test_fake_and_meta_tensors_give_shapes():
     a, b = torch.randn(2, 1, 5, 4), torch.randn(3, 4, 6)
     with FakeTensorMode() as mode:
@@ -224,7 +263,9 @@ def test_requires_grad_follows_the_inputs():
         ({"c": torch.ones(2, 3, 5)}, ValueError, r"^c: shape \(2, 3, 5\) does not broadcast"),
         ({"alpha": "1"}, TypeError, r"^alpha: expected a float, got str$"),
         ({"beta": True}, TypeError, r"^beta: expected a float, got bool$"),
-        ({"alpha": math.inf}, ValueError, r"^alpha: must be finite, got inf$"),
+        ({"alpha": math.inf}, ValueError, r"^alpha: must be finite in float32, got inf$"),
+        ({"alpha": 10**400}, ValueError, r"^alpha: must be finite in float32, got 10+$"),
+        ({"beta": -1e300}, ValueError, r"^beta: must be finite in float32, got -1e\+300$"),
         ({"backend": "cuda"}, ValueError, r"^backend: must be one of hopper, triton, cpu or None, got 'cuda'$"),
         ({"backend": "hopper"}, ValueError, r"^backend: 'hopper' cannot run this call: "),
     ],
@@ -261,6 +302,13 @@ def test_choices_on_hopper(a, b, c, backend, expected):
     else:
         with pytest.raises(ValueError, match=expected):
             choose(product, backend)
+
+
+@pytest.mark.parametrize(("field", "value"), [("stages", 1), ("store_buffers", 3), ("store_cols", 256)])
+def test_configurations_that_would_hang_or_race(field, value):
+    name = "store_buffers" if field == "store_cols" else field
+    with pytest.raises(ValueError, match=rf"^{name}: must"):
+        HopperConfig(**{field: value})
 
 
 # --- how batch axes become at most two ---

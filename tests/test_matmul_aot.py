@@ -19,6 +19,7 @@ DESIGNED = 2 * 4 * 2
 HOPPER = [
     ("installed", replace(USUAL, c="mn"), {}),
     ("3.6.0", USUAL, {}),
+    ("3.6.0", USUAL, {"apart": True}),
     ("3.6.0", replace(USUAL, a_layout="transposed", b_layout="transposed", c="n"), {}),
     ("3.6.0", replace(USUAL, c="mn"), {}),
     ("3.6.0", replace(USUAL, c="mn", alpha=0.125), {}),

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from matmul_helpers import LAYOUTS, Product, check, check_tf32
+from matmul_helpers import LAYOUTS, Product, check, check_negated, check_tf32
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -38,5 +38,11 @@ def test_triton(interpreter, case):
     interpreter(check, case, "triton")
 
 
-def test_tf32_operands_are_rounded(interpreter):
-    interpreter(check_tf32, "triton")
+def test_memory_that_holds_negatives(interpreter):
+    interpreter(check_negated, "triton")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_tf32_operands_are_rounded(interpreter, setting, value):
+    """By PyTorch's older setting and its newer one, after which the older one may not be read."""
+    interpreter(check_tf32, "triton", setting, value)

@@ -184,6 +184,22 @@ def test_an_eager_call_is_the_operator():
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
+def test_memory_that_holds_negatives(monkeypatch):
+    """What reaches a backend, whose kernels take pointers, holds its numbers."""
+    seen = []
+    for name in ("forward", "backward"):
+        of = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *args, of=of: seen.extend(args) or of(*args))
+    x, bias, dp = (torch.randn(3, 5, dtype=torch.complex64).conj().imag for _ in range(3))
+    x.requires_grad_()
+    torch.autograd.grad(softmax(x, bias=bias), x, dp)
+    assert x.is_neg()
+    assert dp.is_neg()
+    tensors = [y for y in seen if isinstance(y, torch.Tensor)]
+    assert len(tensors) == 4
+    assert not any(y.is_neg() for y in tensors)
+
+
 def test_fake_and_meta_tensors_give_shapes():
     x = torch.randn(3, 4, 5).transpose(0, 1)
     with FakeTensorMode() as mode:
@@ -209,6 +225,18 @@ def test_second_derivative_raises():
         dx.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+def test_transforms():
+    """vmap gets a loop; a tangent is an error, where the dispatcher would lose it."""
+    x, bias = torch.randn(6, 3, 4), torch.randn(6, 4)
+    torch.testing.assert_close(torch.vmap(softmax)(x), x.softmax(-1))
+    for function in (softmax, torch.vmap(softmax), lambda y: softmax(x[:, 0], bias=y[:, 0])):
+        with pytest.raises(NotImplementedError, match=r"^tilewise\.softmax has no forward-mode derivative"):
+            torch.func.jvp(function, (x,), (x,))
+    _, tangent = torch.func.jvp(lambda y: y * softmax(bias), (bias,), (bias,))  # what it does not follow may pass
+    torch.testing.assert_close(tangent, bias * bias.softmax(-1))
+
+
 # --- errors, by their whole message ---
 
 X = torch.zeros(2, 5)
@@ -223,6 +251,8 @@ BAD = {
     "scale is a bool": ((X,), {"scale": True}, TypeError, "scale: expected a float, got bool"),
     "scale is 0": ((X,), {"scale": 0}, ValueError, "scale: must be positive and finite, got 0"),
     "scale is NaN": ((X,), {"scale": math.nan}, ValueError, "scale: must be positive and finite, got nan"),
+    "scale is lost": ((X,), {"scale": 1e-50}, ValueError, "scale: must be between 1.2e-35 and 3.4e+38, got 1e-50"),
+    "scale is infinite": ((X,), {"scale": 1e300}, ValueError, "scale: must be between 1.2e-35 and 3.4e+38, got 1e+300"),
     "dim is a float": ((X,), {"dim": 1.0}, TypeError, "dim: expected an int, got float"),
     "no such axis": ((X,), {"dim": 2}, ValueError, "dim: must be between -2 and 1 for x of shape (2, 5), got 2"),
     "bias is a number": ((X,), {"bias": 1.0}, TypeError, "bias: expected a torch.Tensor, got float"),

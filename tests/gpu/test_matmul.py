@@ -116,8 +116,13 @@ def test_factors_of_zero(case):
 @pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 @pytest.mark.parametrize(
-    ("c", "changes"), [(None, {}), ("mn", {}), ("mn", {"c_ahead": True}), ("mn", {"turns": True})], ids=str
-)
+    ("c", "changes"),
+    [
+        (None, {}), (None, {"apart": True}), (None, {"rows": 128, "block_n": 128, "store_buffers": 1}), ("mn", {}),
+        ("mn", {"turns": True}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_full_size_repeats_bitwise(c, changes, alpha):
     """Races show where every multiprocessor walks over several tiles and what it reads is in the L2 cache."""
     case = replace(USUAL, M=2048, N=4096, K=512, c=c, alpha=alpha)

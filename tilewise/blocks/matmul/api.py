@@ -25,14 +25,15 @@ def matmul(
         b: (..., K, N) in a's dtype.
         c: added to the product; any floating dtype whatever a's is, of a shape that broadcasts to (..., M, N): a row
             (N), a column (M, 1), a matrix, with or without batch. It costs no pass of its own.
-        alpha: multiplies the product; a finite number. With 0, a and b are not read.
-        beta: multiplies c; a finite number. With 0, c is not read.
+        alpha: multiplies the product; a number within the range of float32. With 0, a and b are not read.
+        beta: multiplies c; as alpha. With 0, c is not read.
         backend: "hopper", "triton" or "cpu"; one that cannot run the call is an error. Default: the first of them
             that can, see `tilewise.blocks.matmul.explanation.explain`.
 
     Returns:
         (..., M, N) in a's dtype, contiguous. On a GPU float32 products use TF32 where PyTorch's own matrix products
         do (``torch.set_float32_matmul_precision``). The CPU computes 16-bit products in float32.
+        Autocast casts nothing.
         Gradients, with dY that of the result: dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY, dC = beta · dY, each in the
         dtype and shape of its input, summed over the axes that broadcast in float32 and rounded once. Second
         derivatives too.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.blocks.eager import is_eager
+from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.blocks.matmul.run import run
 
@@ -69,9 +69,12 @@ def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype)
     wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
     if axes:
         dy = dy.sum(axes, keepdim=True, dtype=wide)
-    if beta != 1.0:
-        dy = (dy if dy.dtype == dtype else dy.to(wide)) * beta
-    return dy.to(dtype).reshape(shape)
+    if beta != 1.0:  # a tensor with an axis has a say in the result's dtype: widened and multiplied in one pass
+        dy = dy * (beta if dy.dtype in (dtype, wide) else dy.new_full((1,), beta, dtype=wide))
+    dy = dy.to(dtype)
+    # Of the same shape it is dY itself, as PyTorch's own addmm has it, and no view: autograd takes a view for memory
+    # that nobody else has, and c.grad would be one with what came from above.
+    return dy if dy.shape == shape else dy.reshape(shape)
 
 
 def _real(a, b, c, alpha, beta, summed, backend):
@@ -100,4 +103,7 @@ def matmul_op(
 ) -> Tensor:
     """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
     args = (a, b, c, alpha, beta, summed or [], backend)
-    return _EagerMatmul.apply(*args) if is_eager(a, b, c) else torch.ops.tilewise.matmul(*args)
+    if is_eager(a, b, c):
+        return _EagerMatmul.apply(*args)
+    refuse_tangents("tilewise.matmul", a, b, c)
+    return torch.ops.tilewise.matmul(*args)

@@ -24,7 +24,8 @@ class TritonConfig:
 
 def float32_precision(dtype: torch.dtype) -> str:
     """float32 products follow torch's own setting for matrix products; 16-bit ones have no choice."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # Set by the older ways too, which in turn raise where it was set by this one.
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def triton_config(product: Product, precision: str) -> TritonConfig:
@@ -64,6 +65,8 @@ class HopperConfig:
         store_buffers: of as many columns, for each warpgroup.
         turns: warpgroups store in turns, so that one multiplies while the other stores.
         group_m: tiles in a column of those that run together.
+        apart: programs begin at different depths of K, so that not all ask for the same lines of the smaller operand
+            at once; those that share the larger one stay together.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
 
@@ -75,7 +78,17 @@ class HopperConfig:
     store_buffers: int = 2
     turns: bool = True
     group_m: int = 8
+    apart: bool = False
     registers: tuple[int, int] = (240, 24)
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:  # a step is given back when the next one has begun
+            raise ValueError(f"stages: must be 2 or more, got {self.stages}")
+        if self.block_n // self.store_cols % self.store_buffers:  # else two tiles in a row would share a buffer
+            raise ValueError(
+                f"store_buffers: must divide the {self.block_n // self.store_cols} stores of a tile, "
+                f"got {self.store_buffers}"
+            )
 
 
 def hopper_config(product: Product) -> HopperConfig:

@@ -26,13 +26,17 @@ def matmul(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, su
         kept = tuple(a.shape[: len(batch) - len(axes)])
         a, b = a.reshape(*kept, M, count * a.shape[-1]), b.reshape(*kept, count * b.shape[-2], N)
         c = None if c is None else c.expand(shape).reshape(*kept, M, N)
-    kept = broadcast(a, b)
+    with torch.autocast("cpu", enabled=False):  # which would round float32 operands
+        y = _product(a, b, c, alpha, beta)
+    return y.reshape(shape).to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    kept, M, N = broadcast(a, b), a.shape[-2], b.shape[-1]
     if all(n == 1 for n in b.shape[:-2]):  # the rows of a whole batch meet one b
         a, b = a.expand(*kept, -1, -1).reshape(-1, a.shape[-1]), b.reshape(b.shape[-2:])
         start = a.new_zeros(()) if c is None else c.expand(*kept, M, N).reshape(-1, N)
-        y = torch.addmm(start, a, b, beta=0.0 if c is None else beta, alpha=alpha)
-    else:
-        a, b = (x.expand(*kept, -1, -1).flatten(0, -3) for x in (a, b))
-        start = a.new_zeros(()) if c is None else c.expand(*kept, M, N).flatten(0, -3)
-        y = torch.baddbmm(start, a, b, beta=0.0 if c is None else beta, alpha=alpha)
-    return y.reshape(shape).to(dtype)
+        return torch.addmm(start, a, b, beta=0.0 if c is None else beta, alpha=alpha)
+    a, b = (x.expand(*kept, -1, -1).flatten(0, -3) for x in (a, b))
+    start = a.new_zeros(()) if c is None else c.expand(*kept, M, N).flatten(0, -3)
+    return torch.baddbmm(start, a, b, beta=0.0 if c is None else beta, alpha=alpha)

@@ -44,11 +44,13 @@ def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: 
         sizes = zip(reversed(c.shape), reversed(shape), strict=False)
         if c.dim() > len(shape) or any(n not in (1, size) for n, size in sizes):
             raise ValueError(f"c: shape {tuple(c.shape)} does not broadcast to the product's {shape}")
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    limit = torch.finfo(wide).max
     for name, number in (("alpha", alpha), ("beta", beta)):
         if isinstance(number, bool) or not isinstance(number, (Real, torch.SymFloat, torch.SymInt)):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-        if not -math.inf < number < math.inf:
-            raise ValueError(f"{name}: must be finite, got {number}")
+        if not -limit <= number <= limit:
+            raise ValueError(f"{name}: must be finite in {str(wide).removeprefix('torch.')}, got {number}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
 

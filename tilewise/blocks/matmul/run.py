@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.backends import device_of
 from tilewise.blocks.matmul import cpu
+from tilewise.blocks.matmul.config import float32_precision
 from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.problem import broadcast, describe, output_shape
 
@@ -26,11 +27,10 @@ def run(
         c = None
     if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
         return _without_product(a, b, c, beta, summed)
-    on_cpu = a.device.type == "cpu"
-    if on_cpu and backend.split()[0] in ("auto", "cpu"):
+    if a.device.type == "cpu" and backend.split()[0] in ("auto", "cpu"):
         return cpu.matmul(a, b, c, alpha, beta, summed)
-    tf32 = not on_cpu and a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (_signature(a), _signature(b), None if c is None else _signature(c), alpha, beta, summed, backend, tf32)
+    precision = float32_precision(a.dtype)
+    key = (_signature(a), _signature(b), None if c is None else _signature(c), alpha, beta, summed, backend, precision)
     known = _launches.get(key)
     if known is None:
         if len(_launches) >= 4096:

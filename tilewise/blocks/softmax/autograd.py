@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.blocks.eager import is_eager
+from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.softmax import BiasLike, Needs
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -81,7 +81,8 @@ def _autograd_backward(ctx, dp):
     # An eager call's backward is eager too, unless it is to be differentiated: then the operator says that it cannot.
     backward = _backward if ctx.eager and not torch.is_grad_enabled() else torch.ops.tilewise.softmax_backward
     (p,) = ctx.saved_tensors
-    dx, dbias = backward(dp, p, ctx.scale, ctx.bias_shape, ctx.bias_dtype, ctx.dim, needs)
+    # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
+    dx, dbias = backward(dp.resolve_neg(), p, ctx.scale, ctx.bias_shape, ctx.bias_dtype, ctx.dim, needs)
     return dx if needs[0] else None, None, dbias if needs[1] else None, None, None
 
 
@@ -109,5 +110,10 @@ class _EagerSoftmax(torch.autograd.Function):
 def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
     """P of a call that is checked; differentiable in x and bias."""
     args: tuple = (x, scale, bias, mask, dim)
-    p: Tensor = _EagerSoftmax.apply(*args) if is_eager(x, bias, mask) else torch.ops.tilewise.softmax(*args)
+    p: Tensor
+    if is_eager(x, bias, mask):
+        p = _EagerSoftmax.apply(*args)
+    else:
+        refuse_tangents("tilewise.softmax", x, bias)
+        p = torch.ops.tilewise.softmax(*args)
     return p

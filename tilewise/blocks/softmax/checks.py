@@ -8,6 +8,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from tilewise.blocks.softmax import statistics_dtype
+
 LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it are of 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -25,6 +27,10 @@ def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor |
         raise TypeError(f"scale: expected a float, got {type(scale).__name__}")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale: must be positive and finite, got {scale}")
+    # Below, a difference of two x that overflows would not be one that makes a probability of 0.
+    limits = torch.finfo(statistics_dtype(x.dtype))
+    if not 1000 * limits.tiny <= scale <= limits.max:
+        raise ValueError(f"scale: must be between {1000 * limits.tiny:.1e} and {limits.max:.1e}, got {scale}")
     if isinstance(dim, bool) or not isinstance(dim, Integral):
         raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
     if not -x.dim() <= dim < x.dim():

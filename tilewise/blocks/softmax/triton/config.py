@@ -22,6 +22,7 @@ class Config:
 
     on_chip: each element is read once; else rows are walked twice, ``span`` columns by each program.
     pack: 16-bit elements stay 16 bits wide while their row's statistics are computed.
+    registers: at most so many for a thread of a packed tile, so that more programs fit; None: the compiler's choice.
     """
 
     on_chip: bool
@@ -31,6 +32,7 @@ class Config:
     span: int
     num_warps: int
     pack: bool = False
+    registers: int | None = None
 
 
 def power_of_two(n: int) -> int:

@@ -63,6 +63,11 @@ def _programs(axes: Axes, config: Config) -> tuple[int]:
     return (math.prod(axes.sizes[:-1]) * triton.cdiv(axes.sizes[-1], config.rows) * config.parts,)
 
 
+def _options(config: Config, c: Compiled) -> dict[str, int | None]:
+    # what is not packed takes more registers than a bound for packed tiles has room for
+    return {"num_warps": config.num_warps, "maxnreg": config.registers if c.PACK.value else None}
+
+
 def _slots(x: Tensor, axes: Axes, config: Config) -> Tensor | None:
     """Where programs leave the statistics of their part of a row, see `rows.publish`."""
     if config.parts == 1:
@@ -79,7 +84,7 @@ def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, d
         c = _compiled(axes, config, wide, BIAS=bias is not None, MASK=mask is not None)
         reads = _strided(x, axes, 0), _strided(bias, axes, 1), _strided(mask, axes, 2)
         p_rows, slots = _strided(p, axes, 3), _slots(x, axes, config)
-        grid, options = _programs(axes, config), {"num_warps": config.num_warps}
+        grid, options = _programs(axes, config), _options(config, c)
         # The scale of scores without a bias is applied together with the change of base.
         numbers = (scale, LOG2E if bias is not None else scale * LOG2E)
         sizes, length = axes.sizes, x.shape[dim]
@@ -111,7 +116,7 @@ def backward(
         slots, grid, options = (
             _slots(p, axes, config),
             _programs(axes, config),
-            {"num_warps": config.num_warps},
+            _options(config, c),
         )
         sizes, length = axes.sizes, shape[dim]
         if config.on_chip:
