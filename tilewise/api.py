@@ -95,7 +95,8 @@ def attention(
         q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    check_flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        check_flag("return_lse", return_lse)
     o, lse = attention_op(*call, return_lse=return_lse)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
