@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import descriptor_lint
 import torch
 import wgmma_lint
 from helpers import Case
@@ -231,6 +232,13 @@ def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
     spills = re.search(r"(\d+) bytes spill stores", log)
     if registers is None or spills is None:
         raise AssertionError(f"{name}: ptxas did not say what it used:\n{log}")
+    warnings = [
+        line for line in log.splitlines() if re.search(r"warning|performance loss|serializ", line, re.IGNORECASE)
+    ]
+    instructions = {word: len(re.findall(pattern, kernel.asm["ptx"])) for word, pattern in INSTRUCTIONS.items()}
+    if instructions["wgmma"]:
+        lost = descriptor_lint.lint(_disassemble(kernel.asm["cubin"]))
+        warnings += [f"reads a descriptor that nothing made: {x.address:#x}: {x.instruction}" for x in lost]
     return Kernel(
         name,
         kernel.metadata.shared,
@@ -238,6 +246,6 @@ def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
         getattr(kernel.metadata, "tmem_size", 0),
         int(registers[1]),
         int(spills[1]),
-        {word: len(re.findall(pattern, kernel.asm["ptx"])) for word, pattern in INSTRUCTIONS.items()},
-        [line for line in log.splitlines() if re.search(r"warning|performance loss|serializ", line, re.IGNORECASE)],
+        instructions,
+        warnings,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
+import descriptor_lint
 import pytest
 import torch
 from aot_child import compile_case
@@ -115,6 +116,73 @@ def test_compiled_decoding(compilers, triton, target, D, terms):
     assert [kernel.name for kernel in kernels] == ["forward_kernel", "merge_kernel"]
     allowed = {"forward_kernel": 12} if (target, terms) == (90, "sixteen queries, causal, mask") else {}
     hold(kernels, TENSOR_CORES[target] if 4 * case.M > 16 else "mma.sync", allowed)
+
+
+# Values narrower than the head dimension, or wider, beside hidden keys: see descriptor_lint.py.
+NARROW = [
+    ("3.6.0", replace(USUAL, D=64, Dv=8, bias="bhmn")),
+    ("3.6.0", replace(USUAL, D=128, Dv=32, mask="b11n")),
+    ("installed", replace(USUAL, D=32, Dv=8, causal=True)),
+    ("installed", replace(USUAL, D=8, Dv=64, bias="b11n")),
+    ("3.6.0", replace(DECODE, D=72, Dv=8, M=23, bias="b11n")),
+    ("installed", replace(DECODE, D=128, Dv=8, M=23, mask="b1mn")),
+]
+
+
+@pytest.mark.parametrize(("triton", "case"), [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in NARROW])
+def test_narrow_values_beside_hidden_keys(compilers, triton, case):
+    if triton == "3.6.0" and not TRITON_360.is_dir():
+        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+    kernels = compilers.run(compile_case, triton, 90, case, False)
+    hold(kernels, "wgmma", {})
+
+
+# Constants and registers that wgmma reads as descriptors: UR6, UR7, whose upper half has swizzle and stride.
+DESCRIPTOR = """
+        /*0100*/                   {} ;
+        /*0110*/              @!P0 BRA 0x130 ;
+        /*0120*/                   {} ;
+        /*0130*/                   {} ;
+        /*0140*/                   HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0150*/                   {} ;
+        /*0160*/               @P1 BRA 0x130 ;
+        /*0170*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "perhaps", "then", "after", "lost"),
+    [
+        ("UMOV UR7, 0xc0000010", "NOP", "NOP", "NOP", []),
+        ("UMOV UR7, 0x40", "NOP", "UIADD3.X UR7, UR7, 0x40000000, URZ, UP0, !UPT", "UMOV UR7, 0x40", []),
+        ("UMOV UR7, 0xc0000010", "UMOV UR7, 0x40000040", "NOP", "NOP", [0x140]),  # two ways, two halves
+        ("UMOV UR7, 0xc0000010", "NOP", "NOP", "R2UR UR7, R24", [0x140]),  # round the loop: the product itself
+        ("UMOV UR7, 0xff800000", "NOP", "NOP", "NOP", [0x140]),  # no descriptor has these bits
+        ("NOP", "NOP", "UIADD3.X UR7, UR9, -0x3ffffff0, URZ, UP0, !UPT", "NOP", [0x140]),  # UR9 was never set
+        ("STL.64 [R1+0x8], R2", "NOP", "LDL R5, [R1+0xc]", "NOP", [0x140]),
+    ],
+)
+def test_the_lint_finds_lost_descriptors(before, perhaps, then, after, lost):
+    found = descriptor_lint.lint(DESCRIPTOR.format(before, perhaps, then, after))
+    assert [x.address for x in found] == lost
+
+
+def test_the_lint_follows_spills_and_swaps():
+    through = """
+        /*0100*/                   CS2R R4, SRZ ;
+        /*0110*/                   IADD3.X R5, R5, 0x40000040, RZ, P1, !PT ;
+        /*0120*/                   STL.64 [R1+0x10], R4 ;
+        /*0130*/                   LDL R9, [R1+0x14] ;
+        /*0140*/                   R2UR UR8, R9 ;
+        /*0150*/                   ULDC.64 UR10, c[0x0][0x210] ;
+        /*0160*/                   ULOP3.LUT UR8, UR8, UR10, URZ, 0x3c, !UPT ;
+        /*0170*/                   ULOP3.LUT UR10, UR8, UR10, URZ, 0x3c, !UPT ;
+        /*0180*/                   ULOP3.LUT UR8, UR8, UR10, URZ, 0x3c, !UPT ;
+        /*0190*/                   UIADD3.64 UR6, UR{}, 0x20, URZ ;
+        /*01a0*/                   HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR4].tnspB, R24, gsb0 ;
+    """
+    assert not descriptor_lint.lint(through.format(9))  # its upper half is UR10
+    assert [x.address for x in descriptor_lint.lint(through.format(7))] == [0x1A0]  # UR8
 
 
 def hold(kernels, tensor_cores, allowed):

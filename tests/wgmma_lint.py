@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(.*?)\s*;")
 # Instructions whose first operand is no register that they write.
 _WRITES_NOTHING = re.compile(
     r"ST|RED|BRA|BAR|EXIT|SYNCS|UTMA|MEMBAR|FENCE|WARP|DEPBAR|NOP|BSYNC|BSSY|R2UR|ISETP|FSETP|PLOP3|USETMAXREG|CCTL"
@@ -24,6 +24,7 @@ class Instruction(NamedTuple):
     address: int
     name: str
     operands: list[str]
+    predicate: str = ""
 
 
 @dataclass
@@ -47,8 +48,9 @@ def parse(sass: str) -> list[Instruction]:
     for line in sass.splitlines():
         match = _LINE.match(line)
         if match:
-            name, _, rest = match[2].partition(" ")
-            found.append(Instruction(int(match[1], 16), name, [x.strip() for x in rest.split(",") if x.strip()]))
+            name, _, rest = match[3].partition(" ")
+            operands = [x.strip() for x in rest.split(",") if x.strip()]
+            found.append(Instruction(int(match[1], 16), name, operands, match[2] or ""))
     return found
 
 
@@ -121,11 +123,11 @@ def _registers(x: Instruction) -> tuple[set[int], set[int]]:
     if operands and not _WRITES_NOTHING.match(x.name):
         match = re.match(r"R(\d+)", operands.pop(0))
         if match:
-            written = set(range(int(match[1]), int(match[1]) + _width(x.name)))
+            written = set(range(int(match[1]), int(match[1]) + width(x.name)))
     return written, {int(r) for operand in operands for r in re.findall(r"\bR(\d+)\b", operand)}
 
 
-def _width(name: str) -> int:
+def width(name: str) -> int:
     """Registers that an instruction writes."""
     if name.startswith("LDSM"):
         return 4 if name.endswith(".4") else 2 if name.endswith(".2") else 1

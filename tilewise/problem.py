@@ -67,11 +67,9 @@ class Problem:
     def few_queries(self) -> bool:
         """So few queries beside the keys that a forward takes the time of reading keys and values, as in decoding.
 
-        Up to 64 queries, the rows of the smallest product of a Hopper GPU's tensor cores, with 16 keys for each. Not
-        with values of 32 dimensions or fewer: packed tiles of 8 gave wrong results on sm_90 (Triton 3.6) where a hidden
-        key held NaN; the cause is not known.
+        Up to 64 queries, the rows of the smallest product of a Hopper GPU's tensor cores, with 16 keys for each.
         """
-        return self.queries <= 64 and 16 * self.queries <= self.keys and self.value_dim > 32
+        return self.queries <= 64 and 16 * self.queries <= self.keys
 
     @property
     def pairs(self) -> int:

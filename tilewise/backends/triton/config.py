@@ -48,6 +48,20 @@ def padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def widths(problem: Problem) -> tuple[int, int]:
+    """Columns of the tiles of q and k, and of v and o: `padded` head and value dimension.
+
+    On Hopper, where anything may be hidden, rows of both fill the same share of the 128 bytes that a swizzle spans. The
+    second walk of the forward puts k and v into the same shared memory, one after the other, and ptxas 12.8 confuses
+    descriptors that differ in their swizzle and in nothing else (tests/descriptor_lint.py).
+    """
+    d, dv = padded(problem.head_dim), padded(problem.value_dim)
+    if problem.capability is None or problem.capability[0] != 9 or every_pair_alike(problem):
+        return d, dv
+    row = 128 // problem.dtype.itemsize
+    return max(d, min(dv, row)), max(dv, min(d, row))
+
+
 def forward_config(problem: Problem, bias_tma: bool) -> Config:
     """The forward's tiles. bias_tma: a bias tile comes by TMA; the pointers to one take registers."""
     if problem.few_queries:
@@ -63,7 +77,7 @@ def forward_config(problem: Problem, bias_tma: bool) -> Config:
     if d <= 64:
         if bias_tile:
             return Config(128, 64, 4 if bias_tma else 8, 3)
-        return Config(64, 128, 4, 3) if _every_pair_alike(problem) else Config(64, 64, 4, 3)
+        return Config(64, 128, 4, 3) if every_pair_alike(problem) else Config(64, 64, 4, 3)
     if d <= 128:
         if bias_tile and not bias_tma:
             return Config(128, 32, 8, 3)
@@ -147,7 +161,7 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     return Config(16, 32, 4, 2, dq_tma=True) if bias_tile == 4 else Config(32, 64, 8, 2, dq_tma=True)
 
 
-def _every_pair_alike(problem: Problem) -> bool:
+def every_pair_alike(problem: Problem) -> bool:
     """No bias, mask or band: no tile takes registers for anything but the products."""
     return problem.bias is None and problem.mask is None and problem.score.band.unlimited
 

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
-from tilewise.backends.triton.config import Config, backward_config, forward_config, padded, splits
+from tilewise.backends.triton.config import Config, backward_config, every_pair_alike, forward_config, splits, widths
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
@@ -249,7 +249,7 @@ def _compiled(
     *tensors: Tensor | None,
     **switches: Any,
 ) -> Compiled:
-    bd, bdv = padded(problem.head_dim), padded(problem.value_dim)
+    bd, bdv = widths(problem)
     values = Compiled(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -264,7 +264,7 @@ def _compiled(
         MASK=problem.mask is not None,
         BIAS_HOW=_broadcast(inputs.bias, problem, config),
         MASK_HOW=_broadcast(inputs.mask, problem, config),
-        HIDES=problem.bias is not None or problem.mask is not None or not problem.score.band.unlimited,
+        HIDES=not every_pair_alike(problem),
         ORDER=_order(problem),
         PRECISION=_precision(problem.dtype),
         PACKED=config.packed,
