@@ -19,7 +19,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_sum, sizes, HAS_DLSE: tl.constexpr, c):
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
-    A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0.
+    A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
+    does one so far out that base 2 has no number for it: what its LSE rounds to tells no probability.
     """
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
     m0 = tile * c.BLOCK_M
@@ -34,7 +35,8 @@ def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_sum, sizes, HAS_DLSE: tl.co
         row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
     natural = tl.load(lse + head * sizes.queries + m, mask=inside, other=-float("inf"))
     tl.store(delta + head * sizes.padded_queries + m, row)
-    base2 = tl.where(natural == -float("inf"), float("inf"), natural * LOG2E)
+    base2 = natural * LOG2E
+    base2 = tl.where(base2 == -float("inf"), float("inf"), base2)
     tl.store(lse2 + head * sizes.padded_queries + m, base2)
     if c.WANT_Q:
         d = tl.arange(0, c.BLOCK_D)

@@ -73,8 +73,12 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
     # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
     alpha = tl.exp2((m_i - base) * terms.exponent)
-    top = base * terms.exponent
-    p = tl.exp2(s * terms.exponent - top[:, None])
+    exponent = terms.exponent
+    if c.BIAS:
+        # The most negative finite bias, all along a row, times log2(e) would overflow. Neighbours of such a number are
+        # 2^103 away, so that exp(s - base) is 1 or 0: a quarter of the exponent says the same.
+        exponent = tl.where(tl.abs(base) > 1e38, exponent * 0.25, exponent)[:, None]
+    p = tl.exp2(s * exponent - base[:, None] * exponent)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
 
@@ -153,7 +157,7 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
     if c.SPLIT:
         b += split * sizes.batch
     row = (tl.cast(b, tl.int64) * sizes.heads + head) * sizes.queries + m
-    tl.store(lse + row, (m_i * terms.exponent + tl.log2(l_i)) * LN2, mask=m < sizes.queries)
+    tl.store(lse + row, m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
 
 
