@@ -37,8 +37,13 @@ class Kernel(NamedTuple):
     warnings: list[str]
 
 
-# Tensor-core instructions in PTX: of Hopper (HGMMA in machine code), of Ampere and Ada (HMMA), of Blackwell.
-INSTRUCTIONS = {"wgmma": r"\bwgmma\.mma_async\b", "mma.sync": r"(?<!\.)\bmma\.sync\b", "tcgen05": r"\btcgen05\.mma\b"}
+# In PTX: tensor-core instructions of Hopper (HGMMA in machine code), of Ampere and Ada (HMMA), of Blackwell; rounding.
+INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async\b",
+    "mma.sync": r"(?<!\.)\bmma\.sync\b",
+    "tcgen05": r"\btcgen05\.mma\b",
+    "to tf32": r"\bcvt\.rna\.tf32\b",
+}
 
 _capability = (0, 0)
 _launched: list[tuple[str, Any]] = []  # name, kernel
@@ -89,8 +94,9 @@ def triton_version() -> str:
     return triton.__version__
 
 
-def compile_case(case: Case, backward: bool = True) -> list[Kernel]:
+def compile_case(case: Case, backward: bool = True, tf32: bool = False) -> list[Kernel]:
     """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced"."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
 

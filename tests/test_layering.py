@@ -17,7 +17,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
 # doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
 BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score"}
-TRITON_BACKEND = {"tilewise.backends.launcher", *BACKEND}
+SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and blocks, and none themselves
+TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.score": set(),
     "tilewise.layouts": set(),
@@ -26,6 +27,7 @@ ROOMS = {
     "tilewise.backends.oracle": BACKEND,
     "tilewise.backends.cpu": BACKEND,
     "tilewise.backends.launcher": set(),
+    "tilewise.backends.products": set(),
     "tilewise.backends.hopper": TRITON_BACKEND,
     "tilewise.backends.triton": TRITON_BACKEND,
     "tilewise.plan": {"tilewise.problem"},
@@ -35,18 +37,17 @@ ROOMS = {
     "tilewise.blocks.matmul": {
         "tilewise.blocks",
         "tilewise.backends",
-        "tilewise.backends.launcher",
         "tilewise.backends.hopper",
+        *SHARED,
     },
     "tilewise.blocks.softmax": {"tilewise.blocks"},
 }
 TRITON_ROOMS = {
-    "tilewise.backends.launcher",
+    *SHARED,
     "tilewise.backends.hopper",
     "tilewise.backends.triton",
     "tilewise.blocks",
 }
-SHARED = {"tilewise.backends.launcher"}  # by backends, and none itself
 
 
 def name_of(path):

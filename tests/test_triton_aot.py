@@ -118,6 +118,17 @@ def test_compiled_decoding(compilers, triton, target, D, terms):
     hold(kernels, TENSOR_CORES[target] if 4 * case.M > 16 else "mma.sync", allowed)
 
 
+def test_tf32_operands_are_rounded(compilers):
+    """In float32 alone: those of 16 bits are read as they are."""
+    case = replace(USUAL, D=64, dtype=torch.float32, bias="1hmn", deterministic=True)
+    kernels = compilers.run(compile_case, "3.6.0", 90, case, True, True)
+    assert {kernel.name for kernel in kernels if kernel.instructions["to tf32"]} == set(MAIN_KERNELS)
+    hold(kernels[:1], "wgmma", {})
+    hold(kernels[1:], "mma.sync", {})
+    kernels = compilers.run(compile_case, "3.6.0", 90, replace(case, dtype=torch.bfloat16), False, True)
+    assert not kernels[0].instructions["to tf32"]
+
+
 # Values narrower than the head dimension, or wider, beside hidden keys: see descriptor_lint.py.
 NARROW = [
     ("3.6.0", replace(USUAL, D=64, Dv=8, bias="bhmn")),
@@ -131,10 +142,7 @@ NARROW = [
 
 @pytest.mark.parametrize(("triton", "case"), [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in NARROW])
 def test_narrow_values_beside_hidden_keys(compilers, triton, case):
-    if triton == "3.6.0" and not TRITON_360.is_dir():
-        pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
-    kernels = compilers.run(compile_case, triton, 90, case, False)
-    hold(kernels, "wgmma", {})
+    hold(compilers.run(compile_case, triton, 90, case, False), "wgmma", {})
 
 
 # Constants and registers that wgmma reads as descriptors: UR6, UR7, whose upper half has swizzle and stride.

@@ -1,13 +1,10 @@
-"""The Triton kernels in Triton's interpreter, on numbers at the ends of their types: see test_triton_interpreter.py."""
+"""The Triton kernels in Triton's interpreter, on numbers at the ends of their types, and on those that tf32 rounds."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
-import interpreter_child
 import pytest
 import torch
 from forced import forced_splits
@@ -17,14 +14,6 @@ from tilewise import attention
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """Calls a function in the child process."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def check_extreme_rows(dtype, bias_dtype, queries, keys, splits, options):
@@ -69,3 +58,42 @@ def test_rows_at_the_most_negative_bias_harm_no_other(interpreter, dtype, bias_d
 def test_extreme_rows_of_few_queries(interpreter, splits):
     """Splits of equally many keys: an LSE as large as these cannot tell how many a split saw."""
     interpreter(check_extreme_rows, HALF, FLOAT, 5, 384, splits, {})
+
+
+def check_tf32(deterministic):
+    """float32 products by tf32 are those of the nearest numbers of ten mantissa bits, not of what lies below them."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.rand(1, 1, 16, 16).requires_grad_() for _ in range(4))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        o = attention(q, k, v, scale=1.0, deterministic=deterministic, backend="triton")
+        gradients = torch.autograd.grad(o, (q, k, v), do)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+    def product(a, b):
+        return nearest(a) @ nearest(b)
+
+    with torch.no_grad():
+        s = product(q, k.mT)
+        p = (s - s.amax(-1, keepdim=True)).exp()
+        total = p.sum(-1, keepdim=True)
+        torch.testing.assert_close(o, product(p, v) / total, rtol=2e-6, atol=2e-6)
+        p = p / total
+        ds = p * (product(do, v.mT) - (do * o).sum(-1, keepdim=True))
+        expected = product(ds, k), product(ds.mT, q), product(p.mT, do)
+        for x, y in zip(gradients, expected, strict=True):
+            # a computed operand may lie on the other side of the middle between two such numbers
+            assert (x - y).abs().mean() <= 2e-6, (x - y).abs().mean()
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+
+
+def nearest(x):
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**11).round(), exponent - 11)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tf32_operands_are_rounded(interpreter, deterministic):
+    interpreter(check_tf32, deterministic)

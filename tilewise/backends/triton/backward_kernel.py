@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.score import in_band, query_tiles, softcap, softcap_derivative, softmax_derivative
-from tilewise.backends.triton.tensors import Reads, load_rows, load_scores, matrix_of, program_tile, store_rows
+from tilewise.backends.triton.tensors import Reads, dot, load_rows, load_scores, matrix_of, program_tile, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -100,7 +100,7 @@ def tile_gradients(
     """
     rows = tl.arange(0, c.BLOCK_M)[None, :]
     cols = tl.arange(0, c.BLOCK_N)[:, None]
-    s = tl.dot(k_tile, q_tile.T, input_precision=c.PRECISION)
+    s = dot(k_tile, q_tile.T, None, c)
     if c.BIAS:
         added = load_scores(x.bias, c.BIAS_HOW, b, h, m0, n0, rows, cols, PARTIAL, sizes, c).to(tl.float32)
     if terms.HAS_CAP:
@@ -118,7 +118,7 @@ def tile_gradients(
         if c.MASK:
             visible &= load_scores(x.mask, c.MASK_HOW, b, h, m0, n0, rows, cols, PARTIAL, sizes, c) != 0
         p = tl.where(visible, p, 0.0)
-    dp = tl.dot(v_tile, do_tile.T, input_precision=c.PRECISION)
+    dp = dot(v_tile, do_tile.T, None, c)
     db = softmax_derivative(p, dp, delta[None, :])
     ds = db
     if terms.HAS_CAP:
@@ -174,12 +174,12 @@ def _visit(dk, dv, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, tile,
     delta = load_stats(x.delta, b, h, m0, sizes, c)
     p, ds, db = tile_gradients(k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, PARTIAL, c)
     if c.WANT_V:
-        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=c.PRECISION)
+        dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
     ds = ds.to(q_tile.dtype)
     if c.WANT_K:
-        dk = tl.dot(ds, q_tile, dk, input_precision=c.PRECISION)
+        dk = dot(ds, q_tile, dk, c)
     if c.WANT_Q:
-        _add_queries(dq, tl.dot(k_tile.T, ds, input_precision=c.PRECISION), b, h, m0, sizes, c)
+        _add_queries(dq, dot(k_tile.T, ds, None, c), b, h, m0, sizes, c)
     if c.DBIAS == "cols":
         dcol += tl.sum(db, 1)
     elif c.DBIAS != "none":

@@ -14,6 +14,7 @@ from tilewise.backends.triton.score import in_band, key_tiles, softcap, split_ti
 from tilewise.backends.triton.tensors import (
     Reads,
     Rows,
+    dot,
     load_packed_rows,
     load_rows,
     load_scores,
@@ -44,7 +45,7 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
 
     # S = Q Kᵀ, then the softcap, then the bias
     k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    s = tl.dot(q_tile, k_tile.T, input_precision=c.PRECISION)
+    s = dot(q_tile, k_tile.T, None, c)
     if c.BIAS:
         added = _scores(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
     if terms.HAS_CAP:
@@ -90,7 +91,7 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
         marked = tl.where(finite, 0.0, 1e38).to(c.MARK)
         acc = tl.dot(tl.where(visible, 1e38, 0.0).to(c.MARK), marked, acc)
         v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=c.PRECISION)
+    acc = dot(p.to(v_tile.dtype), v_tile, acc, c)
     return acc, m_new, l_i
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise.backends.triton.backward_kernel import load_stats, tile_gradients
 from tilewise.backends.triton.score import key_tiles
-from tilewise.backends.triton.tensors import Reads, load_rows, program_tile, store_rows
+from tilewise.backends.triton.tensors import Reads, dot, load_rows, program_tile, store_rows
 
 
 @triton.jit
@@ -61,12 +61,12 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dq, terms, sizes
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
     for n in tl.range(full_begin, full_end):
         k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, c)
-        acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
+        acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
     left = full_begin - begin
     for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
         n = tl.where(i < left, begin + i, full_end + i - left)
         k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
-        acc = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, input_precision=c.PRECISION)
+        acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
     m = m0 + tl.arange(0, c.BLOCK_M)
     store_rows(dq, acc * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends.launcher import bound
+from tilewise.backends.products import product
 
 
 class Broadcast(NamedTuple):
@@ -215,3 +216,10 @@ def load_scores(x, how, b, h, m0, n0, rows, cols, TAIL: tl.constexpr, sizes, c):
         else:
             tile = tl.load(at)
     return tile
+
+
+@triton.jit
+def dot(a, b, acc, c):
+    """acc + A B; ``acc`` may be None. Nothing rounded is kept: a program meets some of its tiles in every step, and
+    their copies in registers cost thousands of bytes of spills."""
+    return product(a, b, acc, c.PRECISION, False)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.backends.products import product
+
 
 class Sizes(NamedTuple):
     rows: int  # M
@@ -48,16 +50,6 @@ def _offsets(x, stride, k):
 
 
 @triton.jit
-def _operand(tile, k):
-    """A tile as the tensor cores should read it: they cut float32 off after 10 bits of the mantissa, and numbers that
-    are all cut towards zero triple the error of a product. Rounded to the nearest first, as cuBLAS has them."""
-    if k.PRECISION == "tf32" and tile.dtype == tl.float32:
-        bits = tile.to(tl.int32, bitcast=True)
-        tile = tl.where(tile == tile, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), tile)
-    return tile
-
-
-@triton.jit
 def _accumulate(acc, a_at, b_at, a_step, b_step, sizes, k):
     """acc + A B of one pair of matrices."""
     inner = tl.arange(0, k.BLOCK_K)
@@ -68,7 +60,7 @@ def _accumulate(acc, a_at, b_at, a_step, b_step, sizes, k):
             inside = inner < sizes.inner - k0
             a_tile = tl.load(a_at, mask=inside[None, :], other=0.0)
             b_tile = tl.load(b_at, mask=inside[:, None], other=0.0)
-        acc = tl.dot(_operand(a_tile, k), _operand(b_tile, k), acc, input_precision=k.PRECISION)
+        acc = product(a_tile, b_tile, acc, k.PRECISION, True)
         a_at += a_step
         b_at += b_step
     return acc

@@ -1,0 +1,31 @@
+"""The matrix product of tiles, as Triton kernels of attention and of `tilewise.matmul` call it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter knows no PTX
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
+    """acc + A B; ``acc`` may be None.
+
+    PRECISION of float32 tiles: "tf32" or "ieee". KEEPS: what a tile was rounded to may be kept in registers for later.
+    """
+    return tl.dot(_operand(a, PRECISION, KEEPS), _operand(b, PRECISION, KEEPS), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _operand(tile, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
+    """A tile as the tensor cores should read it: they cut float32 off after 10 bits of the mantissa, and numbers that
+    are all cut towards zero triple the error of a product. Rounded to the nearest first, as cuBLAS has them."""
+    if PRECISION == "tf32" and tile.dtype == tl.float32:
+        if _INTERPRET:
+            bits = tile.to(tl.int32, bitcast=True)
+            tile = tl.where(tile == tile, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), tile)
+        else:
+            tile = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [tile], tl.float32, KEEPS, 1)
+    return tile
