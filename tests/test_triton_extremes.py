@@ -16,16 +16,18 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
 
 
-def check_extreme_rows(dtype, bias_dtype, queries, keys, splits, options):
-    """Some models hide by the most negative number, and padding by nothing else: such a row is the mean of what it may
-    see, and its gradients, for which no loss asks, are no NaN in those of the keys."""
+def check_extreme_rows(dtype, bias_dtype, queries, keys, splits, options, low=None):
+    """Some models hide by a large negative number, and padding by nothing else: such a row is the mean of what it may
+    see, and its gradients, for which no loss asks, are no NaN in those of the keys. ``low``: by default the dtype's
+    most negative."""
+    low = torch.finfo(bias_dtype).min if low is None else low
     torch.manual_seed(0)
     leaves = [torch.randn(1, 2, rows, 16, dtype=dtype) for rows in (queries, keys, keys)]
     bias = torch.randn(1, 2, queries, keys, dtype=bias_dtype)
     extreme = [0, queries - 1]
-    bias[:, :, extreme] = torch.finfo(bias_dtype).min
+    bias[:, :, extreme] = low
     bias[:, 1, 0, : keys // 3] = -math.inf  # some keys are not even there
-    bias[:, :, queries // 2, ::2] = torch.finfo(bias_dtype).min  # a row with others is as if they were not
+    bias[:, :, queries // 2, ::2] = low  # a row with others is as if they were not
     leaves = [x.requires_grad_() for x in (*leaves, bias)]
     do = torch.randn(1, 2, queries, 16, dtype=dtype)
     do[:, :, extreme] = 0
@@ -52,6 +54,11 @@ def check_extreme_rows(dtype, bias_dtype, queries, keys, splits, options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
 def test_rows_at_the_most_negative_bias_harm_no_other(interpreter, dtype, bias_dtype, options):
     interpreter(check_extreme_rows, dtype, bias_dtype, 70, 150, 1, options)
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e10, -1e30])
+def test_rows_at_a_large_negative_bias_harm_no_other(interpreter, low):
+    interpreter(check_extreme_rows, FLOAT, FLOAT, 20, 67, 1, {}, low)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

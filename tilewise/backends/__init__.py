@@ -70,6 +70,12 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def float32_precision(dtype: torch.dtype) -> str:
+    """ "tf32" or "ieee": float32 products on a GPU follow torch's own setting; 16-bit ones have no choice."""
+    # Set by the older ways too, which in turn raise where it was set by this one.
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor:
     """Uninitialised (B, H, M, Dv) in q's memory order: (B, M, H, D) data that came by transpose goes back by one."""
     B, H, M, _ = q.shape

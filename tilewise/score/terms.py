@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# From an LSE beyond it no kernel makes probabilities again: float32 numbers are two and more apart there. Only a bias
+# that hides all keys of a row by a large number leads so far.
+COARSE_LSE = 2.0**24
+
 
 @dataclass(frozen=True)
 class Band:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.score.terms import COARSE_LSE
+
 LOG2E = tl.constexpr(1.4426950408889634)
-COARSE = tl.constexpr(16777216.0)  # 2²⁴: float32 numbers from here up are two and more apart
+COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, float32_precision
 from tilewise.problem import Problem
 
 
@@ -68,11 +68,11 @@ class _ByPrecision:
 
     def __init__(self, prepare: Callable[..., Callable[..., Any]]):
         self._prepare = prepare
-        self._prepared: dict[bool, Callable[..., Any]] = {}
+        self._prepared: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, *tensors: Any) -> Any:
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        run = self._prepared.get(tf32)
+        precision = float32_precision(torch.float32)
+        run = self._prepared.get(precision)
         if run is None:
-            run = self._prepared[tf32] = self._prepare(*tensors)
+            run = self._prepared[precision] = self._prepare(*tensors)
         return run(*tensors)

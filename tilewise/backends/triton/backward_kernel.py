@@ -11,8 +11,10 @@ import triton.language as tl
 
 from tilewise.backends.triton.score import in_band, query_tiles, softcap, softcap_derivative, softmax_derivative
 from tilewise.backends.triton.tensors import Reads, dot, load_rows, load_scores, matrix_of, program_tile, store_rows
+from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
+COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
@@ -20,7 +22,8 @@ def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_sum, sizes, HAS_DLSE: tl.co
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
-    does one so far out that base 2 has no number for it: what its LSE rounds to tells no probability.
+    does one whose LSE is beyond COARSE: probabilities cannot be told from it, would be off by any factor and could
+    overflow into the gradients of the keys.
     """
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
     m0 = tile * c.BLOCK_M
@@ -34,10 +37,10 @@ def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_sum, sizes, HAS_DLSE: tl.co
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
     natural = tl.load(lse + head * sizes.queries + m, mask=inside, other=-float("inf"))
-    tl.store(delta + head * sizes.padded_queries + m, row)
-    base2 = natural * LOG2E
-    base2 = tl.where(base2 == -float("inf"), float("inf"), base2)
-    tl.store(lse2 + head * sizes.padded_queries + m, base2)
+    left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
+    at_row = head * sizes.padded_queries + m
+    tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · a cotangent that is not finite would be NaN
+    tl.store(lse2 + at_row, tl.where(left_out, float("inf"), natural * LOG2E))
     if c.WANT_Q:
         d = tl.arange(0, c.BLOCK_D)
         at = dq_sum + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]

@@ -23,6 +23,7 @@ from tilewise.backends.triton.tensors import (
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(2.0**27)
 MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
@@ -76,10 +77,12 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
     alpha = tl.exp2((m_i - base) * terms.exponent)
     exponent = terms.exponent
     if c.BIAS:
-        # The most negative finite bias, all along a row, times log2(e) would overflow. Neighbours of such a number are
-        # 2^103 away, so that exp(s - base) is 1 or 0: a quarter of the exponent says the same.
-        exponent = tl.where(tl.abs(base) > 1e38, exponent * 0.25, exponent)[:, None]
-    p = tl.exp2(s * exponent - base[:, None] * exponent)
+        # Where all keys of a row have a bias of -1e9 or less, s · exponent and the rounded base · exponent differ by
+        # any power of 2, at last by an overflow. Neighbours of such numbers are 16 away and more, so that exp(s - base)
+        # is 1 or next to 0: an exponent of 1, with which both are exact, says the same.
+        exponent = tl.where(tl.abs(base) > FAR, 1.0, exponent)
+    top = base * exponent
+    p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
 

@@ -10,7 +10,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_output
+from tilewise.backends import (
+    Gradients,
+    Inputs,
+    Needs,
+    Outputs,
+    allocation,
+    device_of,
+    empty_output,
+    float32_precision,
+)
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
 from tilewise.backends.triton.config import Config, backward_config, every_pair_alike, forward_config, splits, widths
@@ -266,7 +275,7 @@ def _compiled(
         MASK_HOW=_broadcast(inputs.mask, problem, config),
         HIDES=not every_pair_alike(problem),
         ORDER=_order(problem),
-        PRECISION=_precision(problem.dtype),
+        PRECISION=float32_precision(problem.dtype),
         PACKED=config.packed,
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
         **switches,
@@ -284,11 +293,6 @@ def _order(problem: Problem) -> str:
     if bias.batch == 1 and problem.batch > 1:
         return "batch"
     return "heads" if bias.heads < problem.heads else "tiles"
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """float32 products follow torch's own setting for matrix products; 16-bit ones have no choice."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:

@@ -22,12 +22,6 @@ class TritonConfig:
     num_stages: int
 
 
-def float32_precision(dtype: torch.dtype) -> str:
-    """float32 products follow torch's own setting for matrix products; 16-bit ones have no choice."""
-    # Set by the older ways too, which in turn raise where it was set by this one.
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
 def triton_config(product: Product, precision: str) -> TritonConfig:
     """The largest tile of which there are enough to fill a GPU; small ones for few rows or columns."""
     if product.dtype == torch.float32:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilewise.blocks.matmul.config import c_first, c_spread, float32_precision, hopper_config, triton_config
+from tilewise.backends import float32_precision
+from tilewise.blocks.matmul.config import c_first, c_spread, hopper_config, triton_config
 from tilewise.blocks.matmul.plan import Choice, choose
 from tilewise.blocks.matmul.problem import Product, check_arguments, describe, output_shape
 

@@ -8,9 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.backends import device_of
+from tilewise.backends import device_of, float32_precision
 from tilewise.blocks.matmul import cpu
-from tilewise.blocks.matmul.config import float32_precision
 from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.problem import broadcast, describe, output_shape
 

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends import float32_precision
 from tilewise.backends.launcher import Launch, Strided
-from tilewise.blocks.matmul.config import c_spread, float32_precision, triton_config
+from tilewise.blocks.matmul.config import c_spread, triton_config
 from tilewise.blocks.matmul.problem import Product
 from tilewise.blocks.matmul.triton_kernel import Compiled, Sizes, matmul_kernel
 
