@@ -3,8 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without compiling all of what comes to bytecode, which takes as long as the rest: an import compiles what it needs.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Stamps: what they name is installed as pyproject.toml and constraints.txt say.
 READY := $(VENV)/.ready
@@ -33,11 +32,11 @@ lint: $(READY)
 # torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -c constraints.txt torch
-	$(PIP_INSTALL) -c constraints.txt -e '.[transformers,demo,test,lint]'
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e '.[transformers,demo,test,lint]'
 	touch $@
 
 $(VENV)/.ready-triton-3.6.0: | $(READY)
 	rm -rf $(TRITON_360)
-	$(PIP_INSTALL) --no-deps --target $(TRITON_360) triton==3.6.0
+	$(PIP) install --quiet --no-deps --target $(TRITON_360) triton==3.6.0
 	touch $@
