@@ -24,6 +24,7 @@ from tilewise.backends.triton.tensors import (
 
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(2.0**27)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite float32
 MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
@@ -70,17 +71,16 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
 
     # online softmax
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    base = m_new
-    if HIDES or c.BIAS:  # a row that has seen nothing yet has m_new = -inf
-        base = tl.where(m_new == -float("inf"), 0.0, m_new)
-    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
-    alpha = tl.exp2((m_i - base) * terms.exponent)
-    exponent = terms.exponent
+    base, exponent = m_new, terms.exponent
     if c.BIAS:
         # Where all keys of a row have a bias of -1e9 or less, s · exponent and the rounded base · exponent differ by
         # any power of 2, at last by an overflow. Neighbours of such numbers are 16 away and more, so that exp(s - base)
         # is 1 or next to 0: an exponent of 1, with which both are exact, says the same.
         exponent = tl.where(tl.abs(base) > FAR, 1.0, exponent)
+    elif HIDES:  # a row that has seen nothing yet has m_new = -inf
+        base = tl.where(m_new == -float("inf"), 0.0, m_new)
+    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
+    alpha = tl.exp2((m_i - base) * terms.exponent)
     top = base * exponent
     p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
@@ -100,9 +100,11 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
 
 @triton.jit
 def _start(c):
-    """(acc, m_i, l_i) before the first key."""
+    """(acc, m_i, l_i) before the first key. Beside a bias the maximum is finite from the beginning, so that no tile has
+    to look for rows that have seen nothing."""
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
-    return acc, tl.full([c.BLOCK_M], -float("inf"), tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
+    m_i = tl.full([c.BLOCK_M], LOWEST if c.BIAS else -float("inf"), tl.float32)
+    return acc, m_i, tl.zeros([c.BLOCK_M], tl.float32)
 
 
 @triton.jit
@@ -156,7 +158,7 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
                 acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, True, True, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
-    # a row that saw nothing: acc = 0, l = 0, m = -inf
+    # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     if c.SPLIT:
         b += split * sizes.batch
