@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import hopper_child
-import interpreter_child
 import pytest
 import torch
 from helpers import Case, hold, tensors
@@ -20,13 +17,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 HALF, FLOAT = torch.float16, torch.float32
 USUAL = Case(B=2, H=2, Hkv=1, M=70, N=75, D=24, dtype=HALF, layout="padded", grads="")
 GROUPS = replace(USUAL, B=1, H=4, Hkv=2, M=63)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 REPAIRED = [

@@ -319,6 +319,7 @@ def _is_batched(x: Tensor | None) -> bool:
 
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
+_NO_COMPLEX = torch.bfloat16  # has no complex numbers, so that no memory holds its negatives; asking takes longer
 
 
 def _is_eager(inputs: Inputs) -> bool:
@@ -330,7 +331,7 @@ def _is_eager(inputs: Inputs) -> bool:
         and type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
         and type(bias) in _PLAIN and type(mask) in _PLAIN
         and not (q.is_meta or _is_wrapped(q) or _is_wrapped(k) or _is_wrapped(v))
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and (q.dtype is _NO_COMPLEX or not (q.is_neg() or k.is_neg() or v.is_neg()))
         and not (bias is not None and (_is_wrapped(bias) or bias.is_neg()))
         and not (mask is not None and _is_wrapped(mask))
         and not is_in_torch_dispatch_mode()

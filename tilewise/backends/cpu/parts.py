@@ -77,15 +77,18 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
     rounded by more than the difference.
     """
     row = row.masked_fill(row == -torch.inf, 0.0)
-    if huge(row):
+    if _is_huge(row):
         return s.sub_(row).mul_(LOG2E).exp2_()
     return torch.add(row.mul_(-LOG2E), s, alpha=LOG2E, out=s).exp2_()
 
 
 def huge(row: Tensor) -> bool:
     """Some element, other than -inf, is so large that 1 more is lost in its rounding."""
-    finite_row = row.masked_fill(row == -torch.inf, 0.0)
-    return row.numel() > 0 and bool(finite_row.abs().amax() > 1 / torch.finfo(row.dtype).eps)
+    return _is_huge(row.masked_fill(row == -torch.inf, 0.0))
+
+
+def _is_huge(row: Tensor) -> bool:
+    return row.numel() > 0 and bool(row.abs().amax() > 1 / torch.finfo(row.dtype).eps)
 
 
 def hide(s: Tensor, visible: Tensor) -> Tensor:
