@@ -2,19 +2,21 @@
 
 ptxas of CUDA 12.8 has a fault: where two operands begin at one address and their descriptors differ in the upper half
 (swizzle and stride), it may compute those of one from registers that it never set. The wgmma then read whatever these
-held. That half is a constant in every descriptor that Triton makes, so constants are followed here through moves, sums,
-spills and swaps, along every branch; a descriptor whose upper half is none, or an impossible one, is lost.
+held, or the sum of both upper halves. That half is a constant in every descriptor that Triton makes, so constants are
+followed here through moves, sums, spills and swaps, along every branch; a descriptor whose upper half is none, or none
+of those that the PTX makes, is lost. Where machine code has as many wgmma as the PTX, each half must be read as often.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 from wgmma_lint import Instruction, parse, width
 
 _MASK = 0xFFFFFFFF
-_RESERVED = 0x3FFFC000  # bits of the upper half that are 0: what is left are 14 of the stride and two of the swizzle
 _MOVES = ("UMOV", "MOV", "R2UR", "IMAD.MOV.U32", "IMAD.U32", "IMAD.X")
 _WRITES_NO_REGISTER = re.compile(r"ST|RED|SYNCS|UTMA|BAR|WARP|MEMBAR|FENCE|BRA|EXIT|RET|NOP")
 
@@ -35,8 +37,33 @@ class Lost(NamedTuple):
     upper: Value | None  # None: no way here sets it
 
 
-def lint(sass: str) -> list[Lost]:
-    """Every wgmma that reads a lost descriptor, in order of address; `sass` is the code of one kernel."""
+def uppers(ptx: str) -> list[int]:
+    """The upper halves of the descriptors that the wgmma of a kernel's PTX read, of each of them one or two."""
+    constants = {m[1]: int(m[2]) for m in re.finditer(r"(?:or\.b64|add\.s64)\s+(%rd\d+), %rd\d+, (-?\d+);", ptx)}
+    read = [
+        register
+        for operands in re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, ([^;]*);", ptx)
+        for register in re.findall(r"%rd\d+", operands)
+    ]
+    return [constants[register] >> 32 & _MASK for register in read]
+
+
+def check(sass: str, ptx: str) -> list[Lost]:
+    """`lint` of a kernel's machine code, with what its PTX makes."""
+    made = Counter(uppers(ptx))
+    lost, found = _scan(sass, made)
+    if not lost and found.total() == made.total() and found != made:
+        lost = [Lost(0, f"{found} in place of {made}", None)]
+    return lost
+
+
+def lint(sass: str, made: Collection[int]) -> list[Lost]:
+    """Every wgmma that reads a lost descriptor, in order of address; `sass` is the code of one kernel, ``made`` are the
+    upper halves of its descriptors."""
+    return _scan(sass, made)[0]
+
+
+def _scan(sass: str, made: Collection[int]) -> tuple[list[Lost], Counter[int]]:
     code = parse(sass)
     at = {x.address: n for n, x in enumerate(code)}
     starts = sorted({0} | {n for n, x in enumerate(code) if n and code[n - 1].name[:4] in ("BRA", "EXIT")}
@@ -55,13 +82,17 @@ def lint(sass: str) -> list[Lost]:
             if merged != known:
                 states[block] = dict(merged)
                 waiting.append(block)
-    lost = []
+    lost, found = [], Counter[int]()
     for start, entry in states.items():
         state = dict(entry)
         for x in code[start : ends[start]]:
-            lost += [Lost(x.address, f"{x.name} {', '.join(x.operands)}", upper) for upper in _uppers(state, x)]
+            for upper in _uppers(state, x):
+                if isinstance(upper, int) and upper in made:
+                    found[upper] += 1
+                else:
+                    lost.append(Lost(x.address, f"{x.name} {', '.join(x.operands)}", upper))
             _step(state, x)
-    return sorted(lost, key=lambda x: x.address)
+    return sorted(lost, key=lambda x: x.address), found
 
 
 def _target(x: Instruction) -> int | None:
@@ -83,12 +114,11 @@ def _merge(a: State, b: State) -> State:
 
 
 def _uppers(state: State, x: Instruction) -> list[Value | None]:
-    """Lost upper halves of the descriptors that a wgmma reads: gdesc[URn] is A's in n, n+1 and B's in n+2, n+3."""
+    """Upper halves of the descriptors that a wgmma reads: gdesc[URn] is A's in n, n+1 and B's in n+2, n+3."""
     if not x.name.startswith("HGMMA"):
         return []
     first = next(int(m[1]) for o in x.operands if (m := re.search(r"gdesc\[UR(\d+)\]", o)))
-    uppers = [state.get(f"UR{n}") for n in ([first + 1] if "gdesc" in x.operands[1] else []) + [first + 3]]
-    return [upper for upper in uppers if not isinstance(upper, int) or upper & _RESERVED]
+    return [state.get(f"UR{n}") for n in ([first + 1] if "gdesc" in x.operands[1] else []) + [first + 3]]
 
 
 def _step(state: State, x: Instruction) -> None:
@@ -110,7 +140,7 @@ def _step(state: State, x: Instruction) -> None:
     elif x.name in _MOVES and all(o == "RZ" for o in sources[:-1]):
         values = [_get(state, sources[-1])]
     elif x.name == "UIADD3.64":
-        values = [_sum([_get(state, _half(o, n)) for o in sources]) for n in range(2)]
+        values = [_sum([_half(state, o, n) for o in sources]) for n in range(2)]
     elif x.name in ("UIADD3", "UIADD3.X", "IADD3", "IADD3.X", "VIADD"):  # no carry comes out of a lower half
         values = [_sum([_get(state, o) for o in sources])]
     elif "LOP3" in x.name and sources[2:4] in (["URZ", "0x3c"], ["RZ", "0x3c"]):
@@ -158,9 +188,17 @@ def _exclusive_or(a: Value, b: Value) -> Value:
     return Unknown((a, b)) if a != b else Unknown()
 
 
-def _half(operand: str, n: int) -> str:
+def _half(state: State, operand: str, n: int) -> Value:
     """The lower or upper half of a source of 64 bits; an immediate has no upper one."""
-    return _next(operand, n) if operand.startswith("UR") else operand if n == 0 else "URZ"
+    register = operand.lstrip("-")
+    if not register.startswith("UR"):
+        return _get(state, operand) if n == 0 else 0
+    lower, upper = _get(state, register), _get(state, _next(register, 1))
+    if register != operand and isinstance(lower, int):
+        lower, upper = -lower & _MASK, ~upper + (lower == 0) & _MASK if isinstance(upper, int) else upper
+    elif register != operand:
+        lower = upper = Unknown()
+    return (lower, upper)[n]
 
 
 def _next(register: str, n: int) -> str:

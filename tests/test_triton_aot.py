@@ -165,13 +165,13 @@ DESCRIPTOR = """
         ("UMOV UR7, 0x40", "NOP", "UIADD3.X UR7, UR7, 0x40000000, URZ, UP0, !UPT", "UMOV UR7, 0x40", []),
         ("UMOV UR7, 0xc0000010", "UMOV UR7, 0x40000040", "NOP", "NOP", [0x140]),  # two ways, two halves
         ("UMOV UR7, 0xc0000010", "NOP", "NOP", "R2UR UR7, R24", [0x140]),  # round the loop: the product itself
-        ("UMOV UR7, 0xff800000", "NOP", "NOP", "NOP", [0x140]),  # no descriptor has these bits
+        ("UMOV UR7, 0xc0000060", "NOP", "NOP", "NOP", [0x140]),  # the program makes none with these bits
         ("NOP", "NOP", "UIADD3.X UR7, UR9, -0x3ffffff0, URZ, UP0, !UPT", "NOP", [0x140]),  # UR9 was never set
         ("STL.64 [R1+0x8], R2", "NOP", "LDL R5, [R1+0xc]", "NOP", [0x140]),
     ],
 )
 def test_the_lint_finds_lost_descriptors(before, perhaps, then, after, lost):
-    found = descriptor_lint.lint(DESCRIPTOR.format(before, perhaps, then, after))
+    found = descriptor_lint.lint(DESCRIPTOR.format(before, perhaps, then, after), (0xC0000010, 0x40000040))
     assert [x.address for x in found] == lost
 
 
@@ -189,8 +189,30 @@ def test_the_lint_follows_spills_and_swaps():
         /*0190*/                   UIADD3.64 UR6, UR{}, 0x20, URZ ;
         /*01a0*/                   HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR4].tnspB, R24, gsb0 ;
     """
-    assert not descriptor_lint.lint(through.format(9))  # its upper half is UR10
-    assert [x.address for x in descriptor_lint.lint(through.format(7))] == [0x1A0]  # UR8
+    assert not descriptor_lint.lint(through.format(9), (0x40000040,))  # its upper half is UR10
+    assert [x.address for x in descriptor_lint.lint(through.format(7), (0x40000040,))] == [0x1A0]  # UR8
+
+
+PTX = """
+    or.b64 	%rd1, %rd9, 4611686293305294848;
+    add.s64 	%rd2, %rd9, -9223371899415822272;
+    wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r1, %r2}, %rd1, %rd2, 0, 1, 1, 1, 1;
+    wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r1, %r2}, {%r3, %r4}, %rd2, %p153, 1, 1, 1;
+"""
+
+
+def test_the_lint_compares_with_the_program():
+    assert descriptor_lint.uppers(PTX) == [0x40000040, 0x80000020, 0x80000020]
+    sass = """
+        /*0100*/                   UMOV UR5, 0x40000040 ;
+        /*0110*/                   UMOV UR7, 0x80000020 ;
+        /*0120*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0130*/                   UMOV UR11, {} ;
+        /*0140*/                   HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR8].tnspB, R24, gsb0 ;
+    """
+    assert not descriptor_lint.check(sass.format("0x80000020"), PTX)
+    assert descriptor_lint.check(sass.format("0x40000040"), PTX)  # another's
+    assert [x.upper for x in descriptor_lint.check(sass.format("0xc0000060"), PTX)] == [0xC0000060]
 
 
 def hold(kernels, tensor_cores, allowed):

@@ -48,18 +48,24 @@ def padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def widths(problem: Problem) -> tuple[int, int]:
+def widths(problem: Problem, tma: bool) -> tuple[int, int]:
     """Columns of the tiles of q and k, and of v and o: `padded` head and value dimension.
 
-    On Hopper, where anything may be hidden, rows of both fill the same share of the 128 bytes that a swizzle spans. The
-    second walk of the forward puts k and v into the same shared memory, one after the other, and ptxas 12.8 confuses
-    descriptors that differ in their swizzle and in nothing else (tests/descriptor_lint.py).
+    On Hopper whole swizzles of 128 bytes where rows come by pointers: see `second_walk_stages`.
     """
-    d, dv = padded(problem.head_dim), padded(problem.value_dim)
-    if problem.capability is None or problem.capability[0] != 9 or every_pair_alike(problem):
-        return d, dv
-    row = 128 // problem.dtype.itemsize
-    return max(d, min(dv, row)), max(dv, min(d, row))
+    least = 128 // problem.dtype.itemsize if _hopper(problem) and not tma else 16
+    return max(padded(problem.head_dim), least), max(padded(problem.value_dim), least)
+
+
+def second_walk_stages(problem: Problem, tma: bool) -> int:
+    """Stages of the forward's walk past hidden keys that are not finite.
+
+    ptxas 12.8 confuses descriptors of Hopper's products that have one address and different swizzles
+    (tests/descriptor_lint.py), as those of k and v would where both take turns in one piece of shared memory. Tiles in
+    a pipeline have shared memory of their own, hence two stages. Rows by pointers may be such that no pipeline takes
+    them: their tiles are wide and long enough for the same swizzle in either order of rows and columns.
+    """
+    return 2 if _hopper(problem) and tma else 1
 
 
 def forward_config(problem: Problem, bias_tma: bool) -> Config:
@@ -164,6 +170,10 @@ def backward_config(problem: Problem, tma: bool) -> Config:
 def every_pair_alike(problem: Problem) -> bool:
     """No bias, mask or band: no tile takes registers for anything but the products."""
     return problem.bias is None and problem.mask is None and problem.score.band.unlimited
+
+
+def _hopper(problem: Problem) -> bool:
+    return problem.capability is not None and problem.capability[0] == 9
 
 
 def _blackwell(problem: Problem) -> bool:

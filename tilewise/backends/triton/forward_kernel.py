@@ -154,7 +154,7 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
         spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # in one step: sm_100 has no code for two
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
-            for n in tl.range(begin, end, num_stages=1):
+            for n in tl.range(begin, end, num_stages=c.STAGES_AGAIN):
                 acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, True, True, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 

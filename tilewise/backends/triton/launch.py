@@ -22,7 +22,15 @@ from tilewise.backends import (
 )
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
-from tilewise.backends.triton.config import Config, backward_config, every_pair_alike, forward_config, splits, widths
+from tilewise.backends.triton.config import (
+    Config,
+    backward_config,
+    every_pair_alike,
+    forward_config,
+    second_walk_stages,
+    splits,
+    widths,
+)
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
@@ -52,6 +60,7 @@ class Compiled(NamedTuple):
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
     ORDER: Any  # see tensors.program_tile
     PRECISION: Any  # of float32 products
+    STAGES_AGAIN: Any  # see config.second_walk_stages
     MARK: Any  # dtype that marks values that are not finite
     PACKED: Any  # see config.Config
     SPLIT: Any = False  # several programs share the keys of a tile of queries
@@ -258,7 +267,7 @@ def _compiled(
     *tensors: Tensor | None,
     **switches: Any,
 ) -> Compiled:
-    bd, bdv = widths(problem)
+    bd, bdv = widths(problem, tma)
     values = Compiled(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -277,6 +286,7 @@ def _compiled(
         ORDER=_order(problem),
         PRECISION=float32_precision(problem.dtype),
         PACKED=config.packed,
+        STAGES_AGAIN=second_walk_stages(problem, tma),
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
         **switches,
     )
