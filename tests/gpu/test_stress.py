@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import NAMES, Case, Results, Tensors, call, differentiate, hold, poisoned_memory, run, tensors
 
-from tilewise import attention, explain
+from tilewise import attention, explain, matmul
 
 BRAIN = torch.bfloat16
 FULL = Case(B=4, H=16, M=2048, N=2048, D=128, dtype=BRAIN)
@@ -248,6 +249,18 @@ def test_another_stream(backend):
         results = differentiate(SMALL, late, lambda x: call(SMALL, backend, x))
     stream.synchronize()
     hold(SMALL, results, "cuda")
+
+
+@pytest.mark.parametrize("operator", [matmul, lambda a, b: attention(a, b, b)], ids=["matmul", "attention"])
+def test_a_thread_without_a_context(operator):
+    """As autograd's are, where the allocator has all memory that they ask for: descriptors of new tensors are made."""
+    first, second = ((normal(2, 4, 256, 256), normal(2, 4, 256, 256)) for _ in range(2))
+    operator(*first)  # compiled; the memory of its result is free
+    found = []
+    thread = threading.Thread(target=lambda: found.append(operator(*second)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], operator(*second))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

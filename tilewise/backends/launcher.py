@@ -22,9 +22,11 @@ addresses seen last. Other versions, and launches that hooks watch (profilers se
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -89,6 +91,7 @@ class Launch:
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._short is not None and not _watched() and self._short.launch(tensors):
             return
+        _bind_context(tensors)
         args = (*map(bound, self.layouts, tensors), *self.numbers)
         aligned = tuple(x is not None and x.data_ptr() % 16 == 0 for x in tensors)
         if self._compiled is not None and aligned == self._aligned:
@@ -99,6 +102,24 @@ class Launch:
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
                 self._short = _Short(self, compiled, tensors)
+
+
+class _Thread(threading.local):
+    bound = False
+
+
+_thread = _Thread()
+
+
+def _bind_context(tensors: Sequence[Tensor | None]) -> None:
+    """Make the device's context current in this thread, where Triton makes descriptors.
+
+    Autograd's threads have none until something calls CUDA's runtime, which PyTorch's allocator need not do, and the
+    driver's function behind Triton's descriptors does not look for one.
+    """
+    if not _thread.bound and any(x is not None and x.is_cuda for x in tensors):
+        torch.cuda.mem_get_info()  # of the runtime's functions one that touches no stream, which may be capturing
+        _thread.bound = True
 
 
 def _watched() -> bool:
@@ -189,6 +210,7 @@ class _Descriptors:
     def make(self, x: Tensor, address: int) -> Any:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
+        _bind_context((x,))
         descriptor, *_ = make_tensordesc_arg(bound(self._layout, x), self._metadata)
         if len(self.by_address) >= _ADDRESSES:
             self.by_address.clear()
