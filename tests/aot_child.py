@@ -216,6 +216,16 @@ def _call(case: Case) -> tuple[Any, Any]:
     return dataclasses.replace(problem, device="cuda", capability=_capability), inputs
 
 
+IDLE = "its memory is given to something else, into which the hardware may write it back late"
+
+
+def idle_barriers(ttgir: str) -> list[str]:
+    """Barriers that are set up for the roles of a kernel, and used by none of them."""
+    before, _, after = ttgir.partition("ttg.warp_specialize(")
+    names = re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]+xi64", before)
+    return [name for name in names if after and not re.search(rf"{re.escape(name)}\b", after)]
+
+
 def _disassemble(cubin: bytes) -> str:
     """SASS, by the tools that come with the triton in use."""
     import triton
@@ -243,8 +253,9 @@ def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
     ]
     instructions = {word: len(re.findall(pattern, kernel.asm["ptx"])) for word, pattern in INSTRUCTIONS.items()}
     if instructions["wgmma"]:
-        lost = descriptor_lint.lint(_disassemble(kernel.asm["cubin"]))
+        lost = descriptor_lint.check(_disassemble(kernel.asm["cubin"]), kernel.asm["ptx"])
         warnings += [f"reads a descriptor that nothing made: {x.address:#x}: {x.instruction}" for x in lost]
+    warnings += [f"{barrier} is a barrier without use: {IDLE}" for barrier in idle_barriers(kernel.asm["ttgir"])]
     return Kernel(
         name,
         kernel.metadata.shared,

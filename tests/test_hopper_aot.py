@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import wgmma_lint
-from aot_child import compile_hopper_case
+from aot_child import compile_hopper_case, idle_barriers
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -28,22 +28,28 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2),
     ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2),
+    # two programs on a multiprocessor, tiles of 64 keys
+    ("3.6.0", replace(USUAL, D=32, bias="1hmn", causal=True), 2 * (2 + 4) * 2),
+    ("installed", replace(USUAL, D=32, bias="bhmn", bias_dtype=torch.float32), 2 * (2 + 4) * 2),
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
-# for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys); one body for each side of a band and one for
-# the full tiles. Where QK comes ahead there is one more of it before the loops.
+# for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
+# have 64); one body for each side of a band and one for the full tiles. Where QK comes ahead there is one more of it
+# before the loops.
 BACKWARDS = [
     ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, bias="bhmn"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, Hkv=4, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 48),
-    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 8) + 4, 0),
-    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=64), 2 * 4 + 2 * 4 + 8 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 4), 0),
+    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
-    ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 8 + 2, 0),
+    ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 0),
+    ("3.6.0", replace(USUAL, D=32, causal=True, bias="b11n"), 2 * (2 * 2 + 2 * 4 + 4), 0),
     # What spills is an address of the warps that add up a shared bias, before their loop.
-    ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 8, 8),
+    ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 8),
     ("3.6.0", replace(USUAL, bias="1hmn"), 2 * 8 + 2 * 4 + 8, 4),
     ("3.6.0", replace(USUAL, B=16, bias="1hmn", deterministic=True), 2 * 8 + 2 * 4 + 8, 8),
 ]
@@ -81,6 +87,19 @@ def test_compiled_backward(compilers, triton, case, designed, spilled):
         assert not kernel.warnings
         assert not hazards
         assert kernel.name != "backward_kernel" or wgmma == designed
+
+
+BARRIERS = """
+    %full = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared3, #smem, mutable> loc(#loc1)
+    %empty_1 = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared3, #smem, mutable> loc(#loc1)
+    %full_2 = ttg.memdesc_index %empty_1[%c0_i32] : !ttg.memdesc<1x1xi64, #shared3, #smem, mutable>
+    ttg.warp_specialize(%q, {}) {{
+"""
+
+
+@pytest.mark.parametrize(("roles", "idle"), [("%full, %empty_1", []), ("%full, %empty_12", ["%empty_1"])])
+def test_idle_barriers_are_found(roles, idle):
+    assert idle_barriers(BARRIERS.format(roles)) == idle
 
 
 WGMMA = """

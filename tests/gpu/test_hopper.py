@@ -41,6 +41,23 @@ def test_what_is_not_finite_and_visible_shows(terms, value):
         assert lse[~touched].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [{"D": D} for D in (32, 64, 128, 256)]
+    + [{"D": 128, "causal": True}, {"D": 64, "bias": "1hmn"}, {"D": 64, "bias": "b11n"}, {"D": 128, "grads": "qkv"},
+       {"D": 32, "bias": "1hmn", "grads": "qkvb"}],
+    ids=str,
+)  # fmt: skip
+def test_maxima_that_grow(terms):
+    """From tile to tile, which are walked from the last key, in each row by another factor: O is rescaled in some rows
+    of a warp and not in others, and where the maximum grows by little it is not at all."""
+    case = replace(USUAL, N=1500, M=500, **terms)
+    x = tensors(case, "cuda")
+    x.k.mul_(torch.linspace(8, 0.1, case.N, device="cuda")[:, None])
+    x.q.mul_(torch.rand(case.M, 1, device="cuda"))
+    hold(case, run(case, "hopper", "cuda", x), "cuda", x)
+
+
 @pytest.mark.parametrize("dtype", [BRAIN, HALF, FLOAT])
 @pytest.mark.parametrize("scale", [0.05, 3.0])
 def test_a_row_of_the_lowest_bias_is_not_blind(dtype, scale):

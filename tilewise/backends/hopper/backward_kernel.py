@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.pipeline import (
+    Ring,
     count_stored,
     fill,
     leave,
@@ -37,7 +38,6 @@ from tilewise.backends.hopper.score import in_band, in_units, key_tiles, softcap
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, work_of
 
-WARPS = gl.constexpr(8)  # that compute
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -49,6 +49,7 @@ class Compiled(NamedTuple):
     BLOCK_D: Any
     STAGES: Any
     AHEAD: Any
+    WARPS: Any  # that compute
     LOADING_REGISTERS: Any
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
@@ -114,16 +115,16 @@ class State(NamedTuple):
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """The layout of wgmma's result [128, columns] in two warpgroups, one below the other."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
+def accumulator(columns, warps):
+    """The layout of wgmma's result [keys, columns]: 64 rows in each warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def accumulator_of_queries(rows, columns):
-    """The same for dQ [rows, columns]: 64 rows are one warpgroup's, two share the columns."""
-    if rows >= 128:
-        return accumulator(columns)
+def accumulator_of_queries(rows, columns, warps):
+    """The same for dQ [rows, columns]: where 64 rows are all, two warpgroups share the columns."""
+    if 16 * warps <= rows:
+        return accumulator(columns, warps)
     return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
 
 
@@ -200,7 +201,7 @@ def drop_what_is_not_finite(tile, c):
     That hides nothing: such an element, if it was seen, has made the LSE or delta of the query NaN. If it was not, it
     must not turn dS = 0 into NaN.
     """
-    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [c.WARPS, 1], [1, 0])
     value = tile.load(THREADS)
     tile.store(gl.where(gl.abs(value.to(gl.float32)) < float("inf"), value, 0.0).to(value.dtype))
 
@@ -211,7 +212,7 @@ def start_of(rows, step, needed, terms, c):
     wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
     if c.BIAS == "matrix":
         tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
-        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_M)), terms.inverse)
+        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_M, c.WARPS)), terms.inverse)
     else:
         return step  # of no use
 
@@ -219,7 +220,7 @@ def start_of(rows, step, needed, terms, c):
 @gluon.jit
 def keep_bias_of_keys(x, shared, work, h, sizes, c):
     """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M, c.WARPS)))
     at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
     at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
     at = at + cols.to(gl.int64) * x.bias.stride3
@@ -230,7 +231,7 @@ def keep_bias_of_keys(x, shared, work, h, sizes, c):
 @gluon.jit
 def store_sums(sums, x, work, h, sizes, c):
     """dBias of this program's keys by one head's queries."""
-    cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
+    cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M, c.WARPS)))
     head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
     gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
 
@@ -238,7 +239,7 @@ def store_sums(sums, x, work, h, sizes, c):
 @gluon.jit
 def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
     """P of a transposed tile and the derivative of the softcap."""
-    S: gl.constexpr = accumulator(c.BLOCK_M)
+    S: gl.constexpr = accumulator(c.BLOCK_M, c.WARPS)
     slope = 1.0
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
@@ -266,7 +267,7 @@ def begin(start, rows, shared, step, terms, c):
     if c.BIAS == "matrix" and not terms.HAS_CAP:
         return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
     else:
-        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_M))
+        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_M, c.WARPS))
         return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -274,9 +275,9 @@ def begin(start, rows, shared, step, terms, c):
 def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
-    S: gl.constexpr = accumulator(c.BLOCK_M)
-    KEYS: gl.constexpr = accumulator(c.BLOCK_D)
-    QUERIES: gl.constexpr = accumulator_of_queries(c.BLOCK_M, c.BLOCK_D)
+    S: gl.constexpr = accumulator(c.BLOCK_M, c.WARPS)
+    KEYS: gl.constexpr = accumulator(c.BLOCK_D, c.WARPS)
+    QUERIES: gl.constexpr = accumulator_of_queries(c.BLOCK_M, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
     slot = step % c.STAGES
     m0 = m * c.BLOCK_M
@@ -374,7 +375,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
 def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     """The role of the two warpgroups: dK and dV of a tile of keys, its share of dQ, and dBias."""
     DTYPE: gl.constexpr = x.k.dtype
-    KEYS: gl.constexpr = accumulator(c.BLOCK_D)
+    KEYS: gl.constexpr = accumulator(c.BLOCK_D, c.WARPS)
     work = work_of(terms, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
@@ -396,7 +397,7 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     if c.AHEAD:
         s_pending = begin(start, rows, shared, step, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
-    none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, accumulator(c.BLOCK_M)))
+    none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, accumulator(c.BLOCK_M, c.WARPS)))
     state = State(dk, dv, s, start, none)
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
@@ -458,7 +459,10 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_
     q_slots = gl.allocate_shared_memory(q.dtype, ROWS, q.layout)
     do_slots = gl.allocate_shared_memory(do.dtype, ROWS, do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    queries = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
+    if c.ORDERED:
+        queries = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
+    else:
+        queries = Ring(gl.allocate_shared_memory(dq.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout), 0, 0)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = keys.slots.index(0)  # of no use

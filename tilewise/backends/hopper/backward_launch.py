@@ -15,7 +15,7 @@ from tilewise.backends.hopper.bias_gradient import (
     reduction,
     sharing,
 )
-from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width
+from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width, most_registers
 from tilewise.backends.hopper.launch import hides, multiprocessors, score_terms
 from tilewise.backends.hopper.row_kernels import finish_kernel, prepare_kernel
 from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel
@@ -94,7 +94,8 @@ class Backward:
                 *shares,
             ),
             (terms, sizes, c),
-            num_warps=8,
+            num_warps=4 * config.warpgroups,
+            **most_registers(config.programs, config.warpgroups + 1),
         )
         last, parts = min(sizes.lag, groups), 16
         self.add_up = Launch(
@@ -139,7 +140,7 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
     groups = key_tiles * p.kv_heads * p.batch // sharers.programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
-    lag = -(-multiprocessors(device) // sharers.programs)
+    lag = -(-multiprocessors(device) * config.programs // sharers.programs)
     ring = min(2 * lag + 2, groups)
     sizes = Sizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, sharers.batch, sharers.heads,
                   ring, lag)  # fmt: skip
@@ -154,6 +155,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         BLOCK_D=width,
         STAGES=config.stages,
         AHEAD=config.ahead,
+        WARPS=4 * config.warpgroups,
         LOADING_REGISTERS=config.loading_registers,
         BIAS="none" if axes == "rows" else axes,
         BIAS_BATCH=bias is not None and bias.batch > 1,

@@ -10,6 +10,11 @@ ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
 
 
+def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
+    """Triton's option for several programs of so many warpgroups on a multiprocessor; none for one, which has all."""
+    return {} if programs == 1 else {"maxnreg": 65536 // (programs * warpgroups * 128) // 8 * 8}
+
+
 @dataclass(frozen=True)
 class Config:
     """How one program works.
@@ -21,10 +26,12 @@ class Config:
         bias_stages: tiles in the ring of the bias, for each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         turns: warpgroups take the tensor cores in turns: the softmax of one runs under the products of the others.
+        lazy: O is rescaled only where a row's maximum has grown by more than `score.SLACK` powers of two.
         persistent: as many programs as multiprocessors, each walks over several tiles of queries.
         chunk: tiles of queries in a row that a program takes: of a band a long and a short one.
         o_in_q: O leaves through the shared memory of Q.
         q_in_registers: Q is read once, not by every wgmma.
+        programs: that share a multiprocessor.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
 
@@ -34,11 +41,13 @@ class Config:
     bias_stages: int
     bias_first: bool
     turns: bool
+    lazy: bool
     persistent: bool
     chunk: int
     o_in_q: bool
     q_in_registers: bool
     registers: tuple[int, int]
+    programs: int = 1
 
     @property
     def block_m(self) -> int:
@@ -65,7 +74,10 @@ def forward_config(problem: Problem) -> Config:
     # which a softcap or the masks of a band need too: half the keys.
     band, capped = not problem.score.band.unlimited, problem.score.softcap is not None
     crowded = problem.bias is not None and (capped or (band and not bias))
-    block_n = 64 if d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
+    # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
+    # computes while the other waits for its bias.
+    small = d == 32 and bias > 0 and problem.mask is None and not capped
+    block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and problem.bias is None and problem.mask is None and not capped
     return Config(
@@ -75,24 +87,28 @@ def forward_config(problem: Problem) -> Config:
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
         bias_first=bias > 0 and not capped,
         turns=True,
+        # It takes time where registers are short, and a band has fewer tiles to gain in.
+        lazy=problem.bias is None if d >= 128 else not small and not band,
         # The next tile's loads run under the end of the last.
         persistent=True,
         chunk=2 if band else 1,
-        q_in_registers=d <= 128 and not three and (d < 128 or problem.bias is None or bias > 0),
+        q_in_registers=d <= 128 and not three and not small and (d < 128 or problem.bias is None or bias > 0),
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
-        registers=(160, 32) if three else (240, 24),
+        registers=(104, 32) if small else (160, 32) if three else (240, 24),
+        programs=2 if small else 1,
     )
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How one program of the backward works; two warpgroups compute, one warp loads.
+    """How one program of the backward works; one or two warpgroups compute, one warp loads.
 
     Attributes:
         block_m: queries of a tile.
         block_n: keys of a program: `ROWS` for each warpgroup.
         stages: tiles in the ring of Q, dO and the bias.
         ahead: K·Qᵀ of the next tile is issued before dQ has left its registers, not after.
+        programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
     """
 
@@ -100,7 +116,12 @@ class BackwardConfig:
     block_n: int
     stages: int
     ahead: bool
+    programs: int = 1
     loading_registers: int = 24
+
+    @property
+    def warpgroups(self) -> int:
+        return self.block_n // ROWS
 
 
 def backward_width(problem: Problem) -> int:
@@ -111,6 +132,18 @@ def backward_width(problem: Problem) -> int:
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
     of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
+    d, bias = backward_width(problem), problem.bias
+    # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
+    # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
+    shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
+    plain = problem.score.band.unlimited and problem.score.softcap is None
+    programs = 1
+    if d == 32:
+        programs = 3 if plain and (bias is None or bias_tile(problem)) else 2  # 136 registers a thread, or 232
+    elif d == 64 and (shared or not problem.score.band.unlimited):
+        programs = 2
     # Up to 64 dimensions leave registers for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
-    ahead = backward_width(problem) <= 64 and not bias_tile(problem)
-    return BackwardConfig(block_m=64, block_n=2 * ROWS, stages=2, ahead=ahead)
+    ahead = d <= 64 and programs == 1 and not bias_tile(problem)
+    return BackwardConfig(
+        block_m=64, block_n=2 * ROWS if programs == 1 else ROWS, stages=2, ahead=ahead, programs=programs
+    )

@@ -29,7 +29,7 @@ from tilewise.backends.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from tilewise.backends.hopper.score import in_band, in_units, key_tiles, online_softmax, softcap
+from tilewise.backends.hopper.score import in_band, in_units, key_tiles, online_softmax, rescaled, softcap
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -56,6 +56,7 @@ class Compiled(NamedTuple):
     BIAS_STAGES: Any
     BIAS_FIRST: Any
     TURNS: Any
+    LAZY: Any
     O_IN_Q: Any
     Q_IN_REGISTERS: Any
     LOADING_REGISTERS: Any
@@ -362,7 +363,7 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, i, terms, sizes, c, WARPGROU
     BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
     BLIND: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
     s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND)
-    p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, BLIND)
+    p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, c.LAZY, BLIND)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
     wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, i + 1 < tile.count)
@@ -372,7 +373,8 @@ def attend(q, m_i, l_i, o, p, x, rings, step, tile, i, terms, sizes, c, WARPGROU
     leave(rings.v, v_slot)
     # converted after PV has read the old P: one set of registers for both, and no copies
     p = gl.convert_layout(p_next.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)
+    o = rescaled(o, alpha) if c.LAZY else o * alpha[:, None]
     return m_i, l_i, o, p
 
 
@@ -442,7 +444,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         leave(rings.k, slot)
         wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, tile.count > 1)
         s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
-        p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, True)
+        p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, c.LAZY, True)
         p = gl.convert_layout(p_first.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         step += 1
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
-from tilewise.backends.hopper.config import ROWS, Config, forward_config, padded
+from tilewise.backends.hopper.config import ROWS, Config, forward_config, most_registers, padded
 from tilewise.backends.hopper.forward_kernel import Compiled, Sizes, forward_kernel
 from tilewise.backends.hopper.mask_kernels import Masking, summary_kernel, visits_kernel
 from tilewise.backends.hopper.repair_kernel import Repair, repair_kernel
@@ -35,7 +35,7 @@ class Forward:
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
         is_matrix = c.BIAS.value == "matrix"
         chunks = -(-sizes.tiles // c.CHUNK.value)
-        at_once = multiprocessors(q.device)
+        at_once = multiprocessors(q.device) * config.programs
         self.main = Launch(
             forward_kernel,
             min(chunks, at_once) if config.persistent else chunks,
@@ -51,6 +51,7 @@ class Forward:
             ),
             (terms, sizes, c),
             num_warps=4,
+            **most_registers(config.programs, config.warpgroups + 1),
         )
         self.repair = None
         if c.HIDES.value:
@@ -145,6 +146,7 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
         BIAS_STAGES=config.bias_stages,
         BIAS_FIRST=config.bias_first,
         TURNS=config.turns,
+        LAZY=config.lazy,
         O_IN_Q=config.o_in_q,
         Q_IN_REGISTERS=config.q_in_registers,
         COMPUTING_REGISTERS=config.registers[0],

@@ -15,6 +15,7 @@ from tilewise.score import tiles
 
 key_tiles = gluon.jit(tiles.key_tiles)
 query_tiles = gluon.jit(tiles.query_tiles)
+SLACK = gl.constexpr(8.0)
 
 
 class Terms(NamedTuple):
@@ -77,9 +78,15 @@ def in_band(rows, cols, keys, terms):
 
 
 @gluon.jit
-def online_softmax(s, m_i, l_i, exponent, MAY_BE_BLIND: gl.constexpr):
-    """``(p, m, l, alpha)``; MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf."""
+def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.constexpr):
+    """``(p, m, l, alpha)``; MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
+
+    LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
+    nothing to do (as in FlashAttention-4).
+    """
     m_new = gl.maximum(m_i, gl.max(s, axis=1))
+    if LAZY:
+        m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # not where m_i is -inf
     base = m_new
     if MAY_BE_BLIND:
         base = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -87,3 +94,32 @@ def online_softmax(s, m_i, l_i, exponent, MAY_BE_BLIND: gl.constexpr):
     alpha = gl.exp2((m_i - base) * exponent)
     p = gl.exp2(s * exponent - (base * exponent)[:, None])
     return p, m_new, l_i * alpha + gl.sum(p, axis=1), alpha
+
+
+@gluon.constexpr_function
+def _rescale_asm(n):
+    """Multiplies n registers by n others unless all threads of the warp have a 0 in the last."""
+    muls = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"{{ .reg .pred p; setp.ne.s32 p, ${3 * n}, 0; @!p bra.uni DONE; {muls} DONE: }}"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
+
+
+@gluon.jit
+def rescaled(o, alpha):
+    """o · alpha, [rows, columns] · [rows]; a warp whose alpha are all 1 takes no step."""
+    # A thread has two of the rows that its warp has, here as in wgmma's results.
+    changed = gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3f800000; setp.neu.f32 q, $3, 0f3f800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; selp.b32 $1, 1, 0, p; }",
+        "=r,=r,f,f", [alpha], dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+    EACH: gl.constexpr = o.shape[1] // 2
+    a = alpha[:, None]
+    return gl.inline_asm_elementwise(
+        _rescale_asm(EACH), _rescale_constraints(EACH), [o, a, changed[:, None]], dtype=gl.float32, is_pure=False,
+        pack=EACH,
+    )  # fmt: skip
