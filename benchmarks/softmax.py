@@ -47,18 +47,15 @@ def sweep(rows: int, length: int, itemsize: int, backward: bool) -> Iterator[tup
     """The compiler takes the registers that it likes; with fewer of them more programs fit a multiprocessor."""
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     yield "chosen", softmax_config(rows, rows, length, False, itemsize, backward, processors)
-    if length == 1 << 14:
-        warps, registers = (16, None) if backward else (8, 64)
-        yield "packed", Config(True, 1, length, 1, length, warps, True, registers)
-        return
-    shared = (True, 1, 4096, length // 4096, 4096)
-    if backward:
-        yield "2 warps of 80 registers", Config(*shared, 2, True, 80)
-        return
-    yield "2 warps of 64 registers, packed", Config(*shared, 2, True, 64)
-    yield "4 warps of 40 registers, packed", Config(*shared, 4, True, 40)
-    if length == 1 << 15:
-        yield "a program a row, 64 registers, packed", Config(True, 1, length, 1, length, 16, True, 64)
+    blocks = {  # columns, warps, registers
+        False: ((8192, 2, 128), (16384, 4, 128), (8192, 4, 64), (4096, 1, 128), (4096, 2, 64), (4096, 1, 112),
+                (4096, 1, 104), (2048, 1, 64)),
+        True: ((8192, 8, 56), (4096, 4, None), (4096, 2, 88), (2048, 2, 48), (2048, 1, 88)),
+    }  # fmt: skip
+    for block, warps, registers in blocks[backward]:
+        if block <= length:
+            name = f"programs of {block}, {warps} warps of {registers or 'free'} registers, packed"
+            yield name, Config(True, 1, block, length // block, block, warps, True, registers)
 
 
 def with_config(config: Config, step: Callable[[], Tensor]) -> Callable[[], Tensor]:

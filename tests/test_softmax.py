@@ -296,8 +296,8 @@ def meta(*shape, dtype=BRAIN, **options):
         ({"x": meta(64, 4096, 64)}, "read once: 16 rows of up to 64 in each program, 2 warps", None),
         (
             {"x": meta(4096, 65536)},
+            "read once: 16 programs of 4096 elements for each row, which wait for each other's statistics, 1 warp",
             "read once: 16 programs of 4096 elements for each row, which wait for each other's statistics, 4 warps",
-            None,
         ),
         (
             {"x": meta(4096, 65536), "multiprocessors": 20},

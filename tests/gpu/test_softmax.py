@@ -20,7 +20,7 @@ def each(cases):
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, FLOAT])
-@pytest.mark.parametrize("length", [1, 3, 127, 129, 1023, 4096, 8192, 16384, 16385, 65536, 100001, 131072])
+@pytest.mark.parametrize("length", [1, 3, 127, 129, 1023, 4096, 8192, 16384, 16385, 32768, 65536, 100001, 131072])
 def test_lengths(length, dtype):
     check(Case((131, length), dtype=dtype), device="cuda")
 

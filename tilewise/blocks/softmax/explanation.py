@@ -80,8 +80,8 @@ def explain(
         like = [t if t is None else t.expand(shape) for t in (bias, mask)]
         axes = collapse(shape, dim, tuple(broadcast_strides(t) for t in (x, *like)))
         forward, backward = (
-            softmax_config(rows, axes.sizes[-1], length, axes.across, x.element_size(), which, multiprocessors)
-            for which in (False, True)
+            softmax_config(rows, axes.sizes[-1], length, axes.across, x.element_size(), which, multiprocessors, plain)
+            for which, plain in ((False, bias is None and mask is None), (True, not dbias))
         )
     return Explanation(rows, length, x.dtype, forward, backward, 2 * size + read, 3 * size + dbias)
 
@@ -89,11 +89,12 @@ def explain(
 def _words(config: Config | None) -> str:
     if config is None:
         return f"PyTorch's operators, whole rows, about {cpu.AT_ONCE} elements at a time"
+    warps = "1 warp" if config.num_warps == 1 else f"{config.num_warps} warps"
     programs = "one program" if config.parts == 1 else f"{config.parts} programs"
     if not config.on_chip:
         return f"read twice: {programs} a row, tiles of {config.rows} x {config.block}"
     if config.parts == 1:
         rows = "a row" if config.rows == 1 else f"{config.rows} rows"
-        return f"read once: {rows} of up to {config.block} in each program, {config.num_warps} warps"
+        return f"read once: {rows} of up to {config.block} in each program, {warps}"
     words = f"read once: {programs} of {config.block} elements for each row"
-    return f"{words}, which wait for each other's statistics, {config.num_warps} warps"
+    return f"{words}, which wait for each other's statistics, {warps}"

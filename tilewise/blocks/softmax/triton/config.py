@@ -3,7 +3,8 @@
 Measured on an H200 with Triton 3.6 (docs/performance.md). A program's elements stay in registers, 4 bytes each, and a
 multiprocessor needs several programs, so that one loads while another computes or stores. Rows of up to 16384 fit. A
 longer row is shared by programs of 4096 elements: the smaller a program, the sooner another takes its place while the
-rest of its row is awaited.
+rest of its row is awaited. What is on its way while a program waits decides, so that 16-bit elements stay 16 bits wide
+and threads get few registers: `PACKED`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ TILE = 16384  # elements that one program holds
 SHARED_TILE = 4096  # of a program that shares its row with others
 SMALL_TILE = 1024  # at least, where rows are short
 LOOP_TILE = 4096  # elements of a tile of the kernels that walk along rows
+
+# Of 16-bit rows with nothing but scores, by backward and length: elements of a program, warps, registers of a thread.
+PACKED = {
+    (False, 32768): (32768, 16, 64),
+    (False, 65536): (4096, 1, 128),
+    (False, 131072): (16384, 4, 128),
+    (True, 16384): (8192, 8, 56),
+    (True, 131072): (2048, 2, 48),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,14 @@ def power_of_two(n: int) -> int:
 
 
 def softmax_config(
-    rows: int, neighbours: int, length: int, across: bool, itemsize: int, backward: bool, processors: int
+    rows: int,
+    neighbours: int,
+    length: int,
+    across: bool,
+    itemsize: int,
+    backward: bool,
+    processors: int,
+    plain: bool = True,
 ) -> Config:
     """
     Args:
@@ -52,9 +69,15 @@ def softmax_config(
             sectors.
         itemsize: bytes of an element of x.
         processors: multiprocessors of the device; 0 if programs do not run side by side (Triton's interpreter).
+        plain: there is neither a bias nor a mask.
     """
     block = power_of_two(length)
     together = min(32, power_of_two(neighbours)) if across else 1
+    if plain and itemsize == 2 and together == 1 and (backward, block) in PACKED:
+        part, warps, registers = PACKED[backward, block]
+        parts = block // part
+        if parts == 1 or 2 * parts <= processors <= rows * parts:
+            return Config(True, 1, part, parts, part, warps, True, registers)
     if block * together <= TILE:
         together = max(together, min(SMALL_TILE // block, power_of_two(neighbours), 128))
         return _tile(together, block, 1, itemsize, backward)

@@ -34,10 +34,11 @@ def _prepare(
     itemsize: int,
     backward: bool,
     processors: int,
+    plain: bool = True,
 ) -> tuple[Axes, Config, bool]:
     """The axes, the tiles, and whether offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
     axes = collapse(shape, dim, tensors)
-    config = softmax_config(axes.rows, axes.sizes[-1], shape[dim], axes.across, itemsize, backward, processors)
+    config = softmax_config(axes.rows, axes.sizes[-1], shape[dim], axes.across, itemsize, backward, processors, plain)
     wide = any((shape[dim] + config.block) * col >= 2**31 for col in axes.cols)
     return axes, config, wide
 
@@ -80,7 +81,8 @@ def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, d
     p = torch.empty_like(x)
     layouts = tuple(broadcast_strides(t) for t in (x, bias, mask, p))
     with torch.cuda.device_of(x):
-        axes, config, wide = _prepare(tuple(x.shape), dim, layouts, x.itemsize, False, _processors(x))
+        plain = bias is None and mask is None
+        axes, config, wide = _prepare(tuple(x.shape), dim, layouts, x.itemsize, False, _processors(x), plain)
         c = _compiled(axes, config, wide, BIAS=bias is not None, MASK=mask is not None)
         reads = _strided(x, axes, 0), _strided(bias, axes, 1), _strided(mask, axes, 2)
         p_rows, slots = _strided(p, axes, 3), _slots(x, axes, config)
@@ -108,7 +110,8 @@ def backward(
         dbias = None if summed else torch.empty(shape, dtype=bias.dtype, device=p.device)
     layouts = tuple(broadcast_strides(t) for t in (p, dp, dx, dbias))
     with torch.cuda.device_of(p):
-        axes, config, wide = _prepare(shape, dim, layouts, p.itemsize, True, _processors(p))
+        plain = bias is None or not needs.bias
+        axes, config, wide = _prepare(shape, dim, layouts, p.itemsize, True, _processors(p), plain)
         c = _compiled(axes, config, wide, DX=dx is not None, DBIAS=dbias is not None, DELTA=summed)
         delta = torch.empty(axes.rows, dtype=torch.float32, device=p.device) if summed else None
         reads = _strided(dp, axes, 1), _strided(p, axes, 0)
