@@ -99,7 +99,6 @@ def cases() -> Iterator[tuple[str, float, float | None, Step, Step]]:
         theirs = lambda x=x, y=y: (x @ y,)  # noqa: E731
         yield name, flops, None, lambda x=x, y=y: (matmul(x, y),), theirs
         for words, changes in (
-            ("apart in K", {"apart": True}),
             ("256 × 128 tiles", {"rows": 128, "block_n": 128, "store_buffers": 1}),
             ("neighbours share A", {"group_m": 1}),
         ):

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tilewise import matmul
 from tilewise.blocks.matmul import problem
+from tilewise.blocks.matmul import run as running
 from tilewise.blocks.matmul.config import HopperConfig
 from tilewise.blocks.matmul.explanation import explain
 from tilewise.blocks.matmul.plan import choose
@@ -369,3 +370,25 @@ def test_explain():
             explain(*arguments)
     with pytest.raises(ValueError, match=r"^device: must be"):
         explain(a, b, device="gpu")
+
+
+def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
+    """And one that is not quite like it is."""
+    a, b, c = torch.randn(4, 5), torch.randn(5, 6), torch.randn(4, 6)
+    filled = lambda a, b, c, y: y.fill_(7.0)  # noqa: E731
+    monkeypatch.setattr(running, "_launches", {})
+    monkeypatch.setattr(running, "_prepare", lambda a, b, *rest: ((a.shape[0], b.shape[1]), filled))
+    matmul(a, b, c=c, backend="triton")
+    with monkeypatch.context() as patch:
+        patch.setattr("tilewise.blocks.matmul.api.check_arguments", None)
+        assert (matmul(a + 1, b, c=c, backend="triton") == 7.0).all()
+        for x in (a, b, c):
+            x.requires_grad_()
+        assert matmul(a, b, c=c, backend="triton").requires_grad
+    for arguments, error, message in (
+        ({"alpha": True}, TypeError, "alpha: "), ({"backend": "triton or auto"}, ValueError, "backend: "),
+        ({"beta": 0.0, "c": c.detach()[:, :2]}, ValueError, "c: "), ({"b": b.detach()[:3]}, ValueError, "b: "),
+        ({"a": None}, TypeError, "a: "), ({"c": c.detach().long()}, TypeError, "c: "),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{message}"):
+            matmul(**{"a": a, "b": b, "c": c, "backend": "triton", **arguments})

@@ -18,8 +18,7 @@ DESIGNED = 2 * 4 * 2
 # Triton, case, changes to its configuration.
 HOPPER = [
     ("installed", replace(USUAL, c="mn"), {}),
-    ("3.6.0", USUAL, {}),
-    ("3.6.0", USUAL, {"apart": True}),
+    ("3.6.0", replace(USUAL, c="mn"), {"turns": True}),
     ("3.6.0", replace(USUAL, a_layout="transposed", b_layout="transposed", c="n"), {}),
     ("3.6.0", replace(USUAL, c="mn"), {}),
     ("3.6.0", replace(USUAL, c="mn", alpha=0.125), {}),

@@ -102,8 +102,17 @@ def matmul_op(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str, summed: list[int] | None = None
 ) -> Tensor:
     """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
-    args = (a, b, c, alpha, beta, summed or [], backend)
     if is_eager(a, b, c):
-        return _EagerMatmul.apply(*args)
+        return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
     refuse_tangents("tilewise.matmul", a, b, c)
-    return torch.ops.tilewise.matmul(*args)
+    return torch.ops.tilewise.matmul(a, b, c, alpha, beta, summed or [], backend)
+
+
+def eager_matmul(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: list[int], backend: str
+) -> Tensor:
+    """The same where `is_eager` has said yes."""
+    wanted = a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
+    if wanted and torch.is_grad_enabled():
+        return _EagerMatmul.apply(a, b, c, alpha, beta, summed, backend)
+    return run(a, b, c, alpha, beta, tuple(summed), backend)

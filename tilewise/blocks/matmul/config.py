@@ -59,8 +59,6 @@ class HopperConfig:
         store_buffers: of as many columns, for each warpgroup.
         turns: warpgroups store in turns, so that one multiplies while the other stores.
         group_m: tiles in a column of those that run together.
-        apart: programs begin at different depths of K, so that not all ask for the same lines of the smaller operand
-            at once; those that share the larger one stay together.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
 
@@ -72,7 +70,6 @@ class HopperConfig:
     store_buffers: int = 2
     turns: bool = True
     group_m: int = 8
-    apart: bool = False
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self) -> None:

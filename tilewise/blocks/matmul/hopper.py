@@ -40,7 +40,7 @@ def prepare(
     tiles = m_tiles * n_tiles * kept0 * kept1
     compiled = Compiled(
         ROWS=k.rows, BLOCK_N=k.block_n, BLOCK_K=k.block_k, STAGES=k.stages, STORE_COLS=k.store_cols,
-        STORE_BUFFERS=k.store_buffers, TURNS=k.turns, GROUP_M=k.group_m, APART=k.apart,
+        STORE_BUFFERS=k.store_buffers, TURNS=k.turns, GROUP_M=k.group_m,
         COMPUTING_REGISTERS=k.registers[0], LOADING_REGISTERS=k.registers[1], A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows,
         C=spread_of_c, C_FIRST=first,
     )  # fmt: skip

@@ -68,7 +68,6 @@ class Compiled(NamedTuple):
     STORE_BUFFERS: Any
     TURNS: Any
     GROUP_M: Any
-    APART: Any
     COMPUTING_REGISTERS: Any
     LOADING_REGISTERS: Any
     A_BY_ROWS: Any  # A lies row by row, or column by column
@@ -131,18 +130,6 @@ def work_count(sizes):
 
 
 @gluon.jit
-def first_step(tile, sizes, k):
-    """Where in K a tile begins: with the others that share its part of the larger operand."""
-    begin = 0
-    if k.APART:
-        if sizes.m_tiles * WARPGROUPS * k.ROWS >= sizes.n_tiles * k.BLOCK_N:
-            begin = tile.m0 // (WARPGROUPS * k.ROWS) * sizes.k_tiles // sizes.m_tiles
-        else:
-            begin = tile.n0 // k.BLOCK_N * sizes.k_tiles // sizes.n_tiles
-    return begin
-
-
-@gluon.jit
 def load(x, rings, sizes, spread, k):
     """The role of one warp: C of each tile, once the warpgroups have read the one before, and its steps of A and B."""
     BYTES: gl.constexpr = WARPGROUPS * x.a.block_type.nbytes + x.b.block_type.nbytes
@@ -158,8 +145,6 @@ def load(x, rings, sizes, spread, k):
             for i in range(sizes.k_tiles):
                 slot = step % k.STAGES
                 k0 = i * k.BLOCK_K
-                if k.APART:
-                    k0 = (i + first_step(tile, sizes, k)) % sizes.k_tiles * k.BLOCK_K
                 full = rings.full.index(slot)
                 mbarrier.wait(rings.empty.index(slot), ((step // k.STAGES) & 1) ^ 1)
                 mbarrier.expect(full, BYTES)
