@@ -17,11 +17,13 @@ def forced_splits(splits: int) -> Iterator[None]:
     chosen = launch.splits
     launch.splits = lambda problem, config: splits if problem.few_queries else 1
     autograd._forwards.clear()
+    autograd._usual_calls.clear()
     try:
         yield
     finally:
         launch.splits = chosen
         autograd._forwards.clear()
+        autograd._usual_calls.clear()
 
 
 def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float]:

@@ -512,6 +512,61 @@ def test_backends_get_numbers_not_their_negatives(monkeypatch):
         assert torch.equal(x, y)
 
 
+# --- a call like an earlier one ---
+
+
+def test_a_usual_call_is_not_read_again(monkeypatch):
+    """Equal layouts and other arguments: what the first call was read as holds, for other numbers and for gradients."""
+    q, k, v = (x.detach() for x in tensors())
+    bias = torch.randn(1, 1, q.shape[2], k.shape[2])
+    attention(q, k, v, bias=bias, causal=True)
+    others = [torch.randn_like(x) for x in (q, k, v, bias)]
+    wanted = attention(*others[:3], bias=others[3], causal=True, scale=q.shape[-1] ** -0.5)
+    monkeypatch.setattr(autograd, "_forward_of", None)
+    assert torch.equal(attention(*others[:3], bias=others[3], causal=True), wanted)
+    o, _ = attention(*(x.requires_grad_() for x in others[:3]), bias=others[3], causal=True, return_lse=True)
+    assert torch.equal(o, wanted)
+    assert all(x.any() for x in torch.autograd.grad(o.sum(), others[:3]))
+    for unusual in (
+        {"causal": False},
+        {"deterministic": True},
+        {"backend": "cpu"},
+        {"bias": bias[0]},
+        {"softcap": 1.0},
+    ):
+        with pytest.raises(TypeError, match="NoneType"):
+            attention(q, k, v, **{"bias": bias, "causal": True, **unusual})
+
+
+def test_errors_after_a_usual_call():
+    q, k, v = (x.detach() for x in tensors())
+    for _ in range(2):
+        attention(q, k, v, causal=True)
+    for arguments, error, message in (
+        ({"causal": 1}, TypeError, "causal: "), ({"deterministic": 0}, TypeError, "deterministic: "),
+        ({"backend": "fast"}, ValueError, "backend: "), ({"backend": []}, (TypeError, ValueError), ""),
+        ({"dropout_p": 0.5}, NotImplementedError, "dropout_p: "), ({"window": (-1, 0)}, ValueError, "window: "),
+        ({"q": None}, TypeError, "q: "), ({"k": k.to_sparse()}, TypeError, "k: "),
+        ({"v": v.double()}, TypeError, "v: "),
+        ({"bias": torch.zeros(1, 1, 1, 2)}, ValueError, "bias: "), ({"return_lse": 1}, TypeError, "return_lse: "),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{message}"):
+            attention(**{"q": q, "k": k, "v": v, "causal": True, **arguments})
+
+
+def test_a_usual_call_follows_the_determinism_that_is_asked_for():
+    q, k, v = (x.detach() for x in tensors())
+    attention(q, k, v)
+    before = set(autograd._usual_calls)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (added,) = set(autograd._usual_calls) - before
+    assert added[-1] == (False, True, None)
+
+
 # --- nothing to compute ---
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from tilewise.autograd import attention_op
+from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
 from tilewise.plan import check_backend
 from tilewise.problem import check_dense, check_flag, check_numbers
@@ -91,13 +91,26 @@ def attention(
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; docs/maths.md derives every formula.
     """
+    if return_lse is not True and return_lse is not False:
+        check_flag("return_lse", return_lse)
+    arguments = None
+    if (
+        window is None and scale is None and softcap is None and type(dropout_p) is float and dropout_p == 0.0
+        and (causal is False or causal is True) and (deterministic is None or type(deterministic) is bool)
+        and (backend is None or type(backend) is str) and not torch.compiler.is_compiling()
+    ):  # fmt: skip
+        ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        arguments = (causal, ordered, backend)
+        found = usual_call(Inputs(q, k, v, bias, mask), arguments, return_lse)
+        if found is not None:
+            return found if return_lse else found[0]  # type: ignore[return-value]
     call = read_call(
         q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    if return_lse is not True and return_lse is not False:
-        check_flag("return_lse", return_lse)
     o, lse = attention_op(*call, return_lse=return_lse)
+    if arguments is not None:
+        remember_call(Inputs(q, k, v, bias, mask), arguments, *call[1:])
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
