@@ -25,7 +25,7 @@ CAPABILITIES = [None, (8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (13, 0)]
 
 
 def count(problem):
-    return splits(problem, forward_config(problem, bias_tma=True))
+    return splits(problem, forward_config(problem, bias_tma=True, tma=True))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 16), (1, 32768), (16, 256), (64, 1024)])

@@ -30,6 +30,7 @@ TERMS = {
     "bias of keys": {"bias": "b11n"},
     "softcap, window": {"softcap": 20.0, "window": (512, 0)},
     "deterministic, shared bias": {"deterministic": True, "bias": "1hmn"},
+    "shared bias, mask": {"bias": "1hmn", "mask": "b1mn"},
     "by pointers, causal, shared bias": {"causal": True, "bias": "1hmn", "layout": "sliced"},
 }
 # (triton, target) -> head dimension -> terms. Few of each, for a compiler takes seconds a kernel: what training uses
@@ -39,6 +40,7 @@ GRID = {
     ("3.6.0", 90): {
         64: ["softcap, window", "bias of keys"],
         128: ["dense", "shared bias", "by pointers, causal, shared bias"],
+        256: ["shared bias, mask"],
     },
     ("installed", 80): {64: ["shared bias"], 128: ["causal"]},
     ("installed", 100): {128: ["causal"], 256: ["shared bias"]},
@@ -61,6 +63,7 @@ SPILLS: dict[tuple[str, int, int, str], dict[str, int]] = {
     ("3.6.0", 90, 128, "shared bias"): {"backward_kernel": 216},
     ("3.6.0", 90, 64, "bias of keys"): {"backward_kernel": 12},
     ("3.6.0", 90, 128, "by pointers, causal, shared bias"): {"forward_kernel": 288, "backward_kernel": 380},
+    ("3.6.0", 90, 256, "shared bias, mask"): {"forward_kernel": 104, "backward_kernel": 384},
     ("3.6.0", 120, 128, "causal"): {"forward_kernel": 84, "backward_kernel": 488},
     ("installed", 80, 64, "shared bias"): {"backward_kernel": 4},
     ("installed", 100, 256, "shared bias"): {"forward_kernel": 284},
@@ -136,6 +139,9 @@ NARROW = [
     ("installed", replace(USUAL, D=32, Dv=8, causal=True)),
     ("installed", replace(USUAL, D=8, Dv=64, bias="b11n")),
     ("3.6.0", replace(DECODE, D=72, Dv=8, M=23, bias="b11n")),
+    # by pointers: neighbouring rows, and rows that no pipeline takes
+    ("3.6.0", replace(USUAL, D=1, Dv=24, M=239, N=432, dtype=torch.float16, bias="b11n", causal=True)),
+    ("3.6.0", replace(USUAL, D=32, Dv=8, layout="sliced")),
     ("installed", replace(DECODE, D=128, Dv=8, M=23, mask="b1mn")),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers.py, when pytest is given this folder alone
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_context_for_autograd() -> None:
+    """PyTorch warns where a product is the first thing that autograd's thread does on the device."""
+    x = torch.ones(2, 2, device="cuda", requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.autograd.grad((x @ x).sum(), x)
 
 
 @pytest.fixture(autouse=True)

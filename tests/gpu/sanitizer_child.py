@@ -35,3 +35,4 @@ if __name__ == "__main__":
             differentiate(case, tensors(case, "cuda"), lambda x, case=case, backend=backend: call(case, backend, x))
         torch.cuda.synchronize()
         print(backend, case, flush=True)
+    print("  done", flush=True)

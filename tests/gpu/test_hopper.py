@@ -51,7 +51,7 @@ def test_what_is_not_finite_and_visible_shows(terms, value):
 def test_maxima_that_grow(terms):
     """From tile to tile, which are walked from the last key, in each row by another factor: O is rescaled in some rows
     of a warp and not in others, and where the maximum grows by little it is not at all."""
-    case = replace(USUAL, N=1500, M=500, **terms)
+    case = replace(USUAL, N=1504, M=500, **terms)
     x = tensors(case, "cuda")
     x.k.mul_(torch.linspace(8, 0.1, case.N, device="cuda")[:, None])
     x.q.mul_(torch.rand(case.M, 1, device="cuda"))

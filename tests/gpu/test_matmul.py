@@ -118,7 +118,7 @@ def test_factors_of_zero(case):
 @pytest.mark.parametrize(
     ("c", "changes"),
     [
-        (None, {}), (None, {"apart": True}), (None, {"rows": 128, "block_n": 128, "store_buffers": 1}), ("mn", {}),
+        (None, {}), (None, {"rows": 128, "block_n": 128, "store_buffers": 1}), ("mn", {}),
         ("mn", {"turns": True}),
     ],
     ids=str,

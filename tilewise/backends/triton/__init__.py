@@ -36,7 +36,7 @@ def declines(problem: Problem) -> str | None:
 def tiles(problem: Problem) -> str:
     from tilewise.backends.triton.config import forward_config, splits
 
-    c = forward_config(problem, bias_tma=True)
+    c = forward_config(problem, bias_tma=True, tma=True)
     rows = f"{c.block_m} queries"
     if c.packed and problem.group > 1:
         rows = f"{c.block_m} queries of the {problem.group} heads that share keys"

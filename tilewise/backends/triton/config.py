@@ -62,14 +62,16 @@ def second_walk_stages(problem: Problem, tma: bool) -> int:
 
     ptxas 12.8 confuses descriptors of Hopper's products that have one address and different swizzles
     (tests/descriptor_lint.py), as those of k and v would where both take turns in one piece of shared memory. Tiles in
-    a pipeline have shared memory of their own, hence two stages. Rows by pointers may be such that no pipeline takes
-    them: their tiles are wide and long enough for the same swizzle in either order of rows and columns.
+    a pipeline have shared memory of their own, hence two stages where their swizzles differ. Rows by pointers may be
+    such that no pipeline takes them: their tiles are wide and long enough for the same swizzle in either order of rows
+    and columns.
     """
-    return 2 if _hopper(problem) and tma else 1
+    swizzles = {min(128, width * problem.dtype.itemsize) for width in widths(problem, tma)}
+    return 2 if _hopper(problem) and tma and len(swizzles) > 1 else 1
 
 
-def forward_config(problem: Problem, bias_tma: bool) -> Config:
-    """The forward's tiles. bias_tma: a bias tile comes by TMA; the pointers to one take registers."""
+def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
+    """The forward's tiles. bias_tma: a bias tile comes by TMA; tma: q, k and v do. Pointers to a tile take registers."""
     if problem.few_queries:
         return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
@@ -81,6 +83,8 @@ def forward_config(problem: Problem, bias_tma: bool) -> Config:
         return Config(64, 32, 8, 2) if d <= 128 else Config(64, 16, 4, 1)
     bias_tile = _bias_tile(problem)
     if d <= 64:
+        if _hopper(problem) and not tma:  # tiles that `widths` made wider
+            return Config(64, 64, 8, 3)
         if bias_tile:
             return Config(128, 64, 4 if bias_tma else 8, 3)
         return Config(64, 128, 4, 3) if every_pair_alike(problem) else Config(64, 64, 4, 3)

@@ -77,7 +77,7 @@ class Forward:
 
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask = inputs
-        config = forward_config(problem, bias is not None and _uses_tma(problem, bias))
+        config = forward_config(problem, bias is not None and _uses_tma(problem, bias), _uses_tma(problem, q, k, v))
         tma = _uses_tma(problem, k, v) if config.packed else _uses_tma(problem, q, k, v)
         parts = splits(problem, config)
         c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1)

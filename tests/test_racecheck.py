@@ -1,0 +1,36 @@
+"""racecheck.py, on reports as compute-sanitizer writes them."""
+
+from __future__ import annotations
+
+import pytest
+from racecheck import KERNELS, hazards
+
+REPORT = """========= COMPUTE-SANITIZER
+  hopper B1, Hkv 2, N131, D64, bfloat16, padded
+========= Error: Race reported between Read access at backward_kernel+0x110 in backward_kernel.py:{begin}
+=========     and Write access at backward_kernel+0x10d0 in backward_kernel.py:{begin} [6 hazards]
+=========     and Write access at backward_kernel+0x5c40 in backward_kernel.py:{roles} [11 hazards]
+=========
+========= Error: Race reported between Read access at forward_kernel+0x210 in forward_kernel.py:{read}
+=========     and Write access at forward_kernel+0xb7d0 in forward_kernel.py:{other} [5 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+
+
+def line(file, text):
+    lines = (KERNELS / "backends" / "hopper" / file).read_text(encoding="utf-8").splitlines()
+    return next(n for n, found in enumerate(lines, 1) if text in found)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_hazards_of_our_own_show(ours):
+    file, name = "forward_kernel.py", "def forward_kernel("
+    report = REPORT.format(
+        begin=line("backward_kernel.py", "def backward_kernel(") - 1,
+        roles=line("backward_kernel.py", "gl.warp_specialize("),
+        read=line(file, name),
+        other=line(file, "def compute(") if ours else line(file, "gl.warp_specialize("),
+    )
+    assert ["forward_kernel" in race for race in hazards(report)] == [True] * ours
+    assert not hazards("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
