@@ -271,11 +271,12 @@ def origin(device: torch.device, commit: str = "") -> dict[str, Any]:
     """What numbers have to stand beside: `Results`' commit, changed_files, date, device and versions.
 
     Args:
-        commit: the commit that is measured, where there is no git.
+        commit: the commit that is measured, where git does not know: of a copy, whose files are then those of the
+            commit.
     """
     return {
         "commit": commit or _git("rev-parse", "HEAD"),
-        "changed_files": _git("status", "--short").splitlines(),
+        "changed_files": [] if commit else _git("status", "--short").splitlines(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": describe_device(device),
         "versions": versions(),

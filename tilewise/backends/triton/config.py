@@ -71,7 +71,7 @@ def second_walk_stages(problem: Problem, tma: bool) -> int:
 
 
 def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
-    """The forward's tiles. bias_tma: a bias tile comes by TMA; tma: q, k and v do. Pointers to a tile take registers."""
+    """The tiles. bias_tma: a bias tile comes by TMA; tma: q, k and v do. Pointers to a tile take registers."""
     if problem.few_queries:
         return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
