@@ -64,7 +64,7 @@ def second_walk_stages(problem: Problem, tma: bool) -> int:
     (tests/descriptor_lint.py), as those of k and v would where both take turns in one piece of shared memory. Tiles in
     a pipeline have shared memory of their own, hence two stages where their swizzles differ. Rows by pointers may be
     such that no pipeline takes them: their tiles are wide and long enough for the same swizzle in either order of rows
-    and columns.
+    and columns (but for tiles of 32 keys beside a bias by pointers, in which the lint finds no fault either).
     """
     swizzles = {min(128, width * problem.dtype.itemsize) for width in widths(problem, tma)}
     return 2 if _hopper(problem) and tma and len(swizzles) > 1 else 1
