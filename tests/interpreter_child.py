@@ -38,7 +38,7 @@ def _hurry() -> None:
 def _watch_overflow(on: bool) -> None:
     from triton.runtime import interpreter
 
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=on)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=on, sanitize_overflow=on)
 
 
 def check_integers(case: Case, backend: str) -> None:
@@ -48,6 +48,24 @@ def check_integers(case: Case, backend: str) -> None:
         check(case, backend)
     finally:
         _watch_overflow(False)
+
+
+def largest_plus(n: int) -> int:
+    """2³¹ - 1 + n in 32 bits, by a kernel, where integers that overflow are an error."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, n):
+        tl.store(x, tl.load(x) + n)
+
+    x = torch.tensor([2**31 - 1], dtype=torch.int32)
+    _watch_overflow(True)
+    try:
+        kernel[(1,)](x, n)
+    finally:
+        _watch_overflow(False)
+    return int(x)
 
 
 def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple[Results, Results, Tensor]:

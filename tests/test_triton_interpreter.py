@@ -66,6 +66,12 @@ def test_integers_stay_in_range(interpreter, case):
     interpreter(interpreter_child.check_integers, case, "triton")
 
 
+def test_integers_out_of_range_are_found(interpreter):
+    assert interpreter(interpreter_child.largest_plus, -1) == 2**31 - 2
+    with pytest.raises(Exception, match="int32 overflow detected"):
+        interpreter(interpreter_child.largest_plus, 1)
+
+
 DIMENSIONS = [
     (1, 1), (3, 5), (8, 8), (16, 24), (24, 16), (40, 40), (64, 64), (40, 96), (96, 40), (96, 96), (128, 128),
     (64, 256), (256, 64), (160, 192), (256, 256), (8, 256),
