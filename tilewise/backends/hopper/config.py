@@ -78,10 +78,8 @@ def forward_config(problem: Problem) -> Config:
     # computes while the other waits for its bias.
     small = d == 32 and bias > 0 and problem.mask is None and not capped
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
-    # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each, and where a
-    # band leaves most of them whole, because 192 queries have more tiles that it cuts than 128.
+    # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and problem.bias is None and problem.mask is None and not capped
-    three &= not (band and d == 64 and problem.keys <= 4096)
     return Config(
         block_n=block_n,
         warpgroups=3 if three else 2,
