@@ -13,6 +13,7 @@ REPORT = """========= COMPUTE-SANITIZER
 =========
 ========= Error: Race reported between Read access at forward_kernel+0x210 in forward_kernel.py:{read}
 =========     and Write access at forward_kernel+0xb7d0 in forward_kernel.py:{other} [5 hazards]
+=========     and Write access at forward_kernel+0x139d0 in forward_kernel.py:{choice} [7 hazards]
 =========
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
@@ -30,7 +31,16 @@ def test_hazards_of_our_own_show(ours):
         begin=line("backward_kernel.py", "def backward_kernel(") - 1,
         roles=line("backward_kernel.py", "gl.warp_specialize("),
         read=line(file, name),
+        choice=line(file, 'if c.WARPGROUPS == 2 and c.BIAS != "matrix":'),
         other=line(file, "def compute(") if ours else line(file, "gl.warp_specialize("),
     )
     assert ["forward_kernel" in race for race in hazards(report)] == [True] * ours
-    assert not hazards("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+
+
+def test_what_cannot_be_read_is_a_hazard():
+    clean = "========= RACECHECK SUMMARY: {} hazards displayed (0 errors, 0 warnings)"
+    assert not hazards(clean.format(0))
+    assert hazards(clean.format(1))  # of another kind
+    assert hazards("the program ended early")
+    nowhere = "========= Error: Race reported between Read access at kernel\n========= and Write access at 0x10\n"
+    assert hazards(nowhere + clean.format(1))

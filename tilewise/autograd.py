@@ -36,6 +36,10 @@ _library.define(
 )
 
 
+def _terms(score: Score, deterministic: bool, backend: str) -> tuple:
+    return score.band.lo, score.band.hi, score.scale, score.softcap, deterministic, backend
+
+
 def _problem(inputs: Inputs, terms: tuple, **more: Any) -> Problem:
     lo, hi, scale, softcap, deterministic, _ = terms
     score = Score(scale, softcap, Band(lo, hi))
@@ -356,8 +360,7 @@ def attention_op(
 
     Without ``return_lse`` nobody looks at the lse, and its place may hold anything.
     """
-    band = score.band
-    terms = (band.lo, band.hi, score.scale, score.softcap, deterministic, backend)
+    terms = _terms(score, deterministic, backend)
     if not _is_eager(inputs):
         return _watched(inputs, terms)
     return _run(inputs, terms, _forward_of(inputs, terms), return_lse)
@@ -385,8 +388,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
 def remember_call(inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str) -> None:
     """After a call that went well, with what it was read as; see `usual_call`."""
     if _is_usual(inputs):
-        band = score.band
-        terms = (band.lo, band.hi, score.scale, score.softcap, deterministic, backend)
+        terms = _terms(score, deterministic, backend)
         _keep(_usual_calls, _usual_key(inputs, arguments), (terms, _forward_of(inputs, terms)))
 
 

@@ -24,13 +24,13 @@ def run(
     """``alpha * (a @ b summed over the batch axes in summed) + beta * c``."""
     if beta == 0.0:
         c = None
+    if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
+        return _without_product(a, b, c, beta, summed)
+    if a.is_cpu and backend.split()[0] in ("auto", "cpu"):
+        return cpu.matmul(a, b, c, alpha, beta, summed)
     key = _key(a, b, c, alpha, beta, summed, backend)
     known = _launches.get(key)
     if known is None:
-        if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
-            return _without_product(a, b, c, beta, summed)
-        if a.device.type == "cpu" and backend.split()[0] in ("auto", "cpu"):
-            return cpu.matmul(a, b, c, alpha, beta, summed)
         if len(_launches) >= 4096:
             _launches.clear()
         known = _launches[key] = _prepare(a, b, c, alpha, beta, summed, backend)
@@ -57,13 +57,12 @@ def _key(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
 ) -> tuple:
     """All that a Product and its launch read of a call."""
-    dtype = a.dtype
     # in one expression: each call of a function costs as much as reading a tensor
     return (
-        a.shape, a.stride(), dtype, a.device, a.data_ptr() % 16 == 0,
+        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16 == 0,
         b.shape, b.stride(), b.dtype, b.device, b.data_ptr() % 16 == 0,
         None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() % 16 == 0),
-        alpha, beta, summed, backend, float32_precision(dtype) if dtype == torch.float32 else None,
+        alpha, beta, summed, backend, float32_precision(a.dtype),
     )  # fmt: skip
 
 

@@ -73,21 +73,25 @@ def softmax_config(
     """
     block = power_of_two(length)
     together = min(32, power_of_two(neighbours)) if across else 1
-    if plain and itemsize == 2 and together == 1 and (backward, block) in PACKED:
+
+    def run_together(parts: int) -> bool:
+        """Programs that wait for each other must run at the same time, whatever else the device is doing: half of them
+        fit if each has a multiprocessor of its own. They start in the order of their numbers."""
+        return together == 1 and (parts == 1 or 2 * parts <= processors <= rows * parts)
+
+    if plain and itemsize == 2 and (backward, block) in PACKED:
         part, warps, registers = PACKED[backward, block]
         parts = block // part
-        if parts == 1 or 2 * parts <= processors <= rows * parts:
+        if run_together(parts):
             return Config(True, 1, part, parts, part, warps, True, registers)
     if block * together <= TILE:
         together = max(together, min(SMALL_TILE // block, power_of_two(neighbours), 128))
         return _tile(together, block, 1, itemsize, backward)
     # The one case in which smaller programs were faster: 4.07 TB/s against 3.99 with rows of 128k.
     shared = SHARED_TILE // 2 if itemsize == 4 and not backward and length > 65536 else SHARED_TILE
-    # Programs that wait for each other must run at the same time, whatever else the device is doing: half of them fit
-    # if each has a multiprocessor of its own. They start in the order of their numbers.
     for part in (shared, SHARED_TILE):
         parts = block // part
-        if together == 1 and 2 * parts <= processors <= rows * parts:
+        if run_together(parts):
             return _tile(1, part, parts, itemsize, backward)
     block = min(block, max(LOOP_TILE // together, 16))
     splits = power_of_two(max(4 * processors * together // rows, 1))

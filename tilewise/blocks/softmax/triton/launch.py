@@ -34,7 +34,7 @@ def _prepare(
     itemsize: int,
     backward: bool,
     processors: int,
-    plain: bool = True,
+    plain: bool,
 ) -> tuple[Axes, Config, bool]:
     """The axes, the tiles, and whether offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
     axes = collapse(shape, dim, tensors)
