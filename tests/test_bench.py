@@ -575,3 +575,12 @@ def test_without_typer_the_run_is_the_same(two_cases, monkeypatch, capsys, tmp_p
         with pytest.raises(SystemExit) as stop:
             plain.main()
         assert stop.value.code == 2
+
+
+def test_files_of_a_commit_that_is_given_are_not_looked_for(monkeypatch):
+    """Of a copy git says what another folder's files are, or nothing."""
+    monkeypatch.setattr(run, "_git", lambda *words: f"{words[0]}: M a file")
+    device = torch.device("cpu")
+    given = run.origin(device, "abc")
+    assert (given["commit"], given["changed_files"]) == ("abc", [])
+    assert run.origin(device)["changed_files"] == ["status: M a file"]

@@ -141,7 +141,8 @@ NARROW = [
     ("3.6.0", replace(DECODE, D=72, Dv=8, M=23, bias="b11n")),
     # by pointers: neighbouring rows, and rows that no pipeline takes
     ("3.6.0", replace(USUAL, D=1, Dv=24, M=239, N=432, dtype=torch.float16, bias="b11n", causal=True)),
-    ("3.6.0", replace(USUAL, D=32, Dv=8, layout="sliced")),
+    ("3.6.0", replace(USUAL, D=128, Dv=32, layout="sliced")),
+    ("installed", replace(USUAL, D=256, Dv=16, layout="sliced", bias="b11n")),
     ("installed", replace(DECODE, D=128, Dv=8, M=23, mask="b1mn")),
 ]
 
