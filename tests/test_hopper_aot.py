@@ -17,20 +17,22 @@ from helpers import Case
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 USUAL = Case(B=4, H=16, M=4096, N=4096, D=128, dtype=torch.bfloat16)
-# Triton, case, wgmma in the forward kernel. A product of Q and K takes D/16 of them, one of P and V block_n/16; each of
-# two warpgroups, of three at 64 dimensions without a bias, has one of either outside its loop and one of either in it.
+# Triton, case, wgmma in the forward kernel, bytes that may spill. A product of Q and K takes D/16 of them, one of P and
+# V block_n/16; each of two warpgroups, three at up to 64 dimensions without a bias or a short band, has one of either
+# outside its loop and one of either in it.
 DESIGNED = [
-    ("installed", USUAL, 2 * (8 + 8) * 2),
-    ("3.6.0", replace(USUAL, causal=True), 2 * (8 + 8) * 2),
-    ("3.6.0", replace(USUAL, bias="1hmn"), 2 * (8 + 8) * 2),
-    ("3.6.0", replace(USUAL, D=64, bias="bhmn", causal=True), 2 * (4 + 8) * 2),
-    ("3.6.0", replace(USUAL, D=64, window=(300, 20)), 3 * (4 + 8) * 2),
-    ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2),
-    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2),
-    ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2),
-    # two programs on a multiprocessor, tiles of 64 keys
-    ("3.6.0", replace(USUAL, D=32, bias="1hmn", causal=True), 2 * (2 + 4) * 2),
-    ("installed", replace(USUAL, D=32, bias="bhmn", bias_dtype=torch.float32), 2 * (2 + 4) * 2),
+    ("installed", USUAL, 2 * (8 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, causal=True), 2 * (8 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, bias="1hmn"), 2 * (8 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, D=64, bias="bhmn", causal=True), 2 * (4 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, D=64, window=(300, 20)), 2 * (4 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, D=64, M=16384, N=16384, causal=True), 3 * (4 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2, 0),
+    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2, 0),
+    # two programs on a multiprocessor, tiles of 64 keys; what spills is a number of the whole walk, outside its loops
+    ("3.6.0", replace(USUAL, D=32, bias="1hmn", causal=True), 2 * (2 + 4) * 2, 4),
+    ("installed", replace(USUAL, D=32, bias="bhmn", bias_dtype=torch.float32), 2 * (2 + 4) * 2, 0),
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
@@ -56,9 +58,10 @@ BACKWARDS = [
 
 
 @pytest.mark.parametrize(
-    ("triton", "case", "designed"), [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in DESIGNED]
+    ("triton", "case", "designed", "spilled"),
+    [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in DESIGNED],
 )
-def test_compiled_kernels(compilers, triton, case, designed):
+def test_compiled_kernels(compilers, triton, case, designed, spilled):
     codes = compilers.run(compile_hopper_case, triton, 90, case)
     hides = case.bias or case.causal or case.window or case.mask
     names = [*(["summary_kernel", "visits_kernel"] if case.mask else []), "forward_kernel"]
@@ -66,7 +69,7 @@ def test_compiled_kernels(compilers, triton, case, designed):
     for kernel, wgmma, hazards in codes:
         print(kernel)
         assert kernel.shared <= kernel.shared_limit
-        assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert kernel.spill_stores <= spilled, f"{kernel.name} spills {kernel.spill_stores} bytes"
         assert not kernel.warnings
         assert not hazards
         assert kernel.name != "forward_kernel" or wgmma == designed

@@ -78,8 +78,11 @@ def tiles(problem: Problem) -> str:
     from tilewise.backends.hopper.config import forward_config
 
     c = forward_config(problem)
-    grid = "persistent programs" if c.persistent else "a program for each tile of queries"
-    return f"{c.block_m} queries x {c.block_n} keys, {c.warpgroups} warpgroups, {c.stages} stages, {grid}"
+    order = "as they are done" if c.dynamic else "in a fixed order"
+    return (
+        f"{c.block_m} queries x {c.block_n} keys, {c.warpgroups} warpgroups, {c.stages} stages, "
+        f"persistent programs that take tiles {order}"
+    )
 
 
 def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:

@@ -22,13 +22,13 @@ class Config:
     Attributes:
         block_n: keys of a tile.
         warpgroups: that compute, `ROWS` queries each; one more warp loads Q, K and V, one for each loads its bias.
+        q_stages: tiles in the ring of Q.
         stages: tiles in the rings of K and V.
         bias_stages: tiles in the ring of the bias, for each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         turns: warpgroups take the tensor cores in turns: the softmax of one runs under the products of the others.
         lazy: O is rescaled only where a row's maximum has grown by more than `score.SLACK` powers of two.
-        persistent: as many programs as multiprocessors, each walks over several tiles of queries.
-        chunk: tiles of queries in a row that a program takes: of a band a long and a short one.
+        dynamic: a program takes whichever tile of queries is left; else every so manieth.
         o_in_q: O leaves through the shared memory of Q.
         q_in_registers: Q is read once, not by every wgmma.
         programs: that share a multiprocessor.
@@ -37,13 +37,13 @@ class Config:
 
     block_n: int
     warpgroups: int
+    q_stages: int
     stages: int
     bias_stages: int
     bias_first: bool
     turns: bool
     lazy: bool
-    persistent: bool
-    chunk: int
+    dynamic: bool
     o_in_q: bool
     q_in_registers: bool
     registers: tuple[int, int]
@@ -80,19 +80,22 @@ def forward_config(problem: Problem) -> Config:
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and problem.bias is None and problem.mask is None and not capped
+    # Not where few keys are seen: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64, causal).
+    seen = problem.pairs // max(1, problem.batch * problem.heads * problem.queries)
+    three = three and not (band and seen <= 2048)
+    in_registers = d <= 128 and not three and not small and (d < 128 or problem.bias is None or bias > 0)
     return Config(
         block_n=block_n,
         warpgroups=3 if three else 2,
-        stages=2,
+        q_stages=1 if d == 256 or in_registers else 2,
+        stages=3 if d == 64 and band and not bias and not three else 2,
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
         bias_first=bias > 0 and not capped,
         turns=True,
-        # What it leaves out is worth its branch but beside a bias of 128 dimensions, and at 64 beside a band (H200).
-        lazy=problem.bias is None if d >= 128 else not small and not band,
-        # The next tile's loads run under the end of the last.
-        persistent=True,
-        chunk=2 if band else 1,
-        q_in_registers=d <= 128 and not three and not small and (d < 128 or problem.bias is None or bias > 0),
+        # What it leaves out is worth its branch but beside a bias of 128 dimensions (H200).
+        lazy=problem.bias is None if d >= 128 else not small,
+        dynamic=band or problem.mask is not None,
+        q_in_registers=in_registers,
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
         registers=(104, 32) if small else (160, 32) if three else (240, 24),
         programs=2 if small else 1,

@@ -24,25 +24,18 @@ from tilewise.backends.hopper.pipeline import (
     leave,
     leave_after_loads,
     new_ring,
+    new_ring_of_numbers,
     pass_turn,
+    take_ticket,
     take_turn,
     tma_store,
     wait_full,
 )
-from tilewise.backends.hopper.score import in_band, in_units, key_tiles, online_softmax, rescaled, softcap
+from tilewise.backends.hopper.schedule import hand_out, mask_of, next_ticket, tile_at, visit_at
+from tilewise.backends.hopper.score import in_band, in_units, online_softmax, rescaled, softcap
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
-
-
-class Sizes(NamedTuple):
-    batch: int
-    heads: int
-    group: int  # query heads that share a key/value head
-    queries: int
-    keys: int
-    row_tiles: int  # tiles of queries of one head
-    tiles: int  # of all heads and batch elements
 
 
 class Compiled(NamedTuple):
@@ -52,6 +45,7 @@ class Compiled(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     WARPGROUPS: Any
+    Q_STAGES: Any
     STAGES: Any
     BIAS_STAGES: Any
     BIAS_FIRST: Any
@@ -71,7 +65,7 @@ class Compiled(NamedTuple):
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
     ORDER: Any  # see tile_at
-    CHUNK: Any  # consecutive tiles that one program takes
+    DYNAMIC: Any  # a program takes the next tile that is left, not every so manieth
 
 
 class Sources(NamedTuple):
@@ -84,6 +78,7 @@ class Sources(NamedTuple):
     bits: Any  # of the mask, see mask_kernels
     visits: Any
     o: Any
+    tickets: Any  # a counter of the tiles that programs have taken after their first
 
 
 class Rings(NamedTuple):
@@ -92,27 +87,16 @@ class Rings(NamedTuple):
     v: Any
     bias: Any
     o: Any
+    tickets: Any
 
 
-class Tile(NamedTuple):
-    """One program's work at a time: a tile of queries, and the tiles of keys that it visits."""
+class State(NamedTuple):
+    """What a warpgroup hands on from one tile of keys to the next."""
 
-    b: Any
-    h: Any
-    row0: Any
-    count: Any  # of the tiles of keys
-    last: Any
-    full_begin: Any
-    full_end: Any
-    visits: Any  # with a mask, what visits_kernel lists of them
-
-
-class Visit(NamedTuple):
-    """One of the tiles of keys."""
-
-    n: Any
-    partial: Any  # the band or the end of the keys cuts it
-    mixed: Any  # the mask does
+    m: Any  # running maximum of each row, in units of 1/scale
+    l: Any  # noqa: E741  (running sum of each row)
+    o: Any  # all but the last tile of keys have been added
+    p: Any  # of the last
 
 
 @gluon.constexpr_function
@@ -122,93 +106,44 @@ def accumulator(columns):
 
 
 @gluon.jit
-def work_count(sizes, c):
-    """How many tiles this program walks over."""
-    chunks = gl.cdiv(sizes.tiles, c.CHUNK)
-    return gl.cdiv(chunks - gl.program_id(0), gl.num_programs(0)) * c.CHUNK
-
-
-@gluon.jit
-def tile_at(i, x, terms, sizes, c):
-    """This program's ``i``-th tile. What varies fastest decides which tiles run together and share the L2 cache."""
-    BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
-    count = sizes.row_tiles
-    t = (gl.program_id(0) + i // c.CHUNK * gl.num_programs(0)) * c.CHUNK + i % c.CHUNK
-    t = gl.minimum(t, sizes.tiles - 1)  # where chunks do not divide the tiles, the very last is computed twice
-    if c.ORDER == "tiles":  # of one head: they share its keys and values
-        m = t % count
-        bh = t // count
-        h = bh % sizes.heads
-        b = bh // sizes.heads
-    elif c.ORDER == "balanced":  # of one head, the longest and the shortest in turns: chunks of two are equally long
-        r = t % count
-        m = r // 2
-        if r % 2 == 0:
-            m = count - 1 - m
-        bh = t // count
-        h = bh % sizes.heads
-        b = bh // sizes.heads
-    elif c.ORDER == "batch":  # batch elements that read one bias tile
-        b = t % sizes.batch
-        m = t // sizes.batch % count
-        h = t // sizes.batch // count
-    else:  # heads that read one bias tile
-        h = t % sizes.heads
-        m = t // sizes.heads % count
-        b = t // sizes.heads // count
-    row0 = m * BLOCK_M
-    # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
-    if c.MASK:
-        visits = x.visits + (mask_of(b, h, sizes, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
-        return Tile(b, h, row0, gl.load(visits), 0, 0, 0, visits + 1)
-    else:
-        rows = gl.minimum(BLOCK_M, sizes.queries - row0)
-        begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
-        end = gl.maximum(end, begin + 1)
-        return Tile(b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
-
-
-@gluon.jit
-def visit_at(i, tile, c):
-    """The ``i``-th tile of keys, from the last to the first."""
-    if c.MASK:
-        listed = gl.load(tile.visits + i)
-        return Visit(listed >> 2, (listed & 1) != 0, (listed & 2) != 0)
-    else:
-        n = tile.last - i
-        return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
-
-
-@gluon.jit
-def mask_of(b, h, sizes, c):
-    """Which mask a head has, counted over its batch elements and heads."""
-    if c.MASK_BATCH:
-        h = b * sizes.heads + h
-    return gl.cast(h // c.MASK_GROUP, gl.int64)
+def q_slot(t, WARPGROUP: gl.constexpr, c):
+    """Where the queries of a warpgroup of the ``t``-th tile are."""
+    return t % c.Q_STAGES * c.WARPGROUPS + WARPGROUP
 
 
 @gluon.jit
 def load(x, rings, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
-    for t in range(work_count(sizes, c)):
-        tile = tile_at(t, x, terms, sizes, c)
+    t = 0
+    ticket = gl.program_id(0)
+    while ticket < sizes.tiles:
+        following = ticket + gl.num_programs(0)
+        tile = tile_at(ticket, x, terms, sizes, c)
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
-            fill(rings.q, w, t, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
+            fill(rings.q, q_slot(t, w, c), t // c.Q_STAGES, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
         for i in range(tile.count):
+            if c.DYNAMIC and i == tile.count - 1:  # while the ring is full, but not before: others may be done sooner
+                following = gl.num_programs(0) + take_ticket(x.tickets)
             n0 = visit_at(i, tile, c).n * c.BLOCK_N
             fill(rings.k, step % c.STAGES, step // c.STAGES, x.k, tile.b, hk, n0, 0)
             fill(rings.v, step % c.STAGES, step // c.STAGES, x.v, tile.b, hk, n0, 0)
             step += 1
+        if c.DYNAMIC:
+            hand_out(rings, t, following)
+        ticket = following
+        t += 1
 
 
 @gluon.jit
 def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of one warp for each warpgroup: the tiles of its bias."""
     step = 0
-    for t in range(work_count(sizes, c)):
-        tile = tile_at(t, x, terms, sizes, c)
+    t = 0
+    ticket = gl.program_id(0)
+    while ticket < sizes.tiles:
+        tile = tile_at(ticket, x, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
         for i in range(tile.count):
             slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
@@ -216,10 +151,12 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
             row = tile.row0 + 64 * WARPGROUP
             fill(rings.bias, slot, step // c.BIAS_STAGES, x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
             step += 1
+        ticket = next_ticket(ticket, t, rings, c)
+        t += 1
 
 
 @gluon.jit
-def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constexpr):
+def bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
     S: gl.constexpr = accumulator(c.BLOCK_N)
     if c.BIAS == "matrix":
@@ -227,6 +164,7 @@ def bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP: gl.constex
         wait_full(rings.bias, slot, step // c.BIAS_STAGES)
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
     elif c.BIAS == "cols":
+        n0 = visit.n * c.BLOCK_N
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(n0, gl.int64) * x.bias.stride3
@@ -329,53 +267,61 @@ def start_of(bias, terms, c):
 
 
 @gluon.jit
-def attend(q, m_i, l_i, o, p, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """Q·Kᵀ and softmax of one tile of keys, under the P·V of the tile before; returns ``(m, l, o, p)``."""
+def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
+    """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
+
+    FIRST: of its tile of queries, where nothing comes before.
+    """
     DTYPE: gl.constexpr = x.q.dtype
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
     visit = visit_at(i, tile, c)
-    n0 = visit.n * c.BLOCK_N
     words = mask_words(x, visit, tile, sizes, c, WARPGROUP)
     if c.BIAS_FIRST:
-        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+        bias = bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
     else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
+    if FIRST:
+        wait_full(rings.k, k_slot, step // c.STAGES)
 
     # QK, and PV of the tile before
     if c.TURNS:
         take_turn(WARPGROUP)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
-    wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
-    v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
-    o_pending = warpgroup_mma(p, v, o, is_async=True)
+    if not FIRST:
+        wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
+        v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        o_pending = warpgroup_mma(state.p, v, state.o, is_async=True)
     if c.TURNS:
         pass_turn(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
-        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
+        bias = bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP)
     leave_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
-    s = warpgroup_mma_wait(1, deps=(s_pending,))
+    s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     leave(rings.k, k_slot)
 
     # softmax
     BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
     BLIND: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
-    s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND)
-    p_next, m_i, l_i, alpha = online_softmax(s, m_i, l_i, terms.exponent, c.LAZY, BLIND)
+    s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND or (FIRST and c.RAGGED))
+    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or BLIND)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
     wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, i + 1 < tile.count)
 
     # the end of PV
-    o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
-    leave(rings.v, v_slot)
+    o = state.o
+    if not FIRST:
+        o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
+        leave(rings.v, v_slot)
     # converted after PV has read the old P: one set of registers for both, and no copies
     p = gl.convert_layout(p_next.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)
-    o = rescaled(o, alpha) if c.LAZY else o * alpha[:, None]
-    return m_i, l_i, o, p
+    if not FIRST:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)
+        o = rescaled(o, alpha) if c.LAZY else o * alpha[:, None]
+    return State(m_i, l_i, o, p)
 
 
 @gluon.jit
@@ -408,80 +354,67 @@ def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
-    DTYPE: gl.constexpr = x.q.dtype
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
-    BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
-    q_shared = rings.q.slots.index(WARPGROUP).reshape([64, c.BLOCK_D])
     step = 0
     if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
-    for t in range(work_count(sizes, c)):
-        tile = tile_at(t, x, terms, sizes, c)
-        m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
-        l_i = gl.full([64], 0.0, gl.float32, ROWS)
-        o = gl.zeros([64, c.BLOCK_DV], gl.float32, O)
-
-        # the last tile of keys: QK and softmax alone
-        visit = visit_at(0, tile, c)
-        n0 = visit.n * c.BLOCK_N
-        words = mask_words(x, visit, tile, sizes, c, WARPGROUP)
-        slot = step % c.STAGES
-        bias = bias_scores(x, rings, step, tile, n0, terms, sizes, c, WARPGROUP)
-        start = start_of(bias, terms, c)
-        wait_full(rings.q, WARPGROUP, t)
+    t = 0
+    ticket = gl.program_id(0)
+    while ticket < sizes.tiles:
+        tile = tile_at(ticket, x, terms, sizes, c)
+        slot = q_slot(t, WARPGROUP, c)
+        q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
+        wait_full(rings.q, slot, t // c.Q_STAGES)
         if c.Q_IN_REGISTERS:
             q = q_shared.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N), 2))
             if not c.O_IN_Q:
-                leave_after_loads(rings.q, WARPGROUP)
+                leave_after_loads(rings.q, slot)
         else:
             q = q_shared
-        wait_full(rings.k, slot, step // c.STAGES)
-        k = rings.k.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
-        s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
-        leave_bias(rings, step, c, WARPGROUP)
-        s = warpgroup_mma_wait(0, deps=(s_pending,))
-        leave(rings.k, slot)
-        wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, tile.count > 1)
-        s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND or c.RAGGED)
-        p_first, m_i, l_i, _ = online_softmax(s, m_i, l_i, terms.exponent, c.LAZY, True)
-        p = gl.convert_layout(p_first.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+        m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
+        l_i = gl.full([64], 0.0, gl.float32, ROWS)
+        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
+        state = attend(q, state, x, rings, step, tile, 0, terms, sizes, c, WARPGROUP, True)
         step += 1
-
-        # the others
         for i in range(1, tile.count):
-            m_i, l_i, o, p = attend(q, m_i, l_i, o, p, x, rings, step, tile, i, terms, sizes, c, WARPGROUP)
+            state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False)
             step += 1
 
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
-            leave(rings.q, WARPGROUP)
-        slot = (step - 1) % c.STAGES
-        wait_full(rings.v, slot, (step - 1) // c.STAGES)
-        v = rings.v.slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_DV])
-        o_pending = warpgroup_mma(p, v, o, is_async=True)
+            leave(rings.q, slot)
+        v_slot = (step - 1) % c.STAGES
+        wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
+        v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        o_pending = warpgroup_mma(state.p, v, state.o, is_async=True)
+        ticket = next_ticket(ticket, t, rings, c)
         o = warpgroup_mma_wait(0, deps=(o_pending,))
-        leave(rings.v, slot)
-        o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+        leave(rings.v, v_slot)
+        o = finish(state.m, state.l, o, x, lse, tile, terms, sizes, c, WARPGROUP)
 
         # O leaves by TMA, through shared memory
-        stage = rings.o.index(WARPGROUP)
+        stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
         if not c.O_IN_Q:
             tma.store_wait(0)  # of the tile before
-        stage.reshape([64, c.BLOCK_DV]).store(o.to(DTYPE))
+        stage.reshape([64, c.BLOCK_DV]).store(o.to(x.q.dtype))
         fence_async_shared()
         tma_store(x.o, [tile.b, tile.h, tile.row0 + 64 * WARPGROUP, 0], stage)
         if c.O_IN_Q:
             tma.store_wait(0)
-            leave(rings.q, WARPGROUP)
+            leave(rings.q, slot)
+        t += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, bits, visits, o, lse, terms, sizes, c):
-    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; bits, visits: see mask_kernels."""
-    x = Sources(q, k, v, bias, bits, visits, o)
-    q_ring = new_ring(q, c.WARPGROUPS, 64, c.BLOCK_D, 1)
+def forward_kernel(q, k, v, bias, bits, visits, o, lse, tickets, terms, sizes, c):
+    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; bits, visits: see mask_kernels.
+
+    tickets: an int32 that is 0, with DYNAMIC.
+    """
+    x = Sources(q, k, v, bias, bits, visits, o, tickets)
+    q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
     bias_ring = Ring(0, 0, 0)
@@ -491,7 +424,11 @@ def forward_kernel(q, k, v, bias, bits, visits, o, lse, terms, sizes, c):
         stage = q_ring.slots
     else:
         stage = gl.allocate_shared_memory(o.dtype, [c.WARPGROUPS, 1, 1, 64, c.BLOCK_DV], o.layout)
-    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage)
+    ticket_ring = Ring(0, 0, 0)
+    if c.DYNAMIC:
+        READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)
+        ticket_ring = new_ring_of_numbers(2, READERS)
+    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, ticket_ring)
     fence_async_shared()
     FEW: gl.constexpr = c.LOADING_REGISTERS
     MANY: gl.constexpr = c.COMPUTING_REGISTERS

@@ -10,9 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.hopper.config import ROWS, Config, forward_config, most_registers, padded
-from tilewise.backends.hopper.forward_kernel import Compiled, Sizes, forward_kernel
+from tilewise.backends.hopper.forward_kernel import Compiled, forward_kernel
 from tilewise.backends.hopper.mask_kernels import Masking, summary_kernel, visits_kernel
 from tilewise.backends.hopper.repair_kernel import Repair, repair_kernel
+from tilewise.backends.hopper.schedule import Sizes
 from tilewise.backends.hopper.score import Terms
 from tilewise.backends.hopper.tensors import descriptor
 from tilewise.backends.launcher import POINTER, Launch, strided
@@ -20,6 +21,7 @@ from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
 
 LOG2E = 1.4426950408889634
+WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
 class Forward:
@@ -27,18 +29,20 @@ class Forward:
 
     def __init__(self, problem: Problem, inputs: Inputs):
         config = forward_config(problem)
-        terms, c, sizes = score_terms(problem), _compiled(problem, config), _sizes(problem, config)
         q, k, v, bias, mask = inputs
+        at_once = multiprocessors(q.device) * config.programs
+        sizes = _sizes(problem, config, at_once)
+        terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > at_once)
         self.mask = None if mask is None else MaskSummary(problem, config, mask)
         o = empty_output(q, problem.value_dim, "meta")
         self.empty_o = allocation(o, q.device)
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
         is_matrix = c.BIAS.value == "matrix"
-        chunks = -(-sizes.tiles // c.CHUNK.value)
-        at_once = multiprocessors(q.device) * config.programs
+        # As many programs as run at once: the next tile's loads run under the end of the last.
+        self.dynamic = c.DYNAMIC.value
         self.main = Launch(
             forward_kernel,
-            min(chunks, at_once) if config.persistent else chunks,
+            min(sizes.tiles, at_once),
             (
                 descriptor(q, 64, c.BLOCK_D.value),
                 descriptor(k, config.block_n, c.BLOCK_D.value),
@@ -47,6 +51,7 @@ class Forward:
                 POINTER,
                 POINTER,
                 descriptor(o, 64, c.BLOCK_DV.value),
+                POINTER,
                 POINTER,
             ),
             (terms, sizes, c),
@@ -71,7 +76,8 @@ class Forward:
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
             bits, visits = (None, None) if self.mask is None or mask is None else self.mask(mask)
-            self.main(q, k, v, bias, bits, visits, o, lse)
+            tickets = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
+            self.main(q, k, v, bias, bits, visits, o, lse, tickets)
             if self.repair is not None:
                 self.repair(q, k, v, bias, mask, o, lse)
         return Outputs(o, lse)
@@ -129,19 +135,23 @@ def score_terms(problem: Problem) -> Terms:
     )
 
 
-def _sizes(problem: Problem, config: Config) -> Sizes:
+def _sizes(problem: Problem, config: Config, programs: int) -> Sizes:
     p = problem
     row_tiles = -(-p.queries // config.block_m)
-    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * p.heads * p.batch)
+    heads = p.heads * p.batch
+    at_once = min(-(-WAVES * programs // (row_tiles * p.group)) * p.group, heads)
+    last = (heads // at_once - 1) * at_once
+    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * heads, at_once, last)
 
 
-def _compiled(problem: Problem, config: Config) -> Compiled:
+def _compiled(problem: Problem, config: Config, dynamic: bool) -> Compiled:
     bias, mask = problem.bias, problem.mask
     values = Compiled(
         BLOCK_N=config.block_n,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.value_dim),
         WARPGROUPS=config.warpgroups,
+        Q_STAGES=config.q_stages,
         STAGES=config.stages,
         BIAS_STAGES=config.bias_stages,
         BIAS_FIRST=config.bias_first,
@@ -161,7 +171,7 @@ def _compiled(problem: Problem, config: Config) -> Compiled:
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=_order(problem),
-        CHUNK=config.chunk,
+        DYNAMIC=dynamic,
     )
     return Compiled(*(gl.constexpr(x) for x in values))
 
@@ -205,7 +215,7 @@ def _order(problem: Problem) -> str:
     """See forward_kernel.tile_at."""
     bias = problem.bias
     if not problem.score.band.unlimited:
-        return "balanced"
+        return "longest"
     if bias is None or _spread(bias) != "matrix":
         return "tiles"
     if bias.batch == 1 and problem.batch > 1:

@@ -49,7 +49,20 @@ class Ring(NamedTuple):
 @gluon.jit
 def new_ring(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr):
     """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it."""
-    slots = gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, ROWS, COLS], source.layout)
+    return with_barriers(
+        gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, ROWS, COLS], source.layout), SLOTS, READERS
+    )
+
+
+@gluon.jit
+def new_ring_of_numbers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """A ring of one int32 in each slot, which one warp stores."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return with_barriers(gl.allocate_shared_memory(gl.int32, [SLOTS, 1], LAYOUT), SLOTS, READERS)
+
+
+@gluon.jit
+def with_barriers(slots, SLOTS: gl.constexpr, READERS: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -106,6 +119,16 @@ def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 # Counters in global memory, between programs
+
+
+@gluon.jit
+def take_ticket(at):
+    """Count one up and return how much it was before, in a role of one warp."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
+        "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
+        "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

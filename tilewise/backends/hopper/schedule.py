@@ -1,0 +1,129 @@
+"""Which tile of queries a program of the forward has next, and which tiles of keys it visits.
+
+Every role of a program walks over the same tiles, from the last key to the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.backends.hopper.pipeline import leave, wait_full
+from tilewise.backends.hopper.score import key_tiles
+
+
+class Sizes(NamedTuple):
+    batch: int
+    heads: int
+    group: int  # query heads that share a key/value head
+    queries: int
+    keys: int
+    row_tiles: int  # tiles of queries of one head
+    tiles: int  # of all heads and batch elements
+    at_once: int  # heads whose tiles run together, see tile_at
+    last: int  # the first head of the last of them
+
+
+class Tile(NamedTuple):
+    """One program's work at a time: a tile of queries, and the tiles of keys that it visits."""
+
+    b: Any
+    h: Any
+    row0: Any
+    count: Any  # of the tiles of keys
+    last: Any
+    full_begin: Any
+    full_end: Any
+    visits: Any  # with a mask, what visits_kernel lists of them
+
+
+class Visit(NamedTuple):
+    """One of the tiles of keys."""
+
+    n: Any
+    partial: Any  # the band or the end of the keys cuts it
+    mixed: Any  # the mask does
+
+
+@gluon.jit
+def next_ticket(ticket, t, rings, c):
+    """Which tile follows this program's ``t``-th: with DYNAMIC whichever is left, as `load` has found out."""
+    if c.DYNAMIC:
+        slot = t % 2
+        wait_full(rings.tickets, slot, t // 2)
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ticket = gl.max(rings.tickets.slots.index(slot).load(ONE), axis=0)
+        leave(rings.tickets, slot)
+    else:
+        ticket += gl.num_programs(0)
+    return ticket
+
+
+@gluon.jit
+def hand_out(rings, t, ticket):
+    """Tell the other roles which tile follows this program's ``t``-th."""
+    slot = t % 2
+    mbarrier.wait(rings.tickets.empty.index(slot), ((t // 2) & 1) ^ 1)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rings.tickets.slots.index(slot).store(gl.full([1], ticket, gl.int32, ONE))
+    mbarrier.arrive(rings.tickets.full.index(slot), count=1)
+
+
+@gluon.jit
+def tile_at(t, x, terms, sizes, c):
+    """The ``t``-th tile of queries. What varies fastest decides which tiles run together and share the L2 cache."""
+    BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
+    count = sizes.row_tiles
+    if c.ORDER == "tiles":  # of one head: they share its keys and values
+        m = t % count
+        bh = t // count
+        h = bh % sizes.heads
+        b = bh // sizes.heads
+    elif c.ORDER == "longest":  # of `at_once` heads, or what is left with the last of them, the longest first
+        first = gl.minimum(t // (sizes.at_once * count) * sizes.at_once, sizes.last)
+        width = gl.where(first == sizes.last, sizes.heads * sizes.batch - first, sizes.at_once)
+        t -= first * count
+        m = count - 1 - t // width
+        bh = first + t % width
+        h = bh % sizes.heads
+        b = bh // sizes.heads
+    elif c.ORDER == "batch":  # batch elements that read one bias tile
+        b = t % sizes.batch
+        m = t // sizes.batch % count
+        h = t // sizes.batch // count
+    else:  # heads that read one bias tile
+        h = t % sizes.heads
+        m = t // sizes.heads % count
+        b = t // sizes.heads // count
+    row0 = m * BLOCK_M
+    # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
+    if c.MASK:
+        visits = x.visits + (mask_of(b, h, sizes, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
+        return Tile(b, h, row0, gl.load(visits), 0, 0, 0, visits + 1)
+    else:
+        rows = gl.minimum(BLOCK_M, sizes.queries - row0)
+        begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+        end = gl.maximum(end, begin + 1)
+        return Tile(b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
+
+
+@gluon.jit
+def visit_at(i, tile, c):
+    """The ``i``-th tile of keys, from the last to the first."""
+    if c.MASK:
+        listed = gl.load(tile.visits + i)
+        return Visit(listed >> 2, (listed & 1) != 0, (listed & 2) != 0)
+    else:
+        n = tile.last - i
+        return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
+
+
+@gluon.jit
+def mask_of(b, h, sizes, c):
+    """Which mask a head has, counted over its batch elements and heads."""
+    if c.MASK_BATCH:
+        h = b * sizes.heads + h
+    return gl.cast(h // c.MASK_GROUP, gl.int64)
