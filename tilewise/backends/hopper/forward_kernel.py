@@ -29,7 +29,7 @@ from tilewise.backends.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from tilewise.backends.hopper.score import in_band, in_units, key_tiles, online_softmax, rescaled, softcap
+from tilewise.backends.hopper.score import in_band, in_units, key_tiles, mask_of, online_softmax, rescaled, softcap
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -159,7 +159,7 @@ def tile_at(i, x, terms, sizes, c):
     row0 = m * BLOCK_M
     # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
     if c.MASK:
-        visits = x.visits + (mask_of(b, h, sizes, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
+        visits = x.visits + (mask_of(b, h, sizes.heads, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
         return Tile(b, h, row0, gl.load(visits), 0, 0, 0, visits + 1)
     else:
         rows = gl.minimum(BLOCK_M, sizes.queries - row0)
@@ -177,14 +177,6 @@ def visit_at(i, tile, c):
     else:
         n = tile.last - i
         return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
-
-
-@gluon.jit
-def mask_of(b, h, sizes, c):
-    """Which mask a head has, counted over its batch elements and heads."""
-    if c.MASK_BATCH:
-        h = b * sizes.heads + h
-    return gl.cast(h // c.MASK_GROUP, gl.int64)
 
 
 @gluon.jit
@@ -274,10 +266,10 @@ def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
         rows = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
         words = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
         if c.MASK_ROWS:
-            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes, c) * sizes.queries + row0) * key_count + visit.n)
+            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0) * key_count + visit.n)
             at += rows * (4 * key_count) + words
         else:
-            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes, c) * key_count + visit.n) + (0 * rows + words)
+            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + visit.n) + (0 * rows + words)
         return gl.load(at, mask=(rows < sizes.queries - row0) & visit.mixed, other=0)
     else:
         return 0
