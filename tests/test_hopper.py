@@ -71,7 +71,11 @@ def test_declines(change, reason):
         ({"irregular": ("do",)}, "reads do by TMA, which cannot describe it"),
         ({"bias": replace(MATRIX, rows=1, dtype=torch.float32), "bias_grad": True}, None),
         ({"bias": replace(MATRIX, cols=1), "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),
-        ({"bias": replace(MATRIX, dtype=torch.float32)}, "reads tiles of a bias in q's dtype only"),
+        ({"bias": replace(MATRIX, dtype=torch.float32), "bias_grad": True}, None),
+        ({"bias": replace(MATRIX, dtype=torch.float16), "bias_grad": True}, None),
+        ({"bias": replace(MATRIX, dtype=torch.float32, cols=436), "keys": 436, "bias_grad": True}, None),
+        ({"bias": replace(MATRIX, dtype=torch.float32, cols=434), "keys": 434, "bias_grad": True}, "writes dbias by"),
+        ({"bias": replace(MATRIX, dtype=torch.float32, cols=434), "keys": 434}, None),
         ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True}, "writes dbias by TMA, in rows of"),
     ],
 )

@@ -35,7 +35,7 @@ DESIGNED = [
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
 # have 64); one body for each side of a band and one for the full tiles, or one for all beside a mask. Where QK comes
-# ahead there is one more of it before the loops.
+# ahead there is one more of it before the loops. Beside a float32 bias of 128 dimensions there is room for 64 keys.
 BACKWARDS = [
     ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
@@ -63,6 +63,13 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn"), 2 * 8 + 2 * 4 + 8, 24),
     ("3.6.0", replace(USUAL, mask="b1mn", window=(300, 20), deterministic=True), 2 * 8 + 2 * 4 + 8, 32),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", softcap=5.0), 2 * 8 + 2 * 4 + 8, 224),
+    ("3.6.0", replace(USUAL, bias="bhmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 0),
+    ("installed", replace(USUAL, bias="1hmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 16),
+    ("3.6.0", replace(USUAL, bias="1hmn", bias_dtype=torch.float32, causal=True), 2 * (2 * 8 + 2 * 4 + 4), 176),
+    ("3.6.0", replace(USUAL, D=64, bias="bhmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=64, mask="b1mn", bias="1hmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 40),
+    ("3.6.0", replace(USUAL, D=32, bias="1hmn", bias_dtype=torch.float32), 2 * 2 + 2 * 4 + 4, 4),
+    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", bias_dtype=torch.float16), 2 * 8 + 2 * 4 + 8, 16),
 ]
 
 

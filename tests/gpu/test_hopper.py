@@ -240,6 +240,32 @@ def test_a_sparse_mask(terms):
             assert first is None or torch.equal(first, again), name
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"bias": "bhmn", "D": 128},
+        {"bias": "bhmn", "D": 64, "softcap": 2.0, "bias_hides": True},
+        {"bias": "bhmn", "D": 32, "causal": True, "bias_dtype": HALF},
+        {"bias": "bhmn", "D": 128, "causal": True, "deterministic": True, "M": 1000, "N": 1004},
+        {"bias": "1hmn", "D": 128, "causal": True, "B": 4},
+        {"bias": "1hmn", "D": 64, "B": 16, "H": 8, "Hkv": 8, "deterministic": True},
+        {"bias": "1hmn", "D": 32, "B": 4, "window": (100, 30)},
+        {"bias": "bkmn", "D": 128, "softcap": 2.0, "mask": "b1mn", "blind": True},
+        {"bias": "1hmn", "D": 128, "softcap": 2.0, "mask": "b1mn", "bias_dtype": HALF, "B": 4},
+        {"bias": "11mn", "D": 64, "B": 3, "dtype": HALF, "bias_dtype": BRAIN},
+        {"bias": "1hmn", "D": 8, "lse": False, "grads": "qkv"},
+    ],
+    ids=str,
+)
+def test_gradients_beside_a_bias_of_another_dtype(terms):
+    case = replace(USUAL, **{"bias_dtype": FLOAT, "grads": "qkvb", **terms})
+    x = tensors(case, "cuda")
+    bias = x.bias.requires_grad_("b" in case.grads)
+    plan = explain(x.q.requires_grad_(), x.k, x.v, bias=bias, mask=x.mask, **case.terms, backend="hopper").plan
+    assert plan.backward == "hopper"
+    check(case, "hopper", "cuda")
+
+
 @pytest.mark.parametrize("part", range(8))
 def test_soak(part):
     for case in map(drawn, range(part, SOAK, 8)):

@@ -68,9 +68,7 @@ def declines_backward(problem: Problem) -> str | None:
     bias = problem.bias
     if bias is None or bias.rows == 1 or bias.cols == 1:
         return None
-    if bias.dtype != problem.dtype:
-        return "reads tiles of a bias in q's dtype only"
-    if problem.bias_grad and bias.cols % 8:
+    if problem.bias_grad and bias.cols * bias.dtype.itemsize % 16:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     return None
 

@@ -53,6 +53,7 @@ class Compiled(NamedTuple):
     WARPS: Any  # that compute
     LOADING_REGISTERS: Any
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
+    BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
     DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"
@@ -332,15 +333,15 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     sums = state.sums
     if c.DBIAS == "sum":
         sums += gl.sum(ds, axis=1)
-    if c.BIAS == "matrix":  # noqa: SIM108  (one branch is compiled)
+    if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
         tile = shared.ds.index(0)
     ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
-    SAME: gl.constexpr = not terms.HAS_CAP
-    dbias_tile = tile if SAME else shared.dbias
+    SAME: gl.constexpr = not terms.HAS_CAP and not c.BIAS_APART
+    dbias_tile = rows.bias.index(slot) if c.BIAS_APART else tile if SAME else shared.dbias
     if (c.DBIAS == "store" or c.DBIAS == "share") and not SAME:
-        dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds.to(DTYPE))
+        dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds.to(dbias_tile.dtype))
     ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
     ds_queries.permute((1, 0)).store(ds_rounded)
     # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, the
@@ -502,10 +503,14 @@ def backward_kernel(
         queries = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
     else:
         queries = Ring(gl.allocate_shared_memory(dq.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout), 0, 0)
-    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" else 1
+    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
+    bias_slots = ds_slots
+    if c.BIAS_APART:
+        BIAS_TILE: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, bias.dtype)
+        bias_slots = gl.allocate_shared_memory(bias.dtype, [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_N], BIAS_TILE)
     dbias_tile = keys.slots.index(0)  # of no use
-    if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP:
+    if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     added = stats_slots  # of no use
     if c.BIAS == "cols":
@@ -513,7 +518,7 @@ def backward_kernel(
     bits_slots = stats_slots  # of no use
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(q_slots, do_slots, stats_slots, ds_slots, bits_slots, full, empty)
+    rows = Rows(q_slots, do_slots, stats_slots, bias_slots, bits_slots, full, empty)
     shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":

@@ -48,9 +48,9 @@ class Backward:
         dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
         # the ring of dS of a bias that is shared
         ring = None
-        if reduction(problem) == "share":
+        if bias is not None and reduction(problem) == "share":
             places = sizes.ring * sharing(problem).programs
-            ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=q.dtype, device="meta")
+            ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
         # int32: two for each group of programs, and one for each tile of queries
         self.counts = 2 * groups + row_programs if ring is not None or p.deterministic else 0
@@ -167,6 +167,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         WARPS=4 * config.warpgroups,
         LOADING_REGISTERS=config.loading_registers,
         BIAS="none" if axes == "rows" else axes,
+        BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         DBIAS=reduction(problem),

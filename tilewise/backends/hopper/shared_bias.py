@@ -1,10 +1,10 @@
 """dBias of a bias that batch elements or heads share: their tiles of dS meet in memory, and spare warps add them up.
 
 The programs of up to eight sharers run side by side: a group. Each stores its tiles of dS, rounded like those that dK
-and dQ are made of, in a ring of such groups. When a group has ended, idle warps of a later one add up its tiles in
-float32, in a fixed order, and write dBias; `add_up_kernel` does so for the last groups. This moves half the bytes of
-float32 reduce-adds, needs no sum to be zeroed and cast, and keeps it all out of the way of the products. A tile that a
-mask hides from one sharer is not stored by it, and left out of the sum.
+and dQ are made of, or in the dtype of a bias that has another, in a ring of such groups. When a group has ended, idle
+warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `add_up_kernel` does so for the
+last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and keeps it all out
+of the way of the products. A tile that a mask hides from one sharer is not stored by it, and left out of the sum.
 
 A program waits only for programs of a lower number, which the hardware starts first.
 """
@@ -22,7 +22,7 @@ from tilewise.backends.hopper.work import groups, sharers_before, tile_of_mask, 
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
 COLS = gl.constexpr(64)
-SLOT_BYTES = gl.constexpr(16384)
+SLOT_ELEMENTS = gl.constexpr(8192)
 
 
 class Shares(NamedTuple):
@@ -138,8 +138,8 @@ def add_up(shares, slots, full, group, part, parts, terms, sizes, c):
 def new_slots(shares, terms, c):
     """Shared memory for pieces on their way in, with a barrier each; half as much where the tiles leave no more."""
     BOX: gl.constexpr = shares.tiles.block_type.nbytes
-    FULL: gl.constexpr = c.MASK and terms.HAS_CAP and c.BLOCK_D == 128
-    SLOTS: gl.constexpr = SLOT_BYTES // BOX // (2 if FULL else 1)
+    FULL: gl.constexpr = c.MASK and (terms.HAS_CAP or c.BIAS_APART) and c.BLOCK_N * c.BLOCK_D == 128 * 128
+    SLOTS: gl.constexpr = SLOT_ELEMENTS * shares.tiles.dtype.primitive_bitwidth // 8 // BOX // (2 if FULL else 1)
     slots = gl.allocate_shared_memory(shares.tiles.dtype, [SLOTS, c.SHARERS, 1, ROWS, COLS], shares.tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
