@@ -7,8 +7,11 @@ import warnings
 from types import SimpleNamespace
 
 import torch
-from helpers import Case, Results, check, run, tensors, visible
+from helpers import Case, Results, Tensors, check, run, tensors, visible
 from torch import Tensor
+
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
 
 
 def start() -> None:
@@ -79,12 +82,32 @@ def summarise(case: Case) -> tuple[Tensor, Tensor, int, int]:
     """What the hopper backend's forward knows of a case's mask: bits, visits, and its tiles of queries and of keys."""
     from tilewise.backends.hopper.config import forward_config
     from tilewise.backends.hopper.launch import MaskSummary
-    from tilewise.problem import Problem
-    from tilewise.score.terms import Band, Score
 
     x = tensors(case)
-    score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
-    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score)
+    problem = _problem_of(case, x)
     config = forward_config(problem)
-    bits, visits = MaskSummary(problem, config, x.mask)(x.mask)
+    bits, visits, _ = MaskSummary(problem, x.mask, config.block_n, config.warpgroups)(x.mask)
     return bits, visits, config.block_m, config.block_n
+
+
+def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor, int, int, Tensor]:
+    """What its backward knows of it: bits, visits, states, its tiles of queries and of keys; and the mask.
+
+    sparse: of blocks of 64 some are hidden and some visible.
+    """
+    from tilewise.backends.hopper.config import backward_config
+    from tilewise.backends.hopper.launch import MaskSummary
+
+    x = tensors(case)
+    problem = _problem_of(case, x)
+    config = backward_config(problem)
+    if sparse:
+        block = (torch.arange(x.mask.shape[2])[:, None] // 64 + torch.arange(x.mask.shape[3]) // 64) % 4
+        x.mask[:] = torch.where(block == 0, x.mask, block != 1)
+    found = MaskSummary(problem, x.mask, config.block_n, 1, by_keys=True)(x.mask)
+    return *found, config.block_m, config.block_n, x.mask
+
+
+def _problem_of(case: Case, x: Tensors) -> Problem:
+    score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
+    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, deterministic=case.deterministic)

@@ -76,7 +76,7 @@ def kernel(n: int) -> Kernel:
     D = r.choice((8, 32, 64, 64, 128, 128, 128, 72, 96, 192, 256))
     dtype = r.choice((BRAIN, BRAIN, HALF) if hopper else (BRAIN, BRAIN, HALF, FLOAT))
     bias = r.choice(BIASES) if r.random() < 0.7 else None
-    mask = r.choice(MASKS) if not hopper and r.random() < 0.5 else None
+    mask = r.choice(MASKS) if r.random() < (0.3 if hopper else 0.5) else None
     hidden = next((x for x in (mask, bias) if x is not None), None)  # what may hide keys from all queries
     by_keys = hidden is not None and hidden[3] == "n"
     layout = r.choice(("padded", "padded", "heads_last") if hopper else LAYOUTS)

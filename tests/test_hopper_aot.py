@@ -36,8 +36,8 @@ DESIGNED = [
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
-# have 64); one body for each side of a band and one for the full tiles. Where QK comes ahead there is one more of it
-# before the loops.
+# have 64); one body for each side of a band and one for the full tiles, or one for all beside a mask. Where QK comes
+# ahead there is one more of it before the loops. Beside a float32 bias of 128 dimensions there is room for 64 keys.
 BACKWARDS = [
     ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
@@ -54,6 +54,24 @@ BACKWARDS = [
     ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 8),
     ("3.6.0", replace(USUAL, bias="1hmn"), 2 * 8 + 2 * 4 + 8, 4),
     ("3.6.0", replace(USUAL, B=16, bias="1hmn", deterministic=True), 2 * 8 + 2 * 4 + 8, 8),
+    ("3.6.0", replace(USUAL, mask="b1mn"), 2 * 8 + 2 * 4 + 8, 0),
+    ("installed", replace(USUAL, mask="b1mn"), 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, Hkv=4, mask="bhmn", causal=True), 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=64, mask="1hm1"), 2 * 4 + 2 * 4 + 8 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, mask="b1mn", causal=True), 2 * 4 + 2 * 4 + 4, 0),
+    ("3.6.0", replace(USUAL, mask="b11n", bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=32, mask="b11n", bias="1hmn"), 2 * 2 + 2 * 4 + 4, 8),
+    # What spills is addresses again, before the loops; with a softcap some of a tile does.
+    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn"), 2 * 8 + 2 * 4 + 8, 24),
+    ("3.6.0", replace(USUAL, mask="b1mn", window=(300, 20), deterministic=True), 2 * 8 + 2 * 4 + 8, 32),
+    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", softcap=5.0), 2 * 8 + 2 * 4 + 8, 224),
+    ("3.6.0", replace(USUAL, bias="bhmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 0),
+    ("installed", replace(USUAL, bias="1hmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 16),
+    ("3.6.0", replace(USUAL, bias="1hmn", bias_dtype=torch.float32, causal=True), 2 * (2 * 8 + 2 * 4 + 4), 176),
+    ("3.6.0", replace(USUAL, D=64, bias="bhmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=64, mask="b1mn", bias="1hmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 40),
+    ("3.6.0", replace(USUAL, D=32, bias="1hmn", bias_dtype=torch.float32), 2 * 2 + 2 * 4 + 4, 4),
+    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", bias_dtype=torch.float16), 2 * 8 + 2 * 4 + 8, 16),
 ]
 
 
@@ -81,8 +99,10 @@ def test_compiled_kernels(compilers, triton, case, designed, spilled):
 )
 def test_compiled_backward(compilers, triton, case, designed, spilled):
     codes = compilers.run(compile_hopper_case, triton, 90, case, True)
+    mask = ["summary_kernel", "visits_kernel"] if case.mask else []
     shared = ["add_up_kernel"] if case.bias == "1hmn" else []
-    assert [code.kernel.name for code in codes] == ["prepare_kernel", "backward_kernel", *shared, "finish_kernel"]
+    names = ["prepare_kernel", *mask, "backward_kernel", *shared, "finish_kernel"]
+    assert [code.kernel.name for code in codes] == names
     for kernel, wgmma, hazards in codes:
         print(kernel)
         assert kernel.shared <= kernel.shared_limit

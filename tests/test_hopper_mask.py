@@ -1,4 +1,4 @@
-"""The kernels that read a mask for the hopper backend's forward, in Triton's interpreter, against brute force."""
+"""The kernels that read a mask for the hopper backend, in Triton's interpreter, against brute force."""
 
 from __future__ import annotations
 
@@ -63,3 +63,67 @@ def test_summary(interpreter, case):
                 assert nothing or bool(entry & 2) == (not shown[at, keys].all())
                 assert entry & 1 or (band[at, keys].all() and keys.stop <= case.N)
             assert not (shown & band)[at, hidden].any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(USUAL, H=2, mask="bhmn", deterministic=True),
+        replace(USUAL, mask="1kmn", causal=True, deterministic=True),
+        replace(USUAL, mask="b1mn", window=(60, 20), blind=True),
+        replace(USUAL, mask="bh1n", layout="padded", D=128, deterministic=True),
+        replace(USUAL, mask="1km1", blind=True, D=128),
+        replace(USUAL, mask="111n", M=64, N=128),
+        replace(USUAL, mask="b111", causal=True, M=300, N=139, deterministic=True),
+        replace(USUAL, mask="11mn", window=(3, 3), layout="heads_last", deterministic=True),
+        replace(USUAL, mask="1hm1", M=1, N=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_summary_by_keys(interpreter, case, sparse):
+    """For the backward; sparse: whole tiles are hidden, and whole tiles visible."""
+    bits, visits, states, block_m, block_n, mask = interpreter(interpreter_child.summarise_by_keys, case, sparse)
+    heads, rows = mask.shape[:2].numel(), mask.shape[2]
+    tiles, chunks, row_chunks = -(-case.N // block_n), -(-case.M // block_m), -(-rows // block_m)
+    mask = mask.expand(-1, -1, case.M, case.N).flatten(0, 1)
+    mask = torch.nn.functional.pad(mask, (0, tiles * block_n - case.N, 0, chunks * block_m - case.M))
+
+    # the bits are the mask of one tile after the other, [keys, queries], and 0 past the end of the keys
+    words = bits.long().view(heads, tiles, row_chunks, block_n // 16, 8, 4)[..., None, None, None]
+    half, eight, pair = torch.arange(2)[:, None, None], torch.arange(8)[:, None], torch.arange(2)
+    found = ((words >> (16 * half + 2 * eight + pair)) & 1).bool()  # sixteen, key, two queries, half, eight, pair
+    found = found.permute(0, 1, 2, 3, 6, 4, 7, 5, 8).reshape(heads, tiles, row_chunks, block_n, block_m)
+    shown = mask.view(heads, chunks, block_m, tiles, block_n).permute(0, 3, 1, 4, 2)
+    if rows == 1:
+        assert found.logical_xor(shown[:, :, :1, :, :1]).sum() == 0
+    else:
+        assert torch.equal(found, shown)
+    some = shown.any((3, 4))
+    assert torch.equal(states.view(heads, tiles, row_chunks).expand(-1, -1, chunks) > 0, some)
+
+    # what is not listed is hidden, and what is listed uncut is visible; each has the turn that its place gives it
+    case = replace(case, mask=None, blind=False)
+    band = visible(case, tensors(case))[0, 0]
+    assert visits.shape == (heads, tiles, 1 + (2 if case.deterministic else 1) * chunks)
+    for h in range(heads):
+        turns = [0] * chunks
+        for n in range(tiles):
+            count, *entries = visits[h, n].tolist()
+            listed = [entry >> 2 for entry in entries[:count]]
+            assert listed == sorted(set(listed), reverse=True)
+            keys = slice(n * block_n, (n + 1) * block_n)
+            for m in range(chunks):
+                at = slice(m * block_m, min((m + 1) * block_m, case.M))
+                if m in listed:
+                    cut = entries[listed.index(m)] & 3
+                    whole = mask[h, at, keys].all() and band[at, keys].all()
+                    assert some[h, n, m]
+                    assert cut or whole
+                    assert not whole or not cut & 2
+                else:
+                    assert not (mask[h, at, : case.N] & band[at])[:, keys].any()
+            if case.deterministic:
+                for m, turn in zip(listed, entries[chunks:], strict=False):
+                    assert turn == turns[m]
+                    turns[m] += 1

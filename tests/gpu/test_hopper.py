@@ -184,13 +184,86 @@ def test_masks(case):
     check(case, "hopper", "cuda")
 
 
-def test_a_sparse_mask():
-    """Tiles that are hidden, mixed and visible: blocks of 64 along the diagonal, and every eighth tile of keys."""
-    case = replace(USUAL, M=1023, N=1023, mask="b1mn", H=2, D=128)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(USUAL, mask="bhmn", causal=True, D=128),
+        replace(USUAL, mask="bhmn", causal=True, deterministic=True),
+        replace(USUAL, mask="b1mn", D=128, M=1000, N=1000, blind=True),
+        replace(USUAL, mask="b1mn", D=32, window=(100, 30)),
+        replace(USUAL, mask="11mn", D=8, planted=math.inf),
+        replace(USUAL, mask="bk1n", planted=math.nan, D=128),
+        replace(USUAL, mask="1h1n", planted=math.nan, bias="b11n", softcap=5.0),
+        replace(USUAL, mask="1hm1", D=128, window=(100, 30), deterministic=True),
+        replace(USUAL, mask="b111", bias="b1m1"),
+        replace(USUAL, mask="1kmn", bias="bhmn", D=128, causal=True, M=500),
+        # of a bias that is shared, by programs that see different tiles
+        replace(USUAL, mask="b1mn", bias="1hmn", B=4, D=128, softcap=5.0, blind=True),
+        replace(USUAL, mask="bhmn", bias="1kmn", B=3, H=6, causal=True, M=700, N=704),
+        replace(USUAL, mask="b11n", bias="11mn", B=8, H=8, deterministic=True, planted=math.nan),
+    ],
+    ids=str,
+)
+def test_gradients_under_a_mask(case):
+    case = replace(case, grads="qkvb")
     x = tensors(case, "cuda")
-    i, j = torch.arange(1023, device="cuda")[:, None] // 64, torch.arange(1023, device="cuda")[None, :] // 64
-    x.mask[:] = (i == j) | (j % 8 == 5)
-    hold(case, run(case, "hopper", "cuda", x), "cuda", x)
+    bias = None if x.bias is None else x.bias.requires_grad_()
+    plan = explain(x.q.requires_grad_(), x.k, x.v, bias=bias, mask=x.mask, **case.terms, backend="hopper").plan
+    assert plan.backward == "hopper"
+    check(case, "hopper", "cuda")
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"D": 128},
+        {"D": 64, "causal": True, "deterministic": True},
+        {"D": 128, "bias": "1hmn"},
+        {"D": 64, "bias": "1hmn", "B": 4, "deterministic": True},
+        {"D": 128, "bias": "bhmn"},
+    ],
+    ids=str,
+)
+def test_a_sparse_mask(terms):
+    """Tiles that are hidden, mixed and visible: blocks of 64 along the diagonal, and every eighth tile of keys. Each
+    batch element has its own, some keys are seen by nobody, and a row of tiles of queries sees nothing."""
+    case = replace(USUAL, M=1023, N=1032, mask="b1mn", H=2, grads="qkvb", **terms)
+    x = tensors(case, "cuda")
+    i, j = torch.arange(case.M, device="cuda")[:, None] // 64, torch.arange(case.N, device="cuda")[None, :] // 64
+    for b in range(case.B):
+        x.mask[b] = ((i == j) | (j % 8 == 5 + b % 2)) & (j // 2 != 5) & (i // 2 != 3 + b)
+    results = [run(case, "hopper", "cuda", x) for _ in range(3)]
+    for found in results:
+        hold(case, found, "cuda", x)
+        for name in ("dq", "dk", "dv", "dbias") if case.deterministic else ("dk", "dv"):
+            first, again = getattr(results[0], name), getattr(found, name)
+            assert first is None or torch.equal(first, again), name
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"bias": "bhmn", "D": 128},
+        {"bias": "bhmn", "D": 64, "softcap": 2.0, "bias_hides": True},
+        {"bias": "bhmn", "D": 32, "causal": True, "bias_dtype": HALF},
+        {"bias": "bhmn", "D": 128, "causal": True, "deterministic": True, "M": 1000, "N": 1004},
+        {"bias": "1hmn", "D": 128, "causal": True, "B": 4},
+        {"bias": "1hmn", "D": 64, "B": 16, "H": 8, "Hkv": 8, "deterministic": True},
+        {"bias": "1hmn", "D": 32, "B": 4, "window": (100, 30)},
+        {"bias": "bkmn", "D": 128, "softcap": 2.0, "mask": "b1mn", "blind": True},
+        {"bias": "1hmn", "D": 128, "softcap": 2.0, "mask": "b1mn", "bias_dtype": HALF, "B": 4},
+        {"bias": "11mn", "D": 64, "B": 3, "dtype": HALF, "bias_dtype": BRAIN},
+        {"bias": "1hmn", "D": 8, "lse": False, "grads": "qkv"},
+    ],
+    ids=str,
+)
+def test_gradients_beside_a_bias_of_another_dtype(terms):
+    case = replace(USUAL, **{"bias_dtype": FLOAT, "grads": "qkvb", **terms})
+    x = tensors(case, "cuda")
+    bias = x.bias.requires_grad_("b" in case.grads)
+    plan = explain(x.q.requires_grad_(), x.k, x.v, bias=bias, mask=x.mask, **case.terms, backend="hopper").plan
+    assert plan.backward == "hopper"
+    check(case, "hopper", "cuda")
 
 
 @pytest.mark.parametrize("part", range(8))

@@ -53,8 +53,6 @@ def declines(problem: Problem) -> str | None:
 
 def declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
-    if problem.mask is not None:
-        return "has no bool masks yet"
     d, dv = problem.head_dim, problem.value_dim
     if max(d, dv) > 128 or (d > 64) != (dv > 64):
         return f"has backward kernels for head dimensions up to 64 and up to 128, not for {d} with {dv}"
@@ -64,12 +62,13 @@ def declines_backward(problem: Problem) -> str | None:
         return "reads do by TMA, which cannot describe it"
     if 2 * problem.batch * problem.heads * (problem.queries + 128) >= 2**31:
         return "counts the rows of all heads in 32 bits"
+    mask = problem.mask
+    if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
+        return "counts the words of the mask's bits in 32 bits"
     bias = problem.bias
     if bias is None or bias.rows == 1 or bias.cols == 1:
         return None
-    if bias.dtype != problem.dtype:
-        return "reads tiles of a bias in q's dtype only"
-    if problem.bias_grad and bias.cols % 8:
+    if problem.bias_grad and bias.cols * bias.dtype.itemsize % 16:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     return None
 

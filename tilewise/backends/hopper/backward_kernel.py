@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.masked_tiles import load_bits, masked
 from tilewise.backends.hopper.pipeline import (
     Ring,
     count_stored,
@@ -36,7 +37,7 @@ from tilewise.backends.hopper.pipeline import (
 )
 from tilewise.backends.hopper.score import in_band, in_units, key_tiles, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
-from tilewise.backends.hopper.work import groups, place_of, work_of
+from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -52,9 +53,14 @@ class Compiled(NamedTuple):
     WARPS: Any  # that compute
     LOADING_REGISTERS: Any
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
+    BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
     DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"
+    MASK: Any  # there is a bool mask: `mask_kernels` has read it
+    MASK_BATCH: Any  # as of the bias
+    MASK_GROUP: Any
+    MASK_ROWS: Any  # the mask differs between queries
     SHARERS: Any  # programs that share a bias and run side by side
     ADDS: Any  # there are more sharers than that
     ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
@@ -67,7 +73,7 @@ class Tensors(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
-    is the ring of `Shares`.
+    is the ring of `Shares`. bits, visits: of a mask, see mask_kernels; None without one.
     """
 
     q: Any
@@ -80,6 +86,8 @@ class Tensors(NamedTuple):
     dk: Any
     dv: Any
     dbias: Any
+    bits: Any
+    visits: Any
 
 
 class Rows(NamedTuple):
@@ -89,6 +97,7 @@ class Rows(NamedTuple):
     do: Any
     stats: Any
     bias: Any
+    bits: Any
     full: Any
     empty: Any
 
@@ -151,12 +160,16 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
         h = work.hk * sizes.group + g
         bias_b = work.b if c.BIAS_BATCH else 0
         first_tile = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
-        for i in range(work.end - work.begin):
-            m = work.end - 1 - i
+        count, listed = visits_of(x.visits, work, h, sizes, c)
+        for i in range(count):
+            m, cut = visit_at(i, listed, work, c)
             slot = step % c.STAGES
             full = rows.full.index(slot)
             mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, BYTES + BIAS_BYTES)
+            if c.MASK:
+                load_bits(x, cut, full, rows.bits.index(slot), work, h, m, BYTES + BIAS_BYTES, sizes, c)
+            else:
+                mbarrier.expect(full, BYTES + BIAS_BYTES)
             if c.BIAS == "matrix":
                 at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work.n0]
                 tma_load(x.bias, at, full, rows.bias.index(slot))
@@ -180,12 +193,17 @@ def add_queries(x, queries, turns, terms, sizes, c):
         for g in range(sizes.group):
             h = work.hk * sizes.group + g
             head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
-            for i in range(work.end - work.begin):
-                m = work.end - 1 - i
+            visits, listed = visits_of(x.visits, work, h, sizes, c)
+            for i in range(visits):
+                m, _ = visit_at(i, listed, work, c)
                 m0 = m * c.BLOCK_M
-                count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
-                first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
-                wait_count(turns + head + m, work.n0 // c.BLOCK_N - first)
+                if c.MASK:
+                    turn = gl.load(listed + sizes.row_tiles + i)
+                else:
+                    count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
+                    first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+                    turn = work.n0 // c.BLOCK_N - first
+                wait_count(turns + head + m, turn)
                 wait_full(queries, 0, step)
                 tma_add(x.dq, [work.b, h, m0, 0], queries.slots.index(0))
                 tma.store_wait(0)
@@ -272,7 +290,7 @@ def begin(start, rows, shared, step, terms, c):
 
 
 @gluon.jit
-def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, PARTIAL: gl.constexpr):
+def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
     S: gl.constexpr = accumulator(c.BLOCK_M, c.WARPS)
@@ -303,6 +321,8 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
 
     # softmax, under dP
     p, slope = probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL)
+    if c.MASK:
+        p = masked(p, rows.bits.index(slot), cut, work, m0, terms, sizes, c)
     p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
     wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
     dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
@@ -313,19 +333,19 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
     sums = state.sums
     if c.DBIAS == "sum":
         sums += gl.sum(ds, axis=1)
-    if c.BIAS == "matrix":  # noqa: SIM108  (one branch is compiled)
+    if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
         tile = shared.ds.index(0)
     ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
-    SAME: gl.constexpr = not terms.HAS_CAP
-    dbias_tile = tile if SAME else shared.dbias
+    SAME: gl.constexpr = not terms.HAS_CAP and not c.BIAS_APART
+    dbias_tile = rows.bias.index(slot) if c.BIAS_APART else tile if SAME else shared.dbias
     if (c.DBIAS == "store" or c.DBIAS == "share") and not SAME:
-        dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds.to(DTYPE))
+        dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds.to(dbias_tile.dtype))
     ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
     ds_queries.permute((1, 0)).store(ds_rounded)
-    # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, and
-    # the bias in the step before) before the refill of their slot.
+    # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, the
+    # mask's bits, and the bias in the step before) before the refill of their slot.
     fence_async_shared()
     tma.store_wait(0)  # of the dQ before: one barrier serves both
     warps_barrier()
@@ -391,6 +411,11 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
 
     step = 0
     steps = sizes.group * (work.end - work.begin)
+    if c.MASK:
+        steps = 0
+        for g in range(sizes.group):
+            count, _ = visits_of(x.visits, work, work.hk * sizes.group + g, sizes, c)
+            steps += count
     s, start = step, step  # of no use where nothing comes ahead
     if c.BIAS == "matrix" or c.AHEAD:
         start = start_of(rows, step, steps > 0, terms, c)
@@ -403,20 +428,33 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
         h = work.hk * sizes.group + g
         if c.BIAS == "cols":
             keep_bias_of_keys(x, shared, work, h, sizes, c)
-        if terms.HAS_LO:
-            for i in range(work.end - work.full_end):
-                m = work.end - 1 - i
-                state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, True)
+        if c.MASK:
+            count, listed = visits_of(x.visits, work, h, sizes, c)
+            for i in range(count):
+                m, cut = visit_at(i, listed, work, c)
+                state = visit(
+                    state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, False
+                )
                 step += 1
-        for i in range(work.full_end - work.full_begin):
-            m = work.full_end - 1 - i
-            state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, False)
-            step += 1
-        if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
-            for i in range(work.full_begin - work.begin):
-                m = work.full_begin - 1 - i
-                state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms, sizes, c, True)
+        else:
+            if terms.HAS_LO:
+                for i in range(work.end - work.full_end):
+                    m = work.end - 1 - i
+                    state = visit(
+                        state, x, rows, keys, queries, shared, step, steps, work, h, m, 3, terms, sizes, c, True
+                    )
+                    step += 1
+            for i in range(work.full_end - work.full_begin):
+                m = work.full_end - 1 - i
+                state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, 0, terms, sizes, c, False)
                 step += 1
+            if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
+                for i in range(work.full_begin - work.begin):
+                    m = work.full_begin - 1 - i
+                    state = visit(
+                        state, x, rows, keys, queries, shared, step, steps, work, h, m, 3, terms, sizes, c, True
+                    )
+                    step += 1
         if c.DBIAS == "sum":
             store_sums(state.sums, x, work, h, sizes, c)
             state = State(state.dk, state.dv, state.s, state.start, none)
@@ -435,16 +473,18 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
 
 
 @gluon.jit
-def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_dbias, counts, terms, sizes, c):
+def backward_kernel(
+    q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, visits, pieces, shared_dbias, counts, states, terms, sizes, c
+):
     """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Tensors`.
 
-    pieces, shared_dbias: see `Shares`. counts: int32 zeros, of each group of programs those that have ended and those
-    that have been added up, then of each tile of queries of all heads the tiles of keys that have added to its dQ.
+    pieces, shared_dbias, states: see `Shares`. counts: int32 zeros, of each group of programs those that have ended and
+    those that have been added up, then of each tile of queries of all heads the tiles of keys that have added to dQ.
     """
-    x = Tensors(q, k, v, do, bias, stats, dq, dk, dv, dbias)
+    x = Tensors(q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, visits)
     shares, turns = 0, 0
     if c.DBIAS == "share":
-        shares = shares_of(pieces, shared_dbias, counts, sizes, c)
+        shares = shares_of(pieces, shared_dbias, counts, states, sizes, c)
     if c.ORDERED:
         turns = counts + 2 * groups(sizes, c)
     keys = new_ring(k, 1, c.BLOCK_N, c.BLOCK_D, 1)
@@ -463,19 +503,26 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_
         queries = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
     else:
         queries = Ring(gl.allocate_shared_memory(dq.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout), 0, 0)
-    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" else 1
+    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
+    bias_slots = ds_slots
+    if c.BIAS_APART:
+        BIAS_TILE: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, bias.dtype)
+        bias_slots = gl.allocate_shared_memory(bias.dtype, [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_N], BIAS_TILE)
     dbias_tile = keys.slots.index(0)  # of no use
-    if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP:
+    if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     added = stats_slots  # of no use
     if c.BIAS == "cols":
         added = gl.allocate_shared_memory(gl.float32, [c.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = Rows(q_slots, do_slots, stats_slots, ds_slots, full, empty)
+    bits_slots = stats_slots  # of no use
+    if c.MASK:
+        bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
+    rows = Rows(q_slots, do_slots, stats_slots, bias_slots, bits_slots, full, empty)
     shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":
-        slots, arrived = new_slots(shares, c)
+        slots, arrived = new_slots(shares, terms, c)
     else:
         slots, arrived = 0, 0
     fence_async_shared()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
@@ -16,7 +17,7 @@ from tilewise.backends.hopper.bias_gradient import (
     sharing,
 )
 from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width, most_registers
-from tilewise.backends.hopper.launch import hides, multiprocessors, score_terms
+from tilewise.backends.hopper.launch import MaskSummary, hides, multiprocessors, score_terms
 from tilewise.backends.hopper.row_kernels import finish_kernel, prepare_kernel
 from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel
 from tilewise.backends.hopper.tensors import boxes, descriptor, vector
@@ -38,7 +39,7 @@ class Backward:
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         row_programs = sizes.row_tiles * p.heads * p.batch
-        q, k, v, bias, _ = inputs
+        q, k, v, bias, mask = inputs
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
@@ -47,15 +48,16 @@ class Backward:
         dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
         # the ring of dS of a bias that is shared
         ring = None
-        if reduction(problem) == "share":
+        if bias is not None and reduction(problem) == "share":
             places = sizes.ring * sharing(problem).programs
-            ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=q.dtype, device="meta")
+            ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
         # int32: two for each group of programs, and one for each tile of queries
         self.counts = 2 * groups + row_programs if ring is not None or p.deterministic else 0
         self.empty_stats, self.empty_q_sum, self.empty_dq, self.empty_dk, self.empty_dv = (
             allocation(x, q.device) for x in (stats, q_sum, dq, dk, dv)
         )
+        self.mask = None if mask is None else MaskSummary(problem, mask, block_n, 1, by_keys=True)
         dlse_rows = None if dlse is None else dlse[..., None]
         terms, c, axes = score_terms(problem), _compiled(problem, config, width), bias_axes(problem)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
@@ -74,7 +76,7 @@ class Backward:
             (p.head_dim, p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=4,
         )
-        shares = [POINTER, strided(None if ring is None else dbias), POINTER]
+        shares = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
         if ring is not None:
             shares[0] = boxes(ring, [c.SHARERS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
@@ -91,6 +93,8 @@ class Backward:
                 descriptor(dk, block_n, width),
                 descriptor(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
+                POINTER if self.mask is None else vector(self.mask.bits_like, 2 * block_n),
+                POINTER,
                 *shares,
             ),
             (terms, sizes, c),
@@ -110,7 +114,7 @@ class Backward:
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, _ = inputs
+        q, k, v, bias, mask = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs
@@ -121,9 +125,14 @@ class Backward:
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, q_sum)
             ring = None if self.empty_ring is None else self.empty_ring()
             counts = torch.zeros(self.counts, dtype=torch.int32, device=q.device) if self.counts else None
-            shares = (ring, None if ring is None else dbias, counts)
+            masking: tuple[Tensor | None, ...] = (None, None, None)
+            if self.mask is not None and mask is not None:
+                masking = self.mask(mask)
+            bits, visits, states = masking
+            shares = (ring, None if ring is None else dbias, counts, states)
             of_pairs = bias if self.of_pairs else None
-            self.main(q, k, v, do, of_pairs, stats, q_sum, dk, dv, dbias if ring is None else ring, *shares)
+            found = dbias if ring is None else ring
+            self.main(q, k, v, do, of_pairs, stats, q_sum, dk, dv, found, bits, visits, *shares)
             if ring is not None:
                 self.add_up(*shares)
             self.after(q_sum, dq)
@@ -148,7 +157,7 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
 
 
 def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
-    bias, axes = problem.bias, bias_axes(problem)
+    bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = Compiled(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -158,9 +167,14 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         WARPS=4 * config.warpgroups,
         LOADING_REGISTERS=config.loading_registers,
         BIAS="none" if axes == "rows" else axes,
+        BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         DBIAS=reduction(problem),
+        MASK=mask is not None,
+        MASK_BATCH=mask is not None and mask.batch > 1,
+        MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
+        MASK_ROWS=mask is not None and mask.rows > 1,
         SHARERS=sharing(problem).programs,
         ADDS=adds(problem),
         ORDERED=problem.deterministic,

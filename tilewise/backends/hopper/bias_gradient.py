@@ -62,7 +62,8 @@ def empty_bias_gradient(problem: Problem, bias: Tensor | None, device: torch.dev
         return None
     if how == "sum":
         return torch.empty(problem.batch, problem.heads, problem.keys, dtype=torch.float32, device=device)
-    everywhere = problem.score.band.unlimited and not adds(problem)
+    # With a mask a program stores the tiles that it visits; where tiles are shared, what adds them up stores all.
+    everywhere = problem.score.band.unlimited and not adds(problem) and (problem.mask is None or how == "share")
     fill = torch.empty if everywhere else torch.zeros
     return fill(bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype, device=device)
 

@@ -11,8 +11,10 @@ SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
 
 
 def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
-    """Triton's option for several programs of so many warpgroups on a multiprocessor; none for one, which has all."""
-    return {} if programs == 1 else {"maxnreg": 65536 // (programs * warpgroups * 128) // 8 * 8}
+    """Triton's option for so many programs of so many warpgroups on a multiprocessor; none for a large one, which has
+    all, but for a small one: Triton would ask for 256 a thread, and there are 255."""
+    most = 65536 // (programs * warpgroups * 128) // 8 * 8
+    return {} if programs == 1 and most < 255 else {"maxnreg": min(most, 248)}
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,14 @@ def backward_config(problem: Problem) -> BackwardConfig:
     shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
     plain = problem.score.band.unlimited and problem.score.softcap is None
     programs = 1
+    # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
+    # dimensions half the keys.
+    wide = bias_tile(problem) == 4
     if d == 32:
-        programs = 3 if plain and (bias is None or bias_tile(problem)) else 2  # 136 registers a thread, or 232
-    elif d == 64 and (shared or not problem.score.band.unlimited):
+        programs = 3 if plain and not wide and (bias is None or bias_tile(problem)) else 2  # 136 registers, or 232
+    elif d == 64 and not wide and (shared or not problem.score.band.unlimited):
         programs = 2
     # Up to 64 dimensions leave registers for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
     ahead = d <= 64 and programs == 1 and not bias_tile(problem)
-    return BackwardConfig(
-        block_m=64, block_n=2 * ROWS if programs == 1 else ROWS, stages=2, ahead=ahead, programs=programs
-    )
+    block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
+    return BackwardConfig(block_m=64, block_n=block_n, stages=2, ahead=ahead, programs=programs)

@@ -31,8 +31,8 @@ from tilewise.backends.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from tilewise.backends.hopper.schedule import hand_out, mask_of, next_ticket, tile_at, visit_at
-from tilewise.backends.hopper.score import in_band, in_units, online_softmax, rescaled, softcap
+from tilewise.backends.hopper.schedule import hand_out, next_ticket, tile_at, visit_at
+from tilewise.backends.hopper.score import in_band, in_units, mask_of, online_softmax, rescaled, softcap
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -212,10 +212,10 @@ def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
         rows = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
         words = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
         if c.MASK_ROWS:
-            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes, c) * sizes.queries + row0) * key_count + visit.n)
+            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0) * key_count + visit.n)
             at += rows * (4 * key_count) + words
         else:
-            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes, c) * key_count + visit.n) + (0 * rows + words)
+            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + visit.n) + (0 * rows + words)
         return gl.load(at, mask=(rows < sizes.queries - row0) & visit.mixed, other=0)
     else:
         return 0

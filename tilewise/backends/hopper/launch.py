@@ -33,7 +33,7 @@ class Forward:
         at_once = multiprocessors(q.device) * config.programs
         sizes = _sizes(problem, config, at_once)
         terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > at_once)
-        self.mask = None if mask is None else MaskSummary(problem, config, mask)
+        self.mask = None if mask is None else MaskSummary(problem, mask, config.block_n, config.warpgroups)
         o = empty_output(q, problem.value_dim, "meta")
         self.empty_o = allocation(o, q.device)
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
@@ -75,7 +75,7 @@ class Forward:
         q, k, v, bias, mask = inputs
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
-            bits, visits = (None, None) if self.mask is None or mask is None else self.mask(mask)
+            bits, visits, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
             tickets = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
             self.main(q, k, v, bias, bits, visits, o, lse, tickets)
             if self.repair is not None:
@@ -84,34 +84,48 @@ class Forward:
 
 
 class MaskSummary:
-    """What the forward must know of a mask, for one problem and one layout of the mask."""
+    """What a kernel must know of a mask, for one problem and one layout of the mask.
 
-    def __init__(self, problem: Problem, config: Config, mask: Tensor):
+    by_keys: tiles of keys visit tiles of queries, as in the backward, not the other way round.
+    """
+
+    def __init__(self, problem: Problem, mask: Tensor, block_n: int, warpgroups: int, by_keys: bool = False):
         p, (batch, heads, rows, _) = problem, mask.shape
-        key_tiles, row_tiles, chunks = -(-p.keys // config.block_n), -(-p.queries // config.block_m), -(-rows // ROWS)
+        key_tiles, row_tiles = -(-p.keys // block_n), -(-p.queries // (warpgroups * ROWS))
+        chunks, turns = -(-rows // ROWS), by_keys and p.deterministic
 
         def workspace(*shape: int, dtype: torch.dtype = torch.int32) -> Callable[[], Tensor]:
             return allocation(torch.empty(batch * heads, *shape, dtype=dtype, device="meta"), mask.device)
 
-        self.bits = workspace(rows, key_tiles, 4)
-        self.states = workspace(chunks, key_tiles, dtype=torch.int8)
-        self.visits = workspace(row_tiles, 1 + key_tiles)
-        values = (config.block_n, config.warpgroups, rows > 1, 1 << (key_tiles - 1).bit_length())
+        if by_keys:
+            programs, others = key_tiles, row_tiles
+            self.bits_like = torch.empty(
+                batch * heads * key_tiles * chunks * 2 * block_n, dtype=torch.int32, device="meta"
+            )
+            self.bits = allocation(self.bits_like, mask.device)
+            self.states = workspace(key_tiles, chunks, dtype=torch.int8)
+        else:
+            programs, others = row_tiles, key_tiles
+            self.bits = workspace(rows, key_tiles, 4)
+            self.states = workspace(chunks, key_tiles, dtype=torch.int8)
+        self.visits = workspace(programs, 1 + (2 if turns else 1) * others)
+        values = (block_n, warpgroups, rows > 1, 1 << (others - 1).bit_length(), by_keys, turns)
         c = Masking(*(gl.constexpr(x) for x in values))
         self.summarise = Launch(
             summary_kernel, batch * heads * chunks * key_tiles, (strided(mask), POINTER, POINTER),
             (heads, rows, p.keys, c), num_warps=4,
         )  # fmt: skip
         self.list = Launch(
-            visits_kernel, batch * heads * row_tiles, (POINTER, POINTER),
+            visits_kernel, batch * heads * programs, (POINTER, POINTER),
             (p.queries, p.keys, *limits(p.score.band), c), num_warps=4,
         )  # fmt: skip
 
-    def __call__(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Bits, visits and states, see `mask_kernels`."""
         bits, states, visits = self.bits(), self.states(), self.visits()
         self.summarise(mask, bits, states)
         self.list(states, visits)
-        return bits, visits
+        return bits, visits, states
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -1,8 +1,9 @@
-"""What a bool mask leaves of each tile of scores, found out once before the forward.
+"""What a bool mask leaves of each tile of scores, found out once before the forward, and once before the backward.
 
-`summary_kernel` reads the mask and writes an eighth of its size: its bits, in the order in which the forward's threads
-want them, and of each tile whether it is hidden, mixed or visible. `visits_kernel` lists for each tile of queries the
-tiles of keys that it visits: hidden ones are left out, and only mixed ones read their bits.
+`summary_kernel` reads the mask and writes an eighth of its size: its bits, in the order in which the threads want them,
+and of each tile whether it is hidden, mixed or visible. `visits_kernel` lists for each tile of queries the tiles of
+keys that it visits: hidden ones are left out, and only mixed ones read their bits. The backward's programs have a tile
+of keys each and visit tiles of queries: `Masking.BY_KEYS`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from triton import knobs
 
 from tilewise.score import tiles
 
-# The host's own function, compiled; Triton's interpreter, in which these kernels are tested, runs it as it is.
+# The host's own functions, compiled; Triton's interpreter, in which these kernels are tested, runs them as they are.
 key_tiles = tiles.key_tiles if knobs.runtime.interpret else triton.jit(tiles.key_tiles)
+query_tiles = tiles.query_tiles if knobs.runtime.interpret else triton.jit(tiles.query_tiles)
 
 
 class Masking(NamedTuple):
@@ -25,7 +27,9 @@ class Masking(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     WARPGROUPS: Any  # of 64 queries each, in a tile of queries
     ROWS: Any  # the mask differs between queries
-    KEY_TILES: Any  # the next power of two
+    TILES: Any  # that may be visited, the next power of two
+    BY_KEYS: Any  # a tile of keys visits tiles of 64 queries
+    TURNS: Any  # these visits have an order, see `visits_kernel`
 
 
 @triton.jit
@@ -35,6 +39,11 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
     mask: `Strided`, of ``heads`` heads and ``rows`` rows. bits: (batch·heads, rows, key tiles, 4) int32; bit 2·j + i of
     word w is column 8·j + 2·w + i of the tile, which is what thread w of four holds in a row of wgmma's result.
     states: (batch·heads, tiles of 64 rows, key tiles) int8: 0 hidden, 1 mixed, 2 visible, inside the tensor.
+
+    BY_KEYS: the scores are transposed, and a thread of wgmma's result holds two keys, k and k + 8 of sixteen. Both are
+    in one word, so that a thread has one. bits: (batch·heads, key tiles, tiles of 64 rows, BLOCK_N / 16, 8, 4); bit
+    16·h + 2·j + i of word (s, k, w) is key 16·s + 8·h + k in row 8·j + 2·w + i. states: (batch·heads, key tiles, tiles
+    of 64 rows). A mask of one row has a tile of 64 like it.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(rows, 64)
@@ -42,52 +51,104 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
     n, m, bh = pid % key_count, pid // key_count % row_count, pid // key_count // row_count
     r = m * 64 + tl.arange(0, 64)
     col = tl.arange(0, c.BLOCK_N)
-    inside = (r < rows)[:, None] & (col < keys - n * c.BLOCK_N)[None, :]
+    shown = rows
+    if c.BY_KEYS and not c.ROWS:
+        shown = 64
+    inside = (r < shown)[:, None] & (col < keys - n * c.BLOCK_N)[None, :]
     at = mask.pointer + tl.cast(bh // heads, tl.int64) * mask.stride0 + tl.cast(bh % heads, tl.int64) * mask.stride1
     at += r.to(tl.int64)[:, None] * mask.stride2 + (n * c.BLOCK_N + col).to(tl.int64)[None, :] * mask.stride3
     seen = (tl.load(at, mask=inside, other=0) != 0).to(tl.int32)
-    words = tl.reshape(seen << (2 * (col // 8) + col % 2)[None, :], [64, c.BLOCK_N // 8, 4, 2])
-    words = tl.sum(tl.sum(words, 3), 1)
-    at = bits + ((tl.cast(bh, tl.int64) * rows + r) * key_count + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(at, words, mask=(r < rows)[:, None])
+    if c.BY_KEYS:
+        tile = (tl.cast(bh, tl.int64) * key_count + n) * row_count + m
+        i = tl.arange(0, 64)
+        bit = (2 * (i // 8) + i % 2)[:, None] + (16 * (col // 8 % 2))[None, :]
+        words = tl.reshape(seen << bit, [8, 4, 2, c.BLOCK_N // 16, 2, 8])
+        words = tl.sum(tl.sum(tl.sum(words, 4), 2), 0)
+        words = tl.reshape(tl.permute(words, (1, 2, 0)), [2 * c.BLOCK_N])
+        tl.store(bits + tile * (2 * c.BLOCK_N) + tl.arange(0, 2 * c.BLOCK_N), words)
+    else:
+        tile = (tl.cast(bh, tl.int64) * row_count + m) * key_count + n
+        words = tl.reshape(seen << (2 * (col // 8) + col % 2)[None, :], [64, c.BLOCK_N // 8, 4, 2])
+        words = tl.sum(tl.sum(words, 3), 1)
+        at = bits + ((tl.cast(bh, tl.int64) * rows + r) * key_count + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        tl.store(at, words, mask=(r < rows)[:, None])
     some = tl.max(tl.max(seen, 1), 0)
     all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
-    tl.store(states + (tl.cast(bh, tl.int64) * row_count + m) * key_count + n, (some + some * all_).to(tl.int8))
+    tl.store(states + tile, (some + some * all_).to(tl.int8))
 
 
 @triton.jit
 def visits_kernel(states, visits, queries, keys, lo, hi, c):
-    """The tiles of keys that one tile of queries visits, from the last to the first.
+    """The tiles of keys that one tile of queries visits, from the last to the first; BY_KEYS the other way round.
 
     visits: (batch·heads, tiles of queries, 1 + key tiles) int32: how many, then of each its number · 4, + 1 if the band
     or the end of the keys cuts it, + 2 if the mask does. There is at least one, which may be hidden.
+
+    BY_KEYS: (batch·heads, key tiles, 1 + tiles of queries), there may be none. With TURNS as many numbers more: of each
+    visit, how many tiles of keys before this one visit the same tile of queries.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(queries, 64)
-    count = tl.cdiv(row_count, c.WARPGROUPS)
+    count = key_count if c.BY_KEYS else tl.cdiv(row_count, c.WARPGROUPS)
+    others = row_count if c.BY_KEYS else key_count
     pid = tl.program_id(0)
     m, bh = pid % count, pid // count
-    row0 = m * 64 * c.WARPGROUPS
-    rows = tl.minimum(64 * c.WARPGROUPS, queries - row0)
-    begin, full_begin, full_end, end = key_tiles(row0, rows, keys, lo, hi, c.BLOCK_N)
-    n = tl.arange(0, c.KEY_TILES)
-    inside = (n >= begin) & (n < end)
-    some = tl.zeros([c.KEY_TILES], tl.int32)
-    cut = tl.zeros([c.KEY_TILES], tl.int32)
-    for w in tl.static_range(c.WARPGROUPS):
-        if c.ROWS:
-            row = bh.to(tl.int64) * row_count + tl.minimum(m * c.WARPGROUPS + w, row_count - 1)
-        else:
-            row = bh.to(tl.int64)
-        state = tl.load(states + row * key_count + n, mask=inside, other=0).to(tl.int32)
-        some = tl.maximum(some, state)
-        cut = tl.maximum(cut, 2 - state)
+    n = tl.arange(0, c.TILES)
+    some = tl.zeros([c.TILES], tl.int32)
+    cut = tl.zeros([c.TILES], tl.int32)
+    if c.BY_KEYS:
+        begin, full_begin, full_end, end = _queries_of(m, queries, keys, lo, hi, c)
+        inside = (n >= begin) & (n < end)
+        some = _states_of(states, bh.to(tl.int64) * key_count + m, n, inside, row_count, c)
+        cut = 2 - some
+    else:
+        row0 = m * 64 * c.WARPGROUPS
+        rows = tl.minimum(64 * c.WARPGROUPS, queries - row0)
+        begin, full_begin, full_end, end = key_tiles(row0, rows, keys, lo, hi, c.BLOCK_N)
+        inside = (n >= begin) & (n < end)
+        for w in tl.static_range(c.WARPGROUPS):
+            if c.ROWS:
+                row = bh.to(tl.int64) * row_count + tl.minimum(m * c.WARPGROUPS + w, row_count - 1)
+            else:
+                row = bh.to(tl.int64)
+            state = tl.load(states + row * key_count + n, mask=inside, other=0).to(tl.int32)
+            some = tl.maximum(some, state)
+            cut = tl.maximum(cut, 2 - state)
     visited = (inside & (some > 0)).to(tl.int32)
     total = tl.sum(visited, 0)
     place = total - tl.cumsum(visited, 0)
     flags = ((n < full_begin) | (n >= full_end)).to(tl.int32) + 2 * (cut > 0).to(tl.int32)
-    at = visits + tl.cast(pid, tl.int64) * (key_count + 1)
-    tl.store(at, tl.maximum(total, 1))
+    at = visits + tl.cast(pid, tl.int64) * ((2 * others if c.TURNS else others) + 1)
     tl.store(at + 1 + place, 4 * n + flags, mask=visited != 0)
-    if total == 0:
-        tl.store(at + 1, 4 * tl.minimum(begin, key_count - 1) + 3)
+    if c.BY_KEYS:
+        tl.store(at, total)
+    else:
+        tl.store(at, tl.maximum(total, 1))
+        if total == 0:
+            tl.store(at + 1, 4 * tl.minimum(begin, key_count - 1) + 3)
+    if c.TURNS:
+        turns = tl.zeros([c.TILES], tl.int32)
+        for back in range(m):
+            before = m - 1 - back
+            begin, _, _, end = _queries_of(before, queries, keys, lo, hi, c)
+            inside = (n >= begin) & (n < end)
+            some = _states_of(states, bh.to(tl.int64) * key_count + before, n, inside, row_count, c)
+            turns += (some > 0).to(tl.int32)
+        tl.store(at + 1 + others + place, turns, mask=visited != 0)
+
+
+@triton.jit
+def _queries_of(n, queries, keys, lo, hi, c):
+    """`query_tiles` of a tile of keys; none is full where the keys end within the tile."""
+    cols = tl.minimum(c.BLOCK_N, keys - n * c.BLOCK_N)
+    begin, full_begin, full_end, end = query_tiles(n * c.BLOCK_N, cols, queries, lo, hi, 64)
+    if cols < c.BLOCK_N:
+        full_begin = end
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _states_of(states, row, m, inside, row_count, c):
+    """States of tiles of queries beside one tile of keys; 0 where they are not inside."""
+    at = states + (row * row_count + m if c.ROWS else row + 0 * m)
+    return tl.load(at, mask=inside, other=0).to(tl.int32)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.backends.hopper.pipeline import leave, wait_full
-from tilewise.backends.hopper.score import key_tiles
+from tilewise.backends.hopper.score import key_tiles, mask_of
 
 
 class Sizes(NamedTuple):
@@ -101,7 +101,7 @@ def tile_at(t, x, terms, sizes, c):
     row0 = m * BLOCK_M
     # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
     if c.MASK:
-        visits = x.visits + (mask_of(b, h, sizes, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
+        visits = x.visits + (mask_of(b, h, sizes.heads, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
         return Tile(b, h, row0, gl.load(visits), 0, 0, 0, visits + 1)
     else:
         rows = gl.minimum(BLOCK_M, sizes.queries - row0)
@@ -119,11 +119,3 @@ def visit_at(i, tile, c):
     else:
         n = tile.last - i
         return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
-
-
-@gluon.jit
-def mask_of(b, h, sizes, c):
-    """Which mask a head has, counted over its batch elements and heads."""
-    if c.MASK_BATCH:
-        h = b * sizes.heads + h
-    return gl.cast(h // c.MASK_GROUP, gl.int64)

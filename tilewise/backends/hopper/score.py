@@ -66,6 +66,14 @@ def softcap_derivative(capped, cap):
 
 
 @gluon.jit
+def mask_of(b, h, heads, c):
+    """Which mask a head has, counted over its batch elements and heads."""
+    if c.MASK_BATCH:
+        h = b * heads + h
+    return gl.cast(h // c.MASK_GROUP, gl.int64)
+
+
+@gluon.jit
 def in_band(rows, cols, keys, terms):
     """Which scores are visible, from indices that broadcast to the tile: one comparison for each limit."""
     last = keys - 1

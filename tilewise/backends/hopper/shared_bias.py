@@ -1,9 +1,10 @@
 """dBias of a bias that batch elements or heads share: their tiles of dS meet in memory, and spare warps add them up.
 
 The programs of up to eight sharers run side by side: a group. Each stores its tiles of dS, rounded like those that dK
-and dQ are made of, in a ring of such groups. When a group has ended, idle warps of a later one add up its tiles in
-float32, in a fixed order, and write dBias; `add_up_kernel` does so for the last groups. This moves half the bytes of
-float32 reduce-adds, needs no sum to be zeroed and cast, and keeps it all out of the way of the products.
+and dQ are made of, or in the dtype of a bias that has another, in a ring of such groups. When a group has ended, idle
+warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `add_up_kernel` does so for the
+last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and keeps it all out
+of the way of the products. A tile that a mask hides from one sharer is not stored by it, and left out of the sum.
 
 A program waits only for programs of a lower number, which the hardware starts first.
 """
@@ -17,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.backends.hopper.pipeline import count_up, tma_load, wait_count, warps_barrier
-from tilewise.backends.hopper.work import groups, sharers_before, work_at
+from tilewise.backends.hopper.work import groups, sharers_before, tile_of_mask, work_at
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
 COLS = gl.constexpr(64)
-SLOT_BYTES = gl.constexpr(16384)
+SLOT_ELEMENTS = gl.constexpr(8192)
 
 
 class Shares(NamedTuple):
@@ -30,18 +31,22 @@ class Shares(NamedTuple):
     tiles: a descriptor of the ring (slots · sharers, steps, BLOCK_M, BLOCK_N) in boxes [sharers, 1, ROWS, COLS].
     dbias: `Strided`, stride 0 along what shares; float32 sums if more sharers than a group has add to an element.
     ended, summed: int32, of each group how many of its programs have stored their dS, and have been added up.
+    states: of the tiles of a mask, see `mask_kernels`.
     """
 
     tiles: Any
     dbias: Any
     ended: Any
     summed: Any
+    states: Any
 
 
 @gluon.jit
-def shares_of(pieces, dbias, counts, sizes, c):
+def shares_of(pieces, dbias, counts, states, sizes, c):
     """`Shares`, which are no argument of a kernel: Triton 3.6 takes no descriptor inside a tuple."""
-    return Shares(pieces, dbias, counts, counts + groups(sizes, c))
+    if not c.MASK:
+        states = counts  # of no use
+    return Shares(pieces, dbias, counts, counts + groups(sizes, c), states)
 
 
 @gluon.jit
@@ -69,6 +74,20 @@ def _fetch(shares, u, slots, full, group, work, part, parts, sizes, c):
 
 
 @gluon.jit
+def stored_by(shares, group, m, g, terms, sizes, c):
+    """A bit for each sharer: whether it has stored the tile. If not, the ring still holds what was there before."""
+    if c.MASK:
+        member = gl.arange(0, c.SHARERS, gl.BlockedLayout([1], [32], [2], [0]))
+        work = work_at(group, member, terms, sizes, c)
+        tile = tile_of_mask(work.b, work.hk * sizes.group + g, work.n0, sizes, c)
+        if c.MASK_ROWS:
+            tile = tile * sizes.row_tiles + m
+        return gl.sum((gl.load(shares.states + tile) != 0).to(gl.int32) << member, 0)
+    else:
+        return -1
+
+
+@gluon.jit
 def add_up(shares, slots, full, group, part, parts, terms, sizes, c):
     """One of ``parts`` parts of a group's dBias."""
     SLOTS: gl.constexpr = slots.shape[0]
@@ -85,10 +104,16 @@ def add_up(shares, slots, full, group, part, parts, terms, sizes, c):
     total = gl.zeros([ROWS, COLS], gl.float32, L)
     for u in range(count):
         slot = u % SLOTS
+        if c.MASK:
+            m, g, _, _, _ = _piece(u, work, part, parts, sizes, c)
+            stored = stored_by(shares, group, m, g, terms, sizes, c)
         mbarrier.wait(full.index(slot), (u // SLOTS) & 1)
         tiles = slots.index(slot).reshape([c.SHARERS * ROWS, COLS])
         for sharer in gl.static_range(c.SHARERS):
-            total += tiles.slice(sharer * ROWS, ROWS).load(L).to(gl.float32)
+            piece = tiles.slice(sharer * ROWS, ROWS).load(L).to(gl.float32)
+            if c.MASK:
+                piece = gl.where((stored >> sharer) & 1 != 0, piece, 0.0)
+            total += piece
         fence_async_shared()
         warps_barrier()
         if u + SLOTS < count:
@@ -110,10 +135,11 @@ def add_up(shares, slots, full, group, part, parts, terms, sizes, c):
 
 
 @gluon.jit
-def new_slots(shares, c):
-    """Shared memory for pieces on their way in, with a barrier each."""
+def new_slots(shares, terms, c):
+    """Shared memory for pieces on their way in, with a barrier each; half as much where the tiles leave no more."""
     BOX: gl.constexpr = shares.tiles.block_type.nbytes
-    SLOTS: gl.constexpr = SLOT_BYTES // BOX
+    FULL: gl.constexpr = c.MASK and (terms.HAS_CAP or c.BIAS_APART) and c.BLOCK_N * c.BLOCK_D == 128 * 128
+    SLOTS: gl.constexpr = SLOT_ELEMENTS * shares.tiles.dtype.primitive_bitwidth // 8 // BOX // (2 if FULL else 1)
     slots = gl.allocate_shared_memory(shares.tiles.dtype, [SLOTS, c.SHARERS, 1, ROWS, COLS], shares.tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -137,10 +163,10 @@ def add_up_earlier(shares, slots, full, terms, sizes, c):
 
 
 @gluon.jit
-def add_up_kernel(pieces, dbias, counts, first, parts, terms, sizes, c):
+def add_up_kernel(pieces, dbias, counts, states, first, parts, terms, sizes, c):
     """The groups that no later one has added up."""
-    shares = shares_of(pieces, dbias, counts, sizes, c)
-    slots, full = new_slots(shares, c)
+    shares = shares_of(pieces, dbias, counts, states, sizes, c)
+    slots, full = new_slots(shares, terms, c)
     fence_async_shared()
     warps_barrier()
     group = first + gl.program_id(0) // parts

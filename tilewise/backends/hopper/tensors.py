@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.backends.launcher import POINTER, bound
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
 
 
 def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.score import query_tiles
+from tilewise.backends.hopper.score import mask_of, query_tiles
 
 
 class Sizes(NamedTuple):
@@ -123,3 +123,31 @@ def work_of(terms, sizes, c):
 def place_of(sizes, c):
     """This program's place in the ring of dS."""
     return gl.program_id(0) // c.SHARERS % sizes.ring * c.SHARERS + gl.program_id(0) % c.SHARERS
+
+
+@gluon.jit
+def tile_of_mask(b, h, n0, sizes, c):
+    """The place of a tile of keys among those of all masks."""
+    heads = sizes.kv_heads * sizes.group
+    return mask_of(b, h, heads, c) * sizes.key_tiles + n0 // c.BLOCK_N
+
+
+@gluon.jit
+def visits_of(visits, work, h, sizes, c):
+    """The visits of one query head: ``(how many, where they are listed)``."""
+    if c.MASK:
+        PER_TILE: gl.constexpr = 2 if c.ORDERED else 1
+        at = visits + tile_of_mask(work.b, h, work.n0, sizes, c) * (1 + PER_TILE * sizes.row_tiles)
+        return gl.load(at), at + 1
+    else:
+        return work.end - work.begin, 0
+
+
+@gluon.jit
+def visit_at(i, listed, work, c):
+    """The ``i``-th tile of queries, from the last to the first, and what cuts it (see `mask_kernels.visits_kernel`)."""
+    if c.MASK:
+        visit = gl.load(listed + i)
+        return visit >> 2, visit & 3
+    else:
+        return work.end - 1 - i, 0

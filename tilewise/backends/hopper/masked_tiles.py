@@ -1,0 +1,56 @@
+"""The bits of a bool mask in the backward's tiles of scores: from global memory to the registers that they hide."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.backends.hopper.pipeline import tma_load
+from tilewise.backends.hopper.score import in_band
+from tilewise.backends.hopper.work import tile_of_mask
+
+
+@gluon.jit
+def load_bits(x, cut, full, slot, work, h, m, others, sizes, c):
+    """Load the bits of the mask for a tile that something cuts, and say what its barrier has to wait for: these and so
+    many bytes of ``others``."""
+    tile = tile_of_mask(work.b, h, work.n0, sizes, c)
+    if c.MASK_ROWS:
+        tile = tile * sizes.row_tiles + m
+    mbarrier.expect(full, others, pred=cut == 0)
+    mbarrier.expect(full, others + x.bits.block_type.nbytes, pred=cut != 0)
+    tma_load(x.bits, [(tile * (2 * c.BLOCK_N)).to(gl.int32)], full, slot, pred=cut != 0)
+
+
+@gluon.jit
+def in_words(x):
+    """Of every sixteen keys and eight queries one key and the eighth after it, and two neighbouring queries, in each of
+    32 threads."""
+    return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def masked(p, bits, cut, work, m0, terms, sizes, c):
+    """P without what the mask, the band or the end of the keys hides, where one of them cuts the tile.
+
+    ``bits``: one word for each thread, see `mask_kernels`; 0 past the end of the keys.
+    """
+    if cut != 0:
+        S: gl.constexpr = p.type.layout
+        rows = gl.arange(0, c.BLOCK_M, gl.SliceLayout(0, S))[None, :]
+        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
+        if terms.HAS_LO or terms.HAS_HI:
+            # What of an index differs between the elements of a thread is a constant of each comparison.
+            row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
+            at = (m0 - work.n0) + (rows - row) - (cols - col)
+            p = gl.where(in_band(at, col - row, 1 << 30, terms), p, 0.0)
+        bit = in_words(2 * (rows // 8) + rows % 2 + 16 * (cols // 8 % 2))
+        L: gl.constexpr = bit.type.layout
+        words = bits.load(gl.BlockedLayout([1], [32], [c.WARPS], [0])).reshape([c.BLOCK_N // 16, 8, 4])
+        words = gl.convert_layout(
+            words, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(5, L))), assert_trivial=True
+        )
+        seen = (words.expand_dims(1).expand_dims(3).expand_dims(5) >> bit) & 1
+        p = gl.convert_layout(gl.where(seen != 0, in_words(p), 0.0).reshape(p.shape), S, assert_trivial=True)
+    return p
