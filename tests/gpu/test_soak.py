@@ -37,7 +37,8 @@ HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason
     [
         *(
             pytest.param(replace(FULL, **terms), "hopper", marks=HOPPER)
-            for terms in ({}, {"D": 64}, {"D": 256}, {"causal": True}, {"bias": "1hmn"}, {"bias": "b11n", "D": 64})
+            for terms in ({}, {"D": 64}, {"D": 256}, {"causal": True, "B": 8}, {"bias": "1hmn"},
+                          {"bias": "b11n", "D": 64})
         ),
         *(
             (replace(FULL, **terms), "triton")
