@@ -21,7 +21,6 @@ from tilewise.backends.hopper.work import groups, sharers_before, work_at
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
 COLS = gl.constexpr(64)
-SLOT_BYTES = gl.constexpr(16384)
 
 
 class Shares(NamedTuple):
@@ -113,7 +112,7 @@ def add_up(shares, slots, full, group, part, parts, terms, sizes, c):
 def new_slots(shares, c):
     """Shared memory for pieces on their way in, with a barrier each."""
     BOX: gl.constexpr = shares.tiles.block_type.nbytes
-    SLOTS: gl.constexpr = SLOT_BYTES // BOX
+    SLOTS: gl.constexpr = c.SUM_BYTES // BOX
     slots = gl.allocate_shared_memory(shares.tiles.dtype, [SLOTS, c.SHARERS, 1, ROWS, COLS], shares.tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
