@@ -56,8 +56,8 @@ def declines_backward(problem: Problem) -> str | None:
     if problem.mask is not None:
         return "has no bool masks yet"
     d, dv = problem.head_dim, problem.value_dim
-    if max(d, dv) > 128 or (d > 64) != (dv > 64):
-        return f"has backward kernels for head dimensions up to 64 and up to 128, not for {d} with {dv}"
+    if (d > 64) != (dv > 64):
+        return f"has backward kernels for head dimensions up to 64, or from 65 to 256, not for {d} with {dv}"
     if d % 8:
         return f"writes gradients by TMA, in rows of a multiple of 16 bytes: not {d} elements"
     if "do" in problem.irregular:
@@ -71,6 +71,9 @@ def declines_backward(problem: Problem) -> str | None:
         return "reads tiles of a bias in q's dtype only"
     if problem.bias_grad and bias.cols % 8:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
+    shared = (bias.batch, bias.heads) != (problem.batch, problem.heads)
+    if max(d, dv) > 128 and problem.bias_grad and shared and problem.score.softcap is not None:
+        return "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap"
     return None
 
 

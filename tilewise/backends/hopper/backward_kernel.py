@@ -218,6 +218,16 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
+def only_slot(c):
+    """Zero. Where warpgroups share the keys no compiler may know it: it would compute the addresses of all operands
+    before the loops, and registers do not hold them."""
+    if 16 * c.WARPS > c.BLOCK_N:
+        return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return 0
+
+
+@gluon.jit
 def start_of(rows, step, needed, terms, c):
     """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
     wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
@@ -237,12 +247,26 @@ def keep_bias_of_keys(x, shared, work, h, sizes, c):
     at = at + cols.to(gl.int64) * x.bias.stride3
     bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
     shared.added.store(bias.to(gl.float32) * LOG2E)
+    if 16 * c.WARPS > c.BLOCK_N:
+        warps_barrier()  # here, or the compiler puts it into the loop
+
+
+@gluon.jit
+def sums_of(ds, c):
+    """The sum of dS over the queries; where warpgroups share the keys [keys, 2], one for each."""
+    if 16 * c.WARPS > c.BLOCK_N:
+        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.BLOCK_M // 2]), axis=2)
+    else:
+        return gl.sum(ds, axis=1)
 
 
 @gluon.jit
 def store_sums(sums, x, work, h, sizes, c):
     """dBias of this program's keys by one head's queries."""
-    cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)))
+    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
+    if 16 * c.WARPS > c.BLOCK_N:
+        sums = gl.convert_layout(gl.sum(sums, axis=1), L)
+    cols = work.n0 + gl.arange(0, c.BLOCK_N, L)
     head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
     gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
 
@@ -273,7 +297,7 @@ def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.
 def begin(start, rows, shared, step, terms, c):
     """Issue K·Qᵀ of a step whose tiles are there (past the last step, of whatever is)."""
     slot = step % c.STAGES
-    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     if c.BIAS == "matrix" and not terms.HAS_CAP:
         return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
@@ -286,7 +310,7 @@ def begin(start, rows, shared, step, terms, c):
 def begin_queries(ds, shared, PART: gl.constexpr, c):
     """Issue a part of the columns of dQ = dS K."""
     WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
-    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     if c.DQ_PARTS > 1:
         k = k.slice(PART * WIDTH, WIDTH, 1)
     zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
@@ -319,9 +343,12 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
     SHARED: gl.constexpr = 16 * c.WARPS > c.BLOCK_N  # both warpgroups have the same keys
     APART: gl.constexpr = c.DO_STAGES != c.STAGES
     slot = step % c.STAGES
-    do_slot = step % c.DO_STAGES
+    if c.DO_STAGES == 1:
+        do_slot = only_slot(c)
+    else:
+        do_slot = step % c.DO_STAGES
     m0 = m * c.BLOCK_M
-    v = shared.v.reshape([c.BLOCK_N, c.BLOCK_D])
+    v = shared.v.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
 
@@ -346,7 +373,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
     p, slope = probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL)
     if SHARED:
         # The last to read P's memory, dV of the step before, was waited for by both warpgroups before they last met.
-        p_queries = shared.p.index(0).reshape([c.BLOCK_M, c.BLOCK_N])
+        p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
         p_queries.permute((1, 0)).store(p.to(DTYPE))
         fence_async_shared()
         warps_barrier()
@@ -362,7 +389,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
     ds = p * dp
     sums = state.sums
     if c.DBIAS == "sum":
-        sums += gl.sum(ds, axis=1)
+        sums += sums_of(ds, c)
     if c.BIAS == "matrix":  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
@@ -441,8 +468,8 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     work = work_of(terms, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
-    k_tile = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
-    v_tile = shared.v.reshape([c.BLOCK_N, c.BLOCK_D])
+    k_tile = shared.k.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
+    v_tile = shared.v.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
     wait_full(keys, 0, 0)
     wait_full(values, 0, 0)
     if c.HIDES:
@@ -459,7 +486,11 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     if c.AHEAD:
         s_pending = begin(start, rows, shared, step, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
-    none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)))
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
+    if 16 * c.WARPS > c.BLOCK_N:
+        none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
+    else:
+        none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
     state = State(dk, dv, s, start, none)
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
@@ -491,8 +522,8 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
     fence_async_shared()
-    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v)
-    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k)
+    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(0))
+    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(0))
     tma.store_wait(0)
 
 
@@ -544,7 +575,7 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_
     if c.BIAS == "cols":
         added = gl.allocate_shared_memory(gl.float32, [c.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = Rows(q_slots, do_slots, stats_slots, ds_slots, full, empty, do_full, do_empty)
-    shared = Shared(keys.slots.index(0), values.slots.index(0), p_slots, ds_slots, dbias_tile, added)
+    shared = Shared(keys.slots, values.slots, p_slots, ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":
         slots, arrived = new_slots(shares, c)

@@ -35,6 +35,7 @@ class Backward:
         self.problem, self.needs = problem, needs
         config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
+        row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         row_programs = sizes.row_tiles * p.heads * p.batch
@@ -72,7 +73,7 @@ class Backward:
                 POINTER,
             ),
             (p.head_dim, p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
-            num_warps=4,
+            num_warps=row_warps,
         )
         shares = [POINTER, strided(None if ring is None else dbias), POINTER]
         if ring is not None:
@@ -106,7 +107,7 @@ class Backward:
             row_programs,
             (POINTER, strided(dq)),
             (p.head_dim, p.score.scale, sizes, block_m, width),
-            num_warps=4,
+            num_warps=row_warps,
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
