@@ -64,8 +64,11 @@ def test_declines(change, reason):
         ({"head_dim": 40, "value_dim": 64, "score": Score(0.1, 20.0, Band(-3, 5))}, None),
         ({"deterministic": True}, None),
         ({"bias": MATRIX, "bias_grad": True, "deterministic": True, "score": Score(0.1, 20.0, Band())}, None),
-        ({"value_dim": 64}, "has backward kernels for head dimensions up to 64, or from 65 to 256, not for 128 with 64"),
-        ({"head_dim": 40, "value_dim": 256}, "has backward kernels for head dimensions up to 64, or from 65 to 256, not"),
+        ({"value_dim": 64}, "has backward kernels for head dimensions up to 64, or from 65 to 256, not for 128"),
+        (
+            {"head_dim": 40, "value_dim": 256},
+            "has backward kernels for head dimensions up to 64, or from 65 to 256",
+        ),
         ({"head_dim": 256, "value_dim": 256}, None),
         ({"head_dim": 192, "bias": MATRIX, "bias_grad": True, "deterministic": True}, None),
         ({"value_dim": 200, "bias": UNSHARED, "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),

@@ -54,6 +54,7 @@ class Compiled(NamedTuple):
     DQ_PARTS: Any
     AHEAD: Any
     WARPS: Any  # that compute
+    SHARES_KEYS: Any  # both warpgroups have the same keys
     LOADING_REGISTERS: Any
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
@@ -125,7 +126,7 @@ class State(NamedTuple):
 
 @gluon.constexpr_function
 def accumulator(rows, columns, warps):
-    """The layout of wgmma's result [rows, columns]: 64 rows in each warpgroup; where 64 are all, two share the columns."""
+    """The layout of wgmma's result [rows, columns]: 64 rows in each warpgroup, or a half of the columns of 64 rows."""
     if 16 * warps <= rows:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
     return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
@@ -221,7 +222,7 @@ def drop_what_is_not_finite(tile, c):
 def only_slot(c):
     """Zero. Where warpgroups share the keys no compiler may know it: it would compute the addresses of all operands
     before the loops, and registers do not hold them."""
-    if 16 * c.WARPS > c.BLOCK_N:
+    if c.SHARES_KEYS:
         return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
         return 0
@@ -247,14 +248,14 @@ def keep_bias_of_keys(x, shared, work, h, sizes, c):
     at = at + cols.to(gl.int64) * x.bias.stride3
     bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
     shared.added.store(bias.to(gl.float32) * LOG2E)
-    if 16 * c.WARPS > c.BLOCK_N:
+    if c.SHARES_KEYS:
         warps_barrier()  # here, or the compiler puts it into the loop
 
 
 @gluon.jit
 def sums_of(ds, c):
     """The sum of dS over the queries; where warpgroups share the keys [keys, 2], one for each."""
-    if 16 * c.WARPS > c.BLOCK_N:
+    if c.SHARES_KEYS:
         return gl.sum(ds.reshape([c.BLOCK_N, 2, c.BLOCK_M // 2]), axis=2)
     else:
         return gl.sum(ds, axis=1)
@@ -264,7 +265,7 @@ def sums_of(ds, c):
 def store_sums(sums, x, work, h, sizes, c):
     """dBias of this program's keys by one head's queries."""
     L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
-    if 16 * c.WARPS > c.BLOCK_N:
+    if c.SHARES_KEYS:
         sums = gl.convert_layout(gl.sum(sums, axis=1), L)
     cols = work.n0 + gl.arange(0, c.BLOCK_N, L)
     head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
@@ -340,13 +341,9 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
-    SHARED: gl.constexpr = 16 * c.WARPS > c.BLOCK_N  # both warpgroups have the same keys
     APART: gl.constexpr = c.DO_STAGES != c.STAGES
     slot = step % c.STAGES
-    if c.DO_STAGES == 1:
-        do_slot = only_slot(c)
-    else:
-        do_slot = step % c.DO_STAGES
+    do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M
     v = shared.v.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
@@ -371,7 +368,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
 
     # softmax, under dP
     p, slope = probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL)
-    if SHARED:
+    if c.SHARES_KEYS:
         # The last to read P's memory, dV of the step before, was waited for by both warpgroups before they last met.
         p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
         p_queries.permute((1, 0)).store(p.to(DTYPE))
@@ -413,9 +410,9 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
         row = (h - work.hk * sizes.group) * sizes.row_tiles + m
         tma_store(x.dbias, [place_of(sizes, c), row, 0, 0], dbias_tile)
 
-    # dQ and dK, and the next QK
+    # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_queries(ds_queries, shared, 0, c)
-    if SHARED:
+    if c.SHARES_KEYS:
         ds_operand = ds_queries.permute((1, 0))
     else:
         ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
@@ -426,7 +423,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD or c.DQ_PARTS == 2 else 1
-    if APART:
+    if APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
         mbarrier.arrive(rows.do_empty.index(do_slot), count=1)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
@@ -487,7 +484,7 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
         s_pending = begin(start, rows, shared, step, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
-    if 16 * c.WARPS > c.BLOCK_N:
+    if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
     else:
         none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
@@ -566,7 +563,7 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     p_slots = ds_slots  # of no use
-    if 16 * c.WARPS > c.BLOCK_N:
+    if c.SHARES_KEYS:
         p_slots = gl.allocate_shared_memory(q.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = keys.slots.index(0)  # of no use
     if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP:

@@ -159,6 +159,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         DQ_PARTS=config.dq_parts,
         AHEAD=config.ahead,
         WARPS=4 * config.warpgroups,
+        SHARES_KEYS=config.shares_keys,
         LOADING_REGISTERS=config.loading_registers,
         BIAS="none" if axes == "rows" else axes,
         BIAS_BATCH=bias is not None and bias.batch > 1,

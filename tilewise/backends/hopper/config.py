@@ -127,6 +127,11 @@ class BackwardConfig:
     loading_registers: int = 24
     sum_bytes: int = 16384
 
+    @property
+    def shares_keys(self) -> bool:
+        """Both warpgroups have the same keys, and each a half of the columns of every product."""
+        return self.warpgroups * ROWS > self.block_n
+
 
 def backward_width(problem: Problem) -> int:
     """The width of the backward's tiles of Q, K, V and dO."""
