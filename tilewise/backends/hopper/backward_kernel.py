@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.hopper.pipeline import (
     Ring,
     count_stored,
@@ -40,8 +41,6 @@ from tilewise.backends.hopper.score import in_band, in_units, key_tiles, softcap
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, work_of
 
-LOG2E = gl.constexpr(1.4426950408889634)
-
 
 class Compiled(NamedTuple):
     """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.BackwardConfig for most."""
@@ -52,6 +51,8 @@ class Compiled(NamedTuple):
     STAGES: Any
     DO_STAGES: Any
     DQ_PARTS: Any
+    DQ_LATE: Any
+    V_HELD: Any
     AHEAD: Any
     WARPS: Any  # that compute
     SHARES_KEYS: Any  # both warpgroups have the same keys
@@ -108,6 +109,7 @@ class Shared(NamedTuple):
 
     k: Any
     v: Any
+    held: Any  # what of V is in registers
     p: Any
     ds: Any
     dbias: Any
@@ -122,14 +124,6 @@ class State(NamedTuple):
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
     sums: Any  # of dS over the queries
-
-
-@gluon.constexpr_function
-def accumulator(rows, columns, warps):
-    """The layout of wgmma's result [rows, columns]: 64 rows in each warpgroup, or a half of the columns of 64 rows."""
-    if 16 * warps <= rows:
-        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
 
 
 @gluon.constexpr_function
@@ -240,39 +234,6 @@ def start_of(rows, step, needed, terms, c):
 
 
 @gluon.jit
-def keep_bias_of_keys(x, shared, work, h, sizes, c):
-    """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)))
-    at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
-    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
-    at = at + cols.to(gl.int64) * x.bias.stride3
-    bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
-    shared.added.store(bias.to(gl.float32) * LOG2E)
-    if c.SHARES_KEYS:
-        warps_barrier()  # here, or the compiler puts it into the loop
-
-
-@gluon.jit
-def sums_of(ds, c):
-    """The sum of dS over the queries; where warpgroups share the keys [keys, 2], one for each."""
-    if c.SHARES_KEYS:
-        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.BLOCK_M // 2]), axis=2)
-    else:
-        return gl.sum(ds, axis=1)
-
-
-@gluon.jit
-def store_sums(sums, x, work, h, sizes, c):
-    """dBias of this program's keys by one head's queries."""
-    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
-    if c.SHARES_KEYS:
-        sums = gl.convert_layout(gl.sum(sums, axis=1), L)
-    cols = work.n0 + gl.arange(0, c.BLOCK_N, L)
-    head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
-    gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
-
-
-@gluon.jit
 def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
     """P of a transposed tile and the derivative of the softcap."""
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
@@ -360,7 +321,12 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
         mbarrier.wait(rows.do_full.index(do_slot), (step // c.DO_STAGES) & 1)
     minus_delta = rows.stats.index(2 * do_slot + 1).load(gl.SliceLayout(0, S))
     minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
-    dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
+    if c.V_HELD > 0:
+        first = warpgroup_mma(shared.held, do.slice(0, c.V_HELD, 1).permute((1, 0)), minus_delta, is_async=True)
+        v, do_rest = v.slice(c.V_HELD, c.BLOCK_D - c.V_HELD, 1), do.slice(c.V_HELD, c.BLOCK_D - c.V_HELD, 1)
+        dp_pending = warpgroup_mma(v, do_rest.permute((1, 0)), first, is_async=True)
+    else:
+        dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
     lse = rows.stats.index(2 * slot).load(gl.SliceLayout(0, S))
 
     if not c.AHEAD:
@@ -418,11 +384,12 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
         ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
     dk_pending = warpgroup_mma(ds_operand, q, state.dk, is_async=True)
     if c.DQ_PARTS == 2:
-        rest_pending = begin_queries(ds_queries, shared, 1, c)
+        if not c.DQ_LATE:
+            rest_pending = begin_queries(ds_queries, shared, 1, c)
     elif c.AHEAD:
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
-    BEHIND: gl.constexpr = 2 if c.AHEAD or c.DQ_PARTS == 2 else 1
+    BEHIND: gl.constexpr = 2 if (not c.DQ_LATE if c.DQ_PARTS == 2 else c.AHEAD) else 1  # of the products so far
     if APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
         mbarrier.arrive(rows.do_empty.index(do_slot), count=1)
@@ -431,6 +398,8 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, terms,
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv_pending, dq_pending))
     add_part(dq, x, queries, step, work.b, h, m0, 0, c)
     if c.DQ_PARTS == 2:
+        if c.DQ_LATE:
+            rest_pending = begin_queries(ds_queries, shared, 1, c)
         if c.AHEAD:  # here, where the registers of the first part are free again
             start = start_of(rows, step + 1, step + 1 < steps, terms, c)
             s_pending = begin(start, rows, shared, step + 1, terms, c)
@@ -475,6 +444,10 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
         fence_async_shared()
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
 
+    if c.V_HELD > 0:
+        HELD: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS), 2)
+        held = v_tile.slice(0, c.V_HELD, 1).load(HELD)
+        shared = Shared(shared.k, shared.v, held, shared.p, shared.ds, shared.dbias, shared.added)
     step = 0
     steps = sizes.group * (work.end - work.begin)
     s, start = step, step  # of no use where nothing comes ahead
@@ -572,7 +545,7 @@ def backward_kernel(q, k, v, do, bias, stats, dq, dk, dv, dbias, pieces, shared_
     if c.BIAS == "cols":
         added = gl.allocate_shared_memory(gl.float32, [c.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = Rows(q_slots, do_slots, stats_slots, ds_slots, full, empty, do_full, do_empty)
-    shared = Shared(keys.slots, values.slots, p_slots, ds_slots, dbias_tile, added)
+    shared = Shared(keys.slots, values.slots, 0, p_slots, ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":
         slots, arrived = new_slots(shares, c)

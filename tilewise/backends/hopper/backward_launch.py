@@ -157,6 +157,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         STAGES=config.stages,
         DO_STAGES=config.do_stages,
         DQ_PARTS=config.dq_parts,
+        DQ_LATE=config.dq_late,
+        V_HELD=config.v_held,
         AHEAD=config.ahead,
         WARPS=4 * config.warpgroups,
         SHARES_KEYS=config.shares_keys,

@@ -114,6 +114,8 @@ class BackwardConfig:
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
+        dq_late: the second part of dQ is issued when the first has left its registers, not with it.
+        v_held: columns of V in registers, so that V·dOᵀ reads less of shared memory; needs dq_late to have room.
     """
 
     block_m: int
@@ -126,6 +128,8 @@ class BackwardConfig:
     programs: int = 1
     loading_registers: int = 24
     sum_bytes: int = 16384
+    dq_late: bool = False
+    v_held: int = 0
 
     @property
     def shares_keys(self) -> bool:
