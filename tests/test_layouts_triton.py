@@ -156,9 +156,8 @@ def test_layouts_of_the_hopper_backend():
         )  # fmt: skip
         c = hopper_config.forward_config(call)
         shapes |= {(64, hopper_config.padded(D)), (c.block_n, hopper_config.padded(D)), (64, c.block_n)}
-        if D <= 128:
-            b, width = hopper_config.backward_config(call), hopper_config.backward_width(call)
-            shapes |= {(b.block_m, width), (b.block_n, width), (b.block_m, b.block_n)}
+        b, width = hopper_config.backward_config(call), hopper_config.backward_width(call)
+        shapes |= {(b.block_m, width), (b.block_n, width), (b.block_m, b.block_n)}
     questions = [[[1, 1, *shape], 16, None, False, "bfloat16"] for shape in sorted(shapes)]
     for (shape, *_), answer in zip(questions, ask(questions), strict=True):
         assert nvmma_shared_layout(shape, "bf16") == expected(answer, shape)

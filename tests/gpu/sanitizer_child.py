@@ -24,6 +24,8 @@ CASES = [
     ("triton", replace(MANY, bias="1hmn", causal=True, deterministic=True)),
     ("hopper", MANY),
     ("hopper", replace(MANY, bias="1hmn", causal=True, D=128)),
+    ("hopper", replace(MANY, causal=True, D=256)),
+    ("hopper", replace(MANY, bias="1hmn", deterministic=True, D=256)),
 ]
 
 if __name__ == "__main__":

@@ -146,6 +146,46 @@ def test_gradient_of_a_shared_bias(terms):
     check(case, "hopper", "cuda")
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"M": 64, "N": 64},  # one step of one tile of keys
+        {"M": 65, "N": 129, "grads": "qkv", "lse": False},
+        {"M": 1023, "N": 1000, "causal": True},
+        {"M": 432, "N": 1000, "causal": True, "Hkv": 4, "dtype": HALF},
+        {"window": (100, 30)},
+        {"window": (20, 300), "softcap": 2.0},
+        {"D": 192, "Dv": 128, "causal": True},
+        {"D": 136, "Dv": 248},
+        {"D": 72, "Dv": 200, "bias": "bhmn"},  # the second part of dQ has no column
+        {"bias": "bhmn"},
+        {"bias": "bhmn", "causal": True, "bias_hides": True},
+        {"bias": "bhmn", "softcap": 2.0, "window": (100, 30)},
+        {"bias": "1hmn", "grads": "qkv", "softcap": 2.0},
+        {"bias": "1hmn", "B": 8, "H": 8, "Hkv": 8, "M": 1023, "N": 1024},
+        {"bias": "1hmn", "B": 16, "H": 8, "Hkv": 8, "M": 500, "N": 512, "deterministic": True},
+        {"bias": "bkmn", "causal": True},
+        {"bias": "11mn", "window": (100, 30), "deterministic": True},
+        {"bias": "b11n"},
+        {"bias": "bk1n", "causal": True, "softcap": 2.0, "bias_dtype": FLOAT},
+        {"bias": "1hm1"},
+        {"deterministic": True},
+        {"deterministic": True, "bias": "bhmn", "causal": True},
+        {"window": (100, 30), "planted": math.nan},
+        {"bias": "bhmn", "planted": math.inf, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_gradients_past_128_dimensions(terms):
+    """Both warpgroups have the same keys there, dO one slot, and dQ leaves in two parts."""
+    case = replace(USUAL, **{"D": 256, "layout": "padded", "grads": "qkvb", **terms})
+    x = tensors(case, "cuda")
+    bias = None if x.bias is None or "b" not in case.grads else x.bias.detach().requires_grad_()
+    assert explain(x.q.requires_grad_(), x.k, x.v, bias=bias, **case.terms).plan.backward == "hopper"
+    check(case, "hopper", "cuda")
+
+
 def drawn(n: int) -> Case:
     """A problem of any size and terms; equal n, equal problem."""
     r = random.Random(n)
@@ -196,7 +236,7 @@ MANY = replace(USUAL, B=5, H=40, Hkv=40, M=700, N=712, grads="")  # more tiles o
         replace(MANY, causal=True, D=32, bias="1hmn"),
         replace(MANY, window=(100, 30), D=128, bias="b1mn", softcap=5.0),
         replace(MANY, mask="b1mn", bias="b11n", blind=True),
-        replace(MANY, mask="1hmn", D=128, bias="1hmn", planted=math.nan, Hkv=8),
+        replace(MANY, mask="b11n", D=128, bias="1hmn", planted=math.nan, Hkv=8),
         replace(MANY, causal=True, B=1, H=8, Hkv=8, M=5000, N=5000),
     ],
     ids=str,

@@ -160,6 +160,8 @@ BACKWARDS = [
     for terms in (
         {}, {"causal": True}, {"bias": "1hmn"}, {"bias": "bhmn"}, {"bias": "1hmn", "causal": True},
         {"D": 64, "bias": "bhmn"}, {"D": 64, "bias": "1hmn"}, {"D": 64, "causal": True}, {"Hkv": 4, "causal": True},
+        {"D": 256}, {"D": 256, "causal": True}, {"D": 256, "bias": "1hmn"}, {"D": 256, "bias": "bhmn"},
+        {"D": 256, "Hkv": 4, "bias": "b11n"},
     )
 ]  # fmt: skip
 
@@ -184,7 +186,7 @@ def test_hopper_backward_repeats(case):
             torch.testing.assert_close(again.dbias, first.dbias, rtol=2e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}, {"bias": "b11n", "causal": True}], ids=str)
+@pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}, {"bias": "b11n", "causal": True}, {"D": 256}], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_deterministic_backward_repeats_bit_by_bit(terms, backend):
     case = replace(FULL, deterministic=True, **terms)

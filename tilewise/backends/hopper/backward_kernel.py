@@ -4,7 +4,9 @@ Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO
 passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds of TMA, in an
 order that nothing fixes; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for one that is shared.
 
-One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete.
+One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete. Past 128 dimensions dK and dV of 64
+keys are all that their registers hold: both have the same keys, and each half of the columns of whatever is computed.
+Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.hopper.masked_tiles import load_bits, masked
 from tilewise.backends.hopper.pipeline import (
     Ring,
@@ -39,8 +42,6 @@ from tilewise.backends.hopper.score import in_band, in_units, key_tiles, softcap
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
 
-LOG2E = gl.constexpr(1.4426950408889634)
-
 
 class Compiled(NamedTuple):
     """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.BackwardConfig for most."""
@@ -49,8 +50,11 @@ class Compiled(NamedTuple):
     BLOCK_N: Any
     BLOCK_D: Any
     STAGES: Any
+    DO_STAGES: Any
+    DQ_PARTS: Any
     AHEAD: Any
     WARPS: Any  # that compute
+    SHARES_KEYS: Any  # both warpgroups have the same keys
     LOADING_REGISTERS: Any
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
@@ -62,6 +66,7 @@ class Compiled(NamedTuple):
     MASK_GROUP: Any
     MASK_ROWS: Any  # the mask differs between queries
     SHARERS: Any  # programs that share a bias and run side by side
+    SUM_BYTES: Any  # of shared memory, for what is added up
     ADDS: Any  # there are more sharers than that
     ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
     RAGGED: Any  # the last tile of keys reaches past their end
@@ -91,7 +96,8 @@ class Tensors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything."""
+    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
+    fewer for dO."""
 
     q: Any
     do: Any
@@ -100,14 +106,17 @@ class Rows(NamedTuple):
     bits: Any
     full: Any
     empty: Any
+    do_full: Any  # of dO and delta
+    do_empty: Any
 
 
 class Shared(NamedTuple):
-    """K, V and a bias of the keys; and what leaves: dS where it has no slot of the bias to leave from, and dBias
-    where a softcap makes it differ from dS."""
+    """K, V and a bias of the keys; and what leaves: P where warpgroups share the keys, dS where it has no slot of the
+    bias to leave from, and dBias where a softcap makes it differ from dS."""
 
     k: Any
     v: Any
+    p: Any
     ds: Any
     dbias: Any
     added: Any
@@ -121,20 +130,6 @@ class State(NamedTuple):
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
     sums: Any  # of dS over the queries
-
-
-@gluon.constexpr_function
-def accumulator(columns, warps):
-    """The layout of wgmma's result [keys, columns]: 64 rows in each warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def accumulator_of_queries(rows, columns, warps):
-    """The same for dQ [rows, columns]: where 64 rows are all, two warpgroups share the columns."""
-    if 16 * warps <= rows:
-        return accumulator(columns, warps)
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
 
 
 @gluon.constexpr_function
@@ -153,8 +148,10 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
             wait_count(shares.summed + earlier, c.SHARERS)
     fill(keys, 0, 0, x.k, work.b, work.hk, work.n0, 0)
     fill(values, 0, 0, x.v, work.b, work.hk, work.n0, 0)
-    BYTES: gl.constexpr = x.q.block_type.nbytes + x.do.block_type.nbytes + 2 * x.stats.block_type.nbytes
+    Q_BYTES: gl.constexpr = x.q.block_type.nbytes + x.stats.block_type.nbytes
+    DO_BYTES: gl.constexpr = x.do.block_type.nbytes + x.stats.block_type.nbytes
     BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS == "matrix" else 0
+    APART: gl.constexpr = c.DO_STAGES != c.STAGES
     step = 0
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
@@ -166,16 +163,22 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
             slot = step % c.STAGES
             full = rows.full.index(slot)
             mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
+            BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if APART else DO_BYTES)
             if c.MASK:
-                load_bits(x, cut, full, rows.bits.index(slot), work, h, m, BYTES + BIAS_BYTES, sizes, c)
+                load_bits(x, cut, full, rows.bits.index(slot), work, h, m, BYTES, sizes, c)
             else:
-                mbarrier.expect(full, BYTES + BIAS_BYTES)
+                mbarrier.expect(full, BYTES)
             if c.BIAS == "matrix":
                 at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work.n0]
                 tma_load(x.bias, at, full, rows.bias.index(slot))
             tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.q.index(slot))
             at_stats = (first_tile + m) * (2 * c.BLOCK_M)
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
+            if APART:
+                slot = step % c.DO_STAGES
+                full = rows.do_full.index(slot)
+                mbarrier.wait(rows.do_empty.index(slot), ((step // c.DO_STAGES) & 1) ^ 1)
+                mbarrier.expect(full, DO_BYTES)
             tma_load(x.do, [work.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
             step += 1
@@ -204,10 +207,11 @@ def add_queries(x, queries, turns, terms, sizes, c):
                     first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
                     turn = work.n0 // c.BLOCK_N - first
                 wait_count(turns + head + m, turn)
-                wait_full(queries, 0, step)
-                tma_add(x.dq, [work.b, h, m0, 0], queries.slots.index(0))
-                tma.store_wait(0)
-                mbarrier.arrive(queries.empty.index(0), count=1)
+                for part in gl.static_range(c.DQ_PARTS):
+                    wait_full(queries, 0, step * c.DQ_PARTS + part)
+                    tma_add(x.dq, [work.b, h, m0, part * (c.BLOCK_D // c.DQ_PARTS)], queries.slots.index(0))
+                    tma.store_wait(0)
+                    mbarrier.arrive(queries.empty.index(0), count=1)
                 count_stored(turns + head + m)
                 step += 1
 
@@ -225,39 +229,30 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
+def only_slot(c):
+    """Zero. Where warpgroups share the keys no compiler may know it: it would compute the addresses of all operands
+    before the loops, and registers do not hold them."""
+    if c.SHARES_KEYS:
+        return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return 0
+
+
+@gluon.jit
 def start_of(rows, step, needed, terms, c):
     """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
     wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
     if c.BIAS == "matrix":
         tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
-        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_M, c.WARPS)), terms.inverse)
+        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)), terms.inverse)
     else:
         return step  # of no use
 
 
 @gluon.jit
-def keep_bias_of_keys(x, shared, work, h, sizes, c):
-    """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M, c.WARPS)))
-    at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
-    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
-    at = at + cols.to(gl.int64) * x.bias.stride3
-    bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
-    shared.added.store(bias.to(gl.float32) * LOG2E)
-
-
-@gluon.jit
-def store_sums(sums, x, work, h, sizes, c):
-    """dBias of this program's keys by one head's queries."""
-    cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_M, c.WARPS)))
-    head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
-    gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
-
-
-@gluon.jit
 def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
     """P of a transposed tile and the derivative of the softcap."""
-    S: gl.constexpr = accumulator(c.BLOCK_M, c.WARPS)
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
     slope = 1.0
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
@@ -280,29 +275,56 @@ def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.
 def begin(start, rows, shared, step, terms, c):
     """Issue K·Qᵀ of a step whose tiles are there (past the last step, of whatever is)."""
     slot = step % c.STAGES
-    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
+    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     if c.BIAS == "matrix" and not terms.HAS_CAP:
         return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
     else:
-        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_M, c.WARPS))
+        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
         return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def begin_queries(ds, shared, PART: gl.constexpr, c):
+    """Issue a part of the columns of dQ = dS K."""
+    WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
+    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
+    if c.DQ_PARTS > 1:
+        k = k.slice(PART * WIDTH, WIDTH, 1)
+    zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
+    return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_part(dq, x, queries, step, b, h, m0, PART: gl.constexpr, c):
+    """Send a part of dQ on its way; what was in its buffer before has been read where nothing is `ORDERED`."""
+    WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
+    tile = queries.slots.index(0)
+    if c.ORDERED:
+        mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
+    tile.reshape([c.BLOCK_M, WIDTH]).store(dq)
+    fence_async_shared()
+    if c.ORDERED:
+        warps_barrier()
+        mbarrier.arrive(queries.full.index(0), count=1)
+    else:
+        tma_add(x.dq, [b, h, m0, PART * WIDTH], tile)
 
 
 @gluon.jit
 def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
-    S: gl.constexpr = accumulator(c.BLOCK_M, c.WARPS)
-    KEYS: gl.constexpr = accumulator(c.BLOCK_D, c.WARPS)
-    QUERIES: gl.constexpr = accumulator_of_queries(c.BLOCK_M, c.BLOCK_D, c.WARPS)
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
+    KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
+    APART: gl.constexpr = c.DO_STAGES != c.STAGES
     slot = step % c.STAGES
+    do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M
-    k = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
-    v = shared.v.reshape([c.BLOCK_N, c.BLOCK_D])
+    v = shared.v.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    do = rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
 
     s, start = state.s, state.start
 
@@ -311,7 +333,9 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         if c.BIAS != "matrix":
             start = start_of(rows, step, True, terms, c)
         s_pending = begin(start, rows, shared, step, terms, c)
-    minus_delta = rows.stats.index(2 * slot + 1).load(gl.SliceLayout(0, S))
+    if APART:
+        mbarrier.wait(rows.do_full.index(do_slot), (step // c.DO_STAGES) & 1)
+    minus_delta = rows.stats.index(2 * do_slot + 1).load(gl.SliceLayout(0, S))
     minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
     dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
     lse = rows.stats.index(2 * slot).load(gl.SliceLayout(0, S))
@@ -323,16 +347,25 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     p, slope = probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL)
     if c.MASK:
         p = masked(p, rows.bits.index(slot), cut, work, m0, terms, sizes, c)
-    p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
-    wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
-    dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
-
-    # dV, and under it dS
-    dv_pending = warpgroup_mma(p_operand, do, state.dv, is_async=True)
+    if c.SHARES_KEYS:
+        # The last to read P's memory, dV of the step before, was waited for by both warpgroups before they last met.
+        p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
+        p_queries.permute((1, 0)).store(p.to(DTYPE))
+        fence_async_shared()
+        warps_barrier()
+        # dV behind dP, and under it dS
+        dv_pending = warpgroup_mma(p_queries.permute((1, 0)), do, state.dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp_pending,))
+    else:
+        p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+        wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
+        dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
+        # dV, and under it dS
+        dv_pending = warpgroup_mma(p_operand, do, state.dv, is_async=True)
     ds = p * dp
     sums = state.sums
     if c.DBIAS == "sum":
-        sums += gl.sum(ds, axis=1)
+        sums += sums_of(ds, c)
     if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
@@ -356,38 +389,50 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         row = (h - work.hk * sizes.group) * sizes.row_tiles + m
         tma_store(x.dbias, [place_of(sizes, c), row, 0, 0], dbias_tile)
 
-    # dQ and dK, and the next QK
-    zero = gl.zeros([c.BLOCK_M, c.BLOCK_D], gl.float32, QUERIES)
-    dq_pending = warpgroup_mma(ds_queries, k, zero, use_acc=False, is_async=True)
-    ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
+    # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
+    dq_pending = begin_queries(ds_queries, shared, 0, c)
+    if c.SHARES_KEYS:
+        ds_operand = ds_queries.permute((1, 0))
+    else:
+        ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
     dk_pending = warpgroup_mma(ds_operand, q, state.dk, is_async=True)
-    if c.AHEAD:
+    if c.DQ_PARTS == 2:
+        rest_pending = begin_queries(ds_queries, shared, 1, c)
+    elif c.AHEAD:
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
-        dv, dq = warpgroup_mma_wait(2, deps=(dv_pending, dq_pending))
+    BEHIND: gl.constexpr = 2 if c.AHEAD or c.DQ_PARTS == 2 else 1  # products begun after dQ, or its first part
+    if APART:  # the next dO is to come under what is left of this step
+        dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
+        mbarrier.arrive(rows.do_empty.index(do_slot), count=1)
+        dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
-        dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-    dq_tile = queries.slots.index(0)
-    if c.ORDERED:
-        mbarrier.wait(queries.empty.index(0), (step & 1) ^ 1)
-    dq_tile.reshape([c.BLOCK_M, c.BLOCK_D]).store(dq)
-    fence_async_shared()
-    if c.ORDERED:
-        warps_barrier()
-        mbarrier.arrive(queries.full.index(0), count=1)
+        dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv_pending, dq_pending))
+    add_part(dq, x, queries, step, work.b, h, m0, 0, c)
+    if c.DQ_PARTS == 2:
+        if c.AHEAD:  # here, where the registers of the first part are free again
+            start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+            s_pending = begin(start, rows, shared, step + 1, terms, c)
+        dk, dq = warpgroup_mma_wait(1 if c.AHEAD else 0, deps=(dk_pending, rest_pending))
+        tma.store_wait(0)  # the first part, and dBias, have left shared memory
+        leave(rows, slot)
+        add_part(dq, x, queries, step, work.b, h, m0, 1, c)
+        if c.AHEAD:
+            s = warpgroup_mma_wait(0, deps=(s_pending,))
+        elif c.BIAS == "matrix":
+            start = start_of(rows, step + 1, step + 1 < steps, terms, c)
     else:
-        tma_add(x.dq, [work.b, h, m0, 0], dq_tile)
-    if c.AHEAD:
-        dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
-    elif c.BIAS == "matrix":  # the next bias, under dK
-        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
-        wait_full(keys, 0, 0)  # a border again
-        dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
-    else:
-        dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-    if c.DBIAS == "store" or c.DBIAS == "share":
-        tma.store_wait(0 if c.ORDERED else 1)  # dBias has left shared memory; dQ may be under way
-    leave(rows, slot)
+        if c.AHEAD:
+            dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
+        elif c.BIAS == "matrix":  # the next bias, under dK
+            start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+            wait_full(keys, 0, 0)  # a border again
+            dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
+        else:
+            dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+        if c.DBIAS == "store" or c.DBIAS == "share":
+            tma.store_wait(0 if c.ORDERED else 1)  # dBias has left shared memory; dQ may be under way
+        leave(rows, slot)
     return State(dk, dv, s if c.AHEAD else step, start, sums)
 
 
@@ -395,12 +440,12 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
 def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     """The role of the two warpgroups: dK and dV of a tile of keys, its share of dQ, and dBias."""
     DTYPE: gl.constexpr = x.k.dtype
-    KEYS: gl.constexpr = accumulator(c.BLOCK_D, c.WARPS)
+    KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     work = work_of(terms, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
-    k_tile = shared.k.reshape([c.BLOCK_N, c.BLOCK_D])
-    v_tile = shared.v.reshape([c.BLOCK_N, c.BLOCK_D])
+    k_tile = shared.k.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
+    v_tile = shared.v.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
     wait_full(keys, 0, 0)
     wait_full(values, 0, 0)
     if c.HIDES:
@@ -422,7 +467,11 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     if c.AHEAD:
         s_pending = begin(start, rows, shared, step, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
-    none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, accumulator(c.BLOCK_M, c.WARPS)))
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
+    if c.SHARES_KEYS:
+        none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
+    else:
+        none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
     state = State(dk, dv, s, start, none)
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
@@ -467,8 +516,8 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
     fence_async_shared()
-    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v)
-    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k)
+    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(0))
+    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(0))
     tma.store_wait(0)
 
 
@@ -494,21 +543,31 @@ def backward_kernel(
     for slot in gl.static_range(c.STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
-    ROWS: gl.constexpr = [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D]
+    do_full, do_empty = 0, 0
+    if c.DO_STAGES != c.STAGES:
+        do_full = gl.allocate_shared_memory(gl.int64, [c.DO_STAGES, 1], mbarrier.MBarrierLayout())
+        do_empty = gl.allocate_shared_memory(gl.int64, [c.DO_STAGES, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(c.DO_STAGES):
+            mbarrier.init(do_full.index(slot), count=1)
+            mbarrier.init(do_empty.index(slot), count=1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
-    q_slots = gl.allocate_shared_memory(q.dtype, ROWS, q.layout)
-    do_slots = gl.allocate_shared_memory(do.dtype, ROWS, do.layout)
+    q_slots = gl.allocate_shared_memory(q.dtype, [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], q.layout)
+    do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
+    DQ_WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
     if c.ORDERED:
-        queries = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
+        queries = new_ring(dq, 1, c.BLOCK_M, DQ_WIDTH, 1)
     else:
-        queries = Ring(gl.allocate_shared_memory(dq.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_D], dq.layout), 0, 0)
+        queries = Ring(gl.allocate_shared_memory(dq.dtype, [1, 1, 1, c.BLOCK_M, DQ_WIDTH], dq.layout), 0, 0)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
     if c.BIAS_APART:
         BIAS_TILE: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, bias.dtype)
         bias_slots = gl.allocate_shared_memory(bias.dtype, [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_N], BIAS_TILE)
+    p_slots = ds_slots  # of no use
+    if c.SHARES_KEYS:
+        p_slots = gl.allocate_shared_memory(q.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = keys.slots.index(0)  # of no use
     if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
@@ -518,11 +577,11 @@ def backward_kernel(
     bits_slots = stats_slots  # of no use
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(q_slots, do_slots, stats_slots, bias_slots, bits_slots, full, empty)
-    shared = Shared(keys.slots.index(0), values.slots.index(0), ds_slots, dbias_tile, added)
+    rows = Rows(q_slots, do_slots, stats_slots, bias_slots, bits_slots, full, empty, do_full, do_empty)
+    shared = Shared(keys.slots, values.slots, p_slots, ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":
-        slots, arrived = new_slots(shares, terms, c)
+        slots, arrived = new_slots(shares, c)
     else:
         slots, arrived = 0, 0
     fence_async_shared()

@@ -36,6 +36,7 @@ class Backward:
         self.problem, self.needs = problem, needs
         config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
+        row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         row_programs = sizes.row_tiles * p.heads * p.batch
@@ -74,7 +75,7 @@ class Backward:
                 POINTER,
             ),
             (p.head_dim, p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
-            num_warps=4,
+            num_warps=row_warps,
         )
         shares = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
         if ring is not None:
@@ -89,7 +90,7 @@ class Backward:
                 descriptor(do, block_m, width),
                 strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
-                descriptor(q_sum, block_m, width),
+                descriptor(q_sum, block_m, width // config.dq_parts),
                 descriptor(dk, block_n, width),
                 descriptor(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
@@ -110,7 +111,7 @@ class Backward:
             row_programs,
             (POINTER, strided(dq)),
             (p.head_dim, p.score.scale, sizes, block_m, width),
-            num_warps=4,
+            num_warps=row_warps,
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
@@ -163,8 +164,11 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         BLOCK_N=config.block_n,
         BLOCK_D=width,
         STAGES=config.stages,
+        DO_STAGES=config.do_stages,
+        DQ_PARTS=config.dq_parts,
         AHEAD=config.ahead,
         WARPS=4 * config.warpgroups,
+        SHARES_KEYS=config.shares_keys,
         LOADING_REGISTERS=config.loading_registers,
         BIAS="none" if axes == "rows" else axes,
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
@@ -176,6 +180,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
         SHARERS=sharing(problem).programs,
+        SUM_BYTES=config.sum_bytes,
         ADDS=adds(problem),
         ORDERED=problem.deterministic,
         RAGGED=problem.keys % config.block_n != 0,

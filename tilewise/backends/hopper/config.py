@@ -110,23 +110,32 @@ class BackwardConfig:
 
     Attributes:
         block_m: queries of a tile.
-        block_n: keys of a program: `ROWS` for each warpgroup.
-        stages: tiles in the ring of Q, dO and the bias.
+        block_n: keys of a program: `ROWS` for each warpgroup, or for both, which then share the columns.
+        warpgroups: that compute.
+        stages: tiles in the ring of Q and the bias.
+        do_stages: tiles in the ring of dO.
+        dq_parts: dQ leaves in so many parts, one after the other through the same shared memory.
         ahead: K·Qᵀ of the next tile is issued before dQ has left its registers, not after.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
+        sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
     """
 
     block_m: int
     block_n: int
+    warpgroups: int
     stages: int
+    do_stages: int
+    dq_parts: int
     ahead: bool
     programs: int = 1
     loading_registers: int = 24
+    sum_bytes: int = 16384
 
     @property
-    def warpgroups(self) -> int:
-        return self.block_n // ROWS
+    def shares_keys(self) -> bool:
+        """Both warpgroups have the same keys, and each a half of the columns of every product."""
+        return self.warpgroups * ROWS > self.block_n
 
 
 def backward_width(problem: Problem) -> int:
@@ -138,6 +147,12 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
     of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
     d, bias = backward_width(problem), problem.bias
+    if d == 256:
+        # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
+        # for the next K·Qᵀ, one of dO, which comes under dQ, dK and that product, and half of dQ.
+        return BackwardConfig(
+            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1, dq_parts=2, ahead=True, sum_bytes=8192
+        )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
     shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
@@ -153,4 +168,10 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # Up to 64 dimensions leave registers for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
     ahead = d <= 64 and programs == 1 and not bias_tile(problem)
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
-    return BackwardConfig(block_m=64, block_n=block_n, stages=2, ahead=ahead, programs=programs)
+    apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
+    # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
+    crowded = problem.mask is not None and (apart or problem.score.softcap is not None) and block_n * d == 128 * 128
+    return BackwardConfig(
+        block_m=64, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2, dq_parts=1, ahead=ahead,
+        programs=programs, sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1),
+    )  # fmt: skip

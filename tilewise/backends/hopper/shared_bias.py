@@ -22,7 +22,6 @@ from tilewise.backends.hopper.work import groups, sharers_before, tile_of_mask, 
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
 COLS = gl.constexpr(64)
-SLOT_ELEMENTS = gl.constexpr(8192)
 
 
 class Shares(NamedTuple):
@@ -135,11 +134,10 @@ def add_up(shares, slots, full, group, part, parts, terms, sizes, c):
 
 
 @gluon.jit
-def new_slots(shares, terms, c):
-    """Shared memory for pieces on their way in, with a barrier each; half as much where the tiles leave no more."""
+def new_slots(shares, c):
+    """Shared memory for pieces on their way in, with a barrier each."""
     BOX: gl.constexpr = shares.tiles.block_type.nbytes
-    FULL: gl.constexpr = c.MASK and (terms.HAS_CAP or c.BIAS_APART) and c.BLOCK_N * c.BLOCK_D == 128 * 128
-    SLOTS: gl.constexpr = SLOT_ELEMENTS * shares.tiles.dtype.primitive_bitwidth // 8 // BOX // (2 if FULL else 1)
+    SLOTS: gl.constexpr = c.SUM_BYTES // BOX
     slots = gl.allocate_shared_memory(shares.tiles.dtype, [SLOTS, c.SHARERS, 1, ROWS, COLS], shares.tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -166,7 +164,7 @@ def add_up_earlier(shares, slots, full, terms, sizes, c):
 def add_up_kernel(pieces, dbias, counts, states, first, parts, terms, sizes, c):
     """The groups that no later one has added up."""
     shares = shares_of(pieces, dbias, counts, states, sizes, c)
-    slots, full = new_slots(shares, terms, c)
+    slots, full = new_slots(shares, c)
     fence_async_shared()
     warps_barrier()
     group = first + gl.program_id(0) // parts

@@ -1,0 +1,51 @@
+"""In the backward, the layout of its products, and a bias over the keys alone, whose gradient is a sum in registers."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.pipeline import warps_barrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.constexpr_function
+def accumulator(rows, columns, warps):
+    """The layout of wgmma's result [rows, columns]: 64 rows in each warpgroup, or a half of the columns of 64 rows."""
+    if 16 * warps <= rows:
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
+
+
+@gluon.jit
+def keep_bias_of_keys(x, shared, work, h, sizes, c):
+    """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)))
+    at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
+    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
+    at = at + cols.to(gl.int64) * x.bias.stride3
+    bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
+    shared.added.store(bias.to(gl.float32) * LOG2E)
+    if c.SHARES_KEYS:
+        warps_barrier()  # here, or the compiler puts it into the loop
+
+
+@gluon.jit
+def sums_of(ds, c):
+    """The sum of dS over the queries; where warpgroups share the keys [keys, 2], one for each."""
+    if c.SHARES_KEYS:
+        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.BLOCK_M // 2]), axis=2)
+    else:
+        return gl.sum(ds, axis=1)
+
+
+@gluon.jit
+def store_sums(sums, x, work, h, sizes, c):
+    """dBias of this program's keys by one head's queries."""
+    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
+    if c.SHARES_KEYS:
+        sums = gl.convert_layout(gl.sum(sums, axis=1), L)
+    cols = work.n0 + gl.arange(0, c.BLOCK_N, L)
+    head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
+    gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
