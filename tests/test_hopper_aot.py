@@ -73,6 +73,13 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=64, mask="b1mn", bias="1hmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 40),
     ("3.6.0", replace(USUAL, D=32, bias="1hmn", bias_dtype=torch.float32), 2 * 2 + 2 * 4 + 4, 4),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", bias_dtype=torch.float16), 2 * 8 + 2 * 4 + 8, 16),
+    # The most of everything: what spills, and by how little shared memory is enough.
+    (
+        "3.6.0",
+        replace(USUAL, B=16, bias="1hmn", softcap=5.0, window=(300, 20), deterministic=True),
+        3 * (2 * 8 + 2 * 4 + 8),
+        764,
+    ),
     # both warpgroups have the same keys
     ("3.6.0", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("installed", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
@@ -83,6 +90,12 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=256, bias="b11n"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, deterministic=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, B=16, D=256, bias="1hmn", deterministic=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 8),
+    (
+        "3.6.0",
+        replace(USUAL, B=16, D=256, bias="1hmn", window=(300, 20), deterministic=True),
+        3 * (2 * 16 + 2 * 4 + 2 * 4) + 16,
+        32,
+    ),
     # softcap, a band on both sides, a bias and dBias apart from dS: the most shared memory
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", softcap=20.0, window=(300, 20)), 3 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 0),
 ]

@@ -1,4 +1,8 @@
-"""Small calls, forward and backward, for compute-sanitizer to watch; child process of test_sanitizer.py."""
+"""Small calls, forward and backward, for compute-sanitizer to watch; child process of test_sanitizer.py.
+
+An argument is how many multiprocessors the forward of hopper takes the GPU to have: of two or more tiles each, programs
+take whichever is left.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,16 @@ CASES = [
     ("hopper", replace(MANY, bias="1hmn", causal=True, D=128)),
     ("hopper", replace(MANY, causal=True, D=256)),
     ("hopper", replace(MANY, bias="1hmn", deterministic=True, D=256)),
+    ("hopper", replace(MANY, mask="bhmn", causal=True, deterministic=True)),
+    ("hopper", replace(MANY, mask="b1mn", bias="1hmn", B=2, N=136, bias_dtype=torch.float32, D=128)),
 ]
 
 if __name__ == "__main__":
     hopper = torch.cuda.get_device_capability() == (9, 0)
+    if hopper and sys.argv[1:]:
+        from tilewise.backends.hopper import launch
+
+        launch.multiprocessors = lambda device: int(sys.argv[1])
     for backend, case in CASES:
         if backend == "hopper" and not hopper:
             continue

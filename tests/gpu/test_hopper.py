@@ -12,6 +12,10 @@ import torch
 from helpers import Case, check, hold, reference, run, tensors
 
 from tilewise import attention, explain
+from tilewise.backends import Inputs
+from tilewise.backends.hopper.launch import Forward
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=432, D=64, dtype=BRAIN, grads="")
@@ -235,6 +239,7 @@ MANY = replace(USUAL, B=5, H=40, Hkv=40, M=700, N=712, grads="")  # more tiles o
         replace(MANY, causal=True, D=256, B=2),
         replace(MANY, causal=True, D=32, bias="1hmn"),
         replace(MANY, window=(100, 30), D=128, bias="b1mn", softcap=5.0),
+        replace(MANY, window=(100, None)),
         replace(MANY, mask="b1mn", bias="b11n", blind=True),
         replace(MANY, mask="b11n", D=128, bias="1hmn", planted=math.nan, Hkv=8),
         replace(MANY, causal=True, B=1, H=8, Hkv=8, M=5000, N=5000),
@@ -244,6 +249,9 @@ MANY = replace(USUAL, B=5, H=40, Hkv=40, M=700, N=712, grads="")  # more tiles o
 def test_programs_that_take_tiles_as_they_are_done(case):
     """Each tile is computed once, whichever program takes it: equal bits."""
     x = tensors(case, "cuda")
+    inputs = Inputs(x.q, x.k, x.v, x.bias, x.mask)
+    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    assert Forward(Problem.of(*inputs, score, bias_grad=False, deterministic=False), inputs).dynamic
     first = run(case, "hopper", "cuda", x)
     hold(case, first, "cuda", x)
     for _ in range(20):
@@ -334,8 +342,8 @@ def test_gradients_beside_a_bias_of_another_dtype(terms):
     check(case, "hopper", "cuda")
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(32))
 def test_soak(part):
-    for case in map(drawn, range(part, SOAK, 8)):
+    for case in map(drawn, range(part, SOAK, 32)):
         if case.M > 64 or 16 * case.M > case.N:  # few queries beside many keys are not for hopper
             check(case, "hopper", "cuda")

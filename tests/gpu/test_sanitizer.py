@@ -21,8 +21,9 @@ TOOL = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}{os.pathsep}
 @pytest.mark.skipif(TOOL is None, reason="no compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_clean(tool):
+    child = [sys.executable, Path(__file__).with_name("sanitizer_child.py"), *(["2"] if tool == "memcheck" else [])]
     done = subprocess.run(
-        [TOOL, "--tool", tool, "--error-exitcode", "9", sys.executable, Path(__file__).with_name("sanitizer_child.py")],
+        [TOOL, "--tool", tool, "--error-exitcode", "9", *child],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # each tensor a buffer of its own
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip

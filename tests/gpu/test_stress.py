@@ -16,6 +16,9 @@ BRAIN = torch.bfloat16
 FULL = Case(B=4, H=16, M=2048, N=2048, D=128, dtype=BRAIN)
 SMALL = Case(B=2, H=4, M=239, N=432, D=64, dtype=BRAIN, bias="1hmn", causal=True)
 
+# More tiles of queries than multiprocessors, taken from a counter.
+LARGE = replace(SMALL, B=8, H=16, M=700, N=712)
+
 HOPPER = pytest.param(
     "hopper",
     marks=pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
@@ -236,11 +239,12 @@ def test_no_buffer_of_all_scores(bias, deterministic):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_another_stream(backend):
+@pytest.mark.parametrize("case", [SMALL, LARGE], ids=["small", "large"])
+def test_another_stream(case, backend):
     """Inputs arrive late, on the stream that is current: a kernel on any other stream would read NaN."""
-    inputs = tensors(SMALL, "cuda")
+    inputs = tensors(case, "cuda")
     late = Tensors(*(None if x is None else torch.full_like(x, math.nan) for x in inputs))
-    run(SMALL, backend, "cuda", inputs)  # compiled, so that the launches come at once
+    run(case, backend, "cuda", inputs)  # compiled, so that the launches come at once
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -248,9 +252,9 @@ def test_another_stream(backend):
         for x, y in zip(late, inputs, strict=True):
             if x is not None:
                 x.copy_(y)
-        results = differentiate(SMALL, late, lambda x: call(SMALL, backend, x))
+        results = differentiate(case, late, lambda x: call(case, backend, x))
     stream.synchronize()
-    hold(SMALL, results, "cuda")
+    hold(case, results, "cuda")
 
 
 @pytest.mark.parametrize("operator", [matmul, lambda a, b: attention(a, b, b)], ids=["matmul", "attention"])
@@ -267,9 +271,10 @@ def test_a_thread_without_a_context(operator):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_cuda_graph(deterministic, backend):
+@pytest.mark.parametrize("case", [SMALL, LARGE], ids=["small", "large"])
+def test_cuda_graph(case, deterministic, backend):
     """Forward and backward captured once, replayed with other numbers."""
-    case = replace(SMALL, deterministic=deterministic)
+    case = replace(case, deterministic=deterministic)
     static = tensors(case, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -85,10 +85,10 @@ def tiles(problem: Problem) -> str:
     from tilewise.backends.hopper.config import forward_config
 
     c = forward_config(problem)
-    order = "as they are done" if c.dynamic else "in a fixed order"
+    following = "whichever tile is left" if c.dynamic else "every so manieth tile"
     return (
         f"{c.block_m} queries x {c.block_n} keys, {c.warpgroups} warpgroups, {c.stages} stages, "
-        f"persistent programs that take tiles {order}"
+        f"programs that stay and take {following}"
     )
 
 

@@ -71,7 +71,7 @@ class Compiled(NamedTuple):
     ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
-    ORDER: Any  # see work_at
+    ORDER: Any  # see work.head_and_tile
 
 
 class Tensors(NamedTuple):
@@ -151,7 +151,7 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
     Q_BYTES: gl.constexpr = x.q.block_type.nbytes + x.stats.block_type.nbytes
     DO_BYTES: gl.constexpr = x.do.block_type.nbytes + x.stats.block_type.nbytes
     BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS == "matrix" else 0
-    APART: gl.constexpr = c.DO_STAGES != c.STAGES
+    DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
     step = 0
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
@@ -163,7 +163,7 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
             slot = step % c.STAGES
             full = rows.full.index(slot)
             mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
-            BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if APART else DO_BYTES)
+            BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if DO_APART else DO_BYTES)
             if c.MASK:
                 load_bits(x, cut, full, rows.bits.index(slot), work, h, m, BYTES, sizes, c)
             else:
@@ -174,7 +174,7 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
             tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.q.index(slot))
             at_stats = (first_tile + m) * (2 * c.BLOCK_M)
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
-            if APART:
+            if DO_APART:
                 slot = step % c.DO_STAGES
                 full = rows.do_full.index(slot)
                 mbarrier.wait(rows.do_empty.index(slot), ((step // c.DO_STAGES) & 1) ^ 1)
@@ -318,7 +318,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
-    APART: gl.constexpr = c.DO_STAGES != c.STAGES
+    DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
     slot = step % c.STAGES
     do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M
@@ -333,7 +333,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         if c.BIAS != "matrix":
             start = start_of(rows, step, True, terms, c)
         s_pending = begin(start, rows, shared, step, terms, c)
-    if APART:
+    if DO_APART:
         mbarrier.wait(rows.do_full.index(do_slot), (step // c.DO_STAGES) & 1)
     minus_delta = rows.stats.index(2 * do_slot + 1).load(gl.SliceLayout(0, S))
     minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
@@ -402,7 +402,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD or c.DQ_PARTS == 2 else 1  # products begun after dQ, or its first part
-    if APART:  # the next dO is to come under what is left of this step
+    if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
         mbarrier.arrive(rows.do_empty.index(do_slot), count=1)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))

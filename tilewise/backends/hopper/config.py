@@ -82,7 +82,7 @@ def forward_config(problem: Problem) -> Config:
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and problem.bias is None and problem.mask is None and not capped
-    # Not where few keys are seen: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64, causal).
+    # Not where few keys are seen: of 192 queries that a band cuts more is in vain than of 128 (H200, causal; at D=64).
     seen = problem.pairs // max(1, problem.batch * problem.heads * problem.queries)
     three = three and not (band and seen <= 2048)
     in_registers = d <= 128 and not three and not small and (d < 128 or problem.bias is None or bias > 0)
@@ -94,7 +94,7 @@ def forward_config(problem: Problem) -> Config:
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
         bias_first=bias > 0 and not capped,
         turns=True,
-        # What it leaves out is worth its branch but beside a bias of 128 dimensions (H200).
+        # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=problem.bias is None if d >= 128 else not small,
         dynamic=band or problem.mask is not None,
         q_in_registers=in_registers,
@@ -170,7 +170,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
-    crowded = problem.mask is not None and (apart or problem.score.softcap is not None) and block_n * d == 128 * 128
+    crowded = problem.mask is not None and (apart or problem.score.softcap is not None) and d == 128 and not wide
     return BackwardConfig(
         block_m=64, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2, dq_parts=1, ahead=ahead,
         programs=programs, sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1),

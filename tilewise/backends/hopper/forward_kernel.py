@@ -454,7 +454,7 @@ def forward_kernel(q, k, v, bias, bits, visits, o, lse, tickets, terms, sizes, c
             [4, 1, 1, 1],
             [MANY, FEW, FEW, FEW],
         )
-    elif c.BIAS != "matrix":
+    else:
         gl.warp_specialize(
             [
                 (compute, (x, rings, lse, terms, sizes, c, 0)),
@@ -464,18 +464,4 @@ def forward_kernel(q, k, v, bias, bits, visits, o, lse, tickets, terms, sizes, c
             ],
             [4, 4, 1],
             [MANY, MANY, FEW],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (compute, (x, rings, lse, terms, sizes, c, 0)),
-                (compute, (x, rings, lse, terms, sizes, c, 1)),
-                (compute, (x, rings, lse, terms, sizes, c, 2)),
-                (load, (x, rings, terms, sizes, c)),
-                (load_bias, (x, rings, terms, sizes, c, 0)),
-                (load_bias, (x, rings, terms, sizes, c, 1)),
-                (load_bias, (x, rings, terms, sizes, c, 2)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [MANY, MANY, FEW, FEW, FEW, FEW],
         )

@@ -30,19 +30,18 @@ class Forward:
     def __init__(self, problem: Problem, inputs: Inputs):
         config = forward_config(problem)
         q, k, v, bias, mask = inputs
-        at_once = multiprocessors(q.device) * config.programs
-        sizes = _sizes(problem, config, at_once)
-        terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > at_once)
+        programs = multiprocessors(q.device) * config.programs  # that run at once
+        sizes = _sizes(problem, config, programs)
+        terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > programs)
         self.mask = None if mask is None else MaskSummary(problem, mask, config.block_n, config.warpgroups)
         o = empty_output(q, problem.value_dim, "meta")
         self.empty_o = allocation(o, q.device)
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
         is_matrix = c.BIAS.value == "matrix"
-        # As many programs as run at once: the next tile's loads run under the end of the last.
         self.dynamic = c.DYNAMIC.value
         self.main = Launch(
             forward_kernel,
-            min(sizes.tiles, at_once),
+            min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
             (
                 descriptor(q, 64, c.BLOCK_D.value),
                 descriptor(k, config.block_n, c.BLOCK_D.value),
@@ -65,7 +64,7 @@ class Forward:
             looks = -(-looks // r.SCAN.value)
             self.repair = Launch(
                 repair_kernel,
-                min(looks, at_once),
+                min(looks, programs),
                 (*(strided(x) for x in (q, k, v, bias, mask, o)), POINTER),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
@@ -226,7 +225,7 @@ def _spread(bias: Operand | None) -> str:
 
 
 def _order(problem: Problem) -> str:
-    """See forward_kernel.tile_at."""
+    """See schedule.tile_at."""
     bias = problem.bias
     if not problem.score.band.unlimited:
         return "longest"

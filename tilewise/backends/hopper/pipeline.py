@@ -36,7 +36,9 @@ FIRST_TURN = gl.constexpr(8)
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory that one warp fills by TMA and its readers empty, with a pair of barriers for each.
+    """Slots of shared memory that one warp fills and its readers empty, with a pair of barriers for each.
+
+    Numbers are stored there, all else comes by TMA.
 
     The n-th use of a slot waits for phase ``n & 1`` of `full` to read it, and for the opposite of `empty` to fill it.
     """
@@ -86,7 +88,7 @@ def wait_full(ring, slot, use, needed=True):
 
 @gluon.jit
 def leave(ring, slot):
-    """Give a slot back that only wgmma has read."""
+    """Give a slot back that only wgmma has read, or that no TMA fills."""
     mbarrier.arrive(ring.empty.index(slot), count=1)
 
 

@@ -1,7 +1,4 @@
-"""Which tile of queries a program of the forward has next, and which tiles of keys it visits.
-
-Every role of a program walks over the same tiles, from the last key to the first.
-"""
+"""Which tile of queries a program of the forward has next, and which tiles of keys it visits, for all of its roles."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def next_ticket(ticket, t, rings, c):
         wait_full(rings.tickets, slot, t // 2)
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         ticket = gl.max(rings.tickets.slots.index(slot).load(ONE), axis=0)
-        leave(rings.tickets, slot)
+        leave(rings.tickets, slot)  # which is filled by an ordinary store: no fence
     else:
         ticket += gl.num_programs(0)
     return ticket
@@ -64,7 +61,7 @@ def next_ticket(ticket, t, rings, c):
 
 @gluon.jit
 def hand_out(rings, t, ticket):
-    """Tell the other roles which tile follows this program's ``t``-th."""
+    """Tell the other roles which tile follows this program's ``t``-th; in a role of one warp."""
     slot = t % 2
     mbarrier.wait(rings.tickets.empty.index(slot), ((t // 2) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -82,11 +79,13 @@ def tile_at(t, x, terms, sizes, c):
         bh = t // count
         h = bh % sizes.heads
         b = bh // sizes.heads
-    elif c.ORDER == "longest":  # of `at_once` heads, or what is left with the last of them, the longest first
+    elif c.ORDER == "longest":  # of `at_once` heads, the last time of those that are left too, the longest first
         first = gl.minimum(t // (sizes.at_once * count) * sizes.at_once, sizes.last)
         width = gl.where(first == sizes.last, sizes.heads * sizes.batch - first, sizes.at_once)
         t -= first * count
-        m = count - 1 - t // width
+        m = t // width
+        if terms.HAS_HI or not terms.HAS_LO:  # later queries see more
+            m = count - 1 - m
         bh = first + t % width
         h = bh % sizes.heads
         b = bh // sizes.heads
