@@ -12,6 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers.py, when pytest is given this folder alone
 
+torch.set_num_threads(1)  # the CPU's part is small, and processes side by side take each other's cores
+
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 

@@ -253,7 +253,7 @@ def test_programs_that_take_tiles_as_they_are_done(case):
     score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
     assert Forward(Problem.of(*inputs, score, bias_grad=False, deterministic=False), inputs).dynamic
     first = run(case, "hopper", "cuda", x)
-    hold(case, first, "cuda", x)
+    hold(case, first, "cuda")
     for _ in range(20):
         again = run(case, "hopper", "cuda", x)
         assert torch.equal(again.o, first.o)
