@@ -74,6 +74,7 @@ def test_summary(interpreter, case):
         replace(USUAL, mask="bh1n", layout="padded", D=128, deterministic=True),
         replace(USUAL, mask="1km1", blind=True, D=128),
         replace(USUAL, mask="111n", M=64, N=128),
+        replace(USUAL, mask="b111", B=4),  # tiles of keys that their end cuts and the mask does not
         replace(USUAL, mask="b111", causal=True, M=300, N=139, deterministic=True),
         replace(USUAL, mask="11mn", window=(3, 3), layout="heads_last", deterministic=True),
         replace(USUAL, mask="1hm1", M=1, N=1),

@@ -17,7 +17,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import backward_launch, bias_gradient, config, shared_bias, work
+from tilewise.backends.hopper import backward_launch, bias_gradient, config, score, shared_bias, work
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +33,14 @@ def plain(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name).value)
 
 
-def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False):
-    b, h, m, n = ({"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}[axis] for axis in bias)
+def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None):
+    sizes = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
+    b, h, m, n = (sizes[axis] for axis in bias)
     return Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
         head_dim=64, value_dim=64, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
         bias=Operand(torch.bfloat16, b, h, m, n),
+        mask=None if mask is None else Operand(torch.bool, *(sizes[axis] for axis in mask)),
     )  # fmt: skip
 
 
@@ -156,3 +158,38 @@ def test_no_program_waits_for_a_later_one():
                 assert group - sizes.ring + sizes.lag < group
                 assert group - sizes.ring < count - last
         assert bias_gradient.sharing(p).programs == c.SHARERS
+
+
+@pytest.mark.parametrize("mask", ["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"])
+@pytest.mark.parametrize("bias", ["1hmn", "b1mn", "11mn", "bkmn"])
+def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask):
+    """The state that `stored_by` reads is that of the tile which the sharer visits."""
+    gl = SimpleNamespace(**vars(work.gl), cast=lambda x, dtype: x, int32=torch.int32, int64=None, sum=torch.sum)
+    gl.arange = lambda start, end, layout: torch.arange(start, end)
+    gl.BlockedLayout = lambda *layout: layout
+    gl.load = lambda at: states.flatten()[at]
+    for module in (work, shared_bias, score):
+        monkeypatch.setattr(module, "gl", gl)
+    for module, name in ((work, "work_at"), (work, "tile_of_mask"), (shared_bias, "tile_of_mask")):
+        monkeypatch.setattr(module, name, getattr(module, name).fn)
+    monkeypatch.setattr(shared_bias, "work_at", work.work_at)
+    monkeypatch.setattr(work, "mask_of", score.mask_of.fn)
+    generator = torch.Generator().manual_seed(0)
+    for (B, group, Hkv), band in itertools.product([(4, 1, 3), (3, 2, 2), (1, 4, 8), (16, 1, 2)], BANDS):
+        p = problem(B, group * Hkv, Hkv, 239, 432, bias, band, mask=mask)
+        if bias_gradient.reduction(p) != "share":
+            continue
+        terms, sizes, c = kernel_arguments(p)
+        tiles_of_rows = -(-p.mask.rows // c.BLOCK_M)
+        states = torch.randint(
+            0, 3, (p.mask.batch, p.mask.heads, sizes.key_tiles, tiles_of_rows), generator=generator, dtype=torch.int8
+        )
+        shares = SimpleNamespace(states=0)
+        for n in range(work.groups.fn(sizes, c)):
+            members = [work.work_at(n, r, terms, sizes, c) for r in range(c.SHARERS)]
+            for g, m in itertools.product(range(group), range(members[0].begin, members[0].end)):
+                stored = shared_bias.stored_by.fn(shares, n, m, g, terms, sizes, c)
+                for r, w in enumerate(members):
+                    head = (w.hk * group + g) // (p.heads // p.mask.heads)
+                    of = states[w.b if p.mask.batch > 1 else 0, head, w.n0 // c.BLOCK_N]
+                    assert bool(stored >> r & 1) == bool(of[m if tiles_of_rows > 1 else 0])
