@@ -31,14 +31,15 @@ from tilewise.backends.hopper.pipeline import (
     fill,
     leave,
     new_ring,
-    tma_add,
     tma_load,
     tma_store,
     wait_count,
     wait_full,
     warps_barrier,
+    with_barriers,
 )
-from tilewise.backends.hopper.score import in_band, in_units, key_tiles, softcap, softcap_derivative
+from tilewise.backends.hopper.query_sums import add_queries, begin_queries, only_slot, send_part, store_part
+from tilewise.backends.hopper.score import in_band, in_units, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
 
@@ -104,10 +105,8 @@ class Rows(NamedTuple):
     stats: Any
     bias: Any
     bits: Any
-    full: Any
-    empty: Any
-    do_full: Any  # of dO and delta
-    do_empty: Any
+    ring: Any  # the barriers
+    do_ring: Any  # those of dO and delta
 
 
 class Shared(NamedTuple):
@@ -161,8 +160,8 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
         for i in range(count):
             m, cut = visit_at(i, listed, work, c)
             slot = step % c.STAGES
-            full = rows.full.index(slot)
-            mbarrier.wait(rows.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
+            full = rows.ring.full.index(slot)
+            mbarrier.wait(rows.ring.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
             BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if DO_APART else DO_BYTES)
             if c.MASK:
                 load_bits(x, cut, full, rows.bits.index(slot), work, h, m, BYTES, sizes, c)
@@ -176,44 +175,12 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
             if DO_APART:
                 slot = step % c.DO_STAGES
-                full = rows.do_full.index(slot)
-                mbarrier.wait(rows.do_empty.index(slot), ((step // c.DO_STAGES) & 1) ^ 1)
+                full = rows.do_ring.full.index(slot)
+                mbarrier.wait(rows.do_ring.empty.index(slot), ((step // c.DO_STAGES) & 1) ^ 1)
                 mbarrier.expect(full, DO_BYTES)
             tma_load(x.do, [work.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
             step += 1
-
-
-@gluon.jit
-def add_queries(x, queries, turns, terms, sizes, c):
-    """The role of one warp where order matters: adds each tile of dQ when the tiles of keys before have added theirs.
-
-    All programs walk from the last query to the first, so that each waits about a step for the one before it.
-    """
-    if c.ORDERED:
-        work = work_of(terms, sizes, c)
-        step = 0
-        for g in range(sizes.group):
-            h = work.hk * sizes.group + g
-            head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
-            visits, listed = visits_of(x.visits, work, h, sizes, c)
-            for i in range(visits):
-                m, _ = visit_at(i, listed, work, c)
-                m0 = m * c.BLOCK_M
-                if c.MASK:
-                    turn = gl.load(listed + sizes.row_tiles + i)
-                else:
-                    count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
-                    first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
-                    turn = work.n0 // c.BLOCK_N - first
-                wait_count(turns + head + m, turn)
-                for part in gl.static_range(c.DQ_PARTS):
-                    wait_full(queries, 0, step * c.DQ_PARTS + part)
-                    tma_add(x.dq, [work.b, h, m0, part * (c.BLOCK_D // c.DQ_PARTS)], queries.slots.index(0))
-                    tma.store_wait(0)
-                    mbarrier.arrive(queries.empty.index(0), count=1)
-                count_stored(turns + head + m)
-                step += 1
 
 
 @gluon.jit
@@ -229,19 +196,9 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
-def only_slot(c):
-    """Zero. Where warpgroups share the keys no compiler may know it: it would compute the addresses of all operands
-    before the loops, and registers do not hold them."""
-    if c.SHARES_KEYS:
-        return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        return 0
-
-
-@gluon.jit
 def start_of(rows, step, needed, terms, c):
     """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
-    wait_full(rows, step % c.STAGES, step // c.STAGES, needed)
+    wait_full(rows.ring, step % c.STAGES, step // c.STAGES, needed)
     if c.BIAS == "matrix":
         tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
         return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)), terms.inverse)
@@ -285,33 +242,6 @@ def begin(start, rows, shared, step, terms, c):
 
 
 @gluon.jit
-def begin_queries(ds, shared, PART: gl.constexpr, c):
-    """Issue a part of the columns of dQ = dS K."""
-    WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
-    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
-    if c.DQ_PARTS > 1:
-        k = k.slice(PART * WIDTH, WIDTH, 1)
-    zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
-    return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def add_part(dq, x, queries, step, b, h, m0, PART: gl.constexpr, c):
-    """Send a part of dQ on its way; what was in its buffer before has been read where nothing is `ORDERED`."""
-    WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
-    tile = queries.slots.index(0)
-    if c.ORDERED:
-        mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
-    tile.reshape([c.BLOCK_M, WIDTH]).store(dq)
-    fence_async_shared()
-    if c.ORDERED:
-        warps_barrier()
-        mbarrier.arrive(queries.full.index(0), count=1)
-    else:
-        tma_add(x.dq, [b, h, m0, PART * WIDTH], tile)
-
-
-@gluon.jit
 def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
@@ -322,6 +252,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     slot = step % c.STAGES
     do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M
+    tile_of_head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
     v = shared.v.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
@@ -334,7 +265,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
             start = start_of(rows, step, True, terms, c)
         s_pending = begin(start, rows, shared, step, terms, c)
     if DO_APART:
-        mbarrier.wait(rows.do_full.index(do_slot), (step // c.DO_STAGES) & 1)
+        wait_full(rows.do_ring, do_slot, step // c.DO_STAGES)
     minus_delta = rows.stats.index(2 * do_slot + 1).load(gl.SliceLayout(0, S))
     minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
     dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
@@ -401,26 +332,25 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     elif c.AHEAD:
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
-    BEHIND: gl.constexpr = 2 if c.AHEAD or c.DQ_PARTS == 2 else 1  # products begun after dQ, or its first part
+    BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
-        mbarrier.arrive(rows.do_empty.index(do_slot), count=1)
+        leave(rows.do_ring, do_slot)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv_pending, dq_pending))
-    add_part(dq, x, queries, step, work.b, h, m0, 0, c)
+    store_part(dq, queries, step, 0, c)
+    if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
+        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+        s_pending = begin(start, rows, shared, step + 1, terms, c)
+    send_part(x, queries, tile_of_head, 0, c)
     if c.DQ_PARTS == 2:
-        if c.AHEAD:  # here, where the registers of the first part are free again
-            start = start_of(rows, step + 1, step + 1 < steps, terms, c)
-            s_pending = begin(start, rows, shared, step + 1, terms, c)
-        dk, dq = warpgroup_mma_wait(1 if c.AHEAD else 0, deps=(dk_pending, rest_pending))
+        dk, dq = warpgroup_mma_wait(1, deps=(dk_pending, rest_pending))
         tma.store_wait(0)  # the first part, and dBias, have left shared memory
-        leave(rows, slot)
-        add_part(dq, x, queries, step, work.b, h, m0, 1, c)
-        if c.AHEAD:
-            s = warpgroup_mma_wait(0, deps=(s_pending,))
-        elif c.BIAS == "matrix":
-            start = start_of(rows, step + 1, step + 1 < steps, terms, c)
+        leave(rows.ring, slot)
+        store_part(dq, queries, step, 1, c)
+        send_part(x, queries, tile_of_head, 1, c)
+        s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
         if c.AHEAD:
             dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
@@ -432,7 +362,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
         if c.DBIAS == "store" or c.DBIAS == "share":
             tma.store_wait(0 if c.ORDERED else 1)  # dBias has left shared memory; dQ may be under way
-        leave(rows, slot)
+        leave(rows.ring, slot)
     return State(dk, dv, s if c.AHEAD else step, start, sums)
 
 
@@ -538,27 +468,19 @@ def backward_kernel(
         turns = counts + 2 * groups(sizes, c)
     keys = new_ring(k, 1, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, 1, c.BLOCK_N, c.BLOCK_D, 1)
-    full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(c.STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    do_full, do_empty = 0, 0
-    if c.DO_STAGES != c.STAGES:
-        do_full = gl.allocate_shared_memory(gl.int64, [c.DO_STAGES, 1], mbarrier.MBarrierLayout())
-        do_empty = gl.allocate_shared_memory(gl.int64, [c.DO_STAGES, 1], mbarrier.MBarrierLayout())
-        for slot in gl.static_range(c.DO_STAGES):
-            mbarrier.init(do_full.index(slot), count=1)
-            mbarrier.init(do_empty.index(slot), count=1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
-    q_slots = gl.allocate_shared_memory(q.dtype, [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], q.layout)
-    do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
-    stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    DQ_WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
-    if c.ORDERED:
-        queries = new_ring(dq, 1, c.BLOCK_M, DQ_WIDTH, 1)
+    ring = new_ring(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
+    if c.DO_STAGES != c.STAGES:
+        do_ring = new_ring(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D, 1)
+        do_slots = do_ring.slots
     else:
-        queries = Ring(gl.allocate_shared_memory(dq.dtype, [1, 1, 1, c.BLOCK_M, DQ_WIDTH], dq.layout), 0, 0)
+        do_ring = Ring(0, 0, 0)
+        do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
+    stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
+    dq_slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
+    queries = Ring(dq_slots, 0, 0)
+    if c.ORDERED:
+        queries = with_barriers(dq_slots, 1, 1)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
@@ -577,7 +499,7 @@ def backward_kernel(
     bits_slots = stats_slots  # of no use
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(q_slots, do_slots, stats_slots, bias_slots, bits_slots, full, empty, do_full, do_empty)
+    rows = Rows(ring.slots, do_slots, stats_slots, bias_slots, bits_slots, ring, do_ring)
     shared = Shared(keys.slots, values.slots, p_slots, ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":

@@ -18,7 +18,9 @@ from tilewise.backends.hopper.bias_gradient import (
 )
 from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width, most_registers
 from tilewise.backends.hopper.launch import MaskSummary, hides, multiprocessors, score_terms
-from tilewise.backends.hopper.row_kernels import finish_kernel, prepare_kernel
+from tilewise.backends.hopper.query_sums import COLS as DQ_COLS
+from tilewise.backends.hopper.query_sums import finish_kernel
+from tilewise.backends.hopper.row_kernels import prepare_kernel
 from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel
 from tilewise.backends.hopper.tensors import boxes, descriptor, vector
 from tilewise.backends.hopper.work import Sizes
@@ -44,7 +46,9 @@ class Backward:
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
-        q_sum = torch.empty(q.shape, dtype=torch.float32, device="meta")
+        q_sum = torch.empty(
+            row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
+        )
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
         # the ring of dS of a bias that is shared
@@ -74,7 +78,7 @@ class Backward:
                 POINTER,
                 POINTER,
             ),
-            (p.head_dim, p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
+            (p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
         shares = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
@@ -90,7 +94,7 @@ class Backward:
                 descriptor(do, block_m, width),
                 strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
-                descriptor(q_sum, block_m, width // config.dq_parts),
+                boxes(q_sum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], q_sum.stride()),
                 descriptor(dk, block_n, width),
                 descriptor(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
@@ -110,8 +114,8 @@ class Backward:
             finish_kernel,
             row_programs,
             (POINTER, strided(dq)),
-            (p.head_dim, p.score.scale, sizes, block_m, width),
-            num_warps=row_warps,
+            (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
+            num_warps=4 * config.warpgroups,
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:

@@ -1,4 +1,4 @@
-"""Before and after the backward: the statistics of each row, and dQ from its sum."""
+"""Before the backward: the statistics of each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 
 @triton.jit
-def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes, BIAS_GROUP: tl.constexpr,
+def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, value_dim, sizes, BIAS_GROUP: tl.constexpr,
                    HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_D: tl.constexpr):  # fmt: skip
     """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ.
@@ -29,8 +29,8 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes,
     So does a row whose LSE is beyond COARSE, as where all keys have the most negative finite bias: probabilities
     cannot be told from such an LSE, would be off by any factor and could overflow into the gradients of the keys.
     A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
-    o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B, H, M, D). float32 but o,
-    do and the bias.
+    o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B·H·tiles, BLOCK_M·BLOCK_D).
+    float32 but o, do and the bias.
     """
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
@@ -43,8 +43,8 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes,
     o_tile = _load_rows(o, b, h, rows, sizes.queries, cols, value_dim)
     do_tile = _load_rows(do, b, h, rows, sizes.queries, cols, value_dim)
     natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
-    zero_at = dq_sum + at_row[:, None] * dim + cols[None, :]
-    tl.store(zero_at, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=inside[:, None] & (cols < dim)[None, :])
+    zero_at = dq_sum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+    tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
     delta = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
@@ -58,20 +58,3 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, dim, value_dim, sizes,
     left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
     tl.store(at_stats, tl.where(left_out, float("inf"), base2))
     tl.store(at_stats + BLOCK_M, tl.where(left_out, 0.0, -delta))  # 0 · a cotangent that is not finite would be NaN
-
-
-@triton.jit
-def finish_kernel(dq_sum, dq, dim, scale, sizes, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """dQ = scale · sum in dQ's dtype."""
-    pid = tl.program_id(0)
-    heads = sizes.kv_heads * sizes.group
-    bh = pid // sizes.row_tiles
-    h, b = bh % heads, bh // heads
-    rows = pid % sizes.row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_D)
-    inside = (rows < sizes.queries)[:, None] & (cols < dim)[None, :]
-    at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
-    value = tl.load(dq_sum + at_row[:, None] * dim + cols[None, :], mask=inside, other=0.0)
-    at = dq.pointer + tl.cast(b, tl.int64) * dq.stride0 + tl.cast(h, tl.int64) * dq.stride1
-    at = at + rows.to(tl.int64)[:, None] * dq.stride2 + cols.to(tl.int64)[None, :]
-    tl.store(at, (value * scale).to(dq.pointer.dtype.element_ty), mask=inside)

@@ -1,0 +1,154 @@
+"""dQ = dS K in the backward: from the products of a tile of keys by TMA to a float32 sum, and from the sum to dQ.
+
+The sum of a tile of queries lies in the order in which threads hold wgmma's result. Four neighbours are four registers
+of one thread, the next four are the next thread's: stores of 16 bytes then find each bank of the shared memory once,
+where rows and columns in their own order are stored 8 bytes at a time and find it twice. (FlashAttention-3 keeps its
+sum in such an order too.)
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from tilewise.backends.hopper.key_bias import accumulator
+from tilewise.backends.hopper.pipeline import count_stored, tma_add, wait_count, wait_full, warps_barrier
+from tilewise.backends.hopper.score import key_tiles
+from tilewise.backends.hopper.work import visit_at, visits_of, work_of
+
+COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
+
+
+@gluon.constexpr_function
+def in_order(warps):
+    """The layout in which neighbours are neighbours in a thread, then of threads, then of warps."""
+    return gl.BlockedLayout([1, 4], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def as_threads_hold_it(dq, WARPS: gl.constexpr):
+    """A tile [rows, columns] in wgmma's layout as [.., COLS] in the order of the sum; no register moves."""
+    ROWS: gl.constexpr = dq.shape[0]
+    WIDTH: gl.constexpr = dq.shape[1]
+    HALVES: gl.constexpr = 16 * WARPS // ROWS  # of the columns, one for each warpgroup
+    # sixteen rows of a warp, half of them, row; half of the columns, eight columns, two of them, column
+    parts = dq.reshape([ROWS // 16, 2, 8, HALVES, WIDTH // (8 * HALVES), 4, 2])
+    flat = parts.permute((4, 3, 0, 2, 5, 1, 6)).reshape([ROWS * WIDTH // COLS, COLS])
+    return gl.convert_layout(flat, in_order(WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def as_rows(flat, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """The inverse of `as_threads_hold_it`."""
+    WIDTH: gl.constexpr = flat.shape[0] * COLS // ROWS
+    HALVES: gl.constexpr = 16 * WARPS // ROWS
+    parts = flat.reshape([WIDTH // (8 * HALVES), HALVES, ROWS // 16, 8, 4, 2, 2])
+    dq = parts.permute((2, 5, 3, 1, 0, 4, 6)).reshape([ROWS, WIDTH])
+    return gl.convert_layout(dq, accumulator(ROWS, WIDTH, WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def only_slot(c):
+    """Zero. Where warpgroups share the keys, or dS has a tile of its own, no compiler may know it: it would compute the
+    addresses of all operands before the loops, and registers do not hold them."""
+    if c.SHARES_KEYS or c.BIAS_APART:
+        return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return 0
+
+
+@gluon.jit
+def begin_queries(ds, shared, PART: gl.constexpr, c):
+    """Issue a part of the columns of dQ = dS K."""
+    WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
+    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
+    if c.DQ_PARTS > 1:
+        k = k.slice(PART * WIDTH, WIDTH, 1)
+    zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
+    return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def place_of_part(x, tile_of_head, part, c):
+    """The first row of a part of a tile's sum; tiles are counted over all heads and batch elements."""
+    return (tile_of_head * c.DQ_PARTS + part) * x.dq.block_type.shape[0]
+
+
+@gluon.jit
+def store_part(dq, queries, step, PART: gl.constexpr, c):
+    """A part of dQ into shared memory; what was there before has been read where nothing is `ORDERED`."""
+    if c.ORDERED:
+        mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
+    queries.slots.index(0).store(as_threads_hold_it(dq, c.WARPS))
+
+
+@gluon.jit
+def send_part(x, queries, tile_of_head, PART: gl.constexpr, c):
+    """Send it on its way."""
+    fence_async_shared()
+    if c.ORDERED:
+        warps_barrier()
+        mbarrier.arrive(queries.full.index(0), count=1)
+    else:
+        tma_add(x.dq, [place_of_part(x, tile_of_head, PART, c), 0], queries.slots.index(0))
+
+
+@gluon.jit
+def add_queries(x, queries, turns, terms, sizes, c):
+    """The role of one warp where order matters: adds each tile of dQ when the tiles of keys before have added theirs.
+
+    All programs walk from the last query to the first, so that each waits about a step for the one before it.
+    """
+    if c.ORDERED:
+        work = work_of(terms, sizes, c)
+        step = 0
+        for g in range(sizes.group):
+            h = work.hk * sizes.group + g
+            head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
+            visits, listed = visits_of(x.visits, work, h, sizes, c)
+            for i in range(visits):
+                m, _ = visit_at(i, listed, work, c)
+                m0 = m * c.BLOCK_M
+                if c.MASK:
+                    turn = gl.load(listed + sizes.row_tiles + i)
+                else:
+                    count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
+                    first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+                    turn = work.n0 // c.BLOCK_N - first
+                wait_count(turns + head + m, turn)
+                for part in gl.static_range(c.DQ_PARTS):
+                    wait_full(queries, 0, step * c.DQ_PARTS + part)
+                    tma_add(x.dq, [place_of_part(x, head + m, part, c), 0], queries.slots.index(0))
+                    tma.store_wait(0)
+                    mbarrier.arrive(queries.empty.index(0), count=1)
+                count_stored(turns + head + m)
+                step += 1
+
+
+@gluon.jit
+def finish_kernel(dq_sum, dq, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dQ = scale · sum in dQ's dtype, for one tile of queries, by as many warps as have computed it.
+
+    dq: `Strided`. dq_sum: float32 (B·H·tiles · PARTS · rows of a part, COLS).
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = BLOCK_D // PARTS
+    IN: gl.constexpr = in_order(WARPS)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
+    pid = gl.program_id(0)
+    heads = sizes.kv_heads * sizes.group
+    bh = pid // sizes.row_tiles
+    row0 = pid % sizes.row_tiles * BLOCK_M
+    at = gl.arange(0, BLOCK_M * WIDTH // COLS, gl.SliceLayout(1, IN))[:, None] * COLS
+    at += gl.arange(0, COLS, gl.SliceLayout(0, IN))[None, :]
+    to = dq.pointer + gl.cast(bh // heads, gl.int64) * dq.stride0 + gl.cast(bh % heads, gl.int64) * dq.stride1
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
+    to += gl.cast(row0, gl.int64) * dq.stride2
+    for part in gl.static_range(PARTS):
+        found = gl.load(dq_sum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
+        value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
+        inside = (rows < sizes.queries - row0) & (cols < dim - part * WIDTH)
+        to_part = to + rows.to(gl.int64) * dq.stride2 + (cols + part * WIDTH)
+        gl.store(to_part, gl.convert_layout(value, OUT), mask=inside)
