@@ -68,7 +68,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", softcap=5.0), 2 * 8 + 2 * 4 + 8, 224),
     ("3.6.0", replace(USUAL, bias="bhmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 0),
     ("installed", replace(USUAL, bias="1hmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 16),
-    ("3.6.0", replace(USUAL, bias="1hmn", bias_dtype=torch.float32, causal=True), 2 * (2 * 8 + 2 * 4 + 4), 176),
+    ("3.6.0", replace(USUAL, bias="1hmn", bias_dtype=torch.float32, causal=True), 2 * (2 * 8 + 2 * 4 + 4), 20),
     ("3.6.0", replace(USUAL, D=64, bias="bhmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=64, mask="b1mn", bias="1hmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 40),
     ("3.6.0", replace(USUAL, D=32, bias="1hmn", bias_dtype=torch.float32), 2 * 2 + 2 * 4 + 4, 4),
@@ -135,7 +135,28 @@ def test_compiled_backward(compilers, triton, case, designed, spilled):
         assert kernel.spill_stores <= spilled, f"{kernel.name} spills {kernel.spill_stores} bytes"
         assert not kernel.warnings
         assert not hazards
-        assert kernel.name != "backward_kernel" or wgmma == designed
+        if kernel.name == "backward_kernel":
+            assert wgmma == designed
+            assert not kernel.instructions["stored in pairs"], "dQ in the order of rows: its banks conflict"
+
+
+@pytest.mark.parametrize(
+    ("case", "multiplied"),
+    [
+        (replace(USUAL, D=64, bias="1hmn"), False),  # 1/8
+        (replace(USUAL, D=64, bias="1hmn", dtype=torch.float16), True),  # small elements of Q would be rounded
+        (replace(USUAL, D=64, bias="1hmn", softcap=5.0), True),  # the softcap needs the scores scaled before
+        (replace(USUAL, bias="1hmn"), True),  # 1/sqrt(128)
+    ],
+    ids=str,
+)
+def test_a_scale_that_is_a_power_of_two_goes_into_q(compilers, case, multiplied):
+    (forward,) = (
+        code.kernel
+        for code in compilers.run(compile_hopper_case, "3.6.0", 90, case)
+        if code.kernel.name == "forward_kernel"
+    )
+    assert bool(forward.instructions["scaled bias"]) == multiplied
 
 
 BARRIERS = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import torch
 
 from tilewise.problem import Problem
 
@@ -33,6 +36,7 @@ class Config:
         dynamic: a program takes whichever tile of queries is left; else every so manieth.
         o_in_q: O leaves through the shared memory of Q.
         q_in_registers: Q is read once, not by every wgmma.
+        scale_in_q: Q is scaled when it is read; the units of the scores are 1, and a bias needs no multiplication.
         programs: that share a multiprocessor.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
     """
@@ -48,6 +52,7 @@ class Config:
     dynamic: bool
     o_in_q: bool
     q_in_registers: bool
+    scale_in_q: bool
     registers: tuple[int, int]
     programs: int = 1
 
@@ -65,6 +70,13 @@ def bias_tile(problem: Problem) -> int:
     """Bytes an element of the bias that passes through shared memory; 0 where there is none."""
     bias = problem.bias
     return 0 if bias is None or bias.rows == 1 or bias.cols == 1 else bias.dtype.itemsize
+
+
+def _scales_exactly(problem: Problem) -> bool:
+    """Whether queries can be multiplied by the scale without rounding: by a power of two, if their exponents have room
+    for it. Those of bfloat16 have, down to elements of 2^-110, which no score tells from 0."""
+    scale = problem.score.scale
+    return scale == 1 or (problem.dtype == torch.bfloat16 and 2**-16 <= scale < 1 and math.frexp(scale)[0] == 0.5)
 
 
 def forward_config(problem: Problem) -> Config:
@@ -98,6 +110,7 @@ def forward_config(problem: Problem) -> Config:
         lazy=problem.bias is None if d >= 128 else not small,
         dynamic=band or problem.mask is not None,
         q_in_registers=in_registers,
+        scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
         registers=(104, 32) if small else (160, 32) if three else (240, 24),
         programs=2 if small else 1,
@@ -115,7 +128,7 @@ class BackwardConfig:
         stages: tiles in the ring of Q and the bias.
         do_stages: tiles in the ring of dO.
         dq_parts: dQ leaves in so many parts, one after the other through the same shared memory.
-        ahead: K·Qᵀ of the next tile is issued before dQ has left its registers, not after.
+        ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.

@@ -32,7 +32,7 @@ from tilewise.backends.hopper.pipeline import (
     wait_full,
 )
 from tilewise.backends.hopper.schedule import hand_out, next_ticket, tile_at, visit_at
-from tilewise.backends.hopper.score import in_band, in_units, mask_of, online_softmax, rescaled, softcap
+from tilewise.backends.hopper.score import in_band, in_units, mask_of, online_softmax, rescaled, softcap, widened
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -53,6 +53,7 @@ class Compiled(NamedTuple):
     LAZY: Any
     O_IN_Q: Any
     Q_IN_REGISTERS: Any
+    SCALE_IN_Q: Any
     LOADING_REGISTERS: Any
     COMPUTING_REGISTERS: Any
     BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
@@ -260,7 +261,9 @@ def banded(s, row0, keys, terms, c):
 def start_of(bias, terms, c):
     """What the accumulator of Q·Kᵀ starts from."""
     S: gl.constexpr = accumulator(c.BLOCK_N)
-    if c.BIAS_FIRST:
+    if c.BIAS_FIRST and c.SCALE_IN_Q:
+        return widened(bias)
+    elif c.BIAS_FIRST:
         return in_units(bias, terms.inverse)
     else:
         return gl.zeros([64, c.BLOCK_N], gl.float32, S)
@@ -368,6 +371,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         wait_full(rings.q, slot, t // c.Q_STAGES)
         if c.Q_IN_REGISTERS:
             q = q_shared.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N), 2))
+            if c.SCALE_IN_Q:
+                q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
             if not c.O_IN_Q:
                 leave_after_loads(rings.q, slot)
         else:

@@ -53,7 +53,7 @@ class Forward:
                 POINTER,
                 POINTER,
             ),
-            (terms, sizes, c),
+            (terms._replace(exponent=LOG2E, inverse=1.0) if config.scale_in_q else terms, sizes, c),
             num_warps=4,
             **most_registers(config.programs, config.warpgroups + 1),
         )
@@ -172,6 +172,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> Compiled:
         LAZY=config.lazy,
         O_IN_Q=config.o_in_q,
         Q_IN_REGISTERS=config.q_in_registers,
+        SCALE_IN_Q=config.scale_in_q,
         COMPUTING_REGISTERS=config.registers[0],
         LOADING_REGISTERS=config.registers[1],
         BIAS=_spread(bias),

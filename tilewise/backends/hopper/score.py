@@ -49,6 +49,17 @@ def in_units(bias, inverse):
 
 
 @gluon.jit
+def widened(bias):
+    """The bias as float32, where the units of the scores are 1."""
+    if bias.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [bias], dtype=gl.float32, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return bias.to(gl.float32)
+
+
+@gluon.jit
 def softcap(s, cap):
     x = s / cap
     u = gl.exp2(-2.8853900817779268 * gl.abs(x))  # e^(-2|x|): no overflow, and tanh is odd

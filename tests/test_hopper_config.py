@@ -1,0 +1,59 @@
+"""Which scales the Hopper forward multiplies Q by: those that round nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.hopper import launch
+from tilewise.backends.hopper.config import forward_config
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "changes", "goes"),
+    [
+        (1 / 8, torch.bfloat16, {}, True),
+        (2**-16, torch.bfloat16, {}, True),
+        (1.0, torch.bfloat16, {}, True),
+        (1.0, torch.float16, {}, True),
+        (1 / 8, torch.float16, {}, False),  # an element of 1e-6 would lose bits
+        (2.0, torch.bfloat16, {}, False),  # a large one would overflow
+        (2**-17, torch.bfloat16, {}, False),
+        (64**-0.5 * 1.5, torch.bfloat16, {}, False),
+        (128**-0.5, torch.bfloat16, {}, False),
+        (1 / 8, torch.bfloat16, {"bias": None}, False),  # there is nothing to save
+        (1 / 8, torch.bfloat16, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, False),
+        (1 / 16, torch.bfloat16, {"head_dim": 256, "value_dim": 256}, False),  # wgmma reads Q from shared memory
+    ],
+    ids=str,
+)
+def test_a_scale_goes_into_q_where_that_is_exact(scale, dtype, changes, goes):
+    problem = Problem(**{
+        "device": "cuda", "capability": (9, 0), "dtype": dtype, "batch": 4, "heads": 8, "kv_heads": 8, "queries": 512,
+        "keys": 512, "head_dim": 64, "value_dim": 64, "score": Score(scale, None, Band()), "bias_grad": False,
+        "deterministic": False, "bias": Operand(torch.bfloat16, 1, 8, 512, 512), **changes,
+    })  # fmt: skip
+    config = forward_config(problem)
+    assert config.scale_in_q == goes
+    assert launch._compiled(problem, config, False).SCALE_IN_Q.value == goes
+    capped = Problem(**{**vars(problem), "score": Score(scale, 5.0, Band())})
+    assert not forward_config(capped).scale_in_q
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_exact(dtype):
+    """Every normal element down to the bound in the docstring, times the smallest scale that is taken."""
+    smallest = 2**-16 if dtype == torch.bfloat16 else 1.0
+    bits = torch.arange(2**15, dtype=torch.int32).to(torch.int16)
+    q = bits.view(dtype)
+    q = q[q.isfinite() & ((q >= 2**-110) if dtype == torch.bfloat16 else (q == q))]
+    assert len(q) > 1000
+    assert torch.equal((q.float() * smallest).to(dtype).double(), q.double() * smallest)
