@@ -2,7 +2,8 @@
 
 Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
 passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds of TMA, in an
-order that nothing fixes; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for one that is shared.
+order that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for
+one that is shared.
 
 One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete. Past 128 dimensions dK and dV of 64
 keys are all that their registers hold: both have the same keys, and each half of the columns of whatever is computed.

@@ -1,0 +1,78 @@
+"""The order of dQ's sum in the Hopper backward: the kernels' own functions, run as Python on tensors of indices."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.layouts.checks import wavefronts
+from tilewise.layouts.nvmma import nvmma_shared_layout
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.hopper import query_sums
+
+# rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions
+TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8)]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The functions of the kernels as Python functions; that no register moves is for the compiler to check."""
+    gl = SimpleNamespace(convert_layout=lambda x, *_, **__: x, constexpr=lambda x: x, BlockedLayout=lambda *_: None)
+    monkeypatch.setattr(query_sums, "gl", gl)
+    monkeypatch.setattr(query_sums, "COLS", 32)
+    monkeypatch.setattr(query_sums, "in_order", lambda _: None)
+    monkeypatch.setattr(query_sums, "accumulator", lambda *_: None)
+
+
+def held(lane, warp, register, columns, warps):
+    """Row and column of what a thread holds of wgmma's result: 16 rows to a warp, a half of the columns to each of two
+    warpgroups."""
+    part = columns // (warps // 4)
+    row = 16 * (warp % 4) + 8 * (register // 2 % 2) + lane // 4
+    return row, warp // 4 * part + 8 * (register // 4) + 2 * (lane % 4) + register % 2
+
+
+@pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
+def test_neighbours_are_registers_then_lanes_then_warps(rows, columns, warps):
+    tile = torch.arange(rows * columns).view(rows, columns)
+    flat = query_sums.as_threads_hold_it.fn(tile, warps)
+    assert flat.shape == (rows * columns // 32, 32)
+    order = flat.flatten().tolist()
+    for register in range(rows * columns // (32 * warps)):
+        for warp in range(warps):
+            for lane in range(32):
+                place = 128 * (register // 4 * warps + warp) + 4 * lane + register % 4
+                row, column = held(lane, warp, register, columns, warps)
+                assert order[place] == row * columns + column
+
+
+@pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
+def test_rows_come_back(rows, columns, warps):
+    tile = torch.arange(rows * columns).view(rows, columns)
+    assert torch.equal(query_sums.as_rows.fn(query_sums.as_threads_hold_it.fn(tile, warps), rows, warps), tile)
+
+
+def passes(rows, columns, places, width):
+    """Of a warp's store of ``width`` elements a lane into a float32 tile as TMA has it in shared memory."""
+    offset_of = nvmma_shared_layout([rows, columns], "float32", 128).invert()
+    return wavefronts([4 * offset_of(dim0=row, dim1=column)[0] for row, column in places], 4 * width)
+
+
+@pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
+def test_no_bank_twice(rows, columns, warps):
+    """A store of the order finds each bank once; one of rows, two elements at a time, finds half of them twice."""
+    for warp in range(warps):
+        for quad in range(rows * columns // (128 * warps)):
+            first = 128 * (quad * warps + warp)
+            stored = passes(
+                rows * columns // 32, 32, [divmod(first + 4 * lane, 32) for lane in range(32)], 4
+            )  # fmt: skip
+            assert (stored.wavefronts, stored.ideal) == (4, 4)
+            in_rows = passes(rows, columns, [held(lane, warp, 4 * quad, columns, warps) for lane in range(32)], 2)
+            assert (in_rows.wavefronts, in_rows.ideal) == (4, 2)
