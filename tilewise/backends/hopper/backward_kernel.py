@@ -32,6 +32,7 @@ from tilewise.backends.hopper.pipeline import (
     fill,
     leave,
     new_ring,
+    only_slot,
     tma_load,
     tma_store,
     wait_count,
@@ -39,7 +40,7 @@ from tilewise.backends.hopper.pipeline import (
     warps_barrier,
     with_barriers,
 )
-from tilewise.backends.hopper.query_sums import add_queries, begin_queries, only_slot, send_part, store_part
+from tilewise.backends.hopper.query_sums import add_queries, begin_queries, send_part, store_part
 from tilewise.backends.hopper.score import in_band, in_units, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
@@ -250,6 +251,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
     DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
+    gl.static_assert(c.AHEAD or c.DQ_PARTS == 1, "two parts of dQ leave around the next QK")
     slot = step % c.STAGES
     do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M

@@ -74,9 +74,10 @@ def bias_tile(problem: Problem) -> int:
 
 def _scales_exactly(problem: Problem) -> bool:
     """Whether queries can be multiplied by the scale without rounding: by a power of two, if their exponents have room
-    for it. Those of bfloat16 have, down to elements of 2^-110, which no score tells from 0."""
+    for it. Those of bfloat16 have, down to elements of 2^-110; smaller ones may lose 2^-134 each, as if they had been
+    written down in bfloat16 after scaling, which a score shows only beside keys past 2^100."""
     scale = problem.score.scale
-    return scale == 1 or (problem.dtype == torch.bfloat16 and 2**-16 <= scale < 1 and math.frexp(scale)[0] == 0.5)
+    return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
 
 def forward_config(problem: Problem) -> Config:
@@ -127,7 +128,7 @@ class BackwardConfig:
         warpgroups: that compute.
         stages: tiles in the ring of Q and the bias.
         do_stages: tiles in the ring of dO.
-        dq_parts: dQ leaves in so many parts, one after the other through the same shared memory.
+        dq_parts: dQ leaves in so many parts, one after the other through the same shared memory; two only if `ahead`.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.

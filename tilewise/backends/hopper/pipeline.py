@@ -104,6 +104,16 @@ def leave_after_loads(ring, slot):
 
 
 @gluon.jit
+def only_slot(c):
+    """Zero. Where warpgroups share the keys, or dS has a tile of its own, no compiler may know it: it would compute the
+    addresses of all operands before the loops, and registers do not hold them."""
+    if c.SHARES_KEYS or c.BIAS_APART:
+        return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return 0
+
+
+@gluon.jit
 def take_turn(WARPGROUP: gl.constexpr):
     """Wait until it is this warpgroup's turn to issue products."""
     gl.inline_asm_elementwise(

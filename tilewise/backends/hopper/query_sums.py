@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.hopper.key_bias import accumulator
-from tilewise.backends.hopper.pipeline import count_stored, tma_add, wait_count, wait_full, warps_barrier
+from tilewise.backends.hopper.pipeline import count_stored, only_slot, tma_add, wait_count, wait_full, warps_barrier
 from tilewise.backends.hopper.score import key_tiles
 from tilewise.backends.hopper.work import visit_at, visits_of, work_of
 
@@ -46,16 +46,6 @@ def as_rows(flat, ROWS: gl.constexpr, WARPS: gl.constexpr):
     parts = flat.reshape([WIDTH // (8 * HALVES), HALVES, ROWS // 16, 8, 4, 2, 2])
     dq = parts.permute((2, 5, 3, 1, 0, 4, 6)).reshape([ROWS, WIDTH])
     return gl.convert_layout(dq, accumulator(ROWS, WIDTH, WARPS), assert_trivial=True)
-
-
-@gluon.jit
-def only_slot(c):
-    """Zero. Where warpgroups share the keys, or dS has a tile of its own, no compiler may know it: it would compute the
-    addresses of all operands before the loops, and registers do not hold them."""
-    if c.SHARES_KEYS or c.BIAS_APART:
-        return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        return 0
 
 
 @gluon.jit
