@@ -1,8 +1,8 @@
 """Backward on Hopper: FlashAttention-2 (arXiv 2307.08691), Algorithm 2, one program a tile of keys, dBias on the way.
 
 Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
-passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds of TMA, in an
-order that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for
+passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds, in an order
+that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for
 one that is shared.
 
 One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete. Past 128 dimensions dK and dV of 64
@@ -40,7 +40,7 @@ from tilewise.backends.hopper.pipeline import (
     warps_barrier,
     with_barriers,
 )
-from tilewise.backends.hopper.query_sums import add_queries, begin_queries, send_part, store_part
+from tilewise.backends.hopper.query_sums import add_part, add_queries, begin_queries, send_part, store_part
 from tilewise.backends.hopper.score import in_band, in_units, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
@@ -55,6 +55,7 @@ class Compiled(NamedTuple):
     STAGES: Any
     DO_STAGES: Any
     DQ_PARTS: Any
+    DQ_BY_TMA: Any
     AHEAD: Any
     WARPS: Any  # that compute
     SHARES_KEYS: Any  # both warpgroups have the same keys
@@ -80,6 +81,7 @@ class Compiled(NamedTuple):
 class Tensors(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
+    dq: of its sum, see `query_sums`; a pointer unless it leaves by TMA.
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
     is the ring of `Shares`. bits, visits: of a mask, see mask_kernels; None without one.
     """
@@ -130,6 +132,7 @@ class State(NamedTuple):
     dv: Any
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
+    lse: Any  # of the next tile, if K·Qᵀ comes ahead
     sums: Any  # of dS over the queries
 
 
@@ -209,6 +212,13 @@ def start_of(rows, step, needed, terms, c):
 
 
 @gluon.jit
+def lse_of(rows, step, c):
+    """The LSE of a step's queries, in base 2."""
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
+    return rows.stats.index(2 * (step % c.STAGES)).load(gl.SliceLayout(0, S))
+
+
+@gluon.jit
 def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
     """P of a transposed tile and the derivative of the softcap."""
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
@@ -260,7 +270,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
 
-    s, start = state.s, state.start
+    s, start, lse = state.s, state.start, state.lse
 
     # QK, unless it came ahead, and dP
     if not c.AHEAD:
@@ -272,9 +282,9 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     minus_delta = rows.stats.index(2 * do_slot + 1).load(gl.SliceLayout(0, S))
     minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
     dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
-    lse = rows.stats.index(2 * slot).load(gl.SliceLayout(0, S))
 
     if not c.AHEAD:
+        lse = lse_of(rows, step, c)
         s = warpgroup_mma_wait(1, deps=(s_pending,))
 
     # softmax, under dP
@@ -312,9 +322,10 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
     ds_queries.permute((1, 0)).store(ds_rounded)
     # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, the
-    # mask's bits, and the bias in the step before) before the refill of their slot.
+    # mask's bits; the bias, or the LSE that comes ahead, in the step before) before the refill of their slot.
     fence_async_shared()
-    tma.store_wait(0)  # of the dQ before: one barrier serves both
+    if c.DQ_BY_TMA:
+        tma.store_wait(0)  # of the dQ before: one barrier serves both
     warps_barrier()
     bias_b = work.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
@@ -335,6 +346,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     elif c.AHEAD:
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
+        lse = lse_of(rows, step + 1, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
@@ -342,17 +354,26 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv_pending, dq_pending))
-    store_part(dq, queries, step, 0, c)
+    if c.DQ_BY_TMA:
+        store_part(dq, queries, step, 0, c)
+    else:
+        add_part(dq, x, tile_of_head, 0, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
         start = start_of(rows, step + 1, step + 1 < steps, terms, c)
         s_pending = begin(start, rows, shared, step + 1, terms, c)
-    send_part(x, queries, tile_of_head, 0, c)
+        lse = lse_of(rows, step + 1, c)
+    if c.DQ_BY_TMA:
+        send_part(x, queries, tile_of_head, 0, c)
     if c.DQ_PARTS == 2:
         dk, dq = warpgroup_mma_wait(1, deps=(dk_pending, rest_pending))
-        tma.store_wait(0)  # the first part, and dBias, have left shared memory
+        if c.DQ_BY_TMA or c.DBIAS == "store" or c.DBIAS == "share":
+            tma.store_wait(0)  # the first part, and dBias, have left shared memory
         leave(rows.ring, slot)
-        store_part(dq, queries, step, 1, c)
-        send_part(x, queries, tile_of_head, 1, c)
+        if c.DQ_BY_TMA:
+            store_part(dq, queries, step, 1, c)
+            send_part(x, queries, tile_of_head, 1, c)
+        else:
+            add_part(dq, x, tile_of_head, 1, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
         if c.AHEAD:
@@ -364,9 +385,11 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         else:
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
         if c.DBIAS == "store" or c.DBIAS == "share":
-            tma.store_wait(0 if c.ORDERED else 1)  # dBias has left shared memory; dQ may be under way
+            tma.store_wait(1 if c.DQ_BY_TMA and not c.ORDERED else 0)  # dBias has left; dQ may be under way
         leave(rows.ring, slot)
-    return State(dk, dv, s if c.AHEAD else step, start, sums)
+    if not c.AHEAD:  # of no use
+        s, lse = state.s, state.lse
+    return State(dk, dv, s, start, lse, sums)
 
 
 @gluon.jit
@@ -394,18 +417,19 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
         for g in range(sizes.group):
             count, _ = visits_of(x.visits, work, work.hk * sizes.group + g, sizes, c)
             steps += count
-    s, start = step, step  # of no use where nothing comes ahead
+    s, start, lse = step, step, step  # of no use where nothing comes ahead
     if c.BIAS == "matrix" or c.AHEAD:
         start = start_of(rows, step, steps > 0, terms, c)
     if c.AHEAD:
         s_pending = begin(start, rows, shared, step, terms, c)
+        lse = lse_of(rows, step, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
     else:
         none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
-    state = State(dk, dv, s, start, none)
+    state = State(dk, dv, s, start, lse, none)
     for g in range(sizes.group):
         h = work.hk * sizes.group + g
         if c.BIAS == "cols":
@@ -439,7 +463,7 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
                     step += 1
         if c.DBIAS == "sum":
             store_sums(state.sums, x, work, h, sizes, c)
-            state = State(state.dk, state.dv, state.s, state.start, none)
+            state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
 
     if c.DBIAS == "share":
         count_stored(shares.ended + gl.program_id(0) // c.SHARERS)
@@ -480,8 +504,10 @@ def backward_kernel(
         do_ring = Ring(0, 0, 0)
         do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    dq_slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
-    queries = Ring(dq_slots, 0, 0)
+    queries = Ring(0, 0, 0)
+    if c.DQ_BY_TMA:
+        dq_slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
+        queries = Ring(dq_slots, 0, 0)
     if c.ORDERED:
         queries = with_barriers(dq_slots, 1, 1)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1

@@ -94,7 +94,9 @@ class Backward:
                 descriptor(do, block_m, width),
                 strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
-                boxes(q_sum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], q_sum.stride()),
+                boxes(q_sum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], q_sum.stride())
+                if config.dq_by_tma
+                else POINTER,
                 descriptor(dk, block_n, width),
                 descriptor(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
@@ -170,6 +172,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         STAGES=config.stages,
         DO_STAGES=config.do_stages,
         DQ_PARTS=config.dq_parts,
+        DQ_BY_TMA=config.dq_by_tma,
         AHEAD=config.ahead,
         WARPS=4 * config.warpgroups,
         SHARES_KEYS=config.shares_keys,

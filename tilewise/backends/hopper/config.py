@@ -128,7 +128,8 @@ class BackwardConfig:
         warpgroups: that compute.
         stages: tiles in the ring of Q and the bias.
         do_stages: tiles in the ring of dO.
-        dq_parts: dQ leaves in so many parts, one after the other through the same shared memory; two only if `ahead`.
+        dq_parts: dQ leaves in so many parts, one after the other; two only if `ahead`.
+        dq_by_tma: they leave through shared memory, where their order can be fixed; else straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
@@ -141,6 +142,7 @@ class BackwardConfig:
     stages: int
     do_stages: int
     dq_parts: int
+    dq_by_tma: bool
     ahead: bool
     programs: int = 1
     loading_registers: int = 24
@@ -163,9 +165,11 @@ def backward_config(problem: Problem) -> BackwardConfig:
     d, bias = backward_width(problem), problem.bias
     if d == 256:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
-        # for the next K·Qᵀ, one of dO, which comes under dQ, dK and that product, and half of dQ.
+        # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ.
+        ordered = problem.deterministic
         return BackwardConfig(
-            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1, dq_parts=2, ahead=True, sum_bytes=8192
+            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if ordered else 2, dq_parts=2,
+            dq_by_tma=ordered, ahead=True, sum_bytes=8192,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
@@ -185,7 +189,9 @@ def backward_config(problem: Problem) -> BackwardConfig:
     apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = problem.mask is not None and (apart or problem.score.softcap is not None) and d == 128 and not wide
+    # Straight from registers dQ leaves faster but at 128 dimensions, or beside a bias tile or another program (H200).
+    by_tma = problem.deterministic or d == 128 or (d == 64 and (programs == 2 or bias_tile(problem) > 0))
     return BackwardConfig(
-        block_m=64, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2, dq_parts=1, ahead=ahead,
-        programs=programs, sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1),
+        block_m=64, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2, dq_parts=1, dq_by_tma=by_tma,
+        ahead=ahead, programs=programs, sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1),
     )  # fmt: skip

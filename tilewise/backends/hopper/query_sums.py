@@ -1,9 +1,9 @@
-"""dQ = dS K in the backward: from the products of a tile of keys by TMA to a float32 sum, and from the sum to dQ.
+"""dQ = dS K in the backward: from the products of a tile of keys to a float32 sum, and from the sum to dQ.
 
 The sum of a tile of queries lies in the order in which threads hold wgmma's result. Four neighbours are four registers
-of one thread, the next four are the next thread's: stores of 16 bytes then find each bank of the shared memory once,
-where rows and columns in their own order are stored 8 bytes at a time and find it twice. (FlashAttention-3 keeps its
-sum in such an order too.)
+of one thread, the next four are the next thread's: a warp adds 512 neighbouring bytes by one instruction. Where dQ goes
+through shared memory and TMA, stores of 16 bytes find each bank once, where rows and columns in their own order are
+stored 8 bytes at a time and find it twice. (FlashAttention-3 keeps its sum in such an order too.)
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def as_rows(flat, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Where the elements of a flat tile lie."""
+    IN: gl.constexpr = in_order(WARPS)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, IN))
+    return rows[:, None] * COLS + gl.arange(0, COLS, gl.SliceLayout(0, IN))[None, :]
+
+
+@gluon.jit
 def begin_queries(ds, shared, PART: gl.constexpr, c):
     """Issue a part of the columns of dQ = dS K."""
     WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
@@ -60,9 +68,9 @@ def begin_queries(ds, shared, PART: gl.constexpr, c):
 
 
 @gluon.jit
-def place_of_part(x, tile_of_head, part, c):
+def place_of_part(tile_of_head, part, c):
     """The first row of a part of a tile's sum; tiles are counted over all heads and batch elements."""
-    return (tile_of_head * c.DQ_PARTS + part) * x.dq.block_type.shape[0]
+    return (tile_of_head * c.DQ_PARTS + part) * (c.BLOCK_M * c.BLOCK_D // c.DQ_PARTS // COLS)
 
 
 @gluon.jit
@@ -75,13 +83,21 @@ def store_part(dq, queries, step, PART: gl.constexpr, c):
 
 @gluon.jit
 def send_part(x, queries, tile_of_head, PART: gl.constexpr, c):
-    """Send it on its way."""
+    """Add it to the sum by TMA, or hand it to the warp that does."""
     fence_async_shared()
     if c.ORDERED:
         warps_barrier()
         mbarrier.arrive(queries.full.index(0), count=1)
     else:
-        tma_add(x.dq, [place_of_part(x, tile_of_head, PART, c), 0], queries.slots.index(0))
+        tma_add(x.dq, [place_of_part(tile_of_head, PART, c), 0], queries.slots.index(0))
+
+
+@gluon.jit
+def add_part(dq, x, tile_of_head, PART: gl.constexpr, c):
+    """Add a part of dQ to the sum straight from the registers, 512 neighbouring bytes a warp and instruction."""
+    flat = as_threads_hold_it(dq, c.WARPS)
+    part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
+    gl.atomic_add(x.dq + part * COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -109,7 +125,7 @@ def add_queries(x, queries, turns, terms, sizes, c):
                 wait_count(turns + head + m, turn)
                 for part in gl.static_range(c.DQ_PARTS):
                     wait_full(queries, 0, step * c.DQ_PARTS + part)
-                    tma_add(x.dq, [place_of_part(x, head + m, part, c), 0], queries.slots.index(0))
+                    tma_add(x.dq, [place_of_part(head + m, part, c), 0], queries.slots.index(0))
                     tma.store_wait(0)
                     mbarrier.arrive(queries.empty.index(0), count=1)
                 count_stored(turns + head + m)
@@ -124,14 +140,12 @@ def finish_kernel(dq_sum, dq, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: g
     """
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = BLOCK_D // PARTS
-    IN: gl.constexpr = in_order(WARPS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     pid = gl.program_id(0)
     heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
     row0 = pid % sizes.row_tiles * BLOCK_M
-    at = gl.arange(0, BLOCK_M * WIDTH // COLS, gl.SliceLayout(1, IN))[:, None] * COLS
-    at += gl.arange(0, COLS, gl.SliceLayout(0, IN))[None, :]
+    at = places(BLOCK_M * WIDTH // COLS, WARPS)
     to = dq.pointer + gl.cast(bh // heads, gl.int64) * dq.stride0 + gl.cast(bh % heads, gl.int64) * dq.stride1
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
