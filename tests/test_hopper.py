@@ -67,23 +67,30 @@ def test_declines(change, reason):
         ({"mask": Operand(torch.bool, 1, 1, 239, 432)}, None),
         ({"mask": Operand(torch.bool, 2, 8, 1, 432), "bias": MATRIX, "bias_grad": True, "deterministic": True}, None),
         ({"mask": Operand(torch.bool, 2, 8, 2**16, 2**16), "queries": 2**16, "keys": 2**16}, "counts the words of the"),
-        ({"value_dim": 64}, "has backward kernels for head dimensions up to 64, or from 65 to 256, not for 128"),
-        (
-            {"head_dim": 40, "value_dim": 256},
-            "has backward kernels for head dimensions up to 64, or from 65 to 256",
-        ),
+        ({"value_dim": 64}, None),
+        ({"head_dim": 40, "value_dim": 256}, None),
         ({"head_dim": 256, "value_dim": 256}, None),
         ({"head_dim": 192, "bias": MATRIX, "bias_grad": True, "deterministic": True}, None),
         ({"value_dim": 200, "bias": UNSHARED, "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),
         ({"head_dim": 192, "bias": MATRIX, "score": Score(0.1, 20.0, Band())}, None),
+        ({"head_dim": 192, "bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),
         (
-            {"head_dim": 192, "bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())},
-            "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap",
+            {
+                "head_dim": 192,
+                "bias": MATRIX,
+                "bias_grad": True,
+                "score": Score(0.1, 20.0, Band()),
+                "deterministic": True,
+            },
+            "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap, with "
+            "deterministic=True",
         ),
-        ({"head_dim": 192, "mask": Operand(torch.bool, 1, 1, 239, 432)}, "has gradients under bool masks up to 128"),
+        ({"head_dim": 192, "mask": Operand(torch.bool, 1, 1, 239, 432)}, None),
+        ({"head_dim": 192, "mask": Operand(torch.bool, 1, 1, 239, 432), "deterministic": True}, None),
+        ({"head_dim": 192, "bias": replace(MATRIX, dtype=torch.float32)}, None),
         (
-            {"head_dim": 192, "bias": replace(MATRIX, dtype=torch.float32)},
-            "has gradients beside a matrix bias of another dtype than q's up to 128",
+            {"head_dim": 192, "bias": replace(MATRIX, dtype=torch.float32), "deterministic": True},
+            "has no shared memory left past 128 dimensions for a matrix bias of another dtype than q's, with",
         ),
         ({"irregular": ("do",)}, "reads do by TMA, which cannot describe it"),
         ({"bias": replace(MATRIX, rows=1, dtype=torch.float32), "bias_grad": True}, None),
@@ -146,8 +153,9 @@ def test_explain_reads_the_layout():
     wide = torch.empty(4, 16, 4096, 256, dtype=torch.bfloat16, device="meta")
     lines = str(explain(wide, wide, wide, device="sm_90")).splitlines()
     assert not any("gradients by" in line for line in lines)
-    lines = str(explain(wide[..., :64], wide[..., :64], wide, device="sm_90")).splitlines()
-    assert any(line.startswith("  gradients by triton: hopper has backward kernels for head dim") for line in lines)
+    odd = torch.empty(4, 16, 4096, 136, dtype=torch.bfloat16, device="meta")[..., :129]
+    lines = str(explain(odd, odd, x, device="sm_90")).splitlines()
+    assert any(line.startswith("  gradients by triton: hopper writes gradients by TMA, in rows") for line in lines)
     expanded = x[:, :1].expand_as(x)
     text = str(explain(x, expanded, expanded, device="sm_90"))
     assert "backend triton: " in text

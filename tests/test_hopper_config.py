@@ -1,4 +1,4 @@
-"""Which scales the Hopper forward multiplies Q by: those that round nothing."""
+"""Which scales the Hopper forward multiplies Q by: those that round nothing. How dQ leaves the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.hopper import launch
-from tilewise.backends.hopper.config import forward_config
+from tilewise.backends.hopper.config import backward_config, forward_config
 
 
 def of(scale, dtype, **changes):
@@ -61,3 +61,15 @@ def test_what_goes_into_q_is_exact(dtype):
     q = q[q.isfinite() & (q >= 2**-110)]
     for scale in taken:
         assert torch.equal((q.float() * scale).to(dtype).double(), q.double() * scale)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 3)], ids=["full", "causal"])
+@pytest.mark.parametrize("bias", [None, (4, 8, 512, 512), (1, 8, 512, 512), (4, 1, 1, 512)], ids=str)
+@pytest.mark.parametrize("dim", [32, 40, 64, 128, 192, 256])
+def test_an_order_needs_tma(dim, bias, band):
+    """Additions to dQ from registers have no order: none with deterministic=True. Else by what was measured."""
+    bias = None if bias is None else Operand(torch.bfloat16, *bias)
+    changes = {"head_dim": dim, "value_dim": dim, "bias": bias, "score": Score(0.1, None, band), "bias_grad": True}
+    assert backward_config(of(0.1, torch.bfloat16, **changes, deterministic=True)).dq_by_tma
+    slower = dim == 128 or (dim in (40, 64) and (band != Band() or (bias is not None and bias.rows > 1)))
+    assert backward_config(of(0.1, torch.bfloat16, **changes)).dq_by_tma == slower

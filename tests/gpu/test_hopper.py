@@ -178,14 +178,46 @@ def test_gradient_of_a_shared_bias(terms):
         {"deterministic": True, "bias": "bhmn", "causal": True},
         {"window": (100, 30), "planted": math.nan},
         {"bias": "bhmn", "planted": math.inf, "deterministic": True},
+        {"mask": "b1mn"},
+        {"mask": "bhmn", "causal": True, "Hkv": 4, "dtype": HALF, "M": 799},
+        {"mask": "b11n", "bias": "b11n", "planted": math.nan},
+        {"mask": "11mn", "bias": "1hmn", "B": 8, "blind": True},
+        {"mask": "1kmn", "bias": "1hmn", "window": (100, 30), "deterministic": True},
+        {"mask": "1hm1", "bias": "bhmn", "softcap": 2.0},
+        {"mask": "b1mn", "bias": "1hmn", "bias_dtype": FLOAT, "softcap": 2.0, "causal": True, "B": 8},
+        {"bias": "bhmn", "bias_dtype": FLOAT, "causal": True},
+        {"bias": "1hmn", "bias_dtype": FLOAT, "B": 8, "H": 8, "Hkv": 8},
+        {"bias": "bkmn", "bias_dtype": HALF, "softcap": 2.0},
+        {"bias": "1hmn", "softcap": 2.0, "B": 8, "window": (100, 30)},
     ],
     ids=str,
 )
 def test_gradients_past_128_dimensions(terms):
-    """Both warpgroups have the same keys there, dO one slot, and dQ leaves in two parts."""
+    """Both warpgroups have the same keys there, and dQ leaves in two parts."""
     case = replace(USUAL, **{"D": 256, "layout": "padded", "grads": "qkvb", **terms})
     x = tensors(case, "cuda")
     bias = None if x.bias is None or "b" not in case.grads else x.bias.detach().requires_grad_()
+    assert explain(x.q.requires_grad_(), x.k, x.v, bias=bias, **case.terms).plan.backward == "hopper"
+    check(case, "hopper", "cuda")
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"D": 64, "Dv": 128},
+        {"D": 128, "Dv": 64, "causal": True, "Hkv": 4},
+        {"D": 32, "Dv": 128, "bias": "1hmn", "B": 8},
+        {"D": 40, "Dv": 256, "deterministic": True},
+        {"D": 192, "Dv": 8, "mask": "b1mn"},
+        {"D": 256, "Dv": 64, "bias": "bhmn", "window": (100, 30)},
+    ],
+    ids=str,
+)
+def test_gradients_of_unlike_dimensions(terms):
+    """Tiles are as wide as the greater of the two; what lies past the end of the other is zero."""
+    case = replace(USUAL, **{"layout": "padded", "grads": "qkvb", **terms})
+    x = tensors(case, "cuda")
+    bias = None if x.bias is None else x.bias.detach().requires_grad_()
     assert explain(x.q.requires_grad_(), x.k, x.v, bias=bias, **case.terms).plan.backward == "hopper"
     check(case, "hopper", "cuda")
 

@@ -54,8 +54,6 @@ def declines(problem: Problem) -> str | None:
 def declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
     d, dv = problem.head_dim, problem.value_dim
-    if (d > 64) != (dv > 64):
-        return f"has backward kernels for head dimensions up to 64, or from 65 to 256, not for {d} with {dv}"
     if d % 8:
         return f"writes gradients by TMA, in rows of a multiple of 16 bytes: not {d} elements"
     if "do" in problem.irregular:
@@ -63,21 +61,24 @@ def declines_backward(problem: Problem) -> str | None:
     if 2 * problem.batch * problem.heads * (problem.queries + 128) >= 2**31:
         return "counts the rows of all heads in 32 bits"
     mask, bias = problem.mask, problem.bias
-    if max(d, dv) > 128 and mask is not None:
-        return f"has gradients under bool masks up to 128 dimensions, not for {max(d, dv)}"
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
         return "counts the words of the mask's bits in 32 bits"
     if bias is None or bias.rows == 1 or bias.cols == 1:
         return None
-    if max(d, dv) > 128 and bias.dtype != problem.dtype:
+    if max(d, dv) > 128 and bias.dtype != problem.dtype and problem.deterministic:
         return (
-            f"has gradients beside a matrix bias of another dtype than q's up to 128 dimensions, not for {max(d, dv)}"
+            "has no shared memory left past 128 dimensions for a matrix bias of another dtype than q's, with "
+            "deterministic=True"
         )
     if problem.bias_grad and bias.cols * bias.dtype.itemsize % 16:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     shared = (bias.batch, bias.heads) != (problem.batch, problem.heads)
-    if max(d, dv) > 128 and problem.bias_grad and shared and problem.score.softcap is not None:
-        return "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap"
+    capped = problem.score.softcap is not None
+    if max(d, dv) > 128 and problem.bias_grad and shared and capped and problem.deterministic:
+        return (
+            "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap, with "
+            "deterministic=True"
+        )
     return None
 
 

@@ -262,6 +262,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
     DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
     gl.static_assert(c.AHEAD or c.DQ_PARTS == 1, "two parts of dQ leave around the next QK")
+    gl.static_assert(c.DQ_BY_TMA or not c.ORDERED, "additions from registers have no order")
     slot = step % c.STAGES
     do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M

@@ -163,17 +163,20 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
     of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
     d, bias = backward_width(problem), problem.bias
+    apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
+    shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
     if d == 256:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
-        # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ.
+        # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ, or a tile
+        # for dS beside two of the bias, or one for a shared dBias beside dS.
         ordered = problem.deterministic
+        crowded = ordered or apart or (shared and problem.score.softcap is not None)
         return BackwardConfig(
-            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if ordered else 2, dq_parts=2,
-            dq_by_tma=ordered, ahead=True, sum_bytes=8192,
+            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if crowded else 2, dq_parts=2,
+            dq_by_tma=ordered, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
-    shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
     plain = problem.score.band.unlimited and problem.score.softcap is None
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
@@ -186,7 +189,6 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # Up to 64 dimensions leave registers for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
     ahead = d <= 64 and programs == 1 and not bias_tile(problem)
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
-    apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = problem.mask is not None and (apart or problem.score.softcap is not None) and d == 128 and not wide
     # Straight from registers dQ leaves faster but at 128 dimensions, or beside a bias tile or another program (H200).
