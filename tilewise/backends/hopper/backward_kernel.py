@@ -104,13 +104,12 @@ class Rows(NamedTuple):
     """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
     fewer for dO."""
 
-    q: Any
+    ring: Any  # of Q, and the barriers
     do: Any
     stats: Any
     bias: Any
     bits: Any
-    ring: Any  # the barriers
-    do_ring: Any  # those of dO and delta
+    do_ring: Any  # barriers of dO and delta
 
 
 class Shared(NamedTuple):
@@ -175,7 +174,7 @@ def load(x, rows, keys, values, shares, terms, sizes, c):
             if c.BIAS == "matrix":
                 at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work.n0]
                 tma_load(x.bias, at, full, rows.bias.index(slot))
-            tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.q.index(slot))
+            tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.ring.slots.index(slot))
             at_stats = (first_tile + m) * (2 * c.BLOCK_M)
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
             if DO_APART:
@@ -245,7 +244,7 @@ def begin(start, rows, shared, step, terms, c):
     """Issue K·Qᵀ of a step whose tiles are there (past the last step, of whatever is)."""
     slot = step % c.STAGES
     k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
-    q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     if c.BIAS == "matrix" and not terms.HAS_CAP:
         return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
     else:
@@ -268,7 +267,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     m0 = m * c.BLOCK_M
     tile_of_head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
     v = shared.v.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
-    q = rows.q.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
 
     s, start, lse = state.s, state.start, state.lse
@@ -529,7 +528,7 @@ def backward_kernel(
     bits_slots = stats_slots  # of no use
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(ring.slots, do_slots, stats_slots, bias_slots, bits_slots, ring, do_ring)
+    rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
     shared = Shared(keys.slots, values.slots, p_slots, ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":

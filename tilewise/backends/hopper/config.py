@@ -22,7 +22,8 @@ def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Config:
-    """How one program works.
+    """How one program works. Its warpgroups take the tensor cores in turns: the softmax of one runs under the products
+    of the others.
 
     Attributes:
         block_n: keys of a tile.
@@ -31,7 +32,6 @@ class Config:
         stages: tiles in the rings of K and V.
         bias_stages: tiles in the ring of the bias, for each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
-        turns: warpgroups take the tensor cores in turns: the softmax of one runs under the products of the others.
         lazy: O is rescaled only where a row's maximum has grown by more than `score.SLACK` powers of two.
         dynamic: a program takes whichever tile of queries is left; else every so manieth.
         o_in_q: O leaves through the shared memory of Q.
@@ -47,7 +47,6 @@ class Config:
     stages: int
     bias_stages: int
     bias_first: bool
-    turns: bool
     lazy: bool
     dynamic: bool
     o_in_q: bool
@@ -106,7 +105,6 @@ def forward_config(problem: Problem) -> Config:
         stages=3 if d == 64 and band and not bias and not three else 2,
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
         bias_first=bias > 0 and not capped,
-        turns=True,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=problem.bias is None if d >= 128 else not small,
         dynamic=band or problem.mask is not None,
@@ -131,9 +129,9 @@ class BackwardConfig:
         dq_parts: dQ leaves in so many parts, one after the other; two only if `ahead`.
         dq_by_tma: they leave through shared memory, where their order can be fixed; else straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
+        sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
-        sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
     """
 
     block_m: int
@@ -144,9 +142,9 @@ class BackwardConfig:
     dq_parts: int
     dq_by_tma: bool
     ahead: bool
+    sum_bytes: int
     programs: int = 1
     loading_registers: int = 24
-    sum_bytes: int = 16384
 
     @property
     def shares_keys(self) -> bool:

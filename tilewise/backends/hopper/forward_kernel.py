@@ -49,7 +49,6 @@ class Compiled(NamedTuple):
     STAGES: Any
     BIAS_STAGES: Any
     BIAS_FIRST: Any
-    TURNS: Any
     LAZY: Any
     O_IN_Q: Any
     Q_IN_REGISTERS: Any
@@ -289,16 +288,14 @@ def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.con
         wait_full(rings.k, k_slot, step // c.STAGES)
 
     # QK, and PV of the tile before
-    if c.TURNS:
-        take_turn(WARPGROUP)
+    take_turn(WARPGROUP)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
     if not FIRST:
         wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = warpgroup_mma(state.p, v, state.o, is_async=True)
-    if c.TURNS:
-        pass_turn(WARPGROUP, c.WARPGROUPS)
+    pass_turn(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP)
     leave_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
@@ -360,7 +357,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     step = 0
-    if c.TURNS and WARPGROUP == c.WARPGROUPS - 1:
+    if WARPGROUP == c.WARPGROUPS - 1:
         pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
     t = 0
     ticket = gl.program_id(0)

@@ -168,7 +168,6 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> Compiled:
         STAGES=config.stages,
         BIAS_STAGES=config.bias_stages,
         BIAS_FIRST=config.bias_first,
-        TURNS=config.turns,
         LAZY=config.lazy,
         O_IN_Q=config.o_in_q,
         Q_IN_REGISTERS=config.q_in_registers,
