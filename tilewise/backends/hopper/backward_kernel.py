@@ -386,7 +386,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
         if c.DBIAS == "store" or c.DBIAS == "share":
             tma.store_wait(1 if c.DQ_BY_TMA and not c.ORDERED else 0)  # dBias has left; dQ may be under way
-        leave(rows.ring, slot)
+        leave(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
     if not c.AHEAD:  # of no use
         s, lse = state.s, state.lse
     return State(dk, dv, s, start, lse, sums)
