@@ -101,18 +101,15 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", mask="b1mn", softcap=20.0), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, bias="1hmn", mask="b1mn", causal=True, softcap=5.0), 2 * 16 + 4 * 4 + 16, 24),
     ("3.6.0", replace(USUAL, D=256, mask="b1mn", B=16, bias="1hmn", deterministic=True), 2 * 16 + 4 * 4 + 16, 32),
-    ("installed", replace(USUAL, D=256, mask="b1mn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, Hkv=4, mask="b1mn", causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 88),
     ("3.6.0", replace(USUAL, D=256, mask="b11n", bias="b11n"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 48),
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", bias_dtype=torch.float32), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
-    ("3.6.0", replace(USUAL, D=256, bias="1hmn", bias_dtype=torch.float32), 2 * 16 + 2 * 4 + 2 * 4 + 16, 8),
     (
         "installed",
         replace(USUAL, D=256, bias="1hmn", bias_dtype=torch.float32, mask="b1mn", softcap=5.0),
         2 * 16 + 2 * 4 + 2 * 4 + 16,
         80,
     ),
-    ("3.6.0", replace(USUAL, D=256, bias="1hmn", softcap=5.0), 2 * 16 + 2 * 4 + 2 * 4 + 16, 4),
     # tiles are as wide as the greater of two head dimensions
     ("3.6.0", replace(USUAL, D=40, Dv=128), 2 * 8 + 2 * 4 + 8, 0),
 ]
