@@ -43,6 +43,8 @@ INSTRUCTIONS = {
     "mma.sync": r"(?<!\.)\bmma\.sync\b",
     "tcgen05": r"\btcgen05\.mma\b",
     "to tf32": r"\bcvt\.rna\.tf32\b",
+    "added by TMA": r"\bcp\.reduce\.async\.bulk\.tensor\b",
+    "added in fours": r"\b(?:atom|red)\.global\.\S*\.add\.v4\.f32\b",
     "stored in pairs": r"\bst\.shared\.v2\b",
     "scaled bias": r"\bmul\.rz\.f32\b",
 }

@@ -106,7 +106,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", bias_dtype=torch.float32), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     (
         "installed",
-        replace(USUAL, D=256, bias="1hmn", bias_dtype=torch.float32, mask="b1mn", softcap=5.0),
+        replace(USUAL, B=8, D=256, bias="1hmn", bias_dtype=torch.float32, mask="b1mn", softcap=5.0),
         2 * 16 + 2 * 4 + 2 * 4 + 16,
         80,
     ),
@@ -152,6 +152,9 @@ def test_compiled_backward(compilers, triton, case, designed, spilled):
         if kernel.name == "backward_kernel":
             assert wgmma == designed
             assert not kernel.instructions["stored in pairs"], "dQ in the order of rows: its banks conflict"
+            counted = [kernel.instructions[way] for way in ("added by TMA", "added in fours")]
+            assert any(counted), "dQ is added in pieces of less than four"
+            assert counted[0] or not case.deterministic
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from tilewise.backends.hopper.pipeline import (
     warps_barrier,
     with_barriers,
 )
-from tilewise.backends.hopper.query_sums import add_part, add_queries, begin_queries, send_part, store_part
+from tilewise.backends.hopper.query_sums import add_queries, begin_queries, release_part, send_part
 from tilewise.backends.hopper.score import in_band, in_units, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
 from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
@@ -253,6 +253,13 @@ def begin(start, rows, shared, step, terms, c):
 
 
 @gluon.jit
+def begin_ahead(rows, shared, step, steps, terms, c):
+    """Issue K·Qᵀ of a step that comes ahead of the others' products; `start_of` the step, the product, and its LSE."""
+    start = start_of(rows, step, step < steps, terms, c)
+    return start, begin(start, rows, shared, step, terms, c), lse_of(rows, step, c)
+
+
+@gluon.jit
 def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, PARTIAL: gl.constexpr):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
     DTYPE: gl.constexpr = x.q.dtype
@@ -344,9 +351,7 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     if c.DQ_PARTS == 2:
         rest_pending = begin_queries(ds_queries, shared, 1, c)
     elif c.AHEAD:
-        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
-        s_pending = begin(start, rows, shared, step + 1, terms, c)
-        lse = lse_of(rows, step + 1, c)
+        start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
@@ -354,26 +359,17 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv_pending, dq_pending))
-    if c.DQ_BY_TMA:
-        store_part(dq, queries, step, 0, c)
-    else:
-        add_part(dq, x, tile_of_head, 0, c)
+    release_part(dq, x, queries, tile_of_head, step, 0, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
-        start = start_of(rows, step + 1, step + 1 < steps, terms, c)
-        s_pending = begin(start, rows, shared, step + 1, terms, c)
-        lse = lse_of(rows, step + 1, c)
-    if c.DQ_BY_TMA:
-        send_part(x, queries, tile_of_head, 0, c)
+        start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
+    send_part(x, queries, tile_of_head, 0, c)
     if c.DQ_PARTS == 2:
         dk, dq = warpgroup_mma_wait(1, deps=(dk_pending, rest_pending))
         if c.DQ_BY_TMA or c.DBIAS == "store" or c.DBIAS == "share":
             tma.store_wait(0)  # the first part, and dBias, have left shared memory
         leave(rows.ring, slot)
-        if c.DQ_BY_TMA:
-            store_part(dq, queries, step, 1, c)
-            send_part(x, queries, tile_of_head, 1, c)
-        else:
-            add_part(dq, x, tile_of_head, 1, c)
+        release_part(dq, x, queries, tile_of_head, step, 1, c)
+        send_part(x, queries, tile_of_head, 1, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
         if c.AHEAD:
@@ -418,12 +414,11 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
             count, _ = visits_of(x.visits, work, work.hk * sizes.group + g, sizes, c)
             steps += count
     s, start, lse = step, step, step  # of no use where nothing comes ahead
-    if c.BIAS == "matrix" or c.AHEAD:
-        start = start_of(rows, step, steps > 0, terms, c)
     if c.AHEAD:
-        s_pending = begin(start, rows, shared, step, terms, c)
-        lse = lse_of(rows, step, c)
+        start, s_pending, lse = begin_ahead(rows, shared, step, steps, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
+    elif c.BIAS == "matrix":
+        start = start_of(rows, step, step < steps, terms, c)
     S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)

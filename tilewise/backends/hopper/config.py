@@ -167,11 +167,10 @@ def backward_config(problem: Problem) -> BackwardConfig:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
         # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ, or a tile
         # for dS beside two of the bias, or one for a shared dBias beside dS.
-        ordered = problem.deterministic
-        crowded = ordered or apart or (shared and problem.score.softcap is not None)
+        one = problem.deterministic or apart or (shared and problem.score.softcap is not None)
         return BackwardConfig(
-            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if crowded else 2, dq_parts=2,
-            dq_by_tma=ordered, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
+            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
+            dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).

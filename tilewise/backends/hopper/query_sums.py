@@ -74,30 +74,29 @@ def place_of_part(tile_of_head, part, c):
 
 
 @gluon.jit
-def store_part(dq, queries, step, PART: gl.constexpr, c):
-    """A part of dQ into shared memory; what was there before has been read where nothing is `ORDERED`."""
-    if c.ORDERED:
-        mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
-    queries.slots.index(0).store(as_threads_hold_it(dq, c.WARPS))
+def release_part(dq, x, queries, tile_of_head, step, PART: gl.constexpr, c):
+    """A part of dQ out of its registers: into shared memory, where what was there before has been read unless parts are
+    `ORDERED`; or straight onto the sum, 512 neighbouring bytes a warp and instruction."""
+    flat = as_threads_hold_it(dq, c.WARPS)
+    if c.DQ_BY_TMA:
+        if c.ORDERED:
+            mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
+        queries.slots.index(0).store(flat)
+    else:
+        part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
+        gl.atomic_add(x.dq + part * COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 def send_part(x, queries, tile_of_head, PART: gl.constexpr, c):
-    """Add it to the sum by TMA, or hand it to the warp that does."""
-    fence_async_shared()
-    if c.ORDERED:
-        warps_barrier()
-        mbarrier.arrive(queries.full.index(0), count=1)
-    else:
-        tma_add(x.dq, [place_of_part(tile_of_head, PART, c), 0], queries.slots.index(0))
-
-
-@gluon.jit
-def add_part(dq, x, tile_of_head, PART: gl.constexpr, c):
-    """Add a part of dQ to the sum straight from the registers, 512 neighbouring bytes a warp and instruction."""
-    flat = as_threads_hold_it(dq, c.WARPS)
-    part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
-    gl.atomic_add(x.dq + part * COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
+    """What is in shared memory onto the sum by TMA, or to the warp that does so."""
+    if c.DQ_BY_TMA:
+        fence_async_shared()
+        if c.ORDERED:
+            warps_barrier()
+            mbarrier.arrive(queries.full.index(0), count=1)
+        else:
+            tma_add(x.dq, [place_of_part(tile_of_head, PART, c), 0], queries.slots.index(0))
 
 
 @gluon.jit
