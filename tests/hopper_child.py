@@ -52,9 +52,9 @@ def repair(case: Case, share: float, value: float | None = None, where: tuple = 
     return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
 
 
-def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the backward knows of each query: its LSE in base 2 and -delta, (B, H, tiles · BLOCK_M); the exact delta of
-    the case's o without its dlse; and the zeroed sum of dQ."""
+    the case's o without its dlse; the sum of dQ, of which the first heads are zero; and the counters."""
     from tilewise.backends.hopper.backward_launch import Backward
 
     x = tensors(case)
@@ -63,7 +63,8 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     cotangents = Outputs(x.do, dlse)
     launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
     stats, q_sum = (buffer().fill_(float("nan")) for buffer in (launch.empty_stats, launch.empty_q_sum))
-    launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, q_sum)
+    counts = launch.empty_counts().fill_(-1)
+    launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, q_sum, counts)
     lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
     delta = (outputs.o.double() * x.do.double()).sum(-1)
-    return lse2.flatten(2), minus_delta.flatten(2), delta, q_sum
+    return lse2.flatten(2), minus_delta.flatten(2), delta, q_sum.view(case.B * case.kv_heads, -1), counts

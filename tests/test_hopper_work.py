@@ -27,7 +27,7 @@ def plain(monkeypatch):
     for module in (work, shared_bias):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(work, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "group_of", "heads_at_once", "groups_of_sharers"):
+    for name in ("head_and_tile", "group_of", "heads_at_once", "groups_of_sharers", "groups", "done_at"):
         monkeypatch.setattr(work, name, getattr(work, name).fn)
     for module, name in ((shared_bias, "ROWS"), (shared_bias, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)
@@ -51,7 +51,7 @@ def kernel_arguments(p):
     lo, hi = tiles.limits(p.score.band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
     c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
-    assert work.groups.fn(sizes, c) == groups
+    assert work.groups(sizes, c) == groups
     return terms, sizes, c
 
 
@@ -77,13 +77,13 @@ def test_every_tile_has_one_program_and_sharers_are_one_group():
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
         seen = set()
-        for group in range(work.groups.fn(sizes, c)):
+        for group in range(work.groups(sizes, c)):
             members = [work.work_at.fn(group, r, terms, sizes, c) for r in range(c.SHARERS)]
             assert len({(w.n0, w.begin, w.end, *bias_of(p, w)) for w in members}) == 1
             seen |= {(w.b, w.hk, w.n0) for w in members}
         heads = itertools.product(range(p.batch), range(p.kv_heads), range(0, p.keys, c.BLOCK_N))
         assert seen == set(heads)
-        assert len(seen) == work.groups.fn(sizes, c) * c.SHARERS
+        assert len(seen) == work.groups(sizes, c) * c.SHARERS
         assert c.SHARERS in (1, 2, 4, 8)
         assert (c.DBIAS == "share") == ((p.bias.batch, p.bias.heads) != (p.batch, p.heads))
 
@@ -92,7 +92,7 @@ def test_a_group_is_found_by_its_work():
     for p in PROBLEMS:
         _, sizes, c = kernel_arguments(p)
         heads = p.batch * p.kv_heads // c.SHARERS
-        places = {work.head_and_tile(group, sizes, c): group for group in range(work.groups.fn(sizes, c))}
+        places = {work.head_and_tile(group, sizes, c): group for group in range(work.groups(sizes, c))}
         assert set(places) == set(itertools.product(range(heads), range(sizes.key_tiles)))
         for (head, tile), group in places.items():
             assert work.group_of(head, tile, sizes, c) == group
@@ -102,32 +102,82 @@ def test_groups_that_share_a_bias_form_a_chain():
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
         chains = {}
-        for group in range(work.groups.fn(sizes, c)):
+        for group in range(work.groups(sizes, c)):
             w = work.work_at.fn(group, 0, terms, sizes, c)
             before = work.sharers_before.fn(group, sizes, c)
             assert before == chains.get((w.n0, *bias_of(p, w)), -1)
             chains[w.n0, *bias_of(p, w)] = group
-        assert (c.DBIAS == "share" and len(chains) < work.groups.fn(sizes, c)) == c.ADDS
+        assert (c.DBIAS == "share" and len(chains) < work.groups(sizes, c)) == c.ADDS
 
 
-@pytest.mark.parametrize("parts", [1, 4, 16])
-def test_pieces_cover_a_group(parts):
+@pytest.mark.parametrize("of_kernel", [False, True])
+def test_pieces_cover_a_group(monkeypatch, of_kernel):
+    """Every piece is added up once, by the parts of a group's programs or of the kernel for the last groups."""
+    monkeypatch.setattr(shared_bias, "_piece", shared_bias._piece.fn)
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
-        c.BIAS_GROUP = p.heads // p.bias.heads
         w = work.work_at.fn(0, 0, terms, sizes, c)
-        tiles_of_queries = w.end - w.begin
         per_tile = (c.BLOCK_M // shared_bias.ROWS) * (c.BLOCK_N // shared_bias.COLS)
-        inner, outer = (1, p.group) if c.BIAS_GROUP == 1 else (p.group, 1)
+        parts = per_tile if of_kernel else c.SHARERS
+        each = per_tile // parts
+        count = sizes.group * (w.end - w.begin) * each
         found = {}
         for part in range(parts):
-            count = max(outer * tiles_of_queries * per_tile - part + parts - 1, 0) // parts * inner
+            m, g, sum_of = w.end - 1, 0, set()
             for u in range(count):
-                m, g, row, col, step = shared_bias._piece.fn(u, w, part, parts, sizes, c)
-                assert step == g * sizes.row_tiles + m
-                found.setdefault((m, *bias_of(p, w, g), row, col), set()).add(g)
-        assert len(found) == outer * tiles_of_queries * per_tile
-        assert all(len(sources) == inner for sources in found.values())
+                step, j = shared_bias._piece(u, w, sizes, each, c)
+                assert step == work.step_of.fn(m, g, w)
+                row, col = shared_bias._place_in_tile.fn(j, part, each, c)
+                sum_of.add((m, *bias_of(p, w, g), row, col))
+                if not c.GROUP_SHARES or g == p.group - 1:
+                    (element,) = sum_of  # one element of dBias is added up at a time
+                    found[element] = found.get(element, 0) + 1
+                    sum_of = set()
+                m, g = shared_bias._tile_after.fn(u, m, g, w, sizes, each, c)
+            assert not sum_of
+        heads = 1 if c.GROUP_SHARES else p.group
+        assert len(found) == heads * (w.end - w.begin) * per_tile
+        assert set(found.values()) <= {1}
+
+
+def test_sums_are_zeroed_by_programs_that_begin_before():
+    """A program waits until those of a head that comes earlier have zeroed its own head's sum of dQ."""
+    many = [
+        problem(B, group * Hkv, Hkv, 239, N, "bhmn", band)
+        for (B, group, Hkv), N, band in itertools.product(
+            [(40, 1, 4), (90, 2, 2), (300, 1, 1)], [100, 432, 3000], BANDS
+        )
+    ]
+    some = False
+    for p in [*PROBLEMS, *many]:
+        terms, sizes, c = kernel_arguments(p)
+        if c.DBIAS == "share":
+            assert sizes.zeroed == p.batch * p.kv_heads
+            continue
+        programs = {}
+        for n in range(work.groups(sizes, c)):
+            w = work.work_at.fn(n, 0, terms, sizes, c)
+            head, tile = work.head_and_tile(n, sizes, c)
+            assert (head, tile) == (w.b * p.kv_heads + w.hk, w.n0 // c.BLOCK_N)
+            programs.setdefault(head, []).append(n)
+        assert all(len(found) == sizes.key_tiles for found in programs.values())
+        for head in range(sizes.zeroed, p.batch * p.kv_heads):
+            some = True
+            assert max(programs[head - sizes.zeroed]) < min(programs[head])
+    assert some
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_counters_do_not_overlap(deterministic):
+    for bias, group in itertools.product(["bhmn", "1hmn", "11mn"], [1, 3]):
+        p = problem(4, 2 * group, 2, 700, 1023, bias, deterministic=deterministic)
+        _, sizes, c = kernel_arguments(p)
+        groups, shares = work.groups(sizes, c), c.DBIAS == "share"
+        at = work.counters_at.fn(0, sizes, c)
+        assert (at.zeroed, at.done, at.turns) == (0, 8, 16)
+        assert at.ended == at.turns + deterministic * 4 * p.heads * sizes.row_tiles
+        assert at.summed == at.ended + groups
+        assert work.counters(sizes, groups, deterministic, shares) == at.ended + 2 * shares * groups
 
 
 def test_turns_count_the_tiles_of_keys_before():
@@ -135,7 +185,7 @@ def test_turns_count_the_tiles_of_keys_before():
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
         turns = {}
-        for group in range(work.groups.fn(sizes, c)):
+        for group in range(work.groups(sizes, c)):
             for member in range(c.SHARERS):
                 w = work.work_at.fn(group, member, terms, sizes, c)
                 for m in range(w.begin, w.end):
@@ -151,7 +201,7 @@ def test_no_program_waits_for_a_later_one():
     """A group's place in the ring is free when earlier groups have been added up; the last groups are the kernel's."""
     for p in PROBLEMS:
         _, sizes, c = kernel_arguments(p)
-        count = work.groups.fn(sizes, c)
+        count = work.groups(sizes, c)
         last = min(sizes.lag, count)
         for group in range(count):
             if group >= sizes.ring:
@@ -185,7 +235,7 @@ def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask
             0, 3, (p.mask.batch, p.mask.heads, sizes.key_tiles, tiles_of_rows), generator=generator, dtype=torch.int8
         )
         shares = SimpleNamespace(states=0)
-        for n in range(work.groups.fn(sizes, c)):
+        for n in range(work.groups(sizes, c)):
             members = [work.work_at(n, r, terms, sizes, c) for r in range(c.SHARERS)]
             for g, m in itertools.product(range(group), range(members[0].begin, members[0].end)):
                 stored = shared_bias.stored_by.fn(shares, n, m, g, terms, sizes, c)

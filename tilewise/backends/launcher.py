@@ -76,7 +76,7 @@ class Launch:
         programs: how many run.
         layouts: how tensors reach its leading parameters.
         numbers: its other arguments, in their order.
-        options: Triton's num_warps and num_stages.
+        options: Triton's num_warps and num_stages; launch_pdl: it may begin before the kernel before it has ended.
     """
 
     def __init__(

@@ -31,19 +31,29 @@ from tilewise.backends.hopper.pipeline import (
     count_stored,
     fill,
     leave,
+    let_next_begin,
     new_ring,
     only_slot,
     tma_load,
     tma_store,
     wait_count,
+    wait_for_previous,
     wait_full,
     warps_barrier,
     with_barriers,
 )
-from tilewise.backends.hopper.query_sums import add_queries, begin_queries, release_part, send_part
+from tilewise.backends.hopper.query_sums import (
+    add_queries,
+    begin_queries,
+    release_part,
+    say_added,
+    send_part,
+    wait_zeroed,
+    zero_ahead,
+)
 from tilewise.backends.hopper.score import in_band, in_units, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
-from tilewise.backends.hopper.work import groups, place_of, visit_at, visits_of, work_of
+from tilewise.backends.hopper.work import counters_at, place_of, step_of, visit_at, visits_of, work_of
 
 
 class Compiled(NamedTuple):
@@ -64,6 +74,7 @@ class Compiled(NamedTuple):
     BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
+    GROUP_SHARES: Any  # those of one program do
     DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
@@ -142,13 +153,10 @@ def tile_layout(rows, columns, dtype):
 
 
 @gluon.jit
-def load(x, rows, keys, values, shares, terms, sizes, c):
+def load(x, rows, keys, values, terms, sizes, c):
     """The role of one warp: K and V, and for each tile of queries Q, dO, the LSE, delta and the bias."""
+    let_next_begin()
     work = work_of(terms, sizes, c)
-    if c.DBIAS == "share":
-        earlier = gl.program_id(0) // c.SHARERS - sizes.ring
-        if earlier >= 0:  # it had this program's place
-            wait_count(shares.summed + earlier, c.SHARERS)
     fill(keys, 0, 0, x.k, work.b, work.hk, work.n0, 0)
     fill(values, 0, 0, x.v, work.b, work.hk, work.n0, 0)
     Q_BYTES: gl.constexpr = x.q.block_type.nbytes + x.stats.block_type.nbytes
@@ -338,8 +346,8 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], dbias_tile)
     elif c.DBIAS == "share":
-        row = (h - work.hk * sizes.group) * sizes.row_tiles + m
-        tma_store(x.dbias, [place_of(sizes, c), row, 0, 0], dbias_tile)
+        place = step_of(m, h - work.hk * sizes.group, work)
+        tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
 
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_queries(ds_queries, shared, 0, c)
@@ -389,15 +397,22 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
 
 
 @gluon.jit
-def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
+def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
     """The role of the two warpgroups: dK and dV of a tile of keys, its share of dQ, and dBias."""
     DTYPE: gl.constexpr = x.k.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     work = work_of(terms, sizes, c)
+    counters = counters_at(counts, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     k_tile = shared.k.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
+    if not c.ORDERED:
+        wait_zeroed(work, counters, sizes)
+    if c.DBIAS == "share":
+        earlier = gl.program_id(0) // c.SHARERS - sizes.ring
+        if earlier >= 0:  # it had this program's place
+            wait_count(counters.summed + earlier, c.SHARERS)
     wait_full(keys, 0, 0)
     wait_full(values, 0, 0)
     if c.HIDES:
@@ -460,17 +475,30 @@ def compute(x, rows, keys, values, queries, shared, shares, terms, sizes, c):
             store_sums(state.sums, x, work, h, sizes, c)
             state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
 
-    if c.DBIAS == "share":
-        count_stored(shares.ended + gl.program_id(0) // c.SHARERS)
+    if c.DBIAS == "share" and c.ORDERED:
+        count_stored(counters.ended + gl.program_id(0) // c.SHARERS)
 
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
+    if not c.ORDERED and not c.DQ_BY_TMA:
+        say_added(queries, 0, c)
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
     fence_async_shared()
     tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(0))
     tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(0))
+    if not c.ORDERED and c.DQ_BY_TMA:
+        say_added(queries, 2, c)  # dK and dV may be under way
     tma.store_wait(0)
+
+
+@gluon.jit
+def background(shares, slots, arrived, counts, terms, sizes, c):
+    """The role of two warps beside the products: dBias of groups that have ended, or zeros for dQ of heads to come."""
+    if c.DBIAS == "share":
+        add_up_earlier(shares, slots, arrived, counts, terms, sizes, c)
+    else:
+        zero_ahead(shares, counts, sizes, c)
 
 
 @gluon.jit
@@ -479,15 +507,14 @@ def backward_kernel(
 ):
     """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Tensors`.
 
-    pieces, shared_dbias, states: see `Shares`. counts: int32 zeros, of each group of programs those that have ended and
-    those that have been added up, then of each tile of queries of all heads the tiles of keys that have added to dQ.
+    pieces, shared_dbias, states: see `Shares`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
+    counts: see `work.Counters`.
     """
+    wait_for_previous()
     x = Tensors(q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, visits)
-    shares, turns = 0, 0
+    shares = pieces
     if c.DBIAS == "share":
-        shares = shares_of(pieces, shared_dbias, counts, states, sizes, c)
-    if c.ORDERED:
-        turns = counts + 2 * groups(sizes, c)
+        shares = shares_of(pieces, shared_dbias, states, c)
     keys = new_ring(k, 1, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, 1, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
@@ -499,12 +526,16 @@ def backward_kernel(
         do_ring = Ring(0, 0, 0)
         do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    queries = Ring(0, 0, 0)
     if c.DQ_BY_TMA:
         dq_slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
-        queries = Ring(dq_slots, 0, 0)
+    else:
+        dq_slots = 0
     if c.ORDERED:
         queries = with_barriers(dq_slots, 1, 1)
+    else:  # the barrier says that everything has been added
+        added_all = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(added_all.index(0), count=1)
+        queries = Ring(dq_slots, added_all, 0)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
@@ -534,10 +565,10 @@ def backward_kernel(
     # All roles but the first have four warps, for which registers are set aside anyway: one without work costs none.
     gl.warp_specialize(
         [
-            (compute, (x, rows, keys, values, queries, shared, shares, terms, sizes, c)),
-            (load, (x, rows, keys, values, shares, terms, sizes, c)),
-            (add_queries, (x, queries, turns, terms, sizes, c)),
-            (add_up_earlier, (shares, slots, arrived, terms, sizes, c)),
+            (compute, (x, rows, keys, values, queries, shared, counts, terms, sizes, c)),
+            (load, (x, rows, keys, values, terms, sizes, c)),
+            (add_queries, (x, queries, counts, terms, sizes, c)),
+            (background, (shares, slots, arrived, counts, terms, sizes, c)),
         ],
         [1, 1, 2],
         [FEW, FEW, FEW],

@@ -21,9 +21,9 @@ from tilewise.backends.hopper.launch import MaskSummary, hides, multiprocessors,
 from tilewise.backends.hopper.query_sums import COLS as DQ_COLS
 from tilewise.backends.hopper.query_sums import finish_kernel
 from tilewise.backends.hopper.row_kernels import prepare_kernel
-from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel
+from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel, pieces_of_tile
 from tilewise.backends.hopper.tensors import boxes, descriptor, vector
-from tilewise.backends.hopper.work import Sizes
+from tilewise.backends.hopper.work import Sizes, counters
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
 
@@ -57,10 +57,10 @@ class Backward:
             places = sizes.ring * sharing(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
-        # int32: two for each group of programs, and one for each tile of queries
-        self.counts = 2 * groups + row_programs if ring is not None or p.deterministic else 0
-        self.empty_stats, self.empty_q_sum, self.empty_dq, self.empty_dk, self.empty_dv = (
-            allocation(x, q.device) for x in (stats, q_sum, dq, dk, dv)
+        counted = counters(sizes, groups, p.deterministic, ring is not None)
+        counts = torch.empty(counted, dtype=torch.int32, device="meta")
+        self.empty_stats, self.empty_q_sum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
+            allocation(x, q.device) for x in (stats, q_sum, counts, dq, dk, dv)
         )
         self.mask = None if mask is None else MaskSummary(problem, mask, block_n, 1, by_keys=True)
         dlse_rows = None if dlse is None else dlse[..., None]
@@ -77,8 +77,9 @@ class Backward:
                 strided(bias if self.of_rows else None),
                 POINTER,
                 POINTER,
+                POINTER,
             ),
-            (p.value_dim, sizes, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
+            (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
         shares = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
@@ -106,18 +107,20 @@ class Backward:
             ),
             (terms, sizes, c),
             num_warps=4 * config.warpgroups,
+            launch_pdl=True,
             **most_registers(config.programs, config.warpgroups + 1),
         )
-        last, parts = min(sizes.lag, groups), 16
+        last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
         self.add_up = Launch(
             add_up_kernel, last * parts, shares, (groups - last, parts, terms, sizes, c), num_warps=2
         )  # fmt: skip
         self.after = Launch(
             finish_kernel,
             row_programs,
-            (POINTER, strided(dq)),
+            (POINTER, strided(dq), POINTER),
             (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
             num_warps=4 * config.warpgroups,
+            launch_pdl=True,  # beside the last programs of `main`
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
@@ -126,23 +129,22 @@ class Backward:
         do, dlse = cotangents
         needs = self.needs
         with device_of(q):
-            stats, q_sum = self.empty_stats(), self.empty_q_sum()
+            stats, q_sum, counts = self.empty_stats(), self.empty_q_sum(), self.empty_counts()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
             dbias = empty_bias_gradient(self.problem, bias, q.device)
-            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, q_sum)
+            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, q_sum, counts)
             ring = None if self.empty_ring is None else self.empty_ring()
-            counts = torch.zeros(self.counts, dtype=torch.int32, device=q.device) if self.counts else None
             masking: tuple[Tensor | None, ...] = (None, None, None)
             if self.mask is not None and mask is not None:
                 masking = self.mask(mask)
             bits, visits, states = masking
-            shares = (ring, None if ring is None else dbias, counts, states)
+            shares = (q_sum if ring is None else ring, None if ring is None else dbias, counts, states)
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
             self.main(q, k, v, do, of_pairs, stats, q_sum, dk, dv, found, bits, visits, *shares)
+            self.after(q_sum, dq, counts)  # next, because it begins while `main` still runs
             if ring is not None:
                 self.add_up(*shares)
-            self.after(q_sum, dq)
             if needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
         return Gradients(
@@ -158,8 +160,13 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
     lag = -(-multiprocessors(device) * config.programs // sharers.programs)
     ring = min(2 * lag + 2, groups)
+    # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
+    # start that is as much later as a GPU runs at once, and one more; `work.head_and_tile` may mix eight heads.
+    heads = p.batch * p.kv_heads
+    zeroed = heads if sharers.batch * sharers.heads > 1 else -(-lag // key_tiles) + 1
+    zeroed = zeroed if p.score.band.unlimited else -(-zeroed // 8) * 8
     sizes = Sizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, sharers.batch, sharers.heads,
-                  ring, lag)  # fmt: skip
+                  ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
 
 
@@ -181,6 +188,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        GROUP_SHARES=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,

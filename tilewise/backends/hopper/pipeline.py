@@ -144,13 +144,21 @@ def take_ticket(at):
 
 
 @gluon.jit
-def wait_count(at, count):
-    """Wait until a counter has reached ``count``, and see what those that counted have written."""
+def wait_count(at, count, PAUSE: gl.constexpr = 0):
+    """Wait until a counter has reached ``count``, and see what those that counted have written.
+
+    PAUSE: nanoseconds between two looks.
+    """
     seen = 0
     while seen < count:
         seen = gl.inline_asm_elementwise(
             "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
         )
+        if PAUSE > 0:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+            if seen < count:
+                gl.inline_asm_elementwise(
+                    f"nanosleep.u32 {PAUSE}; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+                )
     fence_async()
 
 
@@ -172,8 +180,33 @@ def count_up(at):
 @gluon.jit
 def count_stored(at):
     """The same when all that they store by TMA is there, too."""
+    wait_stored(0)
+    count_up(at)
+
+
+@gluon.jit
+def wait_stored(LATER: gl.constexpr):
+    """Wait until all that these warps store by TMA is there, but for the LATER stores that came last."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, 0;", "=r", [],
+        f"cp.async.bulk.wait_group {LATER}; fence.proxy.async; mov.b32 $0, 0;", "=r", [],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    count_up(at)
+
+
+# Between a kernel and the next of its stream, which `launcher.Launch` starts with launch_pdl
+
+
+@gluon.jit
+def let_next_begin():
+    """The next kernel's programs may begin where this kernel's leave room, once all of this one's have come here."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_previous():
+    """Wait until the kernel before has ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip

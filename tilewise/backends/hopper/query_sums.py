@@ -13,9 +13,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.hopper.key_bias import accumulator
-from tilewise.backends.hopper.pipeline import count_stored, only_slot, tma_add, wait_count, wait_full, warps_barrier
+from tilewise.backends.hopper.pipeline import (
+    count_stored,
+    count_up,
+    only_slot,
+    tma_add,
+    wait_count,
+    wait_for_previous,
+    wait_full,
+    wait_stored,
+    warps_barrier,
+)
 from tilewise.backends.hopper.score import key_tiles
-from tilewise.backends.hopper.work import visit_at, visits_of, work_of
+from tilewise.backends.hopper.work import counters_at, done_at, head_and_tile, visit_at, visits_of, work_of
 
 COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
@@ -54,6 +64,29 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
     IN: gl.constexpr = in_order(WARPS)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, IN))
     return rows[:, None] * COLS + gl.arange(0, COLS, gl.SliceLayout(0, IN))[None, :]
+
+
+@gluon.jit
+def zero_ahead(dq_sum, counts, sizes, c):
+    """The role of two warps: zeroes this program's part of the sum of a key/value head that comes later."""
+    UNIT: gl.constexpr = 1024
+    IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
+    head, tile = head_and_tile(gl.program_id(0), sizes, c)
+    later = head + sizes.zeroed
+    if later < sizes.batch * sizes.kv_heads:
+        units = sizes.group * sizes.row_tiles * (c.BLOCK_M * c.BLOCK_D // UNIT)
+        at = dq_sum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
+        for unit in range(tile, units, sizes.key_tiles):
+            gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
+        count_up(counters_at(counts, sizes, c).zeroed + later)
+
+
+@gluon.jit
+def wait_zeroed(work, counters, sizes):
+    """Wait until others have zeroed the sum that this program adds to; they have a lower number, and long begun."""
+    head = work.b * sizes.kv_heads + work.hk
+    if head >= sizes.zeroed:
+        wait_count(counters.zeroed + head, sizes.key_tiles)
 
 
 @gluon.jit
@@ -100,13 +133,26 @@ def send_part(x, queries, tile_of_head, PART: gl.constexpr, c):
 
 
 @gluon.jit
-def add_queries(x, queries, turns, terms, sizes, c):
-    """The role of one warp where order matters: adds each tile of dQ when the tiles of keys before have added theirs.
+def say_added(queries, LATER: gl.constexpr, c):
+    """Tell the warp that counts that dQ has been added, and dS stored; of what these warps store by TMA the LATER
+    stores that came last may be under way."""
+    if c.DQ_BY_TMA or c.DBIAS == "share":
+        wait_stored(LATER)
+    warps_barrier()
+    mbarrier.arrive(queries.full.index(0), count=1)
+
+
+@gluon.jit
+def add_queries(x, queries, counts, terms, sizes, c):
+    """The role of one warp: says when all of dQ has been added, and adds it where order matters, each tile when the
+    tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
     """
+    work = work_of(terms, sizes, c)
+    counters = counters_at(counts, sizes, c)
     if c.ORDERED:
-        work = work_of(terms, sizes, c)
+        wait_zeroed(work, counters, sizes)
         step = 0
         for g in range(sizes.group):
             h = work.hk * sizes.group + g
@@ -121,21 +167,28 @@ def add_queries(x, queries, turns, terms, sizes, c):
                     count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
                     first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
                     turn = work.n0 // c.BLOCK_N - first
-                wait_count(turns + head + m, turn)
+                wait_count(counters.turns + head + m, turn)
                 for part in gl.static_range(c.DQ_PARTS):
                     wait_full(queries, 0, step * c.DQ_PARTS + part)
                     tma_add(x.dq, [place_of_part(head + m, part, c), 0], queries.slots.index(0))
                     tma.store_wait(0)
                     mbarrier.arrive(queries.empty.index(0), count=1)
-                count_stored(turns + head + m)
+                count_stored(counters.turns + head + m)
                 step += 1
+    else:
+        wait_full(queries, 0, 0)
+        if c.DBIAS == "share":
+            count_up(counters.ended + gl.program_id(0) // c.SHARERS)
+    count_up(counters.done + work.b * sizes.kv_heads + work.hk)
 
 
 @gluon.jit
-def finish_kernel(dq_sum, dq, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def finish_kernel(dq_sum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
+                  BLOCK_D: gl.constexpr):  # fmt: skip
     """dQ = scale · sum in dQ's dtype, for one tile of queries, by as many warps as have computed it.
 
-    dq: `Strided`. dq_sum: float32 (B·H·tiles · PARTS · rows of a part, COLS).
+    It runs while the last programs of the backward do, where these leave multiprocessors idle.
+    dq: `Strided`. dq_sum: float32 (B·H·tiles · PARTS · rows of a part, COLS). counts: see `work.counters_at`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = BLOCK_D // PARTS
@@ -149,9 +202,12 @@ def finish_kernel(dq_sum, dq, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: g
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
     to += gl.cast(row0, gl.int64) * dq.stride2
+    wait_count(done_at(counts, sizes) + bh // sizes.group, sizes.key_tiles, PAUSE=500)
     for part in gl.static_range(PARTS):
         found = gl.load(dq_sum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
         value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
         inside = (rows < sizes.queries - row0) & (cols < dim - part * WIDTH)
         to_part = to + rows.to(gl.int64) * dq.stride2 + (cols + part * WIDTH)
         gl.store(to_part, gl.convert_layout(value, OUT), mask=inside)
+    if pid == gl.num_programs(0) - 1:  # so that this kernel has not ended before that one has
+        wait_for_previous()

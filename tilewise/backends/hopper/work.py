@@ -22,6 +22,17 @@ class Sizes(NamedTuple):
     head_sharers: int
     ring: int  # groups of programs whose dS is kept for `shared_bias`
     lag: int  # groups back that one adds up
+    zeroed: int  # key/value heads whose sum of dQ is zeroed before; of others the head so many before does it
+
+
+class Counters(NamedTuple):
+    """Pointers to int32 that are zero at first."""
+
+    zeroed: Any  # of each key/value head, the programs that have zeroed their part of its sum of dQ
+    done: Any  # the programs that have added all that they add to it
+    turns: Any  # where order matters, of each tile of queries of all heads the tiles of keys that have added to dQ
+    ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
+    summed: Any  # and those that have added up their part of it
 
 
 class Work(NamedTuple):
@@ -34,6 +45,30 @@ class Work(NamedTuple):
     full_begin: Any
     full_end: Any
     end: Any
+
+
+@gluon.jit
+def counters_at(counts, sizes, c):
+    """The parts of ``counts``; `counters` says how many there are."""
+    done = done_at(counts, sizes)
+    heads = sizes.batch * sizes.kv_heads
+    turns = done + heads
+    ended = turns
+    if c.ORDERED:
+        ended += heads * sizes.group * sizes.row_tiles
+    return Counters(counts, done, turns, ended, ended + groups(sizes, c))
+
+
+@gluon.jit
+def done_at(counts, sizes):
+    """Of these what `Counters.done` is."""
+    return counts + sizes.batch * sizes.kv_heads
+
+
+def counters(sizes: Sizes, groups: int, ordered: bool, shares: bool) -> int:
+    """How many counters there are."""
+    heads = sizes.batch * sizes.kv_heads
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + shares * 2 * groups
 
 
 @gluon.jit
@@ -91,9 +126,9 @@ def work_at(group, member, terms, sizes, c):
     head, tile = head_and_tile(group, sizes, c)
     parts = groups_of_sharers(sizes, c)
     sharer = head % parts * c.SHARERS + member
-    alone = sizes.batch // sizes.batch_sharers
-    b = sharer % sizes.batch_sharers + head // parts % alone
-    hk = sharer // sizes.batch_sharers + head // parts // alone
+    alone = sizes.kv_heads // sizes.head_sharers
+    b = sharer % sizes.batch_sharers + head // parts // alone
+    hk = sharer // sizes.batch_sharers + head // parts % alone
     n0 = tile * c.BLOCK_N
     cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
     begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
@@ -117,6 +152,12 @@ def sharers_before(group, sizes, c):
 @gluon.jit
 def work_of(terms, sizes, c):
     return work_at(gl.program_id(0) // c.SHARERS, gl.program_id(0) % c.SHARERS, terms, sizes, c)
+
+
+@gluon.jit
+def step_of(m, g, work):
+    """When a program visits a tile of queries of its ``g``-th query head, counting those that a mask hides from it."""
+    return g * (work.end - work.begin) + work.end - 1 - m
 
 
 @gluon.jit
