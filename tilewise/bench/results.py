@@ -29,7 +29,8 @@ class ResultsError(ValueError):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step: the median, the 20th and the 80th percentile of ``repeats``."""
+    """Seconds of one step: the median, the 20th and the 80th percentile of ``repeats``; of several rounds see
+    `timing.over_rounds`."""
 
     median_s: float
     low_s: float

@@ -6,7 +6,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +64,16 @@ def summary(seconds: list[float]) -> Timing:
     ordered = sorted(seconds)
     low, high = ordered[len(ordered) // 5], ordered[len(ordered) - 1 - len(ordered) // 5]
     return Timing(statistics.median(ordered), low, high, len(ordered))
+
+
+def over_rounds(rounds: Sequence[Timing]) -> Timing:
+    """Of several timings of one step, between which others ran: the median of their medians, the lowest and highest."""
+    return Timing(
+        statistics.median(timing.median_s for timing in rounds),
+        min(timing.low_s for timing in rounds),
+        max(timing.high_s for timing in rounds),
+        sum(timing.repeats for timing in rounds),
+    )
 
 
 def synchronize(device: torch.device) -> None:
