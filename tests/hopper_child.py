@@ -68,3 +68,15 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
     delta = (outputs.o.double() * x.do.double()).sum(-1)
     return lse2.flatten(2), minus_delta.flatten(2), delta, q_sum.view(case.B * case.kv_heads, -1), counts
+
+
+def early(case: Case) -> dict[str, bool]:
+    """Which kernels of a backward may begin before the one before them has ended."""
+    from tilewise.backends.hopper.backward_launch import Backward
+
+    x = tensors(case)
+    problem, inputs = _call(case, x)
+    outputs = Outputs(x.do, x.do[..., 0].float())
+    launch = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, case.bias is not None))
+    names = ("before", "main", "after", "add_up")
+    return {name: bool(getattr(launch, name).options.get("launch_pdl")) for name in names}

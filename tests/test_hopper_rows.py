@@ -93,3 +93,11 @@ def test_sums_of_later_heads_are_left_to_others(interpreter):
     assert q_sum[zeroed:].isnan().all()
     assert len(q_sum) == 180
     assert (counts == 0).all()
+
+
+@pytest.mark.parametrize(("batch", "waits"), [(87, True), (88, False)])
+def test_the_cast_begins_early_beside_few_of_many_programs(interpreter, batch, waits):
+    """Four rounds of 132 programs are 528; a case has three tiles of keys for each of two heads."""
+    case = replace(USUAL, B=batch, Hkv=2, D=64, grads="qkv", M=5, N=300)
+    found = interpreter(hopper_child.early, case)
+    assert found == {"before": False, "main": True, "after": not waits, "add_up": False}

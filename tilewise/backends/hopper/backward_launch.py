@@ -114,13 +114,15 @@ class Backward:
         self.add_up = Launch(
             add_up_kernel, last * parts, shares, (groups - last, parts, terms, sizes, c), num_warps=2
         )  # fmt: skip
+        # Beside the last programs of `main`, unless they are most of it: what waits disturbs them.
+        beside = p.batch * p.kv_heads * sizes.key_tiles >= 4 * multiprocessors(q.device) * config.programs
         self.after = Launch(
             finish_kernel,
             row_programs,
             (POINTER, strided(dq), POINTER),
             (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
             num_warps=4 * config.warpgroups,
-            launch_pdl=True,  # beside the last programs of `main`
+            launch_pdl=beside,
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
