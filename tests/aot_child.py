@@ -46,6 +46,8 @@ INSTRUCTIONS = {
     "added by TMA": r"\bcp\.reduce\.async\.bulk\.tensor\b",
     "added in fours": r"\b(?:atom|red)\.global\.\S*\.add\.v4\.f32\b",
     "stored in pairs": r"\bst\.shared\.v2\b",
+    "lets the next begin": r"\bgriddepcontrol\.launch_dependents\b",
+    "waits for the previous": r"\bgriddepcontrol\.wait\b",
     "scaled bias": r"\bmul\.rz\.f32\b",
 }
 

@@ -149,6 +149,10 @@ def test_compiled_backward(compilers, triton, case, designed, spilled):
         assert kernel.spill_stores <= spilled, f"{kernel.name} spills {kernel.spill_stores} bytes"
         assert not kernel.warnings
         assert not hazards
+        # what is launched early reads nothing, or has not ended, before the kernel before it has
+        early = kernel.name in ("backward_kernel", "finish_kernel")
+        assert kernel.instructions["waits for the previous"] == early
+        assert kernel.instructions["lets the next begin"] == (kernel.name == "backward_kernel")
         if kernel.name == "backward_kernel":
             assert wgmma == designed
             assert not kernel.instructions["stored in pairs"], "dQ in the order of rows: its banks conflict"

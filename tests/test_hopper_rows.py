@@ -85,7 +85,7 @@ def test_what_the_backward_knows_of_a_row(interpreter, bias):
 
 
 def test_sums_of_later_heads_are_left_to_others(interpreter):
-    case = replace(USUAL, B=90, Hkv=2, D=64, grads="qkv", N=300)
+    case = replace(USUAL, B=90, H=4, Hkv=2, D=64, grads="qkv", N=300)
     zeros = torch.zeros(case.B, case.H, case.M)
     *_, q_sum, counts = interpreter(hopper_child.prepare, case, zeros, zeros)
     zeroed = -(-132 // 3) + 1  # of heads that have three tiles of keys each

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import backward_launch, bias_gradient, config, score, shared_bias, work
+from tilewise.backends.hopper import backward_kernel, backward_launch, bias_gradient, config, score, shared_bias, work
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +166,22 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
             some = True
             assert max(programs[head - sizes.zeroed]) < min(programs[head])
     assert some
+
+
+def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):
+    """Others, which share a bias, trainable or not, do not know which head comes later."""
+    called = []
+    monkeypatch.setattr(backward_kernel, "zero_ahead", lambda *arguments: called.append("zeroes"))
+    monkeypatch.setattr(backward_kernel, "add_up_earlier", lambda *arguments: called.append("adds up"))
+    for p, trainable in itertools.product(PROBLEMS, [False, True]):
+        p = replace(p, bias_grad=trainable)
+        terms, sizes, c = kernel_arguments(p)
+        backward_kernel.background.fn(None, None, None, None, terms, sizes, c)
+        shared = p.bias.batch * p.bias.heads < p.batch * p.heads
+        assert called == (["adds up"] if c.DBIAS == "share" else ["zeroes"] if c.SHARERS == 1 else [])
+        assert ("none" if not trainable else "share" if shared else "store") == c.DBIAS
+        assert sizes.zeroed == p.batch * p.kv_heads or c.SHARERS == 1
+        called.clear()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

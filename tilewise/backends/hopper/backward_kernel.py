@@ -497,7 +497,7 @@ def background(shares, slots, arrived, counts, terms, sizes, c):
     """The role of two warps beside the products: dBias of groups that have ended, or zeros for dQ of heads to come."""
     if c.DBIAS == "share":
         add_up_earlier(shares, slots, arrived, counts, terms, sizes, c)
-    else:
+    elif c.SHARERS == 1:  # else heads are not in their order, and `prepare_kernel` has zeroed all sums
         zero_ahead(shares, counts, sizes, c)
 
 
