@@ -32,7 +32,7 @@ def product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     large = a.shape[0] == 1 and a.shape[1] * a.shape[2] * b.shape[2] >= LARGE_PRODUCT
     if large and a.dtype == torch.float32 and _prefers_onednn():
         out = torch.ops.mkldnn._linear_pointwise(a[0], b[0].mT, None, "none", [], "").unsqueeze(0)
-        return out if start is None else out.add_(start)
+        return out if start is None else start.add_(out)
     return torch.bmm(a, b) if start is None else torch.baddbmm(start, a, b, out=start)
 
 
