@@ -36,20 +36,32 @@ DESIGNED = [
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
-# have 64; twice four where it leaves in two parts); one body for each side of a band and one for the full tiles, or one
-# for all beside a mask. Where QK comes ahead there is one more of it before the loops. Beside a float32 bias of 128
-# dimensions there is room for 64 keys.
+# have 64; twice four where it leaves in two parts), and twice as many of all but dQ for two strips of queries; one body
+# for each side of a band and one for the full tiles, or one for all beside a mask or of strips. Where QK comes ahead
+# there is one more of it before the loops. Beside a float32 bias of 128 dimensions there is room for 64 keys.
 BACKWARDS = [
     ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, bias="bhmn"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, Hkv=4, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 48),
-    ("3.6.0", replace(USUAL, D=64), 2 * 4 + 2 * 4 + 8 + 4, 0),
-    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 4), 0),
+    ("3.6.0", replace(USUAL, D=64), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
+    ("installed", replace(USUAL, D=64), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, Hkv=4, M=4000, N=4000), 2 * (2 * 4 + 2 * 4) + 8 + 4, 56),
+    ("3.6.0", replace(USUAL, D=64, deterministic=True), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, deterministic=True, causal=True), 2 * (2 * 4 + 2 * 4) + 8 + 4, 32),
+    ("3.6.0", replace(USUAL, D=64, bias="bhmn"), 2 * (2 * 4 + 2 * 4) + 8, 0),
+    ("3.6.0", replace(USUAL, D=64, Hkv=4, bias="bhmn", causal=True), 2 * (2 * 4 + 2 * 4) + 8, 16),
+    ("installed", replace(USUAL, D=64, bias="bhmn", M=4000, N=4000), 2 * (2 * 4 + 2 * 4) + 8, 0),
+    ("3.6.0", replace(USUAL, D=64, bias="bhmn", bias_dtype=torch.float16), 2 * (2 * 4 + 2 * 4) + 8, 0),
+    ("3.6.0", replace(USUAL, D=64, softcap=5.0), 2 * 4 + 2 * 4 + 8 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, bias="b11n"), 2 * 4 + 2 * 4 + 8 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 4) + 4, 0),
+    ("installed", replace(USUAL, D=64, Hkv=4, window=(300, 20)), 3 * (2 * 4 + 2 * 4 + 4) + 4, 8),
+    ("3.6.0", replace(USUAL, D=64, causal=True, bias="b11n"), 2 * (2 * 4 + 2 * 4 + 4), 0),
     ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
-    ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 0),
+    ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 4),
     ("3.6.0", replace(USUAL, D=32, causal=True, bias="b11n"), 2 * (2 * 2 + 2 * 4 + 4), 0),
     # What spills is an address of the warps that add up a shared bias, before their loop.
     ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 8),
@@ -59,11 +71,11 @@ BACKWARDS = [
     ("installed", replace(USUAL, mask="b1mn"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, Hkv=4, mask="bhmn", causal=True), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=64, mask="1hm1"), 2 * 4 + 2 * 4 + 8 + 4, 0),
-    ("3.6.0", replace(USUAL, D=64, mask="b1mn", causal=True), 2 * 4 + 2 * 4 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, mask="b1mn", causal=True), 2 * 4 + 2 * 4 + 4 + 4, 0),
     ("3.6.0", replace(USUAL, mask="b11n", bias="b11n"), 2 * 8 + 2 * 4 + 8, 24),
     ("3.6.0", replace(USUAL, D=32, mask="b11n", bias="1hmn"), 2 * 2 + 2 * 4 + 4, 8),
     # What spills is addresses again, before the loops; with a softcap some of a tile does.
-    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn"), 2 * 8 + 2 * 4 + 8, 24),
+    ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn"), 2 * 8 + 2 * 4 + 8, 28),
     ("3.6.0", replace(USUAL, mask="b1mn", window=(300, 20), deterministic=True), 2 * 8 + 2 * 4 + 8, 32),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", softcap=5.0), 2 * 8 + 2 * 4 + 8, 224),
     ("3.6.0", replace(USUAL, bias="bhmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 0),
@@ -83,7 +95,7 @@ BACKWARDS = [
     # both warpgroups have the same keys
     ("3.6.0", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("installed", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
-    ("3.6.0", replace(USUAL, D=256, Hkv=4, causal=True), 2 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 0),
+    ("3.6.0", replace(USUAL, D=256, Hkv=4, causal=True), 2 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 4),
     ("3.6.0", replace(USUAL, D=256, bias="bhmn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, bias="1hmn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("installed", replace(USUAL, D=256, bias="1hmn", causal=True), 2 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 8),

@@ -1,4 +1,5 @@
-"""Which scales the Hopper forward multiplies Q by: those that round nothing. How dQ leaves the backward."""
+"""Which scales the Hopper forward multiplies Q by: those that round nothing. How dQ leaves the backward, and what its
+registers hold."""
 
 from __future__ import annotations
 
@@ -71,5 +72,28 @@ def test_an_order_needs_tma(dim, bias, band):
     bias = None if bias is None else Operand(torch.bfloat16, *bias)
     changes = {"head_dim": dim, "value_dim": dim, "bias": bias, "score": Score(0.1, None, band), "bias_grad": True}
     assert backward_config(of(0.1, torch.bfloat16, **changes, deterministic=True)).dq_by_tma
-    slower = dim == 128 or (dim in (40, 64) and (band != Band() or (bias is not None and bias.rows > 1)))
+    slower = dim == 128 or (dim in (40, 64) and (band != Band() or bias is None or bias.rows > 1))
     assert backward_config(of(0.1, torch.bfloat16, **changes)).dq_by_tma == slower
+
+
+@pytest.mark.parametrize(
+    ("changes", "strips", "in_registers"),
+    [
+        ({"bias": None}, 2, "k"),
+        ({"bias": None, "score": Score(0.1, None, Band(None, 3)), "deterministic": True}, 2, "k"),
+        ({"bias": Operand(torch.bfloat16, 4, 8, 512, 512), "score": Score(0.1, None, Band(None, 3))}, 2, ""),
+        ({"bias": None, "score": Score(0.1, None, Band(None, 3))}, 1, "kv"),
+        ({"bias": None, "mask": Operand(torch.bool, 4, 1, 512, 512)}, 1, "kv"),
+        ({"bias": None, "score": Score(0.1, 5.0, Band())}, 1, "kv"),
+        ({"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, 1, "k"),
+        ({"bias": Operand(torch.bfloat16, 1, 8, 512, 512)}, 1, ""),
+        ({"bias": Operand(torch.float32, 4, 8, 512, 512)}, 1, ""),
+        ({"bias": None, "head_dim": 128, "value_dim": 128}, 1, ""),
+    ],
+    ids=str,
+)
+def test_strips_and_operands_in_registers(changes, strips, in_registers):
+    """At 64 dimensions, each where registers and shared memory have room for it."""
+    config = backward_config(of(0.1, torch.bfloat16, **changes))
+    assert (config.strips, config.block_m) == (strips, 64 * strips)
+    assert (config.k_in_registers, config.v_in_registers) == ("k" in in_registers, "v" in in_registers)

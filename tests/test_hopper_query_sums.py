@@ -16,8 +16,8 @@ if importlib.util.find_spec("triton") is None:
 
 from tilewise.backends.hopper import query_sums
 
-# rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions
-TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8)]
+# rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions, of strips
+TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8)]
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +30,12 @@ def plain(monkeypatch):
     monkeypatch.setattr(query_sums, "accumulator", lambda *_: None)
 
 
-def held(lane, warp, register, columns, warps):
-    """Row and column of what a thread holds of wgmma's result: 16 rows to a warp, a half of the columns to each of two
-    warpgroups."""
-    part = columns // (warps // 4)
-    row = 16 * (warp % 4) + 8 * (register // 2 % 2) + lane // 4
-    return row, warp // 4 * part + 8 * (register // 4) + 2 * (lane % 4) + register % 2
+def held(lane, warp, register, rows, columns, warps):
+    """Row and column of what a thread holds of wgmma's result: 16 rows to a warp, and of 64 rows a half of the columns
+    to each of two warpgroups."""
+    halves = 16 * warps // rows
+    row = 16 * (warp % (rows // 16)) + 8 * (register // 2 % 2) + lane // 4
+    return row, warp // (rows // 16) * (columns // halves) + 8 * (register // 4) + 2 * (lane % 4) + register % 2
 
 
 @pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
@@ -48,7 +48,7 @@ def test_neighbours_are_registers_then_lanes_then_warps(rows, columns, warps):
         for warp in range(warps):
             for lane in range(32):
                 place = 128 * (register // 4 * warps + warp) + 4 * lane + register % 4
-                row, column = held(lane, warp, register, columns, warps)
+                row, column = held(lane, warp, register, rows, columns, warps)
                 assert order[place] == row * columns + column
 
 
@@ -74,5 +74,5 @@ def test_no_bank_twice(rows, columns, warps):
                 rows * columns // 32, 32, [divmod(first + 4 * lane, 32) for lane in range(32)], 4
             )  # fmt: skip
             assert (stored.wavefronts, stored.ideal) == (4, 4)
-            in_rows = passes(rows, columns, [held(lane, warp, 4 * quad, columns, warps) for lane in range(32)], 2)
+            in_rows = passes(rows, columns, [held(lane, warp, 4 * quad, rows, columns, warps) for lane in range(32)], 2)
             assert (in_rows.wavefronts, in_rows.ideal) == (4, 2)

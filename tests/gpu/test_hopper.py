@@ -262,6 +262,32 @@ def test_masks(case):
     check(case, "hopper", "cuda")
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"M": 129, "N": 1},
+        {"M": 70, "N": 799},
+        {"M": 64, "Dv": 40},
+        {"bias": "bhmn", "M": 799, "N": 1016},
+        {"bias": "bhmn", "window": (100, 30)},
+        {"bias": "bhmn", "bias_dtype": HALF, "causal": True, "M": 65},
+        {"bias": "bhm1", "causal": False, "N": 239},
+        {"deterministic": True, "causal": True, "M": 1023, "N": 799},
+        {"deterministic": True, "window": (100, 30), "Hkv": 4},
+    ],
+    ids=str,
+)
+def test_tiles_in_two_strips(terms):
+    """At 64 dimensions, of the queries; lengths that end in either strip, bands that cut either."""
+    case = replace(USUAL, D=64, grads="qkvb", **terms)
+    x = tensors(case, "cuda")
+    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=True, deterministic=case.deterministic)
+    assert backward_config(problem).strips == 2
+    check(case, "hopper", "cuda")
+
+
 MANY = replace(USUAL, B=5, H=40, Hkv=40, M=700, N=712, grads="")  # more tiles of queries than multiprocessors
 
 

@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
-from tilewise.backends.hopper.masked_tiles import load_bits, masked
+from tilewise.backends.hopper.masked_tiles import load_bits, visible
 from tilewise.backends.hopper.pipeline import (
     Ring,
-    count_stored,
+    border,
     fill,
     leave,
     let_next_begin,
@@ -40,19 +40,29 @@ from tilewise.backends.hopper.pipeline import (
     wait_for_previous,
     wait_full,
     warps_barrier,
-    with_barriers,
 )
 from tilewise.backends.hopper.query_sums import (
     add_queries,
     begin_queries,
+    new_queries,
     release_part,
-    say_added,
+    say_stored,
     send_part,
     wait_zeroed,
     zero_ahead,
 )
-from tilewise.backends.hopper.score import in_band, in_units, softcap, softcap_derivative
 from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
+from tilewise.backends.hopper.strips import (
+    begin,
+    begin_ahead,
+    begin_dp,
+    first_start_of,
+    lse_of,
+    operand,
+    probabilities,
+    start_of,
+    strip_of,
+)
 from tilewise.backends.hopper.work import counters_at, place_of, step_of, visit_at, visits_of, work_of
 
 
@@ -62,11 +72,15 @@ class Compiled(NamedTuple):
     BLOCK_M: Any
     BLOCK_N: Any
     BLOCK_D: Any
+    STRIPS: Any
+    STRIP_M: Any  # queries of a strip
     STAGES: Any
     DO_STAGES: Any
     DQ_PARTS: Any
     DQ_BY_TMA: Any
     AHEAD: Any
+    K_IN_REGISTERS: Any
+    V_IN_REGISTERS: Any
     WARPS: Any  # that compute
     SHARES_KEYS: Any  # both warpgroups have the same keys
     LOADING_REGISTERS: Any
@@ -129,6 +143,8 @@ class Shared(NamedTuple):
 
     k: Any
     v: Any
+    k_operand: Any  # see `strips.operand`
+    v_operand: Any
     p: Any
     ds: Any
     dbias: Any
@@ -208,123 +224,24 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
-def start_of(rows, step, needed, terms, c):
-    """Wait for the tiles of a step; the bias in the units of the scores, transposed."""
-    wait_full(rows.ring, step % c.STAGES, step // c.STAGES, needed)
-    if c.BIAS == "matrix":
-        tile = rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
-        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)), terms.inverse)
-    else:
-        return step  # of no use
+def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c):
+    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
 
-
-@gluon.jit
-def lse_of(rows, step, c):
-    """The LSE of a step's queries, in base 2."""
-    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
-    return rows.stats.index(2 * (step % c.STAGES)).load(gl.SliceLayout(0, S))
-
-
-@gluon.jit
-def probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL: gl.constexpr):
-    """P of a transposed tile and the derivative of the softcap."""
-    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
-    slope = 1.0
-    if terms.HAS_CAP:
-        s = softcap(s * terms.scale, terms.cap)
-        slope = softcap_derivative(s, terms.cap)
-        if c.BIAS == "matrix":
-            s += start
-    if c.BIAS == "cols":
-        added = shared.added.load(gl.SliceLayout(1, S))
-        p = gl.exp2(s * terms.exponent + (added[:, None] - lse[None, :]))
-    else:
-        p = gl.exp2(s * terms.exponent - lse[None, :])
-    if PARTIAL:
-        rows = m0 + gl.arange(0, c.BLOCK_M, gl.SliceLayout(0, S))
-        cols = work.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))
-        p = gl.where(in_band(rows[None, :], cols[:, None], sizes.keys, terms), p, 0.0)
-    return p, slope
-
-
-@gluon.jit
-def begin(start, rows, shared, step, terms, c):
-    """Issue K·Qᵀ of a step whose tiles are there (past the last step, of whatever is)."""
-    slot = step % c.STAGES
-    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
-    q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    if c.BIAS == "matrix" and not terms.HAS_CAP:
-        return warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
-    else:
-        zero = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
-        return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def begin_ahead(rows, shared, step, steps, terms, c):
-    """Issue K·Qᵀ of a step that comes ahead of the others' products; `start_of` the step, the product, and its LSE."""
-    start = start_of(rows, step, step < steps, terms, c)
-    return start, begin(start, rows, shared, step, terms, c), lse_of(rows, step, c)
-
-
-@gluon.jit
-def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, PARTIAL: gl.constexpr):
-    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next."""
+    Of two strips the softmax of the first runs under K·Qᵀ of the second, its dV and dK under the softmax of the second.
+    """
     DTYPE: gl.constexpr = x.q.dtype
-    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
     DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
     gl.static_assert(c.AHEAD or c.DQ_PARTS == 1, "two parts of dQ leave around the next QK")
     gl.static_assert(c.DQ_BY_TMA or not c.ORDERED, "additions from registers have no order")
+    gl.static_assert(c.STRIPS == 1 or not (c.SHARES_KEYS or c.MASK), "one strip has their P, or its bits")
     slot = step % c.STAGES
     do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M
     tile_of_head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
-    v = shared.v.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
-
-    s, start, lse = state.s, state.start, state.lse
-
-    # QK, unless it came ahead, and dP
-    if not c.AHEAD:
-        if c.BIAS != "matrix":
-            start = start_of(rows, step, True, terms, c)
-        s_pending = begin(start, rows, shared, step, terms, c)
-    if DO_APART:
-        wait_full(rows.do_ring, do_slot, step // c.DO_STAGES)
-    minus_delta = rows.stats.index(2 * do_slot + 1).load(gl.SliceLayout(0, S))
-    minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S))
-    dp_pending = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)  # dP - delta
-
-    if not c.AHEAD:
-        lse = lse_of(rows, step, c)
-        s = warpgroup_mma_wait(1, deps=(s_pending,))
-
-    # softmax, under dP
-    p, slope = probabilities(s, start, lse, shared, work, m0, terms, sizes, c, PARTIAL)
-    if c.MASK:
-        p = masked(p, rows.bits.index(slot), cut, work, m0, terms, sizes, c)
-    if c.SHARES_KEYS:
-        # The last to read P's memory, dV of the step before, was waited for by both warpgroups before they last met.
-        p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
-        p_queries.permute((1, 0)).store(p.to(DTYPE))
-        fence_async_shared()
-        warps_barrier()
-        # dV behind dP, and under it dS
-        dv_pending = warpgroup_mma(p_queries.permute((1, 0)), do, state.dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp_pending,))
-    else:
-        p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
-        wait_full(keys, 0, 0)  # long full: a border of basic blocks that keeps ptxas from moving the softmax below it
-        dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
-        # dV, and under it dS
-        dv_pending = warpgroup_mma(p_operand, do, state.dv, is_async=True)
-    ds = p * dp
-    sums = state.sums
-    if c.DBIAS == "sum":
-        sums += sums_of(ds, c)
     if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
@@ -332,16 +249,75 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
     SAME: gl.constexpr = not terms.HAS_CAP and not c.BIAS_APART
     dbias_tile = rows.bias.index(slot) if c.BIAS_APART else tile if SAME else shared.dbias
-    if (c.DBIAS == "store" or c.DBIAS == "share") and not SAME:
-        dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]).permute((1, 0)).store(ds.to(dbias_tile.dtype))
-    ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
-    ds_queries.permute((1, 0)).store(ds_rounded)
-    # dS is about to be read through the async proxy. The fence also orders this step's ordinary loads (LSE, delta, the
-    # mask's bits; the bias, or the LSE that comes ahead, in the step before) before the refill of their slot.
-    fence_async_shared()
-    if c.DQ_BY_TMA:
-        tma.store_wait(0)  # of the dQ before: one barrier serves both
+
+    s, start, lse, dk, dv, sums = state.s, state.start, state.lse, state.dk, state.dv, state.sums
+    ds_operand = step  # of no use
+
+    # QK of the first strip, unless it came ahead, and its dP
+    if not c.AHEAD:
+        if c.BIAS != "matrix":
+            start = first_start_of(rows, step, True, terms, c)
+        s_pending = begin(start, rows, shared, step, 0, terms, c)
+    if DO_APART:
+        wait_full(rows.do_ring, do_slot, step // c.DO_STAGES)
+    dp_pending = begin_dp(rows, shared, do_slot, 0, c)
+    if not c.AHEAD:
+        lse = lse_of(rows, step, 0, c)
+        s = warpgroup_mma_wait(1, deps=(s_pending,))
+
+    for i in gl.static_range(c.STRIPS):
+        if i + 1 < c.STRIPS:
+            next_start = start_of(rows, step, i + 1, terms, c)
+            s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
+            next_lse = lse_of(rows, step, i + 1, c)
+            border(steps)
+
+        # softmax, under dP
+        p, slope = probabilities(s, start, lse, shared, terms, c)
+        p = visible(p, rows.bits.index(slot), cut, work, m0 + i * c.STRIP_M, terms, sizes, c)
+        if c.SHARES_KEYS:
+            # The last to read P's memory, dV of the step before, was waited for by both warpgroups before they last
+            # met.
+            p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
+            p_queries.permute((1, 0)).store(p.to(DTYPE))
+            warps_barrier()
+            fence_async_shared()
+            # dV behind dP, and under it dS
+            dv = warpgroup_mma(p_queries.permute((1, 0)), do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp_pending,))
+        else:
+            p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+            border(steps)
+            if i + 1 < c.STRIPS:
+                dp, p = warpgroup_mma_wait(1, deps=(dp_pending, p))
+            elif i > 0:
+                dp, p, dv = warpgroup_mma_wait(0, deps=(dp_pending, p, dv))
+            else:
+                dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
+            # dV, and under it dS
+            dv = warpgroup_mma(p_operand, strip_of(do, i, c), dv, is_async=True)
+        if i + 1 < c.STRIPS:
+            dp_pending = begin_dp(rows, shared, do_slot, i + 1, c)
+        if i > 0:
+            dk = warpgroup_mma(ds_operand, strip_of(q, i - 1, c), dk, is_async=True)
+        ds = p * dp
+        if c.DBIAS == "sum":
+            sums += sums_of(ds, c)
+        if (c.DBIAS == "store" or c.DBIAS == "share") and not SAME:
+            to = strip_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
+            to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
+        ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
+        strip_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
+        if not c.SHARES_KEYS:
+            ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
+        if i + 1 < c.STRIPS:
+            start, lse = next_start, next_lse
+            s = warpgroup_mma_wait(2, deps=(s_pending,))
+    # dS is about to be read through the async proxy; after the barrier, where there is less left to wait for. The fence
+    # also orders this step's ordinary loads (LSE, delta, the mask's bits; the bias, or the LSE that comes ahead, in the
+    # step before) before the refill of their slot.
     warps_barrier()
+    fence_async_shared()
     bias_b = work.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], dbias_tile)
@@ -352,44 +328,43 @@ def visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, t
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_queries(ds_queries, shared, 0, c)
     if c.SHARES_KEYS:
-        ds_operand = ds_queries.permute((1, 0))
+        dk = warpgroup_mma(ds_queries.permute((1, 0)), q, dk, is_async=True)
     else:
-        ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
-    dk_pending = warpgroup_mma(ds_operand, q, state.dk, is_async=True)
+        dk = warpgroup_mma(ds_operand, strip_of(q, c.STRIPS - 1, c), dk, is_async=True)
     if c.DQ_PARTS == 2:
         rest_pending = begin_queries(ds_queries, shared, 1, c)
     elif c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
-        dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv_pending,))
+        dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv,))
         leave(rows.do_ring, do_slot)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
-        dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv_pending, dq_pending))
+        dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
     release_part(dq, x, queries, tile_of_head, step, 0, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
-    send_part(x, queries, tile_of_head, 0, c)
+    send_part(queries, c)
     if c.DQ_PARTS == 2:
-        dk, dq = warpgroup_mma_wait(1, deps=(dk_pending, rest_pending))
-        if c.DQ_BY_TMA or c.DBIAS == "store" or c.DBIAS == "share":
-            tma.store_wait(0)  # the first part, and dBias, have left shared memory
+        dk, dq = warpgroup_mma_wait(1, deps=(dk, rest_pending))
+        if c.DBIAS == "store" or c.DBIAS == "share":
+            tma.store_wait(0)  # dBias has left shared memory
         leave(rows.ring, slot)
         release_part(dq, x, queries, tile_of_head, step, 1, c)
-        send_part(x, queries, tile_of_head, 1, c)
+        send_part(queries, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
         if c.AHEAD:
-            dk, s = warpgroup_mma_wait(0, deps=(dk_pending, s_pending))
+            dk, s = warpgroup_mma_wait(0, deps=(dk, s_pending))
         elif c.BIAS == "matrix":  # the next bias, under dK
-            start = start_of(rows, step + 1, step + 1 < steps, terms, c)
-            wait_full(keys, 0, 0)  # a border again
-            dk, start = warpgroup_mma_wait(0, deps=(dk_pending, start))
+            start = first_start_of(rows, step + 1, step + 1 < steps, terms, c)
+            border(steps)
+            dk, start = warpgroup_mma_wait(0, deps=(dk, start))
         else:
-            dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+            dk = warpgroup_mma_wait(0, deps=(dk,))
         if c.DBIAS == "store" or c.DBIAS == "share":
-            tma.store_wait(1 if c.DQ_BY_TMA and not c.ORDERED else 0)  # dBias has left; dQ may be under way
+            tma.store_wait(0)  # dBias has left
         leave(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
     if not c.AHEAD:  # of no use
         s, lse = state.s, state.lse
@@ -407,7 +382,7 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     k_tile = shared.k.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
-    if not c.ORDERED:
+    if not c.DQ_BY_TMA:
         wait_zeroed(work, counters, sizes)
     if c.DBIAS == "share":
         earlier = gl.program_id(0) // c.SHARERS - sizes.ring
@@ -420,6 +395,8 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
         drop_what_is_not_finite(v_tile, c)
         fence_async_shared()
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
+    k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
+    shared = Shared(shared.k, shared.v, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added)
 
     step = 0
     steps = sizes.group * (work.end - work.begin)
@@ -433,8 +410,8 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
         start, s_pending, lse = begin_ahead(rows, shared, step, steps, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     elif c.BIAS == "matrix":
-        start = start_of(rows, step, step < steps, terms, c)
-    S: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)
+        start = first_start_of(rows, step, step < steps, terms, c)
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
     else:
@@ -444,51 +421,40 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
         h = work.hk * sizes.group + g
         if c.BIAS == "cols":
             keep_bias_of_keys(x, shared, work, h, sizes, c)
-        if c.MASK:
+        if c.MASK or c.STRIPS > 1:
             count, listed = visits_of(x.visits, work, h, sizes, c)
             for i in range(count):
                 m, cut = visit_at(i, listed, work, c)
-                state = visit(
-                    state, x, rows, keys, queries, shared, step, steps, work, h, m, cut, terms, sizes, c, False
-                )
+                state = visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c)
                 step += 1
-        else:
+        else:  # a loop for each side of a band: a branch for what cuts a tile takes 2 % at 128 dimensions
             if terms.HAS_LO:
                 for i in range(work.end - work.full_end):
                     m = work.end - 1 - i
-                    state = visit(
-                        state, x, rows, keys, queries, shared, step, steps, work, h, m, 3, terms, sizes, c, True
-                    )
+                    state = visit(state, x, rows, queries, shared, step, steps, work, h, m, 1, terms, sizes, c)
                     step += 1
             for i in range(work.full_end - work.full_begin):
                 m = work.full_end - 1 - i
-                state = visit(state, x, rows, keys, queries, shared, step, steps, work, h, m, 0, terms, sizes, c, False)
+                state = visit(state, x, rows, queries, shared, step, steps, work, h, m, 0, terms, sizes, c)
                 step += 1
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
                 for i in range(work.full_begin - work.begin):
                     m = work.full_begin - 1 - i
-                    state = visit(
-                        state, x, rows, keys, queries, shared, step, steps, work, h, m, 3, terms, sizes, c, True
-                    )
+                    state = visit(state, x, rows, queries, shared, step, steps, work, h, m, 1, terms, sizes, c)
                     step += 1
         if c.DBIAS == "sum":
             store_sums(state.sums, x, work, h, sizes, c)
             state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
 
-    if c.DBIAS == "share" and c.ORDERED:
-        count_stored(counters.ended + gl.program_id(0) // c.SHARERS)
-
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
-    if not c.ORDERED and not c.DQ_BY_TMA:
-        say_added(queries, 0, c)
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
     fence_async_shared()
     tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(0))
     tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(0))
-    if not c.ORDERED and c.DQ_BY_TMA:
-        say_added(queries, 2, c)  # dK and dV may be under way
+    if not c.DQ_BY_TMA or c.DBIAS == "share":
+        say_stored(queries, 2, c)  # dK and dV may be under way
     tma.store_wait(0)
 
 
@@ -526,16 +492,7 @@ def backward_kernel(
         do_ring = Ring(0, 0, 0)
         do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    if c.DQ_BY_TMA:
-        dq_slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
-    else:
-        dq_slots = 0
-    if c.ORDERED:
-        queries = with_barriers(dq_slots, 1, 1)
-    else:  # the barrier says that everything has been added
-        added_all = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(added_all.index(0), count=1)
-        queries = Ring(dq_slots, added_all, 0)
+    queries = new_queries(dq, c)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
@@ -555,7 +512,7 @@ def backward_kernel(
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
-    shared = Shared(keys.slots, values.slots, p_slots, ds_slots, dbias_tile, added)
+    shared = Shared(keys.slots, values.slots, 0, 0, p_slots, ds_slots, dbias_tile, added)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":
         slots, arrived = new_slots(shares, c)

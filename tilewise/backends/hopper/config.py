@@ -122,13 +122,16 @@ class BackwardConfig:
 
     Attributes:
         block_m: queries of a tile.
+        strips: a tile is computed in so many, the softmax of one under products of the other.
         block_n: keys of a program: `ROWS` for each warpgroup, or for both, which then share the columns.
         warpgroups: that compute.
         stages: tiles in the ring of Q and the bias.
         do_stages: tiles in the ring of dO.
         dq_parts: dQ leaves in so many parts, one after the other; two only if `ahead`.
-        dq_by_tma: they leave through shared memory, where their order can be fixed; else straight from registers.
+        dq_by_tma: they leave through shared memory, and a warp of its own adds them, in a fixed order if need be; else
+            straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
+        k_in_registers, v_in_registers: K, V are read once, not by every wgmma of K·Qᵀ, of dP.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
@@ -145,6 +148,9 @@ class BackwardConfig:
     sum_bytes: int
     programs: int = 1
     loading_registers: int = 24
+    strips: int = 1
+    k_in_registers: bool = False
+    v_in_registers: bool = False
 
     @property
     def shares_keys(self) -> bool:
@@ -158,8 +164,7 @@ def backward_width(problem: Problem) -> int:
 
 
 def backward_config(problem: Problem) -> BackwardConfig:
-    """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions. Tiles
-    of 128 queries at 64 dimensions fit only if dS is computed from the rounded P, which takes as long as it saves."""
+    """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
     apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
     shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
@@ -174,23 +179,34 @@ def backward_config(problem: Problem) -> BackwardConfig:
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
-    plain = problem.score.band.unlimited and problem.score.softcap is None
+    capped = problem.score.softcap is not None
+    plain = problem.score.band.unlimited and not capped
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = bias_tile(problem) == 4
+    tile, along_keys = bias_tile(problem) > 0, bias is not None and bias.rows == 1 and bias.cols > 1
     if d == 32:
         programs = 3 if plain and not wide and (bias is None or bias_tile(problem)) else 2  # 136 registers, or 232
-    elif d == 64 and not wide and (shared or not problem.score.band.unlimited):
-        programs = 2
-    # Up to 64 dimensions leave registers for the next K·Qᵀ; a bias tile that must come first makes it slower (H200).
-    ahead = d <= 64 and programs == 1 and not bias_tile(problem)
+    elif d == 64 and not wide and (shared or not (problem.score.band.unlimited or tile or problem.deterministic)):
+        programs = 2  # where order matters, half the keys are twice as many turns
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
+    # At 64 dimensions 128 queries between two meetings of the warpgroups, in strips: worth a tenth, with a bias tile
+    # a quarter; a softcap or a bias of the keys would spill (H200).
+    tall = d == 64 and programs == 1 and not (wide or capped or problem.mask is not None or along_keys)
+    # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
+    # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
+    d64 = d == 64 and not tile
+    ahead = d64 and (programs == 1 or not along_keys)
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
-    crowded = problem.mask is not None and (apart or problem.score.softcap is not None) and d == 128 and not wide
-    # Straight from registers dQ leaves faster but at 128 dimensions, or beside a bias tile or another program (H200).
-    by_tma = problem.deterministic or d == 128 or (d == 64 and (programs == 2 or bias_tile(problem) > 0))
+    crowded = problem.mask is not None and (apart or capped) and d == 128 and not wide
+    # Straight from registers dQ leaves faster with heads of 32, and in tiles of 64 queries that no bias tile or other
+    # program disturbs (H200).
+    by_tma = problem.deterministic or d == 128 or (d == 64 and (programs == 2 or tile or tall))
     return BackwardConfig(
-        block_m=64, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2, dq_parts=1, dq_by_tma=by_tma,
-        ahead=ahead, programs=programs, sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1),
+        block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
+        dq_parts=1, dq_by_tma=by_tma, ahead=ahead, programs=programs,
+        sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), strips=2 if tall else 1,
+        k_in_registers=d64 or (d == 32 and bias is None and problem.mask is None),
+        v_in_registers=d64 and not tall and not along_keys,
     )  # fmt: skip

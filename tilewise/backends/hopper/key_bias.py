@@ -21,7 +21,7 @@ def accumulator(rows, columns, warps):
 @gluon.jit
 def keep_bias_of_keys(x, shared, work, h, sizes, c):
     """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS)))
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)))
     at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
     at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
     at = at + cols.to(gl.int64) * x.bias.stride3
@@ -35,7 +35,7 @@ def keep_bias_of_keys(x, shared, work, h, sizes, c):
 def sums_of(ds, c):
     """The sum of dS over the queries; where warpgroups share the keys [keys, 2], one for each."""
     if c.SHARES_KEYS:
-        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.BLOCK_M // 2]), axis=2)
+        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.STRIP_M // 2]), axis=2)
     else:
         return gl.sum(ds, axis=1)
 
@@ -43,7 +43,7 @@ def sums_of(ds, c):
 @gluon.jit
 def store_sums(sums, x, work, h, sizes, c):
     """dBias of this program's keys by one head's queries."""
-    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.BLOCK_M, c.WARPS))
+    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS))
     if c.SHARES_KEYS:
         sums = gl.convert_layout(gl.sum(sums, axis=1), L)
     cols = work.n0 + gl.arange(0, c.BLOCK_N, L)

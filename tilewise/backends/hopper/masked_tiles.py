@@ -31,26 +31,30 @@ def in_words(x):
 
 
 @gluon.jit
-def masked(p, bits, cut, work, m0, terms, sizes, c):
-    """P without what the mask, the band or the end of the keys hides, where one of them cuts the tile.
+def visible(p, bits, cut, work, m0, terms, sizes, c):
+    """P without what the band, the mask or the end of the keys hides, where one of them cuts the tile.
 
     ``bits``: one word for each thread, see `mask_kernels`; 0 past the end of the keys.
     """
-    if cut != 0:
-        S: gl.constexpr = p.type.layout
-        rows = gl.arange(0, c.BLOCK_M, gl.SliceLayout(0, S))[None, :]
-        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
-        if terms.HAS_LO or terms.HAS_HI:
-            # What of an index differs between the elements of a thread is a constant of each comparison.
-            row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
-            at = (m0 - work.n0) + (rows - row) - (cols - col)
-            p = gl.where(in_band(at, col - row, 1 << 30, terms), p, 0.0)
-        bit = in_words(2 * (rows // 8) + rows % 2 + 16 * (cols // 8 % 2))
-        L: gl.constexpr = bit.type.layout
-        words = bits.load(gl.BlockedLayout([1], [32], [c.WARPS], [0])).reshape([c.BLOCK_N // 16, 8, 4])
-        words = gl.convert_layout(
-            words, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(5, L))), assert_trivial=True
-        )
-        seen = (words.expand_dims(1).expand_dims(3).expand_dims(5) >> bit) & 1
-        p = gl.convert_layout(gl.where(seen != 0, in_words(p), 0.0).reshape(p.shape), S, assert_trivial=True)
+    if c.MASK or terms.HAS_LO or terms.HAS_HI or c.RAGGED:  # noqa: SIM102  (decided when it is compiled)
+        if cut != 0:
+            S: gl.constexpr = p.type.layout
+            rows = gl.arange(0, p.shape[1], gl.SliceLayout(0, S))[None, :]
+            cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
+            if terms.HAS_LO or terms.HAS_HI:
+                # What of an index differs between the elements of a thread is a constant of each comparison.
+                row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
+                at = (m0 - work.n0) + (rows - row) - (cols - col)
+                p = gl.where(in_band(at, col - row, 1 << 30, terms), p, 0.0)
+            if c.MASK:
+                bit = in_words(2 * (rows // 8) + rows % 2 + 16 * (cols // 8 % 2))
+                L: gl.constexpr = bit.type.layout
+                words = bits.load(gl.BlockedLayout([1], [32], [c.WARPS], [0])).reshape([c.BLOCK_N // 16, 8, 4])
+                words = gl.convert_layout(
+                    words, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(5, L))), assert_trivial=True
+                )
+                seen = (words.expand_dims(1).expand_dims(3).expand_dims(5) >> bit) & 1
+                p = gl.convert_layout(gl.where(seen != 0, in_words(p), 0.0).reshape(p.shape), S, assert_trivial=True)
+            elif c.RAGGED:
+                p = gl.where(cols < sizes.keys - work.n0, p, 0.0)
     return p

@@ -114,6 +114,18 @@ def only_slot(c):
 
 
 @gluon.jit
+def border(count):
+    """A border of basic blocks, which keeps ptxas from moving a softmax past the wait for a product.
+
+    ``count``: anything that is never -1, which no compiler knows: without a loop that might run there is no border.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, -1; NEVER: @p bra ON; nanosleep.u32 20; bra NEVER; ON: mov.b32 $0, 0; }",
+        "=r,r", [count], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def take_turn(WARPGROUP: gl.constexpr):
     """Wait until it is this warpgroup's turn to issue products."""
     gl.inline_asm_elementwise(

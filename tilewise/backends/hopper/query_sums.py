@@ -8,12 +8,15 @@ stored 8 bytes at a time and find it twice. (FlashAttention-3 keeps its sum in s
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.hopper.key_bias import accumulator
 from tilewise.backends.hopper.pipeline import (
+    Ring,
     count_stored,
     count_up,
     only_slot,
@@ -23,11 +26,36 @@ from tilewise.backends.hopper.pipeline import (
     wait_full,
     wait_stored,
     warps_barrier,
+    with_barriers,
 )
 from tilewise.backends.hopper.score import key_tiles
 from tilewise.backends.hopper.work import counters_at, done_at, head_and_tile, visit_at, visits_of, work_of
 
 COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
+
+
+class Queries(NamedTuple):
+    """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier which says, once, that the programs' other
+    warps have stored all that counts; not one of the ring's, whose warp may be some phases behind."""
+
+    slots: Any
+    full: Any
+    empty: Any
+    stored: Any
+
+
+@gluon.jit
+def new_queries(dq, c):
+    """``dq``: of the sum, a descriptor or a pointer."""
+    ring = Ring(0, 0, 0)
+    if c.DQ_BY_TMA:
+        slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
+        ring = with_barriers(slots, 1, 1)
+    stored = 0
+    if not c.DQ_BY_TMA or c.DBIAS == "share":
+        stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(stored.index(0), count=1)
+    return Queries(ring.slots, ring.full, ring.empty, stored)
 
 
 @gluon.constexpr_function
@@ -108,12 +136,11 @@ def place_of_part(tile_of_head, part, c):
 
 @gluon.jit
 def release_part(dq, x, queries, tile_of_head, step, PART: gl.constexpr, c):
-    """A part of dQ out of its registers: into shared memory, where what was there before has been read unless parts are
-    `ORDERED`; or straight onto the sum, 512 neighbouring bytes a warp and instruction."""
+    """A part of dQ out of its registers: into shared memory, where the part before has been read; or straight onto the
+    sum, 512 neighbouring bytes a warp and instruction."""
     flat = as_threads_hold_it(dq, c.WARPS)
     if c.DQ_BY_TMA:
-        if c.ORDERED:
-            mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
+        mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
         queries.slots.index(0).store(flat)
     else:
         part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
@@ -121,65 +148,64 @@ def release_part(dq, x, queries, tile_of_head, step, PART: gl.constexpr, c):
 
 
 @gluon.jit
-def send_part(x, queries, tile_of_head, PART: gl.constexpr, c):
-    """What is in shared memory onto the sum by TMA, or to the warp that does so."""
+def send_part(queries, c):
+    """What is in shared memory to the warp that adds it. The fence is that warp's, or all of these would wait for it."""
     if c.DQ_BY_TMA:
-        fence_async_shared()
-        if c.ORDERED:
-            warps_barrier()
-            mbarrier.arrive(queries.full.index(0), count=1)
-        else:
-            tma_add(x.dq, [place_of_part(tile_of_head, PART, c), 0], queries.slots.index(0))
+        warps_barrier()
+        mbarrier.arrive(queries.full.index(0), count=1)
 
 
 @gluon.jit
-def say_added(queries, LATER: gl.constexpr, c):
-    """Tell the warp that counts that dQ has been added, and dS stored; of what these warps store by TMA the LATER
-    stores that came last may be under way."""
-    if c.DQ_BY_TMA or c.DBIAS == "share":
+def say_stored(queries, LATER: gl.constexpr, c):
+    """Tell the warp that counts that dS has been stored, and dQ added, if not by that warp; of what these warps store
+    by TMA the LATER stores that came last may be under way."""
+    if c.DBIAS == "share":
         wait_stored(LATER)
     warps_barrier()
-    mbarrier.arrive(queries.full.index(0), count=1)
+    mbarrier.arrive(queries.stored.index(0), count=1)
 
 
 @gluon.jit
 def add_queries(x, queries, counts, terms, sizes, c):
-    """The role of one warp: says when all of dQ has been added, and adds it where order matters, each tile when the
-    tiles of keys before have added theirs.
+    """The role of one warp: adds dQ to its sum by TMA, and says when all of it has been added. Where order matters,
+    each tile is added when the tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
     """
     work = work_of(terms, sizes, c)
     counters = counters_at(counts, sizes, c)
-    if c.ORDERED:
+    step = 0
+    if c.DQ_BY_TMA:
         wait_zeroed(work, counters, sizes)
-        step = 0
         for g in range(sizes.group):
             h = work.hk * sizes.group + g
             head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
             visits, listed = visits_of(x.visits, work, h, sizes, c)
             for i in range(visits):
                 m, _ = visit_at(i, listed, work, c)
-                m0 = m * c.BLOCK_M
-                if c.MASK:
-                    turn = gl.load(listed + sizes.row_tiles + i)
-                else:
-                    count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
-                    first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
-                    turn = work.n0 // c.BLOCK_N - first
-                wait_count(counters.turns + head + m, turn)
+                if c.ORDERED:
+                    m0 = m * c.BLOCK_M
+                    if c.MASK:
+                        turn = gl.load(listed + sizes.row_tiles + i)
+                    else:
+                        count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
+                        first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+                        turn = work.n0 // c.BLOCK_N - first
+                    wait_count(counters.turns + head + m, turn)
                 for part in gl.static_range(c.DQ_PARTS):
                     wait_full(queries, 0, step * c.DQ_PARTS + part)
+                    fence_async_shared()  # warps have stored, TMA reads
                     tma_add(x.dq, [place_of_part(head + m, part, c), 0], queries.slots.index(0))
                     tma.store_wait(0)
                     mbarrier.arrive(queries.empty.index(0), count=1)
-                count_stored(counters.turns + head + m)
+                if c.ORDERED:
+                    count_stored(counters.turns + head + m)
                 step += 1
-    else:
-        wait_full(queries, 0, 0)
+    if not c.DQ_BY_TMA or c.DBIAS == "share":
+        mbarrier.wait(queries.stored.index(0), 0)
         if c.DBIAS == "share":
             count_up(counters.ended + gl.program_id(0) // c.SHARERS)
-    count_up(counters.done + work.b * sizes.kv_heads + work.hk)
+    count_stored(counters.done + work.b * sizes.kv_heads + work.hk)
 
 
 @gluon.jit

@@ -191,4 +191,5 @@ def visit_at(i, listed, work, c):
         visit = gl.load(listed + i)
         return visit >> 2, visit & 3
     else:
-        return work.end - 1 - i, 0
+        m = work.end - 1 - i
+        return m, gl.where((m < work.full_begin) | (m >= work.full_end), 1, 0)

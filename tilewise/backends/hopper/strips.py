@@ -1,0 +1,112 @@
+"""The products K·Qᵀ and dP of the backward, strip by strip, and the softmax between them.
+
+A strip is what is computed at a time of a tile of queries: all of it, or a half.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from tilewise.backends.hopper.key_bias import accumulator
+from tilewise.backends.hopper.pipeline import only_slot, wait_full
+from tilewise.backends.hopper.score import in_units, softcap, softcap_derivative
+
+
+@gluon.jit
+def strip_of(tile, STRIP: gl.constexpr, c):
+    """What belongs to one strip of the queries of a tile in shared memory."""
+    if c.STRIPS == 1:
+        return tile
+    else:
+        return tile.slice(STRIP * c.STRIP_M, c.STRIP_M, 0)
+
+
+@gluon.jit
+def start_of(rows, step, STRIP: gl.constexpr, terms, c):
+    """The bias of a strip in the units of the scores, transposed."""
+    if c.BIAS == "matrix":
+        tile = strip_of(rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N]), STRIP, c)
+        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)), terms.inverse)
+    else:
+        return step  # of no use
+
+
+@gluon.jit
+def first_start_of(rows, step, needed, terms, c):
+    """Wait for the tiles of a step; `start_of` its first strip."""
+    wait_full(rows.ring, step % c.STAGES, step // c.STAGES, needed)
+    return start_of(rows, step, 0, terms, c)
+
+
+@gluon.jit
+def statistics(stats, STRIP: gl.constexpr, c):
+    """The LSE of a strip's queries in base 2, or their -delta."""
+    return strip_of(stats, STRIP, c).load(gl.SliceLayout(0, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)))
+
+
+@gluon.jit
+def lse_of(rows, step, STRIP: gl.constexpr, c):
+    return statistics(rows.stats.index(2 * (step % c.STAGES)), STRIP, c)
+
+
+@gluon.jit
+def probabilities(s, start, lse, shared, terms, c):
+    """P of a transposed strip, of which nothing is hidden yet, and the derivative of the softcap."""
+    slope = 1.0
+    if terms.HAS_CAP:
+        s = softcap(s * terms.scale, terms.cap)
+        slope = softcap_derivative(s, terms.cap)
+        if c.BIAS == "matrix":
+            s += start
+    if c.BIAS == "cols":
+        added = shared.added.load(gl.SliceLayout(1, s.type.layout))
+        p = gl.exp2(s * terms.exponent + (added[:, None] - lse[None, :]))
+    else:
+        p = gl.exp2(s * terms.exponent - lse[None, :])
+    return p, slope
+
+
+@gluon.jit
+def operand(tile, IN_REGISTERS: gl.constexpr, c):
+    """K or V as the first operand of K·Qᵀ or dP, if it is read into registers; of no use else."""
+    if IN_REGISTERS:
+        return tile.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS), 2))
+    else:
+        return 0
+
+
+@gluon.jit
+def times(first, tile, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, c):
+    """Issue the product of K or V with a strip of Q or dO, transposed. ``first``: see `operand`."""
+    if not IN_REGISTERS:
+        first = tile.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
+    return warpgroup_mma(first, rows.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+
+
+@gluon.jit
+def begin(start, rows, shared, step, STRIP: gl.constexpr, terms, c):
+    """Issue K·Qᵀ of a strip of a step whose tiles are there (past the last step, of whatever is)."""
+    q = strip_of(rows.ring.slots.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_D]), STRIP, c)
+    STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
+    if not STARTS:
+        start = gl.zeros([c.BLOCK_N, c.STRIP_M], gl.float32, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS))
+    return times(shared.k_operand, shared.k, q, start, STARTS, c.K_IN_REGISTERS, c)
+
+
+@gluon.jit
+def begin_ahead(rows, shared, step, steps, terms, c):
+    """Issue K·Qᵀ of the first strip of a step, ahead of the others' products; `start_of` it, the product, its LSE."""
+    start = first_start_of(rows, step, step < steps, terms, c)
+    return start, begin(start, rows, shared, step, 0, terms, c), lse_of(rows, step, 0, c)
+
+
+@gluon.jit
+def begin_dp(rows, shared, slot, STRIP: gl.constexpr, c):
+    """Issue dP - delta of a strip, transposed."""
+    minus_delta = statistics(rows.stats.index(2 * slot + 1), STRIP, c)
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)
+    minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.STRIP_M], gl.float32, S))
+    do = strip_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), STRIP, c)
+    return times(shared.v_operand, shared.v, do, minus_delta, True, c.V_IN_REGISTERS, c)
