@@ -36,9 +36,10 @@ DESIGNED = [
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
-# have 64; twice four where it leaves in two parts), and twice as many of all but dQ for two strips of queries; one body
-# for each side of a band and one for the full tiles, or one for all beside a mask or of strips. Where QK comes ahead
-# there is one more of it before the loops. Beside a float32 bias of 128 dimensions there is room for 64 keys.
+# have 64; twice four where it leaves in two parts), twice as many of all but dQ for two strips of queries. At 32 and
+# 128 dimensions without a mask there is a body for each side of a band and one for the full tiles, else one for all.
+# Where QK comes ahead there is one more of it before the loops. Beside a float32 bias of 128 dimensions there is room
+# for 64 keys.
 BACKWARDS = [
     ("installed", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
@@ -55,9 +56,9 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=64, bias="bhmn", bias_dtype=torch.float16), 2 * (2 * 4 + 2 * 4) + 8, 0),
     ("3.6.0", replace(USUAL, D=64, softcap=5.0), 2 * 4 + 2 * 4 + 8 + 4, 0),
     ("3.6.0", replace(USUAL, D=64, bias="b11n"), 2 * 4 + 2 * 4 + 8 + 4, 0),
-    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * (2 * 4 + 2 * 4 + 4) + 4, 0),
-    ("installed", replace(USUAL, D=64, Hkv=4, window=(300, 20)), 3 * (2 * 4 + 2 * 4 + 4) + 4, 8),
-    ("3.6.0", replace(USUAL, D=64, causal=True, bias="b11n"), 2 * (2 * 4 + 2 * 4 + 4), 0),
+    ("3.6.0", replace(USUAL, D=64, causal=True), 2 * 4 + 2 * 4 + 4 + 4, 0),
+    ("installed", replace(USUAL, D=64, Hkv=4, window=(300, 20)), 2 * 4 + 2 * 4 + 4 + 4, 8),
+    ("3.6.0", replace(USUAL, D=64, causal=True, bias="b11n"), 2 * 4 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
@@ -95,21 +96,21 @@ BACKWARDS = [
     # both warpgroups have the same keys
     ("3.6.0", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("installed", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
-    ("3.6.0", replace(USUAL, D=256, Hkv=4, causal=True), 2 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 4),
+    ("3.6.0", replace(USUAL, D=256, Hkv=4, causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 4),
     ("3.6.0", replace(USUAL, D=256, bias="bhmn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, bias="1hmn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
-    ("installed", replace(USUAL, D=256, bias="1hmn", causal=True), 2 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 8),
+    ("installed", replace(USUAL, D=256, bias="1hmn", causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 8),
     ("3.6.0", replace(USUAL, D=256, bias="b11n"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, deterministic=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, B=16, D=256, bias="1hmn", deterministic=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 8),
     (
         "3.6.0",
         replace(USUAL, B=16, D=256, bias="1hmn", window=(300, 20), deterministic=True),
-        3 * (2 * 16 + 2 * 4 + 2 * 4) + 16,
+        2 * 16 + 2 * 4 + 2 * 4 + 16,
         32,
     ),
     # softcap, a band on both sides, a bias and dBias apart from dS: the most shared memory
-    ("3.6.0", replace(USUAL, D=256, bias="bhmn", softcap=20.0, window=(300, 20)), 3 * (2 * 16 + 2 * 4 + 2 * 4) + 16, 0),
+    ("3.6.0", replace(USUAL, D=256, bias="bhmn", softcap=20.0, window=(300, 20)), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", mask="b1mn", softcap=20.0), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, bias="1hmn", mask="b1mn", causal=True, softcap=5.0), 2 * 16 + 4 * 4 + 16, 24),
     ("3.6.0", replace(USUAL, D=256, mask="b1mn", B=16, bias="1hmn", deterministic=True), 2 * 16 + 4 * 4 + 16, 32),

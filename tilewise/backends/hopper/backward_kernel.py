@@ -76,6 +76,7 @@ class Compiled(NamedTuple):
     STRIP_M: Any  # queries of a strip
     STAGES: Any
     DO_STAGES: Any
+    SIDES_APART: Any
     DQ_PARTS: Any
     DQ_BY_TMA: Any
     AHEAD: Any
@@ -421,13 +422,13 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
         h = work.hk * sizes.group + g
         if c.BIAS == "cols":
             keep_bias_of_keys(x, shared, work, h, sizes, c)
-        if c.MASK or c.STRIPS > 1:
+        if not c.SIDES_APART:
             count, listed = visits_of(x.visits, work, h, sizes, c)
             for i in range(count):
                 m, cut = visit_at(i, listed, work, c)
                 state = visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c)
                 step += 1
-        else:  # a loop for each side of a band: a branch for what cuts a tile takes 2 % at 128 dimensions
+        else:
             if terms.HAS_LO:
                 for i in range(work.end - work.full_end):
                     m = work.end - 1 - i

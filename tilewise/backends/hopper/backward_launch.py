@@ -182,6 +182,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         STRIP_M=config.block_m // config.strips,
         STAGES=config.stages,
         DO_STAGES=config.do_stages,
+        SIDES_APART=config.sides_apart,
         DQ_PARTS=config.dq_parts,
         DQ_BY_TMA=config.dq_by_tma,
         AHEAD=config.ahead,

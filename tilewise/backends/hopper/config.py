@@ -131,6 +131,7 @@ class BackwardConfig:
         dq_by_tma: they leave through shared memory, and a warp of its own adds them, in a fixed order if need be; else
             straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
+        sides_apart: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
         k_in_registers, v_in_registers: K, V are read once, not by every wgmma of K·Qᵀ, of dP.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
@@ -149,6 +150,7 @@ class BackwardConfig:
     programs: int = 1
     loading_registers: int = 24
     strips: int = 1
+    sides_apart: bool = False
     k_in_registers: bool = False
     v_in_registers: bool = False
 
@@ -207,6 +209,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
         block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
         dq_parts=1, dq_by_tma=by_tma, ahead=ahead, programs=programs,
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), strips=2 if tall else 1,
+        sides_apart=d in (32, 128) and problem.mask is None,  # 2 % at 128, -1 % at 256 (H200)
         k_in_registers=d64 or (d == 32 and bias is None and problem.mask is None),
         v_in_registers=d64 and not tall and not along_keys,
     )  # fmt: skip

@@ -149,7 +149,7 @@ def release_part(dq, x, queries, tile_of_head, step, PART: gl.constexpr, c):
 
 @gluon.jit
 def send_part(queries, c):
-    """What is in shared memory to the warp that adds it. The fence is that warp's, or all of these would wait for it."""
+    """What is in shared memory to the warp that adds it; with the fence here all of these warps would wait for it."""
     if c.DQ_BY_TMA:
         warps_barrier()
         mbarrier.arrive(queries.full.index(0), count=1)
