@@ -5,9 +5,10 @@ passes once through shared memory for dQ = dS K. dQ is summed over the key tiles
 that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for
 one that is shared.
 
-One warp loads; two warpgroups compute, 64 keys each, and meet where dS is complete. Past 128 dimensions dK and dV of 64
-keys are all that their registers hold: both have the same keys, and each half of the columns of whatever is computed.
-Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
+One warp loads, one adds dQ; two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once
+for 128 queries, which are computed in two strips. Past 128 dimensions dK and dV of 64 keys are all that their registers
+hold: both have the same keys, and each half of the columns of whatever is computed. Each then needs all of P and dS,
+which both pass through shared memory, and they meet for either.
 """
 
 from __future__ import annotations
@@ -428,7 +429,7 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
                 m, cut = visit_at(i, listed, work, c)
                 state = visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c)
                 step += 1
-        else:
+        else:  # what cuts a tile is known when it is compiled
             if terms.HAS_LO:
                 for i in range(work.end - work.full_end):
                     m = work.end - 1 - i

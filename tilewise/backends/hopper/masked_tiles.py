@@ -1,4 +1,5 @@
-"""The bits of a bool mask in the backward's tiles of scores: from global memory to the registers that they hide."""
+"""What hides scores in the backward's tiles: a band, the end of the keys, and a bool mask, whose bits come from global
+memory to the registers that they hide."""
 
 from __future__ import annotations
 

@@ -1,0 +1,84 @@
+"""What the Hopper backward hides of a tile: the kernels' own functions, run as Python on integers and tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.problem import Problem
+from tilewise.score import tiles
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.hopper import backward_launch, config, masked_tiles, score, work
+
+
+class Tile:
+    """A tile of ones, with what the kernel reads of a tensor."""
+
+    def __init__(self, keys, queries):
+        self.ones, self.shape = torch.ones(keys, queries), (keys, queries)
+        self.type = SimpleNamespace(layout=None)
+
+
+def where(condition, x, y):
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, getattr(x, "ones", x), y)
+    return x if condition else y
+
+
+def minimum(x, y):
+    return min(x, y) if isinstance(x, int) else x.clamp(max=y)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The functions of the kernels as Python functions."""
+    gl = SimpleNamespace(
+        minimum=minimum, maximum=max, where=where, constexpr=lambda x: x, SliceLayout=lambda *_: None,
+        arange=lambda start, end, _: torch.arange(start, end),
+    )  # fmt: skip
+    for module in (work, score, masked_tiles):
+        monkeypatch.setattr(module, "gl", gl)
+    monkeypatch.setattr(work, "query_tiles", tiles.query_tiles)
+    for name in ("head_and_tile", "heads_at_once", "groups_of_sharers"):
+        monkeypatch.setattr(work, name, getattr(work, name).fn)
+    monkeypatch.setattr(masked_tiles, "in_band", score.in_band.fn)
+
+
+BANDS = [Band(), Band(None, 3), Band(None, 193), Band(-200, 70), Band(-50, None), Band(300, 400), Band(-64, 0)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(239, 432), (432, 239), (256, 256), (70, 129)])
+@pytest.mark.parametrize(("dim", "deterministic"), [(32, False), (64, False), (64, True), (128, False), (256, False)])
+def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys, band):
+    """And no other tile has anything that is. Rows past the end may keep all: their LSE is +inf."""
+    p = Problem(
+        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=1, heads=1, kv_heads=1, queries=queries,
+        keys=keys, head_dim=dim, value_dim=dim, score=Score(0.1, None, band), bias_grad=False,
+        deterministic=deterministic,
+    )  # fmt: skip
+    chosen = config.backward_config(p)
+    c = backward_launch._compiled(p, chosen, config.backward_width(p))
+    c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
+    sizes, _ = backward_launch._sizes(p, chosen, torch.device("meta"))
+    lo, hi = tiles.limits(band)
+    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    row, col = torch.arange(queries)[None, :], torch.arange(keys)[:, None]
+    seen = (col <= row + hi) & (col >= row + lo)
+    found = torch.zeros(sizes.key_tiles * c.BLOCK_N, sizes.row_tiles * c.BLOCK_M)
+    for program in range(sizes.key_tiles):
+        mine = work.work_at.fn(program, 0, terms, sizes, c)
+        for i in range(mine.end - mine.begin):
+            m, cut = work.visit_at.fn(i, None, mine, c)
+            for m0 in range(m * c.BLOCK_M, (m + 1) * c.BLOCK_M, c.STRIP_M):
+                p_tile = masked_tiles.visible.fn(Tile(c.BLOCK_N, c.STRIP_M), None, cut, mine, m0, terms, sizes, c)
+                found[mine.n0 : mine.n0 + c.BLOCK_N, m0 : m0 + c.STRIP_M] += getattr(p_tile, "ones", p_tile)
+    assert torch.equal(found[:keys, :queries], seen.float())
+    assert not found[keys:, :queries].any()
