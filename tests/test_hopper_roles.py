@@ -55,23 +55,27 @@ class Roles:
             barrier.phase += count
             self.changed.notify_all()
 
+    def other_stops(self):
+        """The other role waits for something that is not there yet, or has ended."""
+        condition = self.waits_for[ADDS if threading.current_thread().name == COMPUTES else COMPUTES]
+        return condition is not None and not condition()
+
+    def is_late(self):
+        if threading.current_thread().name == self.late:
+            with self.changed:
+                self.changed.wait_for(self.other_stops)
+
     def wait(self, barrier, parity):
         me = threading.current_thread().name
-        other = ADDS if me == COMPUTES else COMPUTES
 
         def over():
             return barrier.phase % 2 != parity
 
-        def stops(role):
-            condition = self.waits_for[role]
-            return condition is not None and not condition()
-
+        self.is_late()
         with self.changed:
-            if me == self.late:
-                self.changed.wait_for(lambda: stops(other))
             self.waits_for[me] = over
             self.changed.notify_all()
-            self.changed.wait_for(lambda: over() or stops(other))
+            self.changed.wait_for(lambda: over() or self.other_stops())
             if not over():
                 self.stuck.append(me)
                 raise SystemExit
@@ -96,13 +100,16 @@ class Roles:
 
 
 @pytest.mark.parametrize("late", [COMPUTES, ADDS])
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    ("by_tma", "ordered"), [(True, False), (True, True), (False, False)], ids=["by TMA", "in order", "from registers"]
+)
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize(
     ("group", "visits", "parts"), [(1, 1, 1), (1, 2, 1), (1, 5, 2), (3, 4, 1), (2, 3, 2), (1, 0, 1)]
 )
-def test_every_part_of_dq_is_added_once(monkeypatch, late, ordered, shares, group, visits, parts):
-    roles, added, counted = Roles(late), [], []
+def test_every_part_of_dq_is_added_once(monkeypatch, late, by_tma, ordered, shares, group, visits, parts):
+    """And said to be, when what the other warps store has been stored."""
+    roles, added, counted, stored = Roles(late), [], [], []
     gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0)
     stubs = {
         "gl": gl,
@@ -117,8 +124,8 @@ def test_every_part_of_dq_is_added_once(monkeypatch, late, ordered, shares, grou
         "visits_of": lambda *_: (visits, None),
         "visit_at": lambda i, *_: (visits - 1 - i, 0),
         "key_tiles": lambda *_: (0, 0, 0, 0),
-        "count_up": counted.append,
-        "count_stored": counted.append,
+        "count_up": lambda at: counted.append((at, bool(stored))),
+        "count_stored": lambda at: counted.append((at, bool(stored))),
         **dict.fromkeys(
             ("warps_barrier", "fence_async_shared", "wait_stored", "wait_count", "wait_zeroed"), lambda *_: None
         ),
@@ -126,24 +133,29 @@ def test_every_part_of_dq_is_added_once(monkeypatch, late, ordered, shares, grou
     for name, stub in stubs.items():
         monkeypatch.setattr(query_sums, name, stub)
     c = SimpleNamespace(
-        DQ_BY_TMA=True, ORDERED=ordered, DQ_PARTS=parts, DBIAS="share" if shares else "none", SHARERS=1, MASK=False,
+        DQ_BY_TMA=by_tma, ORDERED=ordered, DQ_PARTS=parts, DBIAS="share" if shares else "none", SHARERS=1, MASK=False,
         BLOCK_M=64, BLOCK_N=64, WARPS=8,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=1, row_tiles=visits, queries=64 * visits, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barrier() if shares else 0)
+    counts_others = shares or not by_tma
+    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barrier() if counts_others else 0)
     x = SimpleNamespace(dq=None, visits=None)
     tiles = [g * visits + m for g in range(group) for m in reversed(range(visits))]
 
     def computes():
-        for step, tile in enumerate(tiles):
+        for step, tile in enumerate(tiles if by_tma else []):  # from registers they are atomic additions of their own
             for part in range(parts):
                 query_sums.release_part.fn((tile, part), x, queries, tile, step, part, c)
                 query_sums.send_part.fn(queries, c)
-        if shares:
+        roles.is_late()
+        stored.append(True)
+        if counts_others:
             query_sums.say_stored.fn(queries, 2, c)
 
     roles.run(**{COMPUTES: computes, ADDS: lambda: query_sums.add_queries.fn(x, queries, 0, terms, sizes, c)})
-    assert added == [(tile * parts + part, (tile, part)) for tile, part in itertools.product(tiles, range(parts))]
+    expected = [(tile * parts + part, (tile, part)) for tile, part in itertools.product(tiles, range(parts))]
+    assert added == (expected if by_tma else [])
     turns = [1000 + tile for tile in tiles] if ordered else []
-    assert counted == [*turns, *([2000] if shares else []), 3000]
+    assert [at for at, _ in counted] == [*turns, *([2000] if shares else []), 3000]
+    assert all(after for at, after in counted if at >= 2000 and counts_others)

@@ -229,7 +229,8 @@ def drop_what_is_not_finite(tile, c):
 def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
 
-    Of two strips the softmax of the first runs under K·Qᵀ of the second, its dV and dK under the softmax of the second.
+    Of two strips the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its dK
+    under dS of the second.
     """
     DTYPE: gl.constexpr = x.q.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
@@ -278,8 +279,7 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
         p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits.index(slot), cut, work, m0 + i * c.STRIP_M, terms, sizes, c)
         if c.SHARES_KEYS:
-            # The last to read P's memory, dV of the step before, was waited for by both warpgroups before they last
-            # met.
+            # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
             p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
             p_queries.permute((1, 0)).store(p.to(DTYPE))
             warps_barrier()
