@@ -30,12 +30,12 @@ def plain(monkeypatch):
     monkeypatch.setattr(schedule, "key_tiles", tiles.key_tiles)
 
 
-def walk(B, H, Hkv, M, N, band, bias=None, programs=132):
-    """The tiles in their order, and how many heads run together."""
+def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
+    """What the kernel knows: terms, sizes and what is compiled."""
     shape = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
     problem = Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
-        head_dim=128, value_dim=128, score=Score(0.1, None, band), bias_grad=False, deterministic=False,
+        head_dim=D, value_dim=D, score=Score(0.1, None, band), bias_grad=False, deterministic=False,
         bias=None if bias is None else Operand(torch.bfloat16, *(shape[axis] for axis in bias)),
     )  # fmt: skip
     config = forward_config(problem)
@@ -43,7 +43,12 @@ def walk(B, H, Hkv, M, N, band, bias=None, programs=132):
     c = launch._compiled(problem, config, True)
     c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
     lo, hi = tiles.limits(band)
-    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    return SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None), sizes, c
+
+
+def walk(*problem):
+    """The tiles in their order, and how many heads run together."""
+    terms, sizes, c = known(*problem)
     return [schedule.tile_at.fn(t, None, terms, sizes, c) for t in range(sizes.tiles)], sizes.at_once
 
 
@@ -70,3 +75,33 @@ def test_the_longest_come_first(B, H, M, band):
     for n in range(groups):
         counts = [t.count for t in order[n * tiles_at_once : (n + 1) * tiles_at_once if n + 1 < groups else None]]
         assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("band", [CAUSAL, Band(None, 63), Band(None, 65), Band(None, 400), Band(None, -70)], ids=str)
+@pytest.mark.parametrize(("M", "N"), [(1, 300), (239, 129), (1000, 1023), (5000, 5000)])
+@pytest.mark.parametrize(("D", "bias"), [(32, None), (32, "1hmn"), (64, None), (128, None), (256, None)])
+def test_what_a_warpgroup_leaves_out_or_does_not_mask(D, bias, M, N, band):
+    """Under a band without a lower limit: the visits that it leaves out are hidden from all its queries, and those of
+    its last loop are seen by all, in whole."""
+    terms, sizes, c = known(1, 1, 1, M, N, band, bias, 132, D)
+    assert c.SIDES_APART
+    three = D <= 64 and bias is None and M == 5000
+    assert three == (c.WARPGROUPS == 3)
+    assert bool(c.STEPS_OVER) is (64 * c.WARPGROUPS > c.BLOCK_N)
+    left = 0
+    for t in range(sizes.tiles):
+        tile = schedule.tile_at.fn(t, None, terms, sizes, c)
+        for w in range(c.WARPGROUPS):
+            rows = range(tile.row0 + 64 * w, min(tile.row0 + 64 * w + 64, M))
+            first = schedule.first_visit.fn(tile, terms, c, w)
+            full = schedule.first_full.fn(tile, first)
+            assert 0 <= first < full <= tile.count
+            last_keys = [min(row + terms.hi, N - 1) for row in rows]
+            for i in range(tile.count):
+                n0 = schedule.visit_at.fn(i, tile, c).n * c.BLOCK_N
+                if i < first:
+                    assert all(last < n0 for last in last_keys)
+                elif i >= full:
+                    assert all(last >= n0 + c.BLOCK_N - 1 for last in last_keys)
+            left += first
+    assert left > 0 or not c.STEPS_OVER or M < 5000

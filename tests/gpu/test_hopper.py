@@ -14,7 +14,7 @@ from helpers import Case, check, hold, reference, run, tensors
 from tilewise import attention, explain
 from tilewise.backends import Inputs
 from tilewise.backends.hopper.backward_launch import _sizes
-from tilewise.backends.hopper.config import backward_config
+from tilewise.backends.hopper.config import backward_config, forward_config
 from tilewise.backends.hopper.launch import Forward
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
@@ -259,6 +259,37 @@ def drawn(n: int) -> Case:
     ids=str,
 )
 def test_masks(case):
+    check(case, "hopper", "cuda")
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"D": 64, "M": 300, "N": 5000},
+        {"D": 64, "M": 4200, "N": 4300, "Hkv": 4},
+        {"D": 64, "M": 2300, "N": 2100, "causal": False, "window": (None, 4000)},  # nothing is hidden
+        {"D": 64, "M": 200, "N": 2400, "causal": False, "window": (None, 2150), "dtype": HALF},
+        {"D": 32, "M": 1023, "N": 3500, "dtype": HALF},
+        {"D": 32, "bias": "1hmn", "M": 500, "N": 799},
+        {"D": 32, "bias": "bhmn", "bias_dtype": HALF, "M": 799, "N": 500},  # the first queries see nothing
+        {"D": 128, "M": 799, "N": 1016},
+        {"D": 128, "M": 500, "N": 564, "softcap": 5.0},
+        {"D": 128, "bias": "bh1n", "M": 239, "N": 1023},
+        {"D": 128, "bias": "bhmn", "bias_hides": True, "M": 1023, "N": 1023},
+        {"D": 256, "M": 500, "N": 564},
+        {"D": 256, "M": 799, "N": 500, "bias": "1hmn"},
+        {"D": 256, "M": 129, "N": 1, "causal": False, "window": (None, 70)},
+        {"D": 256, "M": 300, "N": 432, "planted": math.nan, "causal": False, "window": (None, -20)},
+    ],
+    ids=str,
+)
+def test_tiles_of_keys_at_a_band(terms):
+    """What a band without a lower limit cuts has a loop of its own, and a warpgroup leaves out what it sees nothing of:
+    many tiles of queries a program, so that the warpgroups' rings and turns go on from one to the next."""
+    case = replace(USUAL, **{"causal": True, **terms})
+    x = tensors(case, "cuda")
+    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    assert forward_config(Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=False)).sides_apart
     check(case, "hopper", "cuda")
 
 

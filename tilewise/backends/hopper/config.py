@@ -33,6 +33,9 @@ class Config:
         bias_stages: tiles in the ring of the bias, for each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         lazy: O is rescaled only where a row's maximum has grown by more than `score.SLACK` powers of two.
+        sums_by_thread: each thread sums up what it has of a row, and threads of a row meet at its end only.
+        sides_apart: the tiles of keys that a band cuts come first and have a loop of their own; else a branch.
+        steps_over: a warpgroup leaves tiles out of which it sees nothing, and another something.
         dynamic: a program takes whichever tile of queries is left; else every so manieth.
         o_in_q: O leaves through the shared memory of Q.
         q_in_registers: Q is read once, not by every wgmma.
@@ -54,6 +57,9 @@ class Config:
     scale_in_q: bool
     registers: tuple[int, int]
     programs: int = 1
+    sums_by_thread: bool = False
+    sides_apart: bool = False
+    steps_over: bool = False
 
     @property
     def block_m(self) -> int:
@@ -87,17 +93,22 @@ def forward_config(problem: Problem) -> Config:
     # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
     # which a softcap or the masks of a band need too: half the keys.
     band, capped = not problem.score.band.unlimited, problem.score.softcap is not None
+    masked = problem.mask is not None
+    plain = problem.bias is None and not masked
     crowded = problem.bias is not None and (capped or (band and not bias))
     # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
     # computes while the other waits for its bias.
-    small = d == 32 and bias > 0 and problem.mask is None and not capped
+    small = d == 32 and bias > 0 and not masked and not capped
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
-    three = d <= 64 and problem.bias is None and problem.mask is None and not capped
+    three = d <= 64 and plain and not capped
     # Not where few keys are seen: of 192 queries that a band cuts more is in vain than of 128 (H200, causal; at D=64).
     seen = problem.pairs // max(1, problem.batch * problem.heads * problem.queries)
-    three = three and not (band and seen <= 2048)
-    in_registers = d <= 128 and not three and not small and (d < 128 or problem.bias is None or bias > 0)
+    three = three and not (band and seen < 2048)
+    in_registers = not (three or small) and (d < 128 or (d == 128 and (problem.bias is None or bias > 0)))
+    in_registers = in_registers and not (d == 64 and masked and problem.bias is None)  # 5 % slower (H200)
+    apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
+    rows = (3 if three else 2) * ROWS
     return Config(
         block_n=block_n,
         warpgroups=3 if three else 2,
@@ -107,12 +118,16 @@ def forward_config(problem: Problem) -> Config:
         bias_first=bias > 0 and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=problem.bias is None if d >= 128 else not small,
-        dynamic=band or problem.mask is not None,
+        dynamic=band or masked,
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
         registers=(104, 32) if small else (160, 32) if three else (240, 24),
         programs=2 if small else 1,
+        # Worth 1 to 2 %, and with a band 5 % together with the loop of its own; slower beside a bias or a mask (H200).
+        sums_by_thread=plain and (d != 128 or band),
+        sides_apart=apart,
+        steps_over=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
     )
 
 

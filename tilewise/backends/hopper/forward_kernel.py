@@ -31,8 +31,19 @@ from tilewise.backends.hopper.pipeline import (
     tma_store,
     wait_full,
 )
-from tilewise.backends.hopper.schedule import hand_out, next_ticket, tile_at, visit_at
-from tilewise.backends.hopper.score import in_band, in_units, mask_of, online_softmax, rescaled, softcap, widened
+from tilewise.backends.hopper.schedule import first_full, first_visit, hand_out, next_ticket, tile_at, visit_at
+from tilewise.backends.hopper.score import (
+    by_thread,
+    changed_rows,
+    in_band,
+    in_units,
+    mask_of,
+    online_softmax,
+    rescaled,
+    softcap,
+    sums_of_rows,
+    widened,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -50,6 +61,9 @@ class Compiled(NamedTuple):
     BIAS_STAGES: Any
     BIAS_FIRST: Any
     LAZY: Any
+    SUMS_BY_THREAD: Any
+    SIDES_APART: Any
+    STEPS_OVER: Any
     O_IN_Q: Any
     Q_IN_REGISTERS: Any
     SCALE_IN_Q: Any
@@ -94,7 +108,7 @@ class State(NamedTuple):
     """What a warpgroup hands on from one tile of keys to the next."""
 
     m: Any  # running maximum of each row, in units of 1/scale
-    l: Any  # noqa: E741  (running sum of each row)
+    l: Any  # noqa: E741  (running sum of each row, or of each thread of one)
     o: Any  # all but the last tile of keys have been added
     p: Any  # of the last
 
@@ -185,16 +199,18 @@ def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
 def scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
     """From the product to what the softmax takes: softcap, bias, in a mixed tile the mask, in a partial one the band.
 
-    ``words``: of `mask_words`.
+    ``words``: of `mask_words`. BAND: "all" tiles are partial, "some" or "none".
     """
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
     if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
         s += in_units(bias, terms.inverse)
-    if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+    row0, keys = tile.row0 + 64 * WARPGROUP - visit.n * c.BLOCK_N, sizes.keys - visit.n * c.BLOCK_N
+    if BAND == "all":
+        s = banded(s, row0, keys, terms, c)
+    elif BAND == "some":  # noqa: SIM102  (decided when it is compiled, the other when it runs)
         if visit.partial:
-            n0 = visit.n * c.BLOCK_N
-            s = banded(s, tile.row0 + 64 * WARPGROUP - n0, sizes.keys - n0, terms, c)
+            s = banded(s, row0, keys, terms, c)
     if c.MASK:  # noqa: SIM102
         if visit.mixed:
             s = masked(s, words, c)
@@ -205,7 +221,7 @@ def scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
     """The bits of the mask for a mixed tile, a word of each of its rows for each thread; of another tile 0."""
     if c.MASK:
-        L: gl.constexpr = in_words(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))).type.layout
+        L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))).type.layout
         WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
         key_count = gl.cdiv(sizes.keys, c.BLOCK_N)
         row0 = tile.row0 + 64 * WARPGROUP
@@ -222,15 +238,9 @@ def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def in_words(s):
-    """As [64, BLOCK_N / 8, 4, 2]: of every eight columns two neighbours in each of four threads."""
-    return s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
 def masked(s, words, c):
     """-inf where a bit of the mask is 0; see mask_kernels for their order."""
-    parts = in_words(s)
+    parts = by_thread(s)
     L: gl.constexpr = parts.type.layout
     eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
@@ -269,13 +279,42 @@ def start_of(bias, terms, c):
 
 
 @gluon.jit
-def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
+def rounded(p, DTYPE: gl.constexpr, c):
+    """P in the dtype of V; with SIDES_APART neighbours of two columns as one word, [64, BLOCK_N / 2].
+
+    Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
+    """
+    if c.SIDES_APART:
+        low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
+        KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
+        return gl.inline_asm_elementwise(
+            f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_DV), 2)
+        return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def times_v(p, v, o, c):
+    """Issue o + P·V; ``p``: of `rounded`."""
+    if c.SIDES_APART:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_DV), 2)
+        p = gl.join(p, p).reshape([64, c.BLOCK_N])
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
+        p = gl.convert_layout(p.to(v.dtype, bitcast=True), OPERAND, assert_trivial=True)
+    return warpgroup_mma(p, v, o, is_async=True)
+
+
+@gluon.jit
+def attend(
+    q, state, x, rings, step, tile, i, terms, sizes, c,
+    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
     """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
 
-    FIRST: of its tile of queries, where nothing comes before.
+    FIRST: of its tile of queries, where nothing comes before. BAND: see `scores`.
     """
-    DTYPE: gl.constexpr = x.q.dtype
-    O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
     k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
     visit = visit_at(i, tile, c)
     words = mask_words(x, visit, tile, sizes, c, WARPGROUP)
@@ -294,7 +333,7 @@ def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.con
     if not FIRST:
         wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
-        o_pending = warpgroup_mma(state.p, v, state.o, is_async=True)
+        o_pending = times_v(state.p, v, state.o, c)
     pass_turn(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP)
@@ -303,10 +342,12 @@ def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.con
     leave(rings.k, k_slot)
 
     # softmax
-    BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
-    BLIND: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
-    s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND or (FIRST and c.RAGGED))
+    BLIND: gl.constexpr = BAND != "none" or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
+    s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND)
     p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or BLIND)
+    changed = 0
+    if c.SUMS_BY_THREAD:
+        changed = changed_rows(alpha, l_i)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
     wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, i + 1 < tile.count)
@@ -316,12 +357,27 @@ def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP: gl.con
     if not FIRST:
         o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
         leave(rings.v, v_slot)
-    # converted after PV has read the old P: one set of registers for both, and no copies
-    p = gl.convert_layout(p_next.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
     if not FIRST:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)
-        o = rescaled(o, alpha) if c.LAZY else o * alpha[:, None]
-    return State(m_i, l_i, o, p)
+        if c.LAZY and not c.SUMS_BY_THREAD:
+            changed = changed_rows(alpha, l_i)
+        o = rescaled(o, alpha, changed, c.LAZY)
+    # rounded after PV has read the old P: one set of registers for both, and no copies
+    return State(m_i, l_i, o, rounded(p_next, x.q.dtype, c))
+
+
+@gluon.jit
+def step_over(rings, step, c, WARPGROUP: gl.constexpr):
+    """Leave a tile of keys to the other warpgroups."""
+    take_turn(WARPGROUP)
+    pass_turn(WARPGROUP, c.WARPGROUPS)
+    wait_full(rings.k, step % c.STAGES, step // c.STAGES)
+    leave(rings.k, step % c.STAGES)
+    wait_full(rings.v, step % c.STAGES, step // c.STAGES)
+    leave(rings.v, step % c.STAGES)
+    if c.BIAS == "matrix":
+        slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
+        wait_full(rings.bias, slot, step // c.BIAS_STAGES)
+        leave(rings.bias, slot)
 
 
 @gluon.jit
@@ -375,12 +431,27 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         else:
             q = q_shared
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
-        l_i = gl.full([64], 0.0, gl.float32, ROWS)
+        none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
+        l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
         state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
-        state = attend(q, state, x, rings, step, tile, 0, terms, sizes, c, WARPGROUP, True)
+        first = first_visit(tile, terms, c, WARPGROUP)
+        for _ in range(first):
+            step_over(rings, step, c, WARPGROUP)
+            step += 1
+        HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
+        ENDS: gl.constexpr = "some" if HAS_BAND or c.RAGGED else "none"
+        state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS)
         step += 1
-        for i in range(1, tile.count):
-            state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False)
+        first += 1
+        if c.SIDES_APART:
+            full = first_full(tile, first - 1)
+            for i in range(first, full):
+                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, "all")
+                step += 1
+            first = full
+        REST: gl.constexpr = "some" if HAS_BAND and not c.SIDES_APART else "none"
+        for i in range(first, tile.count):
+            state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST)
             step += 1
 
         # PV of the first tile of keys
@@ -389,11 +460,14 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         v_slot = (step - 1) % c.STAGES
         wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
-        o_pending = warpgroup_mma(state.p, v, state.o, is_async=True)
+        o_pending = times_v(state.p, v, state.o, c)
         ticket = next_ticket(ticket, t, rings, c)
         o = warpgroup_mma_wait(0, deps=(o_pending,))
         leave(rings.v, v_slot)
-        o = finish(state.m, state.l, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+        l_i = state.l
+        if c.SUMS_BY_THREAD:
+            l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
+        o = finish(state.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
 
         # O leaves by TMA, through shared memory
         stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)

@@ -118,3 +118,20 @@ def visit_at(i, tile, c):
     else:
         n = tile.last - i
         return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
+
+
+@gluon.jit
+def first_visit(tile, terms, c, WARPGROUP: gl.constexpr):
+    """Which visit is a warpgroup's first: with STEPS_OVER it leaves out what is hidden from all its queries, but for
+    the first keys, which no band without a lower limit leaves out."""
+    first = 0
+    if c.STEPS_OVER and WARPGROUP + 1 < c.WARPGROUPS:
+        last = gl.maximum(tile.row0 + 64 * (WARPGROUP + 1) - 1 + terms.hi, 0) // c.BLOCK_N
+        first = gl.maximum(tile.last - last, 0)
+    return first
+
+
+@gluon.jit
+def first_full(tile, first):
+    """The first visit after a warpgroup's first that no band without a lower limit, and no end of the keys, cuts."""
+    return gl.maximum(tile.last + 1 - tile.full_end, first + 1)

@@ -97,12 +97,28 @@ def in_band(rows, cols, keys, terms):
 
 
 @gluon.jit
+def by_thread(x):
+    """As [rows, columns / 8, 4, 2]: of every eight columns two neighbours in each of the four threads of a row."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def sums_of_rows(x, BY_THREAD: gl.constexpr):
+    """The sums of rows; BY_THREAD: what each of the four threads of a row has of it, [rows, 4], without a shuffle."""
+    if BY_THREAD:
+        return gl.sum(gl.sum(by_thread(x), axis=1), axis=2)
+    else:
+        return gl.sum(x, axis=1)
+
+
+@gluon.jit
 def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.constexpr):
-    """``(p, m, l, alpha)``; MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
+    """``(p, m, l, alpha)``; l and alpha of rows, or of each thread of a row where ``l_i`` is, see `sums_of_rows`.
 
     LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
-    nothing to do (as in FlashAttention-4).
+    nothing to do (as in FlashAttention-4). MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
     """
+    BY_THREAD: gl.constexpr = len(l_i.shape) == 2
     m_new = gl.maximum(m_i, gl.max(s, axis=1))
     if LAZY:
         m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # not where m_i is -inf
@@ -112,7 +128,26 @@ def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.c
     # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
     alpha = gl.exp2((m_i - base) * exponent)
     p = gl.exp2(s * exponent - (base * exponent)[:, None])
-    return p, m_new, l_i * alpha + gl.sum(p, axis=1), alpha
+    if BY_THREAD:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None]
+        alpha, _ = gl.broadcast(alpha, l_i)
+    return p, m_new, l_i * alpha + sums_of_rows(p, BY_THREAD), alpha
+
+
+@gluon.jit
+def changed_rows(alpha, l_i):
+    """1 where a thread of the warp has an alpha that is not 1, or a sum that is NaN; both of each thread of a row.
+
+    The sums are asked for ptxas's sake: it moves no vote past a border of basic blocks, and nothing that a vote needs
+    past the vote. Shuffles keep the exponentials above the wait for P·V where there are any.
+    """
+    # A thread has two of the rows that its warp has, here as in wgmma's results.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.neu.f32 p, $2, 0f3f800000; setp.neu.or.f32 p, $3, 0f3f800000, p; "
+        "setp.ltu.or.f32 p, $4, 0f00000000, p; setp.ltu.or.f32 p, $5, 0f00000000, p; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; selp.b32 $1, 1, 0, p; }",
+        "=r,=r,f,f,f,f", [alpha, l_i], dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -128,17 +163,29 @@ def _rescale_constraints(n):
 
 
 @gluon.jit
-def rescaled(o, alpha):
-    """o · alpha, [rows, columns] · [rows]; a warp whose alpha are all 1 takes no step."""
-    # A thread has two of the rows that its warp has, here as in wgmma's results.
-    changed = gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3f800000; setp.neu.f32 q, $3, 0f3f800000; or.pred p, p, q; "
-        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; selp.b32 $1, 1, 0, p; }",
-        "=r,=r,f,f", [alpha], dtype=gl.int32, is_pure=False, pack=2,
-    )  # fmt: skip
-    EACH: gl.constexpr = o.shape[1] // 2
-    a = alpha[:, None]
-    return gl.inline_asm_elementwise(
-        _rescale_asm(EACH), _rescale_constraints(EACH), [o, a, changed[:, None]], dtype=gl.float32, is_pure=False,
-        pack=EACH,
-    )  # fmt: skip
+def to_columns(x, o, BY_THREAD: gl.constexpr):
+    """What rows of ``o`` have, or each thread of a row of a `by_thread`, in a shape that broadcasts to ``o``."""
+    if BY_THREAD:
+        x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, o.type.layout)), assert_trivial=True)
+        return x[:, None, :][:, :, :, None]
+    else:
+        return gl.convert_layout(x, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def rescaled(o, alpha, changed, LAZY: gl.constexpr):
+    """o · alpha of `online_softmax`; LAZY: a warp of which nothing has changed takes no step."""
+    BY_THREAD: gl.constexpr = len(alpha.shape) == 2
+    parts = o
+    if BY_THREAD:
+        parts = by_thread(o)
+    alpha = to_columns(alpha, parts, BY_THREAD)
+    if LAZY:
+        EACH: gl.constexpr = o.shape[1] // 2
+        parts = gl.inline_asm_elementwise(
+            _rescale_asm(EACH), _rescale_constraints(EACH), [parts, alpha, to_columns(changed, parts, BY_THREAD)],
+            dtype=gl.float32, is_pure=False, pack=EACH,
+        )  # fmt: skip
+    else:
+        parts *= alpha
+    return gl.convert_layout(parts.reshape(o.shape), o.type.layout, assert_trivial=True)
