@@ -30,6 +30,7 @@ CASES = [
     ("hopper", MANY),
     ("hopper", replace(MANY, bias="1hmn", causal=True, D=128)),
     ("hopper", replace(MANY, causal=True, D=256)),
+    ("hopper", replace(MANY, M=200, N=2304, causal=True, grads="")),  # three warpgroups, some of which leave tiles out
     ("hopper", replace(MANY, bias="1hmn", deterministic=True, D=256)),
     ("hopper", replace(MANY, mask="bhmn", causal=True, deterministic=True)),
     ("hopper", replace(MANY, mask="b1mn", bias="1hmn", B=2, N=136, bias_dtype=torch.float32, D=128)),
