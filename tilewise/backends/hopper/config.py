@@ -124,8 +124,8 @@ def forward_config(problem: Problem) -> Config:
         o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
         registers=(104, 32) if small else (160, 32) if three else (240, 24),
         programs=2 if small else 1,
-        # Worth 1 to 2 %, and with a band 5 % together with the loop of its own; slower beside a bias or a mask (H200).
-        sums_by_thread=plain and (d != 128 or band),
+        # Worth 1 to 2 %; slower beside a bias, and at 128 dimensions without a band (H200).
+        sums_by_thread=(plain and (d != 128 or band)) or (d == 64 and masked and problem.bias is None),
         sides_apart=apart,
         steps_over=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
     )

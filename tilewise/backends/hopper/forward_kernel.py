@@ -35,6 +35,7 @@ from tilewise.backends.hopper.schedule import first_full, first_visit, hand_out,
 from tilewise.backends.hopper.score import (
     by_thread,
     changed_rows,
+    changed_rows_once_summed,
     in_band,
     in_units,
     mask_of,
@@ -199,18 +200,17 @@ def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
 def scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
     """From the product to what the softmax takes: softcap, bias, in a mixed tile the mask, in a partial one the band.
 
-    ``words``: of `mask_words`. BAND: "all" tiles are partial, "some" or "none".
+    ``words``: of `mask_words`. BAND: tiles may be partial. A branch for these also where all are: without it ptxas
+    compares before the product is there, and packs the outcomes into words.
     """
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
     if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
         s += in_units(bias, terms.inverse)
-    row0, keys = tile.row0 + 64 * WARPGROUP - visit.n * c.BLOCK_N, sizes.keys - visit.n * c.BLOCK_N
-    if BAND == "all":
-        s = banded(s, row0, keys, terms, c)
-    elif BAND == "some":  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+    if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
         if visit.partial:
-            s = banded(s, row0, keys, terms, c)
+            n0 = visit.n * c.BLOCK_N
+            s = banded(s, tile.row0 + 64 * WARPGROUP - n0, sizes.keys - n0, terms, c)
     if c.MASK:  # noqa: SIM102
         if visit.mixed:
             s = masked(s, words, c)
@@ -342,12 +342,12 @@ def attend(
     leave(rings.k, k_slot)
 
     # softmax
-    BLIND: gl.constexpr = BAND != "none" or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
+    BLIND: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
     s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND)
     p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or BLIND)
     changed = 0
     if c.SUMS_BY_THREAD:
-        changed = changed_rows(alpha, l_i)
+        changed = changed_rows_once_summed(alpha, l_i)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
     wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, i + 1 < tile.count)
@@ -359,7 +359,7 @@ def attend(
         leave(rings.v, v_slot)
     if not FIRST:
         if c.LAZY and not c.SUMS_BY_THREAD:
-            changed = changed_rows(alpha, l_i)
+            changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
     # rounded after PV has read the old P: one set of registers for both, and no copies
     return State(m_i, l_i, o, rounded(p_next, x.q.dtype, c))
@@ -439,17 +439,17 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             step_over(rings, step, c, WARPGROUP)
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
-        ENDS: gl.constexpr = "some" if HAS_BAND or c.RAGGED else "none"
+        ENDS: gl.constexpr = HAS_BAND or c.RAGGED
         state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS)
         step += 1
         first += 1
         if c.SIDES_APART:
             full = first_full(tile, first - 1)
             for i in range(first, full):
-                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, "all")
+                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, True)
                 step += 1
             first = full
-        REST: gl.constexpr = "some" if HAS_BAND and not c.SIDES_APART else "none"
+        REST: gl.constexpr = HAS_BAND and not c.SIDES_APART
         for i in range(first, tile.count):
             state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST)
             step += 1

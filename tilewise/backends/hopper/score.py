@@ -135,13 +135,23 @@ def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.c
 
 
 @gluon.jit
-def changed_rows(alpha, l_i):
-    """1 where a thread of the warp has an alpha that is not 1, or a sum that is NaN; both of each thread of a row.
+def changed_rows(alpha):
+    """1 where a thread of the warp has an alpha that is not 1."""
+    # A thread has two of the rows that its warp has, here as in wgmma's results.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3f800000; setp.neu.f32 q, $3, 0f3f800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; selp.b32 $1, 1, 0, p; }",
+        "=r,=r,f,f", [alpha], dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def changed_rows_once_summed(alpha, l_i):
+    """The same of each thread of a row, or where a sum is NaN.
 
     The sums are asked for ptxas's sake: it moves no vote past a border of basic blocks, and nothing that a vote needs
     past the vote. Shuffles keep the exponentials above the wait for P·V where there are any.
     """
-    # A thread has two of the rows that its warp has, here as in wgmma's results.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.neu.f32 p, $2, 0f3f800000; setp.neu.or.f32 p, $3, 0f3f800000, p; "
         "setp.ltu.or.f32 p, $4, 0f00000000, p; setp.ltu.or.f32 p, $5, 0f00000000, p; "
