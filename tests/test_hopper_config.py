@@ -97,3 +97,34 @@ def test_strips_and_operands_in_registers(changes, strips, in_registers):
     config = backward_config(of(0.1, torch.bfloat16, **changes))
     assert (config.strips, config.block_m) == (strips, 64 * strips)
     assert (config.k_in_registers, config.v_in_registers) == ("k" in in_registers, "v" in in_registers)
+
+
+BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("dim", "changes", "by_thread", "apart", "over"),
+    [
+        (64, {}, True, False, False),
+        (128, {}, False, False, False),
+        (256, {}, True, False, False),
+        (64, {"score": BAND}, True, True, False),  # two warpgroups, as many queries as keys
+        (64, {"score": BAND, "queries": 4096, "keys": 4096}, True, True, True),  # three
+        (128, {"score": BAND}, True, True, False),
+        (256, {"score": BAND}, True, True, True),
+        (64, {"score": Score(0.1, None, Band(-9, 0))}, True, False, False),
+        (64, {"mask": MASK, "score": BAND}, True, False, False),
+        (128, {"mask": MASK}, False, False, False),
+        (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, False, False, False),
+        (32, {"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "score": BAND}, False, True, True),
+    ],
+    ids=str,
+)
+def test_sums_and_loops_of_the_forward(dim, changes, by_thread, apart, over):
+    """As was measured. Sums that stay with their threads are for the lazy rescaling alone, whose vote they share."""
+    config = forward_config(of(0.1, torch.bfloat16, **{"bias": None, "head_dim": dim, "value_dim": dim, **changes}))
+    assert (config.sums_by_thread, config.sides_apart, config.steps_over) == (by_thread, apart, over)
+    assert config.lazy or not by_thread
+    assert config.q_in_registers == (
+        dim <= 128 and config.warpgroups == 2 and config.programs == 1 and not ("mask" in changes and dim == 64)
+    )
