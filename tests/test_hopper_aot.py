@@ -26,7 +26,6 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, bias="1hmn"), 2 * (8 + 8) * 2, 0),
     ("3.6.0", replace(USUAL, D=64, bias="bhmn", causal=True), 2 * (4 + 8) * 3, 0),
     ("3.6.0", replace(USUAL, D=64, window=(300, 20)), 2 * (4 + 8) * 2, 0),
-    ("3.6.0", replace(USUAL, D=64, M=2048, N=2048, causal=True), 2 * (4 + 8) * 3, 0),
     ("3.6.0", replace(USUAL, D=64, M=16384, N=16384, causal=True), 3 * (4 + 8) * 3, 0),
     ("installed", replace(USUAL, D=64, causal=True), 3 * (4 + 8) * 3, 0),
     ("3.6.0", replace(USUAL, D=64, window=(3000, None)), 3 * (4 + 8) * 2, 0),

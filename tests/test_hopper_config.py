@@ -114,6 +114,7 @@ BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512
         (256, {"score": BAND}, True, True, True),
         (64, {"score": Score(0.1, None, Band(-9, 0))}, True, False, False),
         (64, {"mask": MASK, "score": BAND}, True, False, False),
+        (64, {"mask": Operand(torch.bool, 4, 1, 1, 512)}, False, False, False),
         (128, {"mask": MASK}, False, False, False),
         (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, False, False, False),
         (32, {"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "score": BAND}, False, True, True),
@@ -126,5 +127,5 @@ def test_sums_and_loops_of_the_forward(dim, changes, by_thread, apart, over):
     assert (config.sums_by_thread, config.sides_apart, config.steps_over) == (by_thread, apart, over)
     assert config.lazy or not by_thread
     assert config.q_in_registers == (
-        dim <= 128 and config.warpgroups == 2 and config.programs == 1 and not ("mask" in changes and dim == 64)
+        dim <= 128 and config.warpgroups == 2 and config.programs == 1 and not ("mask" in changes and by_thread)
     )
