@@ -357,7 +357,6 @@ def attend(
     if not FIRST:
         o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
         leave(rings.v, v_slot)
-    if not FIRST:
         if c.LAZY and not c.SUMS_BY_THREAD:
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
@@ -442,15 +441,14 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
         state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS)
         step += 1
-        first += 1
+        rest = first + 1
         if c.SIDES_APART:
-            full = first_full(tile, first - 1)
-            for i in range(first, full):
+            rest = first_full(tile, first)
+            for i in range(first + 1, rest):
                 state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, True)
                 step += 1
-            first = full
         REST: gl.constexpr = HAS_BAND and not c.SIDES_APART
-        for i in range(first, tile.count):
+        for i in range(rest, tile.count):
             state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST)
             step += 1
 
