@@ -199,7 +199,7 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
 
 
 def _call(case: Case) -> tuple[Any, Any]:
-    """The case as a problem on the target, and its inputs as meta tensors."""
+    """The case as a problem on the target, and its inputs as meta tensors; "heads_last" of the mask alone."""
     from tilewise.backends import Inputs
     from tilewise.problem import Problem
     from tilewise.score.terms import Band, Score
@@ -210,12 +210,13 @@ def _call(case: Case) -> tuple[Any, Any]:
         padding = 1 if c.layout == "sliced" else 0  # rows that no TMA descriptor can hold
         return torch.empty((*shape[:-1], shape[-1] + padding), dtype=dtype, device="meta")[..., : shape[-1]]
 
+    mask = None if c.mask is None else meta(*c.shape(c.mask), dtype=torch.bool)
     inputs = Inputs(
         meta(c.B, c.H, c.M, c.D),
         meta(c.B, c.kv_heads, c.N, c.D),
         meta(c.B, c.kv_heads, c.N, c.value_dim),
         None if c.bias is None else meta(*c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
-        None if c.mask is None else meta(*c.shape(c.mask), dtype=torch.bool),
+        mask.mT.contiguous().mT if mask is not None and c.layout == "heads_last" else mask,
     )
     score = Score(c.D**-0.5, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
     problem = Problem.of(*inputs, score, bias_grad=c.bias is not None, deterministic=c.deterministic)

@@ -33,6 +33,13 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, D=256, causal=True), 2 * (16 + 4) * 3, 0),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2, 0),
     ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2, 0),
+    # the mask transposed
+    (
+        "3.6.0",
+        replace(USUAL, D=64, mask="11mn", bias="b11n", bias_dtype=torch.float32, layout="heads_last"),
+        2 * (4 + 8) * 2,
+        8,
+    ),
     # two programs on a multiprocessor, tiles of 64 keys; what spills is a number of the whole walk, outside its loops
     ("3.6.0", replace(USUAL, D=32, bias="1hmn", causal=True), 2 * (2 + 4) * 3, 4),
     ("installed", replace(USUAL, D=32, bias="bhmn", bias_dtype=torch.float32), 2 * (2 + 4) * 2, 0),

@@ -100,7 +100,10 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
         # visible · not finite overflows the sum to infinity, hidden · not finite adds 0
         marked = tl.where(finite, 0.0, 1e38).to(MARK)
-        acc = tl.dot(tl.where(visible, 1e38, 0.0).to(MARK), marked, acc * alpha[:, None])
+        weight = 1e38
+        if r.MASK:  # of a constant Triton makes the operand where it reads the mask, and fails for a transposed one
+            weight += p  # which changes nothing
+        acc = tl.dot(tl.where(visible, weight, 0.0).to(MARK), marked, acc * alpha[:, None])
         acc = tl.dot(p.to(v_tile.dtype), tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc)
         m_i = m_new
     acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan")) / tl.where(l_i == 0, 1.0, l_i)[:, None]
