@@ -255,6 +255,9 @@ def drawn(n: int) -> Case:
         replace(USUAL, mask="bh1n", planted=math.nan, D=128),
         replace(USUAL, mask="11mn", bias="b11n", planted=math.inf),
         replace(USUAL, mask="1hm1", softcap=5.0),
+        # column by column, which the repair of rows once did not compile for
+        replace(USUAL, mask="11mn", bias="b11n", bias_dtype=FLOAT, layout="heads_last", planted=math.nan),
+        replace(USUAL, mask="bhmn", bias="1hm1", D=128, dtype=HALF, layout="heads_last", causal=True, planted=math.nan),
     ],
     ids=str,
 )
