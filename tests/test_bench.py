@@ -463,9 +463,10 @@ def test_documents_hold_what_their_results_say():
             continue  # measured before there was a bench
         pictures = [(text, f"images/{name}") for text, name in report.picture_names(file)]
         made = report.markdown(results.read(file), f"benchmarks/results/{file.name}", pictures)
-        (place,) = [path for path in documents if report.markers(file.stem)[0] in texts[path]]
-        same = report.insert(texts[place], file.stem, made) == texts[place]
-        assert same, f"tilewise bench report {file} --into {place}"
+        places = [path for path in documents if report.markers(file.stem)[0] in texts[path]]
+        assert len(places) == 1, f"{file.name} has its place in {places}"
+        same = report.insert(texts[places[0]], file.stem, made) == texts[places[0]]
+        assert same, f"tilewise bench report {file} --into {places[0]}"
         for _, name in pictures:
             assert (documents[0].parent / name).is_file()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import helpers
 import pytest
 import torch
 from helpers import LAYOUTS, NAMES, SLACK, Case, check, hold, poisoned_memory, run, tensors, unfused_results
@@ -49,6 +50,29 @@ def test_a_wrong_result_fails(name, dtype):
         fewer = replace(case, grads="qkvb".replace(name[1], ""))
         with pytest.raises(AssertionError, match="nobody asked for"):
             hold(fewer, unfused_results(fewer, inputs)._replace(**{name: x}), inputs=inputs)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_few_elements_are_held_to_more_draws(monkeypatch, few):
+    """The result of which a band leaves few alone; and what is wrong still fails."""
+    case = Case(H=4, Hkv=2, M=90, N=3 if few else 50, D=16, bias="1hmn", causal=True, dtype=torch.bfloat16)
+    asked = []
+    drawn = helpers._errors
+
+    def errors(*arguments):
+        found = drawn(*arguments)
+        asked.append(found)
+        return found
+
+    monkeypatch.setattr(helpers, "_errors", errors)
+    right = unfused_results(case, tensors(case))
+    ratios = hold(case, right)
+    assert len(asked) == (9 if few else 2)  # the yardstick's, the result's own, and seven more
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        assert 0.4 < ratios[name] <= 0.5, "held to a yardstick that is not its own"
+    assert (ratios["dbias"] < 0.5) or not few
+    with pytest.raises(AssertionError, match="dbias is off by"):
+        hold(case, right._replace(dbias=right.dbias * 1.1))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,7 +38,7 @@ DESIGNED = [
         "3.6.0",
         replace(USUAL, D=64, mask="11mn", bias="b11n", bias_dtype=torch.float32, layout="heads_last"),
         2 * (4 + 8) * 2,
-        8,
+        0,
     ),
     # two programs on a multiprocessor, tiles of 64 keys; what spills is a number of the whole walk, outside its loops
     ("3.6.0", replace(USUAL, D=32, bias="1hmn", causal=True), 2 * (2 + 4) * 3, 4),
