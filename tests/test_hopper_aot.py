@@ -103,10 +103,23 @@ BACKWARDS = [
         3 * (2 * 8 + 2 * 4 + 8),
         656,
     ),
+    # programs that stay, where they do so for few steps
+    ("3.6.0", replace(USUAL, D=32, M=1024, N=1024), 2 * 2 + 2 * 4 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, M=1024, N=1024), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
+    ("installed", replace(USUAL, D=64, M=1024, N=1024, causal=True), 2 * (2 * (2 * 4 + 2 * 4) + 8) + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, Hkv=4, M=1000, N=1000, causal=True), 2 * (2 * (2 * 4 + 2 * 4) + 8) + 4, 0),
+    (
+        "3.6.0",
+        replace(USUAL, D=64, M=1024, N=1024, causal=True, deterministic=True),
+        2 * (2 * (2 * 4 + 2 * 4) + 8) + 4,
+        0,
+    ),
+    ("3.6.0", replace(USUAL, D=64, M=1024, N=1024, deterministic=True), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
     # both warpgroups have the same keys
     ("3.6.0", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("installed", replace(USUAL, D=256), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
-    ("3.6.0", replace(USUAL, D=256, Hkv=4, causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
+    # read between the loops of two heads
+    ("3.6.0", replace(USUAL, D=256, Hkv=4, causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 8),
     ("3.6.0", replace(USUAL, D=256, bias="bhmn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("3.6.0", replace(USUAL, D=256, bias="1hmn"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     ("installed", replace(USUAL, D=256, bias="1hmn", causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 4),
@@ -117,7 +130,7 @@ BACKWARDS = [
         "3.6.0",
         replace(USUAL, B=16, D=256, bias="1hmn", window=(300, 20), deterministic=True),
         2 * 16 + 2 * 4 + 2 * 4 + 16,
-        0,
+        4,  # outside its loops
     ),
     # softcap, a band on both sides, a bias and dBias apart from dS: the most shared memory
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", softcap=20.0, window=(300, 20)), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),

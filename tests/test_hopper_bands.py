@@ -65,7 +65,7 @@ def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys,
         deterministic=deterministic,
     )  # fmt: skip
     chosen = config.backward_config(p)
-    c = backward_launch._compiled(p, chosen, config.backward_width(p))
+    c = backward_launch._compiled(p, chosen, config.backward_width(p), False)
     c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
     sizes, _ = backward_launch._sizes(p, chosen, torch.device("meta"))
     lo, hi = tiles.limits(band)

@@ -1,8 +1,9 @@
-"""Which scales the Hopper forward multiplies Q by: those that round nothing. How dQ leaves the backward, and what its
-registers hold."""
+"""Which scales the Hopper forward multiplies Q by: those that round nothing. How dQ leaves the backward, what its
+registers hold, and which work its programs have."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -82,7 +83,10 @@ def test_an_order_needs_tma(dim, bias, band):
         ({"bias": None}, 2, "k"),
         ({"bias": None, "score": Score(0.1, None, Band(None, 3)), "deterministic": True}, 2, "k"),
         ({"bias": Operand(torch.bfloat16, 4, 8, 512, 512), "score": Score(0.1, None, Band(None, 3))}, 2, ""),
-        ({"bias": None, "score": Score(0.1, None, Band(None, 3))}, 1, "kv"),
+        ({"bias": None, "score": Score(0.1, None, Band(None, 3))}, 2, "k"),
+        ({"bias": None, "score": Score(0.1, None, Band(-400, 3))}, 1, "kv"),
+        ({"bias": None, "score": Score(0.1, 5.0, Band(None, 3))}, 1, "kv"),
+        ({"bias": None, "score": Score(0.1, None, Band(None, 3)), "queries": 4096, "keys": 4096}, 1, "kv"),
         ({"bias": None, "mask": Operand(torch.bool, 4, 1, 512, 512)}, 1, "kv"),
         ({"bias": None, "score": Score(0.1, 5.0, Band())}, 1, "kv"),
         ({"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, 1, "k"),
@@ -97,6 +101,62 @@ def test_strips_and_operands_in_registers(changes, strips, in_registers):
     config = backward_config(of(0.1, torch.bfloat16, **changes))
     assert (config.strips, config.block_m) == (strips, 64 * strips)
     assert (config.k_in_registers, config.v_in_registers) == ("k" in in_registers, "v" in in_registers)
+
+
+CAUSAL = {"score": Score(0.1, None, Band(None, 0))}
+
+
+@pytest.mark.parametrize(
+    ("dim", "length", "changes", "dynamic"),
+    [
+        (32, 1024, {}, True),
+        (32, 4096, {}, False),
+        (32, 4096, CAUSAL, True),
+        (64, 1024, {}, True),
+        (64, 1024, CAUSAL, True),
+        (64, 4096, {}, False),
+        (64, 4096, CAUSAL, False),
+        (64, 4096, {"bias": Operand(torch.bfloat16, 4, 8, 4096, 4096)}, True),
+        (64, 4096, {"bias": Operand(torch.bfloat16, 4, 8, 4096, 4096), **CAUSAL}, False),
+        (64, 4096, {"bias": Operand(torch.bfloat16, 4, 1, 1, 4096)}, True),
+        (128, 4096, {}, True),
+        (128, 4096, {"bias": Operand(torch.bfloat16, 4, 1, 4096, 1)}, True),
+        (128, 1024, {"bias": Operand(torch.bfloat16, 4, 1, 1, 1024)}, False),
+        (256, 4096, CAUSAL, True),
+        (256, 4096, {"bias": Operand(torch.bfloat16, 4, 1, 1, 4096)}, False),
+    ],
+    ids=str,
+)
+def test_which_programs_of_the_backward_stay(dim, length, changes, dynamic):
+    sizes = {"head_dim": dim, "value_dim": dim, "queries": length, "keys": length}
+    assert backward_config(of(0.1, torch.bfloat16, **{"bias": None, **sizes, **changes})).dynamic == dynamic
+
+
+@pytest.mark.parametrize(
+    ("dim", "length", "changes", "turns", "later"),
+    [
+        (64, 1024, {}, 32, True),
+        (64, 4096, {}, 16, True),
+        (64, 16384, {}, 4, True),
+        (128, 1024, {}, 16, True),
+        (128, 4096, {}, 8, True),
+        (128, 4096, {"kv_heads": 2}, 2, True),
+        (256, 4096, {}, 4, True),
+        (256, 16384, {}, 1, False),
+        (256, 10**6, {}, 1, False),
+        (64, 4096, CAUSAL, 16, False),
+        (128, 16384, CAUSAL, 8, False),
+    ],
+    ids=str,
+)
+def test_heads_take_turns_where_order_matters(dim, length, changes, turns, later):
+    """As many as the L2 cache holds; without an order eight under a band, and no two without."""
+    sizes = {"head_dim": dim, "value_dim": dim, "queries": length, "keys": length, "bias": None}
+    problem = of(0.1, torch.bfloat16, **sizes, **changes)
+    config = backward_config(dataclasses.replace(problem, deterministic=True))
+    assert (config.heads_in_turns, config.counts_later) == (turns, later)
+    config = backward_config(problem)
+    assert (config.heads_in_turns, config.counts_later) == (8 if changes == CAUSAL else 1, False)
 
 
 BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512)

@@ -14,7 +14,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import query_sums
+from tilewise.backends.hopper import movers, query_sums
+from tilewise.backends.hopper.pipeline import Ring
 
 COMPUTES, ADDS = "computes", "adds"
 
@@ -101,61 +102,101 @@ class Roles:
 
 @pytest.mark.parametrize("late", [COMPUTES, ADDS])
 @pytest.mark.parametrize(
-    ("by_tma", "ordered"), [(True, False), (True, True), (False, False)], ids=["by TMA", "in order", "from registers"]
+    ("by_tma", "ordered", "later"),
+    [(True, False, False), (True, True, False), (True, True, True), (False, False, False)],
+    ids=["by TMA", "in order", "in order, counted later", "from registers"],
 )
-@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize(
-    ("group", "visits", "parts"), [(1, 1, 1), (1, 2, 1), (1, 5, 2), (3, 4, 1), (2, 3, 2), (1, 0, 1)]
+    ("works", "group", "visits", "parts"),
+    [(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 5, 2), (1, 3, 4, 1), (3, 2, 3, 2), (1, 1, 0, 1), (2, 1, 1, 1), (4, 1, 3, 1)],
 )
-def test_every_part_of_dq_is_added_once(monkeypatch, late, by_tma, ordered, shares, group, visits, parts):
-    """And said to be, when what the other warps store has been stored."""
-    roles, added, counted, stored = Roles(late), [], [], []
-    gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0)
+@pytest.mark.parametrize("programs", ["stay", "have one work", "share a bias"])
+def test_every_part_of_dq_is_added_once(
+    monkeypatch, late, by_tma, ordered, later, programs, works, group, visits, parts
+):
+    """And said to be, when what the other warps store has been stored; K and V come when those of the work before, and
+    dK and dV in their place, have left."""
+    dynamic, shares = programs == "stay", programs == "share a bias"
+    works = works if dynamic else 1
+    roles, added, counted, stored, kept, left = Roles(late), [], [], [], [], []
+    keys, values = (Ring(None, Barrier(), Barrier()) for _ in range(2))
+    gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x)
+
+    def fill(ring, slot, use, source, *place):
+        roles.wait(ring.empty, (use & 1) ^ 1)
+        kept.append((source, use))
+        roles.arrive(ring.full, 1)
+
     stubs = {
         "gl": gl,
         "mbarrier": roles,
+        "fill": fill,
+        "leave": lambda ring, slot: roles.arrive(ring.empty, 1),
         "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
         "tma_add": lambda _, place, slot: added.append((place[0], slot.value)),
+        "tma_store": lambda to, place, slot: left.append((to, place[1], len(stored))),
         "as_threads_hold_it": lambda dq, _: dq,
         "place_of_part": lambda tile, part, c: tile * c.DQ_PARTS + part,
-        "work_of": lambda *_: SimpleNamespace(b=0, hk=0, n0=0),
+        "work_of": lambda ticket, *_: SimpleNamespace(b=0, hk=ticket, n0=0),
+        "all_works": lambda _: works,
+        "next_ticket": lambda ticket, *_: ticket + 1,
         "counters_at": lambda *_: SimpleNamespace(turns=1000, ended=2000, done=3000),
         "visits_of": lambda *_: (visits, None),
         "visit_at": lambda i, *_: (visits - 1 - i, 0),
         "key_tiles": lambda *_: (0, 0, 0, 0),
-        "count_up": lambda at: counted.append((at, bool(stored))),
-        "count_stored": lambda at: counted.append((at, bool(stored))),
+        "count_up": lambda at: counted.append((at, len(stored))),
+        "count_stored": lambda at: counted.append((at, len(stored))),
+        "add_queries": query_sums.add_queries.fn,
+        **{name: getattr(movers, name).fn for name in ("fetch_keys", "store_keys", "say_done")},
         **dict.fromkeys(
             ("warps_barrier", "fence_async_shared", "wait_stored", "wait_count", "wait_zeroed"), lambda *_: None
         ),
     }
     for name, stub in stubs.items():
-        monkeypatch.setattr(query_sums, name, stub)
+        for module in (query_sums, movers):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stub)
     c = SimpleNamespace(
-        DQ_BY_TMA=by_tma, ORDERED=ordered, DQ_PARTS=parts, DBIAS="share" if shares else "none", SHARERS=1, MASK=False,
-        BLOCK_M=64, BLOCK_N=64, WARPS=8,
+        DQ_BY_TMA=by_tma, ORDERED=ordered, COUNTS_LATER=later, DQ_PARTS=parts, DBIAS="share" if shares else "none",
+        DYNAMIC=dynamic, SHARERS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
     )  # fmt: skip
-    sizes = SimpleNamespace(group=group, kv_heads=1, row_tiles=visits, queries=64 * visits, keys=64)
+    sizes = SimpleNamespace(group=group, kv_heads=works, row_tiles=visits, queries=64 * visits, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    counts_others = shares or not by_tma
-    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barrier() if counts_others else 0)
-    x = SimpleNamespace(dq=None, visits=None)
-    tiles = [g * visits + m for g in range(group) for m in reversed(range(visits))]
+    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barrier())
+    x = SimpleNamespace(dq=None, visits=None, k="k", v="v", dk="dk", dv="dv")
+    shared = SimpleNamespace(k=Slot(), v=Slot())
+    tiles = [
+        [(work * group + g) * visits + m for g in range(group) for m in reversed(range(visits))]
+        for work in range(works)
+    ]
 
     def computes():
-        for step, tile in enumerate(tiles if by_tma else []):  # from registers they are atomic additions of their own
-            for part in range(parts):
-                query_sums.release_part.fn((tile, part), x, queries, tile, step, part, c)
-                query_sums.send_part.fn(queries, c)
-        roles.is_late()
-        stored.append(True)
-        if counts_others:
-            query_sums.say_stored.fn(queries, 2, c)
+        step = 0
+        for work in range(works):
+            roles.wait(keys.full, work % 2)
+            roles.wait(values.full, work % 2)
+            assert kept[-2:] == [("k", work), ("v", work)]
+            for tile in tiles[work] if by_tma else []:  # from registers they are atomic additions of their own
+                for part in range(parts):
+                    query_sums.release_part.fn((tile, part), x, queries, tile, step, part, c)
+                    query_sums.send_part.fn(queries, c)
+                step += 1
+            roles.is_late()
+            stored.append(work)
+            query_sums.say_stored.fn(queries, c)
 
-    roles.run(**{COMPUTES: computes, ADDS: lambda: query_sums.add_queries.fn(x, queries, 0, terms, sizes, c)})
-    expected = [(tile * parts + part, (tile, part)) for tile, part in itertools.product(tiles, range(parts))]
+    brings = movers.bring_and_add.fn
+    roles.run(**{COMPUTES: computes, ADDS: lambda: brings(x, keys, values, queries, shared, None, 0, terms, sizes, c)})
+    expected = [(t * parts + p, (t, p)) for work in tiles for t, p in itertools.product(work, range(parts))]
     assert added == (expected if by_tma else [])
-    turns = [1000 + tile for tile in tiles] if ordered else []
-    assert [at for at, _ in counted] == [*turns, *([2000] if shares else []), 3000]
-    assert all(after for at, after in counted if at >= 2000 and counts_others)
+    assert left == [(to, work, work + 1) for work in range(works) for to in ("dv", "dk")]
+    assert kept == [(name, work) for work in range(works) for name in "kv"]
+    for work in range(works):
+        turns = [1000 + tile for tile in tiles[work]] if ordered and by_tma else []
+        some, counted = counted[: len(turns)], counted[len(turns) :]
+        assert [at for at, _ in some] == turns
+        ends = [*([2000 + work] if shares else []), 3000 + work]
+        assert counted[: len(ends)] == [(at, work + 1) for at in ends]
+        counted = counted[len(ends) :]
+    assert not counted

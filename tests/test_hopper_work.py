@@ -18,7 +18,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import backward_kernel, backward_launch, bias_gradient, config, score, shared_bias, work
+from tilewise.backends.hopper import backward_launch, bias_gradient, config, movers, score, shared_bias, work
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None):
 
 def kernel_arguments(p):
     """``(terms, sizes, c)`` with plain numbers in place of constants of the compiler."""
-    c = backward_launch._compiled(p, config.backward_config(p), 64)
+    c = backward_launch._compiled(p, config.backward_config(p), 64, False)
     sizes, groups = backward_launch._sizes(p, config.backward_config(p), torch.device("meta"))
     lo, hi = tiles.limits(p.score.band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
@@ -58,12 +58,12 @@ def kernel_arguments(p):
 
 BANDS = [None, Band(None, 3), Band(-200, 70), Band(-50, None), Band(300, 400)]
 PROBLEMS = [
-    problem(B, group * Hkv, Hkv, M, N, bias, band)
-    for (B, group, Hkv), (M, N), bias, band in itertools.product(
+    problem(B, group * Hkv, Hkv, M, N, bias, band, deterministic)
+    for (B, group, Hkv), (M, N), bias, (band, deterministic) in itertools.product(
         [(4, 1, 3), (12, 1, 2), (3, 2, 2), (1, 4, 8), (16, 1, 1)],
         [(239, 432), (64, 1023), (700, 129)],
         ["1hmn", "b1mn", "11mn", "bkmn", "1kmn", "bhmn"],
-        BANDS,
+        [*((band, False) for band in BANDS), (None, True), (BANDS[1], True)],
     )
 ]
 
@@ -144,9 +144,11 @@ def test_pieces_cover_a_group(monkeypatch, of_kernel):
 def test_sums_are_zeroed_by_programs_that_begin_before():
     """A program waits until those of a head that comes earlier have zeroed its own head's sum of dQ."""
     many = [
-        problem(B, group * Hkv, Hkv, 239, N, "bhmn", band)
-        for (B, group, Hkv), N, band in itertools.product(
-            [(40, 1, 4), (90, 2, 2), (300, 1, 1)], [100, 432, 3000], BANDS
+        problem(B, group * Hkv, Hkv, M, N, "bhmn", band, deterministic)
+        for (B, group, Hkv), (M, N), (band, deterministic) in itertools.product(
+            [(40, 1, 4), (90, 2, 2), (300, 1, 1)],
+            [(239, 100), (239, 432), (239, 3000), (8000, 3000)],
+            [*((band, False) for band in BANDS), (None, True)],
         )
     ]
     some = False
@@ -171,12 +173,15 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
 def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):
     """Others, which share a bias, trainable or not, do not know which head comes later."""
     called = []
-    monkeypatch.setattr(backward_kernel, "zero_ahead", lambda *arguments: called.append("zeroes"))
-    monkeypatch.setattr(backward_kernel, "add_up_earlier", lambda *arguments: called.append("adds up"))
+    monkeypatch.setattr(movers, "zero_ahead", lambda *arguments: called.append("zeroes"))
+    monkeypatch.setattr(movers, "add_up_earlier", lambda *arguments: called.append("adds up"))
+    monkeypatch.setattr(movers, "gl", SimpleNamespace(program_id=lambda _: 0, to_tensor=lambda x: x))
+    monkeypatch.setattr(movers, "all_works", lambda _: 1)
+    monkeypatch.setattr(movers, "next_ticket", lambda ticket, *_: ticket + 1)
     for p, trainable in itertools.product(PROBLEMS, [False, True]):
         p = replace(p, bias_grad=trainable)
         terms, sizes, c = kernel_arguments(p)
-        backward_kernel.background.fn(None, None, None, None, terms, sizes, c)
+        movers.background.fn(None, None, None, None, None, terms, sizes, c)
         shared = p.bias.batch * p.bias.heads < p.batch * p.heads
         assert called == (["adds up"] if c.DBIAS == "share" else ["zeroes"] if c.SHARERS == 1 else [])
         assert ("none" if not trainable else "share" if shared else "store") == c.DBIAS
@@ -194,7 +199,8 @@ def test_counters_do_not_overlap(deterministic):
         assert (at.zeroed, at.done, at.turns) == (0, 8, 16)
         assert at.ended == at.turns + deterministic * 4 * p.heads * sizes.row_tiles
         assert at.summed == at.ended + groups
-        assert work.counters(sizes, groups, deterministic, shares) == at.ended + 2 * shares * groups
+        assert work.counters(sizes, groups, deterministic, shares) == at.ended + (2 * groups if shares else 1)
+        assert shares or at.tickets == at.ended
 
 
 def test_turns_count_the_tiles_of_keys_before():

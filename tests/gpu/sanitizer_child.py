@@ -1,7 +1,7 @@
 """Small calls, forward and backward, for compute-sanitizer to watch; child process of test_sanitizer.py.
 
-An argument is how many multiprocessors the forward of hopper takes the GPU to have: of more tiles than that, programs
-take whichever is left. Not under racecheck, which then reports the numbers of the tiles that one warp stores and others
+An argument is how many multiprocessors hopper takes the GPU to have: of more tiles than that, programs take whichever
+is left. Not under racecheck, which then reports the numbers of the tiles that one warp stores and others
 load: mbarriers alone order the two.
 """
 
@@ -40,9 +40,10 @@ CASES = [
 if __name__ == "__main__":
     hopper = torch.cuda.get_device_capability() == (9, 0)
     if hopper and sys.argv[1:]:
-        from tilewise.backends.hopper import launch
+        from tilewise.backends.hopper import backward_launch, launch
 
-        launch.multiprocessors = lambda device: int(sys.argv[1])
+        for module in (launch, backward_launch):
+            module.multiprocessors = lambda device: int(sys.argv[1])
     for backend, case in CASES:
         if backend == "hopper" and not hopper:
             continue

@@ -15,7 +15,7 @@ from tilewise import attention, explain
 from tilewise.backends import Inputs
 from tilewise.backends.hopper.backward_launch import _sizes
 from tilewise.backends.hopper.config import backward_config, forward_config
-from tilewise.backends.hopper.launch import Forward
+from tilewise.backends.hopper.launch import Forward, multiprocessors
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 
@@ -356,6 +356,48 @@ def test_sums_between_programs(terms):
             found, before = getattr(again, name), getattr(first, name)
             if found is not None:
                 assert (found - before).abs().max() <= (0 if case.deterministic else 0.01 * before.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"D": 32},
+        {"D": 64},
+        {"D": 128, "Hkv": 16},
+        {"D": 256},
+        {"D": 64, "causal": True, "M": 520},
+        {"D": 32, "mask": "b1mn", "window": (50, 0), "Hkv": 16},
+        {"D": 64, "mask": "b11n", "causal": True, "planted": math.nan},
+        {"D": 128, "window": (50, 0), "planted": math.nan},
+        {"D": 128, "mask": "bhmn", "blind": True},
+        {"D": 256, "window": (50, 0), "Hkv": 16},
+        {"D": 64, "bias": "bhmn"},
+        {"D": 64, "bias": "b11n"},
+        {"D": 128, "bias": "bhmn", "causal": True},
+        {"D": 128, "bias": "bhmn", "bias_dtype": FLOAT, "softcap": 5.0},
+        {"D": 64, "deterministic": True, "M": 700},
+        {"D": 128, "deterministic": True, "Hkv": 16},
+        {"D": 256, "deterministic": True, "causal": True},
+    ],
+    ids=str,
+)
+def test_programs_of_the_backward_that_stay(terms):
+    """Each has more than one tile of keys, of which no query sees some: dK and dV have equal bits."""
+    case = replace(USUAL, **{"B": 12, "H": 16, "Hkv": 8, "M": 300, "N": 520, "grads": "qkvb", **terms})
+    x = tensors(case, "cuda")
+    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=True, deterministic=case.deterministic)
+    config = backward_config(problem)
+    tiles = -(-case.N // config.block_n) * case.B * case.kv_heads
+    assert config.dynamic
+    assert tiles > config.programs * multiprocessors(x.q.device)
+    first = run(case, "hopper", "cuda", x)
+    hold(case, first, "cuda")
+    for _ in range(20):
+        again = run(case, "hopper", "cuda", x)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        assert not case.deterministic or torch.equal(again.dq, first.dq)
 
 
 @pytest.mark.parametrize(

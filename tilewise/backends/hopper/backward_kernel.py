@@ -19,23 +19,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
-from tilewise.backends.hopper.masked_tiles import load_bits, visible
+from tilewise.backends.hopper.masked_tiles import visible
+from tilewise.backends.hopper.movers import background, bring_and_add, load
 from tilewise.backends.hopper.pipeline import (
     Ring,
     border,
-    fill,
     leave,
-    let_next_begin,
     new_ring,
+    new_ring_of_numbers,
     only_slot,
-    tma_load,
     tma_store,
     wait_count,
     wait_for_previous,
@@ -43,16 +41,15 @@ from tilewise.backends.hopper.pipeline import (
     warps_barrier,
 )
 from tilewise.backends.hopper.query_sums import (
-    add_queries,
     begin_queries,
     new_queries,
     release_part,
     say_stored,
     send_part,
     wait_zeroed,
-    zero_ahead,
 )
-from tilewise.backends.hopper.shared_bias import add_up_earlier, new_slots, shares_of
+from tilewise.backends.hopper.schedule import next_ticket
+from tilewise.backends.hopper.shared_bias import new_slots, shares_of
 from tilewise.backends.hopper.strips import (
     begin,
     begin_ahead,
@@ -64,7 +61,7 @@ from tilewise.backends.hopper.strips import (
     start_of,
     strip_of,
 )
-from tilewise.backends.hopper.work import counters_at, place_of, step_of, visit_at, visits_of, work_of
+from tilewise.backends.hopper.work import all_works, counters_at, place_of, step_of, visit_at, visits_of, work_of
 
 
 class Compiled(NamedTuple):
@@ -100,9 +97,11 @@ class Compiled(NamedTuple):
     SUM_BYTES: Any  # of shared memory, for what is added up
     ADDS: Any  # there are more sharers than that
     ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
+    COUNTS_LATER: Any  # what has been added counts a step later
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
-    ORDER: Any  # see work.head_and_tile
+    HEADS_IN_TURNS: Any  # see work.head_and_tile
+    DYNAMIC: Any  # a program stays, and takes the next work that is left; else it has one
 
 
 class Tensors(NamedTuple):
@@ -139,6 +138,12 @@ class Rows(NamedTuple):
     do_ring: Any  # barriers of dO and delta
 
 
+class Tickets(NamedTuple):
+    """As `schedule.next_ticket` and `hand_out` take them."""
+
+    tickets: Any
+
+
 class Shared(NamedTuple):
     """K, V and a bias of the keys; and what leaves: P where warpgroups share the keys, dS where it has no slot of the
     bias to leave from, and dBias where a softcap makes it differ from dS."""
@@ -168,49 +173,6 @@ class State(NamedTuple):
 def tile_layout(rows, columns, dtype):
     """Of a tile in shared memory that wgmma reads."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
-
-
-@gluon.jit
-def load(x, rows, keys, values, terms, sizes, c):
-    """The role of one warp: K and V, and for each tile of queries Q, dO, the LSE, delta and the bias."""
-    let_next_begin()
-    work = work_of(terms, sizes, c)
-    fill(keys, 0, 0, x.k, work.b, work.hk, work.n0, 0)
-    fill(values, 0, 0, x.v, work.b, work.hk, work.n0, 0)
-    Q_BYTES: gl.constexpr = x.q.block_type.nbytes + x.stats.block_type.nbytes
-    DO_BYTES: gl.constexpr = x.do.block_type.nbytes + x.stats.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS == "matrix" else 0
-    DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
-    step = 0
-    for g in range(sizes.group):
-        h = work.hk * sizes.group + g
-        bias_b = work.b if c.BIAS_BATCH else 0
-        first_tile = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
-        count, listed = visits_of(x.visits, work, h, sizes, c)
-        for i in range(count):
-            m, cut = visit_at(i, listed, work, c)
-            slot = step % c.STAGES
-            full = rows.ring.full.index(slot)
-            mbarrier.wait(rows.ring.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
-            BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if DO_APART else DO_BYTES)
-            if c.MASK:
-                load_bits(x, cut, full, rows.bits.index(slot), work, h, m, BYTES, sizes, c)
-            else:
-                mbarrier.expect(full, BYTES)
-            if c.BIAS == "matrix":
-                at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work.n0]
-                tma_load(x.bias, at, full, rows.bias.index(slot))
-            tma_load(x.q, [work.b, h, m * c.BLOCK_M, 0], full, rows.ring.slots.index(slot))
-            at_stats = (first_tile + m) * (2 * c.BLOCK_M)
-            tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
-            if DO_APART:
-                slot = step % c.DO_STAGES
-                full = rows.do_ring.full.index(slot)
-                mbarrier.wait(rows.do_ring.empty.index(slot), ((step // c.DO_STAGES) & 1) ^ 1)
-                mbarrier.expect(full, DO_BYTES)
-            tma_load(x.do, [work.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
-            tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
-            step += 1
 
 
 @gluon.jit
@@ -374,11 +336,11 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
 
 
 @gluon.jit
-def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
-    """The role of the two warpgroups: dK and dV of a tile of keys, its share of dQ, and dBias."""
+def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c):
+    """The program's ``nth`` work: dK and dV of a tile of keys, its share of dQ, and dBias. Returns the steps done."""
     DTYPE: gl.constexpr = x.k.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
-    work = work_of(terms, sizes, c)
+    work = work_of(ticket, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
@@ -387,11 +349,11 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
     if not c.DQ_BY_TMA:
         wait_zeroed(work, counters, sizes)
     if c.DBIAS == "share":
-        earlier = gl.program_id(0) // c.SHARERS - sizes.ring
+        earlier = ticket // c.SHARERS - sizes.ring
         if earlier >= 0:  # it had this program's place
             wait_count(counters.summed + earlier, c.SHARERS)
-    wait_full(keys, 0, 0)
-    wait_full(values, 0, 0)
+    wait_full(keys, 0, nth)
+    wait_full(values, 0, nth)
     if c.HIDES:
         drop_what_is_not_finite(k_tile, c)
         drop_what_is_not_finite(v_tile, c)
@@ -400,10 +362,10 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
     shared = Shared(shared.k, shared.v, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added)
 
-    step = 0
-    steps = sizes.group * (work.end - work.begin)
-    if c.MASK:
-        steps = 0
+    steps = step
+    if not c.MASK:
+        steps += sizes.group * (work.end - work.begin)
+    else:
         for g in range(sizes.group):
             count, _ = visits_of(x.visits, work, work.hk * sizes.group + g, sizes, c)
             steps += count
@@ -452,21 +414,23 @@ def compute(x, rows, keys, values, queries, shared, counts, terms, sizes, c):
     warps_barrier()  # the other warpgroup may still read them
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
-    fence_async_shared()
-    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(0))
-    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(0))
-    if not c.DQ_BY_TMA or c.DBIAS == "share":
-        say_stored(queries, 2, c)  # dK and dV may be under way
-    tma.store_wait(0)
+    say_stored(queries, c)
+    return step
 
 
 @gluon.jit
-def background(shares, slots, arrived, counts, terms, sizes, c):
-    """The role of two warps beside the products: dBias of groups that have ended, or zeros for dQ of heads to come."""
-    if c.DBIAS == "share":
-        add_up_earlier(shares, slots, arrived, counts, terms, sizes, c)
-    elif c.SHARERS == 1:  # else heads are not in their order, and `prepare_kernel` has zeroed all sums
-        zero_ahead(shares, counts, sizes, c)
+def compute(x, rows, keys, values, queries, shared, tickets, counts, terms, sizes, c):
+    """The role of the two warpgroups: all products."""
+    ticket = gl.program_id(0)
+    step = gl.to_tensor(0)
+    nth = gl.to_tensor(0)
+    if c.DYNAMIC:
+        while ticket < all_works(sizes):
+            step = differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c)
+            ticket = next_ticket(ticket, nth, tickets, c)
+            nth += 1
+    else:
+        differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c)
 
 
 @gluon.jit
@@ -515,6 +479,10 @@ def backward_kernel(
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
     shared = Shared(keys.slots, values.slots, 0, 0, p_slots, ds_slots, dbias_tile, added)
+    ticket_ring = Ring(0, 0, 0)
+    if c.DYNAMIC:
+        ticket_ring = new_ring_of_numbers(2, 3)
+    tickets = Tickets(ticket_ring)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "share":
         slots, arrived = new_slots(shares, c)
@@ -524,10 +492,10 @@ def backward_kernel(
     # All roles but the first have four warps, for which registers are set aside anyway: one without work costs none.
     gl.warp_specialize(
         [
-            (compute, (x, rows, keys, values, queries, shared, counts, terms, sizes, c)),
-            (load, (x, rows, keys, values, terms, sizes, c)),
-            (add_queries, (x, queries, counts, terms, sizes, c)),
-            (background, (shares, slots, arrived, counts, terms, sizes, c)),
+            (compute, (x, rows, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
+            (load, (x, rows, tickets, counts, terms, sizes, c)),
+            (bring_and_add, (x, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
+            (background, (shares, slots, arrived, tickets, counts, terms, sizes, c)),
         ],
         [1, 1, 2],
         [FEW, FEW, FEW],

@@ -64,7 +64,9 @@ class Backward:
         )
         self.mask = None if mask is None else MaskSummary(problem, mask, block_n, 1, by_keys=True)
         dlse_rows = None if dlse is None else dlse[..., None]
-        terms, c, axes = score_terms(problem), _compiled(problem, config, width), bias_axes(problem)
+        works, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
+        dynamic = config.dynamic and reduction(p) != "share" and works > programs
+        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             prepare_kernel,
@@ -87,7 +89,7 @@ class Backward:
             shares[0] = boxes(ring, [c.SHARERS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
             backward_kernel,
-            sizes.key_tiles * p.kv_heads * p.batch,
+            programs if dynamic else works,
             (
                 descriptor(q, block_m, width),
                 descriptor(k, block_n, width),
@@ -115,7 +117,7 @@ class Backward:
             add_up_kernel, last * parts, shares, (groups - last, parts, terms, sizes, c), num_warps=2
         )  # fmt: skip
         # Beside the last programs of `main`, unless they are most of it: what waits disturbs them.
-        beside = p.batch * p.kv_heads * sizes.key_tiles >= 4 * multiprocessors(q.device) * config.programs
+        beside = works >= 4 * programs
         self.after = Launch(
             finish_kernel,
             row_programs,
@@ -163,16 +165,16 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     lag = -(-multiprocessors(device) * config.programs // sharers.programs)
     ring = min(2 * lag + 2, groups)
     # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
-    # start that is as much later as a GPU runs at once, and one more; `work.head_and_tile` may mix eight heads.
+    # start that is as much later as a GPU runs at once, and one more; `work.head_and_tile` may mix some heads.
     heads = p.batch * p.kv_heads
     zeroed = heads if sharers.batch * sharers.heads > 1 else -(-lag // key_tiles) + 1
-    zeroed = zeroed if p.score.band.unlimited else -(-zeroed // 8) * 8
+    zeroed = -(-zeroed // config.heads_in_turns) * config.heads_in_turns
     sizes = Sizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, sharers.batch, sharers.heads,
                   ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
 
 
-def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
+def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> Compiled:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = Compiled(
         BLOCK_M=config.block_m,
@@ -205,8 +207,10 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int) -> Compiled:
         SUM_BYTES=config.sum_bytes,
         ADDS=adds(problem),
         ORDERED=problem.deterministic,
+        COUNTS_LATER=config.counts_later,
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER="tiles" if problem.score.band.unlimited else "balanced",
+        HEADS_IN_TURNS=config.heads_in_turns,
+        DYNAMIC=dynamic,
     )
     return Compiled(*(gl.constexpr(x) for x in values))

@@ -11,6 +11,7 @@ from tilewise.problem import Problem
 
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
+L2_CACHE = 32 * 1024**2  # of 50 MiB, what is there again when the next program wants it
 
 
 def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
@@ -149,6 +150,9 @@ class BackwardConfig:
             straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         sides_apart: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
+        dynamic: a program stays and takes whichever tile of keys is left, if some are; else there is one for each.
+        heads_in_turns: key/value heads whose tiles of keys take turns.
+        counts_later: where order matters, a tile of dQ counts as added a step later, when it is there without a wait.
         k_in_registers, v_in_registers: K, V are read once, not by every wgmma of K·Qᵀ, of dP.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
@@ -168,6 +172,9 @@ class BackwardConfig:
     loading_registers: int = 24
     strips: int = 1
     sides_apart: bool = False
+    dynamic: bool = False
+    heads_in_turns: int = 1
+    counts_later: bool = False
     k_in_registers: bool = False
     v_in_registers: bool = False
 
@@ -182,9 +189,35 @@ def backward_width(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
+def _heads_in_turns(problem: Problem) -> int:
+    """Of the backward. A band makes tiles of keys unlike: the longest of eight heads come first, so that the last to
+    run are short. Where order matters each program follows the one before it by a step or two, and of several heads
+    several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache together."""
+    least = 1 if problem.score.band.unlimited else 8
+    if not problem.deterministic:
+        return least
+    width = backward_width(problem)
+    head = problem.group * problem.queries * width * (2 * problem.dtype.itemsize + 4)
+    fit = 1 << max(1, L2_CACHE // head).bit_length() - 1
+    return min(max(fit, least), 32 if width <= 64 else 16)  # more are slower (H200)
+
+
+def _stays(problem: Problem, block_m: int) -> bool:
+    """Whether a program of the backward begins and ends more than one tile of keys. It does so faster; past 64
+    dimensions that is always worth it, where a bias of the keys does not make it spill. With heads of 64 and no bias,
+    whose K or V are in registers, and of 32 steps are 1 to 3 % slower, and it is where there are few (H200)."""
+    d, bias = backward_width(problem), problem.bias
+    if d >= 128:
+        return bias is None or bias.rows > 1 or bias.cols == 1
+    steps = problem.pairs // max(1, problem.batch * problem.kv_heads * problem.keys * block_m)
+    return steps < (16 if d == 64 else 48) or (d == 64 and bias is not None and problem.score.band.unlimited)
+
+
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
+    turns = _heads_in_turns(problem)
+    later = problem.deterministic and problem.score.band.unlimited and turns > 1
     apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
     shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
     if d == 256:
@@ -195,19 +228,25 @@ def backward_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
             dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
+            dynamic=_stays(problem, 64), heads_in_turns=turns, counts_later=later,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
     capped = problem.score.softcap is not None
-    plain = problem.score.band.unlimited and not capped
+    band, plain = problem.score.band, problem.score.band.unlimited and not capped
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = bias_tile(problem) == 4
     tile, along_keys = bias_tile(problem) > 0, bias is not None and bias.rows == 1 and bias.cols > 1
+    # Few queries see a key: one program that stays, with a loop each for what a band cuts and the rest, beats two by
+    # 4 %, and loses to them by 1 and 3 % where four and sixteen times as many do (H200, causal).
+    seen = problem.pairs // max(1, problem.batch * problem.heads * problem.keys)
+    short = d == 64 and band.lo is None and band.hi is not None and seen <= 512
+    short = short and bias is None and problem.mask is None and not capped
     if d == 32:
         programs = 3 if plain and not wide and (bias is None or bias_tile(problem)) else 2  # 136 registers, or 232
-    elif d == 64 and not wide and (shared or not (problem.score.band.unlimited or tile or problem.deterministic)):
+    elif d == 64 and not wide and (shared or not (band.unlimited or tile or problem.deterministic or short)):
         programs = 2  # where order matters, half the keys are twice as many turns
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in strips: worth a tenth, with a bias tile
@@ -226,7 +265,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
         block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
         dq_parts=1, dq_by_tma=by_tma, ahead=ahead, programs=programs,
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), strips=2 if tall else 1,
-        sides_apart=d != 64 and problem.mask is None,  # worth 3 % at 128, nothing at 64 (H200)
+        sides_apart=(d != 64 or short) and problem.mask is None,  # worth 3 % at 128, else nothing at 64 (H200)
         k_in_registers=d64 or (d == 32 and bias is None and problem.mask is None),
         v_in_registers=d64 and not tall and not along_keys,
+        dynamic=_stays(problem, 2 * ROWS if tall else ROWS), heads_in_turns=turns, counts_later=later,
     )  # fmt: skip

@@ -105,9 +105,9 @@ def leave_after_loads(ring, slot):
 
 @gluon.jit
 def only_slot(c):
-    """Zero. Where warpgroups share the keys, or dS has a tile of its own, no compiler may know it: it would compute the
-    addresses of all operands before the loops, and registers do not hold them."""
-    if c.SHARES_KEYS or c.BIAS_APART:
+    """Zero. Where warpgroups share the keys, dS has a tile of its own, or queries come in strips, no compiler may know
+    it: it would compute the addresses of all operands before the loops, and registers do not hold them."""
+    if c.SHARES_KEYS or c.BIAS_APART or c.STRIPS > 1:
         return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
         return 0

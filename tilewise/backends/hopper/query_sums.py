@@ -35,8 +35,8 @@ COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swiz
 
 
 class Queries(NamedTuple):
-    """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier which says, once, that the programs' other
-    warps have stored all that counts; not one of the ring's, whose warp may be some phases behind."""
+    """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier which says, once a work, that the program's
+    other warps have stored all that counts; not one of the ring's, whose warp may be some phases behind."""
 
     slots: Any
     full: Any
@@ -51,10 +51,8 @@ def new_queries(dq, c):
     if c.DQ_BY_TMA:
         slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
         ring = with_barriers(slots, 1, 1)
-    stored = 0
-    if not c.DQ_BY_TMA or c.DBIAS == "share":
-        stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(stored.index(0), count=1)
+    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(stored.index(0), count=1)
     return Queries(ring.slots, ring.full, ring.empty, stored)
 
 
@@ -95,11 +93,11 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def zero_ahead(dq_sum, counts, sizes, c):
-    """The role of two warps: zeroes this program's part of the sum of a key/value head that comes later."""
+def zero_ahead(ticket, dq_sum, counts, sizes, c):
+    """Zero the part of the sum of a key/value head that comes later which a work has to zero."""
     UNIT: gl.constexpr = 1024
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
-    head, tile = head_and_tile(gl.program_id(0), sizes, c)
+    head, tile = head_and_tile(ticket, sizes, c)
     later = head + sizes.zeroed
     if later < sizes.batch * sizes.kv_heads:
         units = sizes.group * sizes.row_tiles * (c.BLOCK_M * c.BLOCK_D // UNIT)
@@ -156,26 +154,25 @@ def send_part(queries, c):
 
 
 @gluon.jit
-def say_stored(queries, LATER: gl.constexpr, c):
-    """Tell the warp that counts that dS has been stored, and dQ added, if not by that warp; of what these warps store
-    by TMA the LATER stores that came last may be under way."""
+def say_stored(queries, c):
+    """Tell the warp that adds dQ that dK and dV are in shared memory, and dS and dQ stored and added, if not by it."""
     if c.DBIAS == "share":
-        wait_stored(LATER)
+        wait_stored(0)
     warps_barrier()
     mbarrier.arrive(queries.stored.index(0), count=1)
 
 
 @gluon.jit
-def add_queries(x, queries, counts, terms, sizes, c):
-    """The role of one warp: adds dQ to its sum by TMA, and says when all of it has been added. Where order matters,
-    each tile is added when the tiles of keys before have added theirs.
+def add_queries(ticket, step, x, queries, counts, terms, sizes, c):
+    """Add dQ of one work to its sum by TMA; returns the steps done. Where order matters, each tile is added when the
+    tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
     """
-    work = work_of(terms, sizes, c)
-    counters = counters_at(counts, sizes, c)
-    step = 0
+    begun, before = step, step  # before: the tile of queries of the step before
     if c.DQ_BY_TMA:
+        work = work_of(ticket, terms, sizes, c)
+        counters = counters_at(counts, sizes, c)
         wait_zeroed(work, counters, sizes)
         for g in range(sizes.group):
             h = work.hk * sizes.group + g
@@ -198,14 +195,17 @@ def add_queries(x, queries, counts, terms, sizes, c):
                     tma_add(x.dq, [place_of_part(head + m, part, c), 0], queries.slots.index(0))
                     tma.store_wait(0)
                     mbarrier.arrive(queries.empty.index(0), count=1)
-                if c.ORDERED:
+                if c.COUNTS_LATER:
+                    if step > begun:  # what was added a step ago is there by now: no wait for what has just begun
+                        wait_stored(c.DQ_PARTS)
+                        count_up(counters.turns + before)
+                    before = head + m
+                elif c.ORDERED:
                     count_stored(counters.turns + head + m)
                 step += 1
-    if not c.DQ_BY_TMA or c.DBIAS == "share":
-        mbarrier.wait(queries.stored.index(0), 0)
-        if c.DBIAS == "share":
-            count_up(counters.ended + gl.program_id(0) // c.SHARERS)
-    count_stored(counters.done + work.b * sizes.kv_heads + work.hk)
+        if c.COUNTS_LATER and step > begun:
+            count_stored(counters.turns + before)
+    return step
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ class Counters(NamedTuple):
     turns: Any  # where order matters, of each tile of queries of all heads the tiles of keys that have added to dQ
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
     summed: Any  # and those that have added up their part of it
+    tickets: Any  # without one, the work that programs have taken after their first
 
 
 class Work(NamedTuple):
@@ -56,7 +57,7 @@ def counters_at(counts, sizes, c):
     ended = turns
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    return Counters(counts, done, turns, ended, ended + groups(sizes, c))
+    return Counters(counts, done, turns, ended, ended + groups(sizes, c), ended)
 
 
 @gluon.jit
@@ -68,7 +69,7 @@ def done_at(counts, sizes):
 def counters(sizes: Sizes, groups: int, ordered: bool, shares: bool) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
-    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + shares * 2 * groups
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if shares else 1)
 
 
 @gluon.jit
@@ -84,12 +85,13 @@ def head_and_tile(group, sizes, c):
     The order of the groups decides which run together and share the L2 cache.
     """
     tiles = sizes.key_tiles
-    if c.ORDER == "tiles":  # of one head: they share its queries
+    if c.HEADS_IN_TURNS == 1:  # programs of one head share its queries
         head = group // tiles
         tile = group % tiles
     else:
-        # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
-        first, width = heads_at_once(group // (8 // c.SHARERS * tiles), sizes, c)
+        # the first tile of each of some heads, then the next: see config.BackwardConfig
+        AT_ONCE: gl.constexpr = c.HEADS_IN_TURNS // c.SHARERS if c.HEADS_IN_TURNS > c.SHARERS else 1
+        first, width = heads_at_once(group // (AT_ONCE * tiles), AT_ONCE, sizes, c)
         head = first + (group - first * tiles) % width
         tile = (group - first * tiles) // width
     return head, tile
@@ -98,18 +100,18 @@ def head_and_tile(group, sizes, c):
 @gluon.jit
 def group_of(head, tile, sizes, c):
     """The inverse of `head_and_tile`."""
-    if c.ORDER == "tiles":
+    if c.HEADS_IN_TURNS == 1:
         group = head * sizes.key_tiles + tile
     else:
-        first, width = heads_at_once(head // (8 // c.SHARERS), sizes, c)
+        AT_ONCE: gl.constexpr = c.HEADS_IN_TURNS // c.SHARERS if c.HEADS_IN_TURNS > c.SHARERS else 1
+        first, width = heads_at_once(head // AT_ONCE, AT_ONCE, sizes, c)
         group = first * sizes.key_tiles + tile * width + head - first
     return group
 
 
 @gluon.jit
-def heads_at_once(n, sizes, c):
-    """The n-th heads, of eight programs, that take turns: ``(the first, how many)``."""
-    AT_ONCE: gl.constexpr = 8 // c.SHARERS
+def heads_at_once(n, AT_ONCE: gl.constexpr, sizes, c):
+    """The n-th heads that take turns: ``(the first, how many)``."""
     first = n * AT_ONCE
     return first, gl.minimum(sizes.kv_heads * sizes.batch // c.SHARERS - first, AT_ONCE)
 
@@ -150,8 +152,14 @@ def sharers_before(group, sizes, c):
 
 
 @gluon.jit
-def work_of(terms, sizes, c):
-    return work_at(gl.program_id(0) // c.SHARERS, gl.program_id(0) % c.SHARERS, terms, sizes, c)
+def work_of(ticket, terms, sizes, c):
+    """The ``ticket``-th work. A program begins with that of its own number."""
+    return work_at(ticket // c.SHARERS, ticket % c.SHARERS, terms, sizes, c)
+
+
+@gluon.jit
+def all_works(sizes):
+    return sizes.key_tiles * sizes.kv_heads * sizes.batch
 
 
 @gluon.jit
@@ -162,7 +170,7 @@ def step_of(m, g, work):
 
 @gluon.jit
 def place_of(sizes, c):
-    """This program's place in the ring of dS."""
+    """This program's place in the ring of dS; with a shared dBias it has one work."""
     return gl.program_id(0) // c.SHARERS % sizes.ring * c.SHARERS + gl.program_id(0) % c.SHARERS
 
 
