@@ -1,14 +1,15 @@
-"""Backward on Hopper: FlashAttention-2 (arXiv 2307.08691), Algorithm 2, one program a tile of keys, dBias on the way.
+"""Backward on Hopper: FlashAttention-2 (arXiv 2307.08691), Algorithm 2, tile of keys by tile of keys, dBias on the way.
 
 Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
 passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds, in an order
 that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for
 one that is shared.
 
-One warp loads, one adds dQ; two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once
-for 128 queries, which are computed in two strips. Past 128 dimensions dK and dV of 64 keys are all that their registers
-hold: both have the same keys, and each half of the columns of whatever is computed. Each then needs all of P and dS,
-which both pass through shared memory, and they meet for either.
+Two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once for 128 queries, which are
+computed in two strips. Other warps load, add dQ, and let dK and dV out, see `movers`. A work is a tile of keys with all
+queries that see it; a program has one, or stays and takes the next that is left. Past 128 dimensions dK and dV of 64
+keys are all that their registers hold: both warpgroups have the same keys, and each half of the columns of whatever is
+computed. Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
 """
 
 from __future__ import annotations
