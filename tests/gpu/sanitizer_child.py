@@ -1,8 +1,8 @@
 """Small calls, forward and backward, for compute-sanitizer to watch; child process of test_sanitizer.py.
 
 An argument is how many multiprocessors hopper takes the GPU to have: of more tiles than that, programs take whichever
-is left. Not under racecheck, which then reports the numbers of the tiles that one warp stores and others
-load: mbarriers alone order the two.
+is left. Not under racecheck, which then reports the numbers of the tiles that one warp stores and others load:
+mbarriers alone order the two.
 """
 
 from __future__ import annotations

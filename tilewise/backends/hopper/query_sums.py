@@ -109,7 +109,8 @@ def zero_ahead(ticket, dq_sum, counts, sizes, c):
 
 @gluon.jit
 def wait_zeroed(work, counters, sizes):
-    """Wait until others have zeroed the sum that this program adds to; they have a lower number, and long begun."""
+    """Wait until works of lower numbers have zeroed the sum that this one adds to. Where programs stay, each first has
+    that of its own number, and one that has not begun holds up what waits here."""
     head = work.b * sizes.kv_heads + work.hk
     if head >= sizes.zeroed:
         wait_count(counters.zeroed + head, sizes.key_tiles)
