@@ -1,6 +1,6 @@
-"""How the warps of the Hopper backward hand dQ on: the kernels' own functions, as two Python threads with barriers that
-work as the hardware's do. One of them always looks at a barrier as late as it can: a phase that it misses would be a
-program that never ends."""
+"""How the warps of the Hopper backward hand K, V and dQ on: the kernels' own functions, as Python threads with barriers
+that work as the hardware's do. One of them always looks at a barrier as late as it can: a phase that it misses would be
+a program that never ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from tilewise.backends.hopper import movers, query_sums
 from tilewise.backends.hopper.pipeline import Ring
 
-COMPUTES, ADDS = "computes", "adds"
+COMPUTES, ADDS, FETCHES = "computes", "adds", "fetches"
 
 
 class Barrier:
@@ -28,6 +28,16 @@ class Barrier:
 
     def index(self, _):
         return self
+
+
+class Barriers:
+    """Of the slots of a ring."""
+
+    def __init__(self, slots):
+        self.barriers = [Barrier() for _ in range(slots)]
+
+    def index(self, slot):
+        return self.barriers[slot]
 
 
 class Slot:
@@ -43,12 +53,12 @@ class Slot:
 
 
 class Roles:
-    """Two threads, of which ``late`` looks at a barrier only when the other can go no further."""
+    """Threads, of which ``late`` looks at a barrier only when the others can go no further."""
 
     def __init__(self, late):
         self.late = late
         self.changed = threading.Condition()
-        self.waits_for = {COMPUTES: None, ADDS: None}  # a condition, or that the role has ended
+        self.waits_for = {COMPUTES: None, ADDS: None, FETCHES: None}  # a condition, or that the role has ended
         self.stuck = []
 
     def arrive(self, barrier, count):
@@ -56,15 +66,15 @@ class Roles:
             barrier.phase += count
             self.changed.notify_all()
 
-    def other_stops(self):
-        """The other role waits for something that is not there yet, or has ended."""
-        condition = self.waits_for[ADDS if threading.current_thread().name == COMPUTES else COMPUTES]
-        return condition is not None and not condition()
+    def others_stop(self):
+        """Each other role waits for something that is not there yet, or has ended."""
+        others = (found for role, found in self.waits_for.items() if role != threading.current_thread().name)
+        return all(found is not None and not found() for found in others)
 
     def is_late(self):
         if threading.current_thread().name == self.late:
             with self.changed:
-                self.changed.wait_for(self.other_stops)
+                self.changed.wait_for(self.others_stop)
 
     def wait(self, barrier, parity):
         me = threading.current_thread().name
@@ -76,7 +86,7 @@ class Roles:
         with self.changed:
             self.waits_for[me] = over
             self.changed.notify_all()
-            self.changed.wait_for(lambda: over() or self.other_stops())
+            self.changed.wait_for(lambda: over() or self.others_stop())
             if not over():
                 self.stuck.append(me)
                 raise SystemExit
@@ -100,7 +110,7 @@ class Roles:
         assert not self.stuck, f"waits for ever: {self.stuck}"
 
 
-@pytest.mark.parametrize("late", [COMPUTES, ADDS])
+@pytest.mark.parametrize("late", [COMPUTES, ADDS, FETCHES])
 @pytest.mark.parametrize(
     ("by_tma", "ordered", "later"),
     [(True, False, False), (True, True, False), (True, True, True), (False, False, False)],
@@ -110,28 +120,28 @@ class Roles:
     ("works", "group", "visits", "parts"),
     [(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 5, 2), (1, 3, 4, 1), (3, 2, 3, 2), (1, 1, 0, 1), (2, 1, 1, 1), (4, 1, 3, 1)],
 )
-@pytest.mark.parametrize("programs", ["stay", "have one work", "share a bias"])
+@pytest.mark.parametrize("programs", ["stay", "stay, K and V ahead", "have one work", "share a bias"])
 def test_every_part_of_dq_is_added_once(
     monkeypatch, late, by_tma, ordered, later, programs, works, group, visits, parts
 ):
     """And said to be, when what the other warps store has been stored; K and V come when those of the work before, and
     dK and dV in their place, have left."""
-    dynamic, shares = programs == "stay", programs == "share a bias"
-    works = works if dynamic else 1
+    dynamic, shares = "stay" in programs, programs == "share a bias"
+    works, key_stages = works if dynamic else 1, 2 if "ahead" in programs else 1
     roles, added, counted, stored, kept, left = Roles(late), [], [], [], [], []
-    keys, values = (Ring(None, Barrier(), Barrier()) for _ in range(2))
+    keys, values = (Ring(None, Barriers(key_stages), Barriers(key_stages)) for _ in range(2))
     gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x)
 
     def fill(ring, slot, use, source, *place):
-        roles.wait(ring.empty, (use & 1) ^ 1)
-        kept.append((source, use))
-        roles.arrive(ring.full, 1)
+        roles.wait(ring.empty.index(slot), (use & 1) ^ 1)
+        kept.append((source, use * key_stages + slot))
+        roles.arrive(ring.full.index(slot), 1)
 
     stubs = {
         "gl": gl,
         "mbarrier": roles,
         "fill": fill,
-        "leave": lambda ring, slot: roles.arrive(ring.empty, 1),
+        "leave": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
         "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
         "tma_add": lambda _, place, slot: added.append((place[0], slot.value)),
@@ -140,7 +150,9 @@ def test_every_part_of_dq_is_added_once(
         "place_of_part": lambda tile, part, c: tile * c.DQ_PARTS + part,
         "work_of": lambda ticket, *_: SimpleNamespace(b=0, hk=ticket, n0=0),
         "all_works": lambda _: works,
-        "next_ticket": lambda ticket, *_: ticket + 1,
+        "next_ticket": lambda ticket, t, *_: t,
+        "zero_ahead": lambda *_: None,
+        "add_up_earlier": lambda *_: None,
         "counters_at": lambda *_: SimpleNamespace(turns=1000, ended=2000, done=3000),
         "visits_of": lambda *_: (visits, None),
         "visit_at": lambda i, *_: (visits - 1 - i, 0),
@@ -159,11 +171,11 @@ def test_every_part_of_dq_is_added_once(
                 monkeypatch.setattr(module, name, stub)
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, COUNTS_LATER=later, DQ_PARTS=parts, DBIAS="share" if shares else "none",
-        DYNAMIC=dynamic, SHARERS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
+        DYNAMIC=dynamic, KEY_STAGES=key_stages, SHARERS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=works, row_tiles=visits, queries=64 * visits, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barrier())
+    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barriers(key_stages))
     x = SimpleNamespace(dq=None, visits=None, k="k", v="v", dk="dk", dv="dv")
     shared = SimpleNamespace(k=Slot(), v=Slot())
     tiles = [
@@ -174,9 +186,10 @@ def test_every_part_of_dq_is_added_once(
     def computes():
         step = 0
         for work in range(works):
-            roles.wait(keys.full, work % 2)
-            roles.wait(values.full, work % 2)
-            assert kept[-2:] == [("k", work), ("v", work)]
+            slot, use = work % key_stages, work // key_stages
+            for ring, name in ((keys, "k"), (values, "v")):
+                roles.wait(ring.full.index(slot), use % 2)
+                assert [n for kind, n in kept if kind == name and n % key_stages == slot][-1] == work
             for tile in tiles[work] if by_tma else []:  # from registers they are atomic additions of their own
                 for part in range(parts):
                     query_sums.release_part.fn((tile, part), x, queries, tile, step, part, c)
@@ -184,19 +197,25 @@ def test_every_part_of_dq_is_added_once(
                 step += 1
             roles.is_late()
             stored.append(work)
-            query_sums.say_stored.fn(queries, c)
+            query_sums.say_stored.fn(queries, slot, c)
 
-    brings = movers.bring_and_add.fn
-    roles.run(**{COMPUTES: computes, ADDS: lambda: brings(x, keys, values, queries, shared, None, 0, terms, sizes, c)})
+    adds, fetches = movers.add.fn, movers.background.fn
+    roles.run(**{
+        COMPUTES: computes,
+        ADDS: lambda: adds(x, keys, values, queries, shared, None, 0, terms, sizes, c),
+        FETCHES: lambda: fetches(x, keys, values, None, None, None, None, 0, terms, sizes, c),
+    })  # fmt: skip
     expected = [(t * parts + p, (t, p)) for work in tiles for t, p in itertools.product(work, range(parts))]
     assert added == (expected if by_tma else [])
-    assert left == [(to, work, work + 1) for work in range(works) for to in ("dv", "dk")]
+    assert [found[:2] for found in left] == [(to, work) for work in range(works) for to in ("dv", "dk")]
+    assert all(work < so_far <= work + key_stages for _, work, so_far in left)
     assert kept == [(name, work) for work in range(works) for name in "kv"]
     for work in range(works):
         turns = [1000 + tile for tile in tiles[work]] if ordered and by_tma else []
         some, counted = counted[: len(turns)], counted[len(turns) :]
         assert [at for at, _ in some] == turns
         ends = [*([2000 + work] if shares else []), 3000 + work]
-        assert counted[: len(ends)] == [(at, work + 1) for at in ends]
+        assert [at for at, _ in counted[: len(ends)]] == ends
+        assert all(so_far > work for _, so_far in counted[: len(ends)])
         counted = counted[len(ends) :]
     assert not counted

@@ -177,11 +177,12 @@ def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):
     monkeypatch.setattr(movers, "add_up_earlier", lambda *arguments: called.append("adds up"))
     monkeypatch.setattr(movers, "gl", SimpleNamespace(program_id=lambda _: 0, to_tensor=lambda x: x))
     monkeypatch.setattr(movers, "all_works", lambda _: 1)
-    monkeypatch.setattr(movers, "next_ticket", lambda ticket, *_: ticket + 1)
+    monkeypatch.setattr(movers, "next_ticket", lambda ticket, t, *_: t)
+    monkeypatch.setattr(movers, "fetch_keys", lambda *arguments: None)
     for p, trainable in itertools.product(PROBLEMS, [False, True]):
         p = replace(p, bias_grad=trainable)
         terms, sizes, c = kernel_arguments(p)
-        movers.background.fn(None, None, None, None, None, terms, sizes, c)
+        movers.background.fn(None, None, None, None, None, None, None, None, terms, sizes, c)
         shared = p.bias.batch * p.bias.heads < p.batch * p.heads
         assert called == (["adds up"] if c.DBIAS == "share" else ["zeroes"] if c.SHARERS == 1 else [])
         assert ("none" if not trainable else "share" if shared else "store") == c.DBIAS

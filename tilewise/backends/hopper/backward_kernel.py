@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.hopper.masked_tiles import visible
-from tilewise.backends.hopper.movers import background, bring_and_add, load
+from tilewise.backends.hopper.movers import add, background, load
 from tilewise.backends.hopper.pipeline import (
     Ring,
     border,
@@ -102,6 +102,7 @@ class Compiled(NamedTuple):
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
     HEADS_IN_TURNS: Any  # see work.head_and_tile
+    KEY_STAGES: Any
     DYNAMIC: Any  # a program stays, and takes the next work that is left; else it has one
 
 
@@ -151,6 +152,7 @@ class Shared(NamedTuple):
 
     k: Any
     v: Any
+    slot: Any  # of K and V, where there are two
     k_operand: Any  # see `strips.operand`
     v_operand: Any
     p: Any
@@ -345,23 +347,24 @@ def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, cou
     counters = counters_at(counts, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
-    k_tile = shared.k.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
-    v_tile = shared.v.index(0).reshape([c.BLOCK_N, c.BLOCK_D])
+    slot = nth % c.KEY_STAGES
+    k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
+    v_tile = shared.v.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
         wait_zeroed(work, counters, sizes)
     if c.DBIAS == "share":
         earlier = ticket // c.SHARERS - sizes.ring
         if earlier >= 0:  # it had this program's place
             wait_count(counters.summed + earlier, c.SHARERS)
-    wait_full(keys, 0, nth)
-    wait_full(values, 0, nth)
+    wait_full(keys, slot, nth // c.KEY_STAGES)
+    wait_full(values, slot, nth // c.KEY_STAGES)
     if c.HIDES:
         drop_what_is_not_finite(k_tile, c)
         drop_what_is_not_finite(v_tile, c)
         fence_async_shared()
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
-    shared = Shared(shared.k, shared.v, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added)
+    shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added)
 
     steps = step
     if not c.MASK:
@@ -415,22 +418,23 @@ def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, cou
     warps_barrier()  # the other warpgroup may still read them
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
-    say_stored(queries, c)
+    say_stored(queries, slot, c)
     return step
 
 
 @gluon.jit
 def compute(x, rows, keys, values, queries, shared, tickets, counts, terms, sizes, c):
     """The role of the two warpgroups: all products."""
-    ticket = gl.program_id(0)
     step = gl.to_tensor(0)
     nth = gl.to_tensor(0)
     if c.DYNAMIC:
+        ticket = next_ticket(0, nth, tickets, c)
         while ticket < all_works(sizes):
             step = differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c)
-            ticket = next_ticket(ticket, nth, tickets, c)
             nth += 1
+            ticket = next_ticket(ticket, nth, tickets, c)
     else:
+        ticket = gl.program_id(0)
         differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c)
 
 
@@ -448,8 +452,8 @@ def backward_kernel(
     shares = pieces
     if c.DBIAS == "share":
         shares = shares_of(pieces, shared_dbias, states, c)
-    keys = new_ring(k, 1, c.BLOCK_N, c.BLOCK_D, 1)
-    values = new_ring(v, 1, c.BLOCK_N, c.BLOCK_D, 1)
+    keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
+    values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
     ring = new_ring(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
     if c.DO_STAGES != c.STAGES:
@@ -479,7 +483,7 @@ def backward_kernel(
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
-    shared = Shared(keys.slots, values.slots, 0, 0, p_slots, ds_slots, dbias_tile, added)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added)
     ticket_ring = Ring(0, 0, 0)
     if c.DYNAMIC:
         ticket_ring = new_ring_of_numbers(2, 3)
@@ -495,8 +499,8 @@ def backward_kernel(
         [
             (compute, (x, rows, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
             (load, (x, rows, tickets, counts, terms, sizes, c)),
-            (bring_and_add, (x, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
-            (background, (shares, slots, arrived, tickets, counts, terms, sizes, c)),
+            (add, (x, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
+            (background, (x, keys, values, shares, slots, arrived, tickets, counts, terms, sizes, c)),
         ],
         [1, 1, 2],
         [FEW, FEW, FEW],

@@ -211,6 +211,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         HEADS_IN_TURNS=config.heads_in_turns,
+        KEY_STAGES=config.key_stages if dynamic else 1,
         DYNAMIC=dynamic,
     )
     return Compiled(*(gl.constexpr(x) for x in values))

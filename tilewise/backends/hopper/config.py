@@ -150,6 +150,7 @@ class BackwardConfig:
             straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         sides_apart: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
+        key_stages: tiles in the rings of K and V; those of the next work come before dK and dV of one have left.
         dynamic: a program stays and takes whichever tile of keys is left, if some are; else there is one for each.
         heads_in_turns: key/value heads whose tiles of keys take turns.
         counts_later: where order matters, a tile of dQ counts as added a step later, when it is there without a wait.
@@ -172,6 +173,7 @@ class BackwardConfig:
     loading_registers: int = 24
     strips: int = 1
     sides_apart: bool = False
+    key_stages: int = 1
     dynamic: bool = False
     heads_in_turns: int = 1
     counts_later: bool = False
@@ -202,24 +204,14 @@ def _heads_in_turns(problem: Problem) -> int:
     return min(max(fit, least), 32 if width <= 64 else 16)  # more are slower (H200)
 
 
-def _stays(problem: Problem, block_m: int) -> bool:
-    """Whether a program of the backward begins and ends more than one tile of keys. It does so faster; past 64
-    dimensions that is always worth it, where a bias of the keys does not make it spill. With heads of 64 and no bias,
-    whose K or V are in registers, and of 32 steps are 1 to 3 % slower, and it is where there are few (H200)."""
-    d, bias = backward_width(problem), problem.bias
-    if d >= 128:
-        return bias is None or bias.rows > 1 or bias.cols == 1
-    steps = problem.pairs // max(1, problem.batch * problem.kv_heads * problem.keys * block_m)
-    return steps < (16 if d == 64 else 48) or (d == 64 and bias is not None and problem.score.band.unlimited)
-
-
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
+    tile, along_keys = bias_tile(problem) > 0, bias is not None and bias.rows == 1 and bias.cols > 1
     turns = _heads_in_turns(problem)
     later = problem.deterministic and problem.score.band.unlimited and turns > 1
-    apart = bias_tile(problem) > 0 and bias is not None and bias.dtype != problem.dtype
-    shared = bias is not None and bias_tile(problem) > 0 and bias.batch * bias.heads < problem.batch * problem.heads
+    apart = tile and bias is not None and bias.dtype != problem.dtype
+    shared = tile and bias is not None and bias.batch * bias.heads < problem.batch * problem.heads
     if d == 256:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
         # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ, or a tile
@@ -228,36 +220,33 @@ def backward_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
             dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
-            dynamic=_stays(problem, 64), heads_in_turns=turns, counts_later=later,
+            dynamic=not (along_keys or (tile and problem.score.softcap is not None)),  # these would spill
+            heads_in_turns=turns, counts_later=later,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
     capped = problem.score.softcap is not None
-    band, plain = problem.score.band, problem.score.band.unlimited and not capped
+    band, masked = problem.score.band, problem.mask is not None
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = bias_tile(problem) == 4
-    tile, along_keys = bias_tile(problem) > 0, bias is not None and bias.rows == 1 and bias.cols > 1
-    # Few queries see a key: one program that stays, with a loop each for what a band cuts and the rest, beats two by
-    # 4 %, and loses to them by 1 and 3 % where four and sixteen times as many do (H200, causal).
-    seen = problem.pairs // max(1, problem.batch * problem.heads * problem.keys)
-    short = d == 64 and band.lo is None and band.hi is not None and seen <= 512
-    short = short and bias is None and problem.mask is None and not capped
+    plain = band.lo is None and not (capped or masked or along_keys)
     if d == 32:
-        programs = 3 if plain and not wide and (bias is None or bias_tile(problem)) else 2  # 136 registers, or 232
-    elif d == 64 and not wide and (shared or not (band.unlimited or tile or problem.deterministic or short)):
+        small = band.unlimited and not (capped or wide or along_keys)
+        programs = 3 if small else 2  # 136 registers, or 232
+    elif d == 64 and not wide and (shared or not (tile or problem.deterministic or plain)):
         programs = 2  # where order matters, half the keys are twice as many turns
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in strips: worth a tenth, with a bias tile
     # a quarter; a softcap or a bias of the keys would spill (H200).
-    tall = d == 64 and programs == 1 and not (wide or capped or problem.mask is not None or along_keys)
+    tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys)
     # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
     # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
     d64 = d == 64 and not tile
     ahead = d64 and (programs == 1 or not along_keys)
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
-    crowded = problem.mask is not None and (apart or capped) and d == 128 and not wide
+    crowded = masked and (apart or capped) and d == 128 and not wide
     # Straight from registers dQ leaves faster with heads of 32, and in tiles of 64 queries that no bias tile or other
     # program disturbs (H200).
     by_tma = problem.deterministic or d == 128 or (d == 64 and (programs == 2 or tile or tall))
@@ -265,8 +254,11 @@ def backward_config(problem: Problem) -> BackwardConfig:
         block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
         dq_parts=1, dq_by_tma=by_tma, ahead=ahead, programs=programs,
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), strips=2 if tall else 1,
-        sides_apart=(d != 64 or short) and problem.mask is None,  # worth 3 % at 128, else nothing at 64 (H200)
-        k_in_registers=d64 or (d == 32 and bias is None and problem.mask is None),
-        v_in_registers=d64 and not tall and not along_keys,
-        dynamic=_stays(problem, 2 * ROWS if tall else ROWS), heads_in_turns=turns, counts_later=later,
+        # Worth 3 % at 128 and at 64 in strips; beside a bias tile it would spill there (H200).
+        sides_apart=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
+        k_in_registers=d64 or (d == 32 and bias is None and not masked),
+        v_in_registers=d64 and not tall and (programs == 2 or not along_keys),
+        key_stages=1 if d == 128 or tile else 2,
+        dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
+        heads_in_turns=turns, counts_later=later,
     )  # fmt: skip

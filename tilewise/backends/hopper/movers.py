@@ -40,7 +40,7 @@ def load_queries(ticket, step, x, rows, counts, terms, sizes, c):
         count, listed = visits_of(x.visits, work, h, sizes, c)
         for i in range(count):
             if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not before: others may be done sooner
-                following = gl.num_programs(0) + take_ticket(counters_at(counts, sizes, c).tickets)
+                following = take_ticket(counters_at(counts, sizes, c).tickets)
             m, cut = visit_at(i, listed, work, c)
             slot = step % c.STAGES
             full = rows.ring.full.index(slot)
@@ -65,42 +65,49 @@ def load_queries(ticket, step, x, rows, counts, terms, sizes, c):
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
             step += 1
     if c.DYNAMIC and following < 0:  # no tile of the last head is visible
-        following = gl.num_programs(0) + take_ticket(counters_at(counts, sizes, c).tickets)
+        following = take_ticket(counters_at(counts, sizes, c).tickets)
     return step, following
 
 
 @gluon.jit
 def load(x, rows, tickets, counts, terms, sizes, c):
-    """The role of one warp: what tiles of queries bring."""
+    """The role of one warp: what tiles of queries bring.
+
+    With DYNAMIC a program has no work before it runs: others wait for works before their own (`wait_zeroed`,
+    `add_queries`), and a program that has not begun may have to wait for them to end.
+    """
     let_next_begin()
-    ticket = gl.program_id(0)
     step = gl.to_tensor(0)
     if c.DYNAMIC:
         nth = 0
+        ticket = take_ticket(counters_at(counts, sizes, c).tickets)
+        hand_out(tickets, nth, ticket)
         while ticket < all_works(sizes):
             step, ticket = load_queries(ticket, step, x, rows, counts, terms, sizes, c)
-            hand_out(tickets, nth, ticket)
             nth += 1
+            hand_out(tickets, nth, ticket)
     else:
-        load_queries(ticket, step, x, rows, counts, terms, sizes, c)
+        load_queries(gl.program_id(0), step, x, rows, counts, terms, sizes, c)
 
 
 @gluon.jit
 def fetch_keys(ticket, nth, x, keys, values, terms, sizes, c):
-    """K and V of a program's ``nth`` work, when dK and dV of the one before have left."""
+    """K and V of a program's ``nth`` work, when dK and dV have left that had their place."""
     work = work_of(ticket, terms, sizes, c)
-    fill(keys, 0, nth, x.k, work.b, work.hk, work.n0, 0)
-    fill(values, 0, nth, x.v, work.b, work.hk, work.n0, 0)
+    slot = nth % c.KEY_STAGES
+    fill(keys, slot, nth // c.KEY_STAGES, x.k, work.b, work.hk, work.n0, 0)
+    fill(values, slot, nth // c.KEY_STAGES, x.v, work.b, work.hk, work.n0, 0)
 
 
 @gluon.jit
 def store_keys(ticket, nth, x, queries, shared, terms, sizes, c):
     """dK and dV of a program's ``nth`` work, when they are in shared memory."""
     work = work_of(ticket, terms, sizes, c)
-    mbarrier.wait(queries.stored.index(0), nth & 1)
+    slot = nth % c.KEY_STAGES
+    mbarrier.wait(queries.stored.index(slot), (nth // c.KEY_STAGES) & 1)
     fence_async_shared()  # warps have stored, TMA reads
-    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(0))
-    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(0))
+    tma_store(x.dv, [work.b, work.hk, work.n0, 0], shared.v.index(slot))
+    tma_store(x.dk, [work.b, work.hk, work.n0, 0], shared.k.index(slot))
 
 
 @gluon.jit
@@ -114,43 +121,43 @@ def say_done(ticket, counts, terms, sizes, c):
 
 
 @gluon.jit
-def bring_and_add(x, keys, values, queries, shared, tickets, counts, terms, sizes, c):
-    """The role of one warp: fetches K and V, adds dQ, stores dK and dV, and says when all of it is there."""
-    ticket = gl.program_id(0)
+def add(x, keys, values, queries, shared, tickets, counts, terms, sizes, c):
+    """The role of one warp: adds dQ, stores dK and dV, and says when all of it is there."""
     step = gl.to_tensor(0)
-    fetch_keys(ticket, 0, x, keys, values, terms, sizes, c)
     if c.DYNAMIC:
         nth = 0
+        ticket = next_ticket(0, nth, tickets, c)
         while ticket < all_works(sizes):
             step = add_queries(ticket, step, x, queries, counts, terms, sizes, c)
             store_keys(ticket, nth, x, queries, shared, terms, sizes, c)
-            following = next_ticket(ticket, nth, tickets, c)
-            nth += 1
             tma.store_wait(0)  # they have left shared memory
-            leave(keys, 0)
-            leave(values, 0)
-            if following < all_works(sizes):
-                fetch_keys(following, nth, x, keys, values, terms, sizes, c)
+            leave(keys, nth % c.KEY_STAGES)
+            leave(values, nth % c.KEY_STAGES)
             say_done(ticket, counts, terms, sizes, c)
-            ticket = following
+            nth += 1
+            ticket = next_ticket(ticket, nth, tickets, c)
     else:
+        ticket = gl.program_id(0)
+        fetch_keys(ticket, gl.to_tensor(0), x, keys, values, terms, sizes, c)
         add_queries(ticket, step, x, queries, counts, terms, sizes, c)
-        store_keys(ticket, 0, x, queries, shared, terms, sizes, c)
+        store_keys(ticket, gl.to_tensor(0), x, queries, shared, terms, sizes, c)
         say_done(ticket, counts, terms, sizes, c)
 
 
 @gluon.jit
-def background(shares, slots, arrived, tickets, counts, terms, sizes, c):
-    """The role of two warps beside the products: dBias of groups that have ended, or zeros for dQ of heads to come."""
-    ticket = gl.program_id(0)
+def background(x, keys, values, shares, slots, arrived, tickets, counts, terms, sizes, c):
+    """The role of two warps beside the products: K and V of works to come and zeros for dQ of heads to come, or dBias
+    of groups that have ended."""
     if c.DBIAS == "share":
         add_up_earlier(shares, slots, arrived, counts, terms, sizes, c)
     elif c.DYNAMIC:
         nth = 0
+        ticket = next_ticket(0, nth, tickets, c)
         while ticket < all_works(sizes):
+            fetch_keys(ticket, nth, x, keys, values, terms, sizes, c)
             if c.SHARERS == 1:  # else heads are not in their order, and `prepare_kernel` has zeroed all sums
                 zero_ahead(ticket, shares, counts, sizes, c)
-            ticket = next_ticket(ticket, nth, tickets, c)
             nth += 1
+            ticket = next_ticket(ticket, nth, tickets, c)
     elif c.SHARERS == 1:
-        zero_ahead(ticket, shares, counts, sizes, c)
+        zero_ahead(gl.program_id(0), shares, counts, sizes, c)

@@ -114,6 +114,12 @@ def only_slot(c):
 
 
 @gluon.jit
+def hidden(slot):
+    """A slot of which no compiler knows that it does not change, see `only_slot`."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def border(count):
     """A border of basic blocks, which keeps ptxas from moving a softmax past the wait for a product.
 

@@ -19,7 +19,6 @@ from tilewise.backends.hopper.pipeline import (
     Ring,
     count_stored,
     count_up,
-    only_slot,
     tma_add,
     wait_count,
     wait_for_previous,
@@ -29,14 +28,16 @@ from tilewise.backends.hopper.pipeline import (
     with_barriers,
 )
 from tilewise.backends.hopper.score import key_tiles
+from tilewise.backends.hopper.strips import slot_of_keys
 from tilewise.backends.hopper.work import counters_at, done_at, head_and_tile, visit_at, visits_of, work_of
 
 COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
 
 class Queries(NamedTuple):
-    """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier which says, once a work, that the program's
-    other warps have stored all that counts; not one of the ring's, whose warp may be some phases behind."""
+    """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier for each slot of K and V which says, once a
+    work, that the program's other warps have stored all that counts; not one of the ring's, whose warp may be some
+    phases behind."""
 
     slots: Any
     full: Any
@@ -51,8 +52,9 @@ def new_queries(dq, c):
     if c.DQ_BY_TMA:
         slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
         ring = with_barriers(slots, 1, 1)
-    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(stored.index(0), count=1)
+    stored = gl.allocate_shared_memory(gl.int64, [c.KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(c.KEY_STAGES):
+        mbarrier.init(stored.index(slot), count=1)
     return Queries(ring.slots, ring.full, ring.empty, stored)
 
 
@@ -109,8 +111,7 @@ def zero_ahead(ticket, dq_sum, counts, sizes, c):
 
 @gluon.jit
 def wait_zeroed(work, counters, sizes):
-    """Wait until works of lower numbers have zeroed the sum that this one adds to. Where programs stay, each first has
-    that of its own number, and one that has not begun holds up what waits here."""
+    """Wait until works of lower numbers have zeroed the sum that this one adds to."""
     head = work.b * sizes.kv_heads + work.hk
     if head >= sizes.zeroed:
         wait_count(counters.zeroed + head, sizes.key_tiles)
@@ -120,7 +121,7 @@ def wait_zeroed(work, counters, sizes):
 def begin_queries(ds, shared, PART: gl.constexpr, c):
     """Issue a part of the columns of dQ = dS K."""
     WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
-    k = shared.k.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
+    k = shared.k.index(slot_of_keys(shared, c)).reshape([c.BLOCK_N, c.BLOCK_D])
     if c.DQ_PARTS > 1:
         k = k.slice(PART * WIDTH, WIDTH, 1)
     zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
@@ -155,12 +156,13 @@ def send_part(queries, c):
 
 
 @gluon.jit
-def say_stored(queries, c):
-    """Tell the warp that adds dQ that dK and dV are in shared memory, and dS and dQ stored and added, if not by it."""
+def say_stored(queries, slot, c):
+    """Tell the warp that adds dQ that dK and dV are in a slot of K and V, and dS and dQ stored and added, if not by
+    it."""
     if c.DBIAS == "share":
         wait_stored(0)
     warps_barrier()
-    mbarrier.arrive(queries.stored.index(0), count=1)
+    mbarrier.arrive(queries.stored.index(slot), count=1)
 
 
 @gluon.jit

@@ -47,7 +47,10 @@ class Visit(NamedTuple):
 
 @gluon.jit
 def next_ticket(ticket, t, rings, c):
-    """Which tile follows this program's ``t``-th: with DYNAMIC whichever is left, as `load` has found out."""
+    """Which tile follows this program's ``t``-th: with DYNAMIC whichever is left, as `load` has found out.
+
+    In the backward: which is its ``t``-th, for the first is handed out, too.
+    """
     if c.DYNAMIC:
         slot = t % 2
         wait_full(rings.tickets, slot, t // 2)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.hopper.key_bias import accumulator
-from tilewise.backends.hopper.pipeline import only_slot, wait_full
+from tilewise.backends.hopper.pipeline import hidden, only_slot, wait_full
 from tilewise.backends.hopper.score import in_units, softcap, softcap_derivative
 
 
@@ -78,10 +78,19 @@ def operand(tile, IN_REGISTERS: gl.constexpr, c):
 
 
 @gluon.jit
-def times(first, tile, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, c):
+def slot_of_keys(shared, c):
+    """Where K and V are."""
+    if c.KEY_STAGES > 1:
+        return hidden(shared.slot)
+    else:
+        return only_slot(c)
+
+
+@gluon.jit
+def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, c):
     """Issue the product of K or V with a strip of Q or dO, transposed. ``first``: see `operand`."""
     if not IN_REGISTERS:
-        first = tile.index(only_slot(c)).reshape([c.BLOCK_N, c.BLOCK_D])
+        first = tile.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     return warpgroup_mma(first, rows.permute((1, 0)), start, use_acc=STARTS, is_async=True)
 
 
@@ -92,7 +101,7 @@ def begin(start, rows, shared, step, STRIP: gl.constexpr, terms, c):
     STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.STRIP_M], gl.float32, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS))
-    return times(shared.k_operand, shared.k, q, start, STARTS, c.K_IN_REGISTERS, c)
+    return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
 
 
 @gluon.jit
@@ -109,4 +118,4 @@ def begin_dp(rows, shared, slot, STRIP: gl.constexpr, c):
     S: gl.constexpr = accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)
     minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.STRIP_M], gl.float32, S))
     do = strip_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), STRIP, c)
-    return times(shared.v_operand, shared.v, do, minus_delta, True, c.V_IN_REGISTERS, c)
+    return times(shared.v_operand, shared.v, slot_of_keys(shared, c), do, minus_delta, True, c.V_IN_REGISTERS, c)

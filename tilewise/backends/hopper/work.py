@@ -33,7 +33,7 @@ class Counters(NamedTuple):
     turns: Any  # where order matters, of each tile of queries of all heads the tiles of keys that have added to dQ
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
     summed: Any  # and those that have added up their part of it
-    tickets: Any  # without one, the work that programs have taken after their first
+    tickets: Any  # without one, the works that programs which stay have taken
 
 
 class Work(NamedTuple):
@@ -153,7 +153,7 @@ def sharers_before(group, sizes, c):
 
 @gluon.jit
 def work_of(ticket, terms, sizes, c):
-    """The ``ticket``-th work. A program begins with that of its own number."""
+    """The ``ticket``-th work."""
     return work_at(ticket // c.SHARERS, ticket % c.SHARERS, terms, sizes, c)
 
 
