@@ -28,6 +28,13 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs compute capability 9.0", allow_module_level=True)
 
 
+def problem_of(case, x):
+    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    return Problem.of(
+        x.q, x.k, x.v, x.bias, x.mask, score, bias_grad="b" in case.grads, deterministic=case.deterministic
+    )
+
+
 @pytest.mark.parametrize("terms", [{}, {"causal": True}, {"bias": "1hmn"}, {"bias": "bh1n"}], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_and_visible_shows(terms, value):
@@ -291,8 +298,7 @@ def test_tiles_of_keys_at_a_band(terms):
     many tiles of queries a program, so that the warpgroups' rings and turns go on from one to the next."""
     case = replace(USUAL, **{"causal": True, **terms})
     x = tensors(case, "cuda")
-    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
-    assert forward_config(Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=False)).sides_apart
+    assert forward_config(problem_of(case, x)).sides_apart
     check(case, "hopper", "cuda")
 
 
@@ -316,8 +322,7 @@ def test_tiles_in_two_strips(terms):
     """At 64 dimensions, of the queries; lengths that end in either strip, bands that cut either."""
     case = replace(USUAL, D=64, grads="qkvb", **terms)
     x = tensors(case, "cuda")
-    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
-    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=True, deterministic=case.deterministic)
+    problem = problem_of(case, x)
     assert backward_config(problem).strips == 2
     check(case, "hopper", "cuda")
 
@@ -344,8 +349,7 @@ def test_sums_between_programs(terms):
     """The sum of dQ is zeroed by programs of earlier heads, and finished while the last programs run."""
     case = replace(MANY, grads="qkvb", **terms)
     x = tensors(case, "cuda")
-    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
-    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=True, deterministic=case.deterministic)
+    problem = problem_of(case, x)
     sizes, _ = _sizes(problem, backward_config(problem), x.q.device)
     assert sizes.zeroed < case.B * case.kv_heads
     first = run(case, "hopper", "cuda", x)
@@ -385,8 +389,7 @@ def test_programs_of_the_backward_that_stay(terms):
     """Each has more than one tile of keys, of which no query sees some: dK and dV have equal bits."""
     case = replace(USUAL, **{"B": 12, "H": 16, "Hkv": 8, "M": 300, "N": 520, "grads": "qkvb", **terms})
     x = tensors(case, "cuda")
-    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
-    problem = Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, bias_grad=True, deterministic=case.deterministic)
+    problem = problem_of(case, x)
     config = backward_config(problem)
     tiles = -(-case.N // config.block_n) * case.B * case.kv_heads
     assert config.dynamic
@@ -418,9 +421,7 @@ def test_programs_of_the_backward_that_stay(terms):
 def test_programs_that_take_tiles_as_they_are_done(case):
     """Each tile is computed once, whichever program takes it: equal bits."""
     x = tensors(case, "cuda")
-    inputs = Inputs(x.q, x.k, x.v, x.bias, x.mask)
-    score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
-    assert Forward(Problem.of(*inputs, score, bias_grad=False, deterministic=False), inputs).dynamic
+    assert Forward(problem_of(case, x), Inputs(x.q, x.k, x.v, x.bias, x.mask)).dynamic
     first = run(case, "hopper", "cuda", x)
     hold(case, first, "cuda")
     for _ in range(20):

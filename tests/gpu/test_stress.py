@@ -257,6 +257,24 @@ def test_another_stream(case, backend):
     hold(case, results, "cuda")
 
 
+@pytest.mark.parametrize("terms", [{}, {"D": 128}, {"D": 128, "deterministic": True}], ids=str)
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+def test_beside_another_stream(terms):
+    """Programs wait for each other, and some of them begin only when another stream's kernels let them."""
+    case = replace(LARGE, bias=None, **terms)
+    x = tensors(case, "cuda")
+    first = run(case, "hopper", "cuda", x)
+    a = normal(8192, 8192)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        with torch.cuda.stream(stream):
+            a @ a
+        again = run(case, "hopper", "cuda", x)
+        for name in ("dq", "dk", "dv") if case.deterministic else ("dk", "dv"):
+            assert torch.equal(getattr(again, name), getattr(first, name)), name
+
+
 @pytest.mark.parametrize("operator", [matmul, lambda a, b: attention(a, b, b)], ids=["matmul", "attention"])
 def test_a_thread_without_a_context(operator):
     """As autograd's are, where the allocator has all memory that they ask for: descriptors of new tensors are made."""
