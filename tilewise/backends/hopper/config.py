@@ -224,14 +224,14 @@ def backward_config(problem: Problem) -> BackwardConfig:
             heads_in_turns=turns, counts_later=later,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
-    # the keys each: worth it with heads of 32, and where something else makes a program wait (H200).
+    # the keys each: worth it with heads of 32, and of 64 where tiles do not come in strips (H200).
     capped = problem.score.softcap is not None
     band, masked = problem.score.band, problem.mask is not None
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = bias_tile(problem) == 4
-    plain = band.lo is None and not (capped or masked or along_keys)
+    plain = band.lo is None and not (capped or masked or along_keys)  # strips fit
     if d == 32:
         small = band.unlimited and not (capped or wide or along_keys)
         programs = 3 if small else 2  # 136 registers, or 232
