@@ -247,12 +247,10 @@ def backward_config(problem: Problem) -> BackwardConfig:
     ahead = d64 and (programs == 1 or not along_keys)
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = masked and (apart or capped) and d == 128 and not wide
-    # Straight from registers dQ leaves faster with heads of 32, and in tiles of 64 queries that no bias tile or other
-    # program disturbs (H200).
-    by_tma = problem.deterministic or d == 128 or (d == 64 and (programs == 2 or tile or tall))
     return BackwardConfig(
         block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
-        dq_parts=1, dq_by_tma=by_tma, ahead=ahead, programs=programs,
+        dq_parts=1, dq_by_tma=problem.deterministic or d != 32,  # from registers it leaves faster there (H200)
+        ahead=ahead, programs=programs,
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), strips=2 if tall else 1,
         # Worth 3 % at 128 and at 64 in strips; beside a bias tile it would spill there (H200).
         sides_apart=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
