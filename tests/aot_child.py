@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
@@ -165,11 +166,11 @@ def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
 
 
 def _codes(limit: int) -> list[Code]:
-    """What was launched, with its machine code read."""
+    """What was launched, with its machine code read where there is wgmma: disassembling takes half a second."""
     found = []
     for name, kernel in _launched:
         report = _report(name, kernel, _logs[kernel.hash], limit)
-        sass = _disassemble(kernel.asm["cubin"])
+        sass = _disassemble(kernel.asm["cubin"]) if report.instructions["wgmma"] else ""
         found.append(Code(report, wgmma_lint.count(sass), wgmma_lint.lint(sass)))
     return found
 
@@ -233,6 +234,7 @@ def idle_barriers(ttgir: str) -> list[str]:
     return [name for name in names if after and not re.search(rf"{re.escape(name)}\b", after)]
 
 
+@functools.lru_cache(maxsize=1)  # a kernel is read twice, one after the other
 def _disassemble(cubin: bytes) -> str:
     """SASS, by the tools that come with the triton in use."""
     import triton
