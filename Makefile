@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Bytecode of what is imported is written then; of all that is installed it would take half of the installation's time.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 
 # Stamps: what they name is installed as pyproject.toml and constraints.txt say.
 READY := $(VENV)/.ready
@@ -32,11 +33,11 @@ lint: $(READY)
 # torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e '.[transformers,demo,test,lint]'
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt -e '.[transformers,demo,test,lint]'
 	touch $@
 
 $(VENV)/.ready-triton-3.6.0: | $(READY)
 	rm -rf $(TRITON_360)
-	$(PIP) install --quiet --no-deps --target $(TRITON_360) triton==3.6.0
+	$(INSTALL) --no-deps --target $(TRITON_360) triton==3.6.0
 	touch $@
