@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+
+
+def pytest_collection_finish(session):
+    """What is imported and collected stays: the collector of garbage need not look through it again and again, which
+    was 5 to 8 % of the time of small tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
