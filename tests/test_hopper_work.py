@@ -267,3 +267,24 @@ def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask
                     head = (w.hk * group + g) // (p.heads // p.mask.heads)
                     of = states[w.b if p.mask.batch > 1 else 0, head, w.n0 // c.BLOCK_N]
                     assert bool(stored >> r & 1) == bool(of[m if tiles_of_rows > 1 else 0])
+
+
+def test_a_program_has_no_work_before_it_runs(monkeypatch):
+    """One that stays takes its first from the counter, too, and hands all that it takes to its other roles."""
+    tickets, handed, loaded = itertools.count(2), [], []  # others have taken two
+
+    def load_queries(ticket, step, *_):
+        loaded.append(ticket)
+        return step + 1, next(tickets)
+
+    gl = SimpleNamespace(to_tensor=lambda x: x)  # a program that stays need not know its number
+    stubs = {
+        "gl": gl, "let_next_begin": lambda: None, "load_queries": load_queries, "all_works": lambda _: 6,
+        "take_ticket": lambda _: next(tickets), "counters_at": lambda *_: SimpleNamespace(tickets=None),
+        "hand_out": lambda _, nth, ticket: handed.append((nth, ticket)),
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(movers, name, stub)
+    movers.load.fn(None, None, None, None, None, None, SimpleNamespace(DYNAMIC=True))
+    assert loaded == [2, 3, 4, 5]
+    assert handed == [(0, 2), (1, 3), (2, 4), (3, 5), (4, 6)]

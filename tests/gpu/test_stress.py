@@ -257,8 +257,8 @@ def test_another_stream(case, backend):
     hold(case, results, "cuda")
 
 
+@HOPPER.marks[0]
 @pytest.mark.parametrize("terms", [{}, {"D": 128}, {"D": 128, "deterministic": True}], ids=str)
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
 def test_beside_another_stream(terms):
     """Programs wait for each other, and some of them begin only when another stream's kernels let them."""
     case = replace(LARGE, bias=None, **terms)
