@@ -32,7 +32,7 @@ class Case:
     """A call of `tilewise.attention` and of its backward.
 
     bias, mask: which axes are full, a letter or 1 for each, "bhmn" to "1111"; "k" in place of "h" is Hkv heads.
-    layout: of every tensor, see `_lay_out`.
+    layout: of every tensor, see `lay_out`.
     planted: a value put into hidden keys and values (and a hidden bias): whole rows, and single elements of a row.
     bias_hides: a tenth of the bias is -inf. blind: some queries see nothing, by the mask or else the bias.
     lse: the loss uses the LSE too. grads: the inputs that need a gradient, letters of "qkvb".
@@ -144,7 +144,7 @@ def tensors(case: Case, device: str = "cpu", planted: bool = True, draw: int = 0
         if planted:
             _plant(c, hidden, k, v, bias if mask is not None and c.mask[3] == "n" else None)
     made = (q, k, v, bias, mask, do, dlse)
-    return Tensors(*(None if x is None else _lay_out(x, c.layout, n) for n, x in enumerate(made)))
+    return Tensors(*(None if x is None else lay_out(x, c.layout, n) for n, x in enumerate(made)))
 
 
 def _hidden_keys(c: Case, bias: Tensor | None, mask: Tensor | None) -> list[int]:
@@ -169,7 +169,7 @@ def _plant(c: Case, hidden: list[int], k: Tensor, v: Tensor, bias: Tensor | None
         bias[..., one] = c.planted
 
 
-def _lay_out(x: Tensor, layout: str, which: int) -> Tensor:
+def lay_out(x: Tensor, layout: str, which: int) -> Tensor:
     """The values of ``x`` in memory as ``layout`` says; memory between them is NaN (True in a mask).
 
     contiguous. heads_last: (B, M, H, D) by transpose; a bias or mask of shape [N, M]. padded: rows of 16-byte multiples

@@ -16,8 +16,8 @@ import torch
 from helpers import LAYOUTS, Case, check
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
-BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "bk1n", "1hm1", "1111")
-MASKS = ("b11n", "b1mn", "1hmn", "bk1n", "11m1")
+BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "bk1n", "111n", "1hm1", "bhm1", "1111")
+MASKS = ("b11n", "b1mn", "1hmn", "bhmn", "11mn", "bk1n", "111n", "11m1", "1111")
 
 
 class Drawn(NamedTuple):
@@ -69,14 +69,19 @@ class Kernel:
 
 
 def kernel(n: int) -> Kernel:
-    """The n-th kernel of all that a soak knows: of four two that the hopper backend takes, and one of few queries."""
+    """The n-th kernel of all that a soak knows: of eight four that the hopper backend takes, and three of few queries.
+
+    Those of few queries have most often both a bias and a mask: decoding meets every kind of them.
+    """
     r = random.Random(n)
-    hopper = n % 2 == 0
-    queries = r.choice(("one", "few")) if n % 4 == 1 else "many"
-    D = r.choice((8, 32, 64, 64, 128, 128, 128, 72, 96, 192, 256))
+    hopper, decodes = n % 2 == 0, n % 8 in (1, 3, 5)
+    queries = r.choice(("one", "few")) if decodes else "many"
+    D = r.choice(
+        (8, 32, 64, 64, 128, 128, 128, 72, 96, 192, 256) if hopper else (8, 24, 33, 64, 96, 128, 128, 200, 256)
+    )
     dtype = r.choice((BRAIN, BRAIN, HALF) if hopper else (BRAIN, BRAIN, HALF, FLOAT))
-    bias = r.choice(BIASES) if r.random() < 0.7 else None
-    mask = r.choice(MASKS) if r.random() < (0.3 if hopper else 0.5) else None
+    bias = r.choice(BIASES) if r.random() < (0.9 if decodes else 0.7) else None
+    mask = r.choice(MASKS) if r.random() < (0.7 if decodes else 0.3 if hopper else 0.5) else None
     hidden = next((x for x in (mask, bias) if x is not None), None)  # what may hide keys from all queries
     by_keys = hidden is not None and hidden[3] == "n"
     layout = r.choice(("padded", "padded", "heads_last") if hopper else LAYOUTS)

@@ -31,6 +31,16 @@ def test_every_feature_is_drawn():
     assert any(1 < case.M <= 64 and case.N >= 16 * case.M for case in cases)
 
 
+def test_decoding_is_drawn_with_everything():
+    """Trainable biases of many shapes, with and without a mask and a band, some along the keys of a single query."""
+    decoding = [drawn.case for drawn in DRAWN if drawn.case.M <= 64 and drawn.case.N >= 16 * drawn.case.M]
+    trained = [case for case in decoding if case.bias is not None and "b" in case.grads]
+    assert len({case.bias for case in trained}) >= 5
+    assert {case.mask is None for case in trained} == {True, False}
+    assert any(case.M == 1 and case.mask is not None and case.bias[2:] == "1n" for case in trained)
+    assert {case.causal or case.window is not None for case in trained} == {True, False}
+
+
 @pytest.mark.parametrize("n", range(0, 60, 6))
 def test_problems_can_be_made(n):
     for drawn in soak.problems(n, 1):

@@ -15,7 +15,7 @@ from helpers import Case, call, tensors
 from soak import soak
 
 COUNT = int(os.environ.get("TILEWISE_SOAK", "200"))
-KERNELS = min(16 + COUNT // 50, 200)  # a compiler takes tens of seconds for all that one of them needs
+KERNELS = min(16 + COUNT // 8, 400)  # a compiler takes ten seconds for all that one of them needs
 
 
 @pytest.mark.parametrize("n", range(KERNELS))

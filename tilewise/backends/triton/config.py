@@ -8,7 +8,7 @@ products of another; a bias tile in shared memory leaves room for fewer programs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.problem import Problem
 from tilewise.score.tiles import key_tiles, limits
@@ -33,6 +33,12 @@ class Config:
     num_stages: int
     dq_tma: bool = False
     packed: bool = False
+
+    def smaller(self) -> Config | None:
+        """The same tiles in less shared memory; None where nothing is left to give up. No number depends on it."""
+        if self.num_stages > 1:
+            return replace(self, num_stages=self.num_stages - 1)
+        return replace(self, dq_tma=False) if self.dq_tma else None
 
 
 def shared_memory(problem: Problem) -> int:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends import (
@@ -76,8 +77,14 @@ class Forward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
-        q, k, v, bias, mask = inputs
-        config = forward_config(problem, bias is not None and _uses_tma(problem, bias), _uses_tma(problem, q, k, v))
+        q, k, v, bias, _ = inputs
+        self.problem = problem
+        tma = _uses_tma(problem, q, k, v)
+        self._prepare(forward_config(problem, bias is not None and _uses_tma(problem, bias), tma), inputs)
+
+    def _prepare(self, config: Config, inputs: Inputs) -> None:
+        problem, (q, k, v, bias, mask) = self.problem, inputs
+        self.config = config
         tma = _uses_tma(problem, k, v) if config.packed else _uses_tma(problem, q, k, v)
         parts = splits(problem, config)
         c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1)
@@ -109,12 +116,16 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
             o, lse = self.empty_o(), self.empty_lse()
-            if self.merge is None:
-                self.main(*inputs, o, lse)
-            else:
-                parts, part_lse = (empty() for empty in self.empty_parts)
-                self.main(*inputs, parts, part_lse)
-                self.merge(parts, part_lse, o, lse)
+            try:
+                if self.merge is None:
+                    self.main(*inputs, o, lse)
+                else:
+                    parts, part_lse = (empty() for empty in self.empty_parts)
+                    self.main(*inputs, parts, part_lse)
+                    self.merge(parts, part_lse, o, lse)
+            except OutOfResources as error:
+                self._prepare(_smaller(self.config, error), inputs)
+                return self(inputs)
         return Outputs(o, lse)
 
 
@@ -122,15 +133,19 @@ class Backward:
     """A backward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
-        q, k, v, bias, mask = inputs
+        self.problem, self.needs = problem, needs
+        config = backward_config(problem, _uses_tma(problem, *inputs[:3], cotangents.o))
+        self._prepare(config, inputs, outputs, cotangents)
+
+    def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
+        problem, needs, (q, k, v, bias, mask) = self.problem, self.needs, inputs
         do, dlse = cotangents
+        self.config = config
         tma = _uses_tma(problem, q, k, v, do)
-        config = backward_config(problem, tma)
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_programs = m_tiles * problem.heads * problem.batch
         key_programs = n_tiles * problem.kv_heads * problem.batch
-        self.problem = problem
         self.reduction = reduction = bias_reduction(problem, bias) if needs.bias else "none"
         ordered_bias = _ordered(problem, reduction)
 
@@ -192,6 +207,13 @@ class Backward:
             self.bias_gradient = Launch(bias_gradient_kernel, programs, (*rows, strided(dbias)), numbers, **fewer)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+        try:
+            return self._run(inputs, outputs, cotangents)
+        except OutOfResources as error:
+            self._prepare(_smaller(self.config, error), inputs, outputs, cotangents)
+            return self(inputs, outputs, cotangents)
+
+    def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask = inputs
         do, dlse = cotangents
         with device_of(q):
@@ -217,6 +239,18 @@ class Backward:
         return Gradients(dq, dk, dv, dbias)
 
 
+def _smaller(config: Config, error: OutOfResources) -> Config:
+    """What comes next where Triton found, before it ran the kernel, that a multiprocessor has no room for it.
+
+    How much a kernel takes is the compiler's choice: the tables of config.py are right for those that were at hand
+    (tests/test_triton_room.py), and for any other a pipeline is shortened until it fits.
+    """
+    smaller = config.smaller()
+    if smaller is None:
+        raise error
+    return smaller
+
+
 def _meta(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
@@ -231,9 +265,10 @@ def bias_reduction(problem: Problem, bias: Tensor | None) -> str:
     if bias is None:
         return "none"
     b, h, m, n = bias.shape
-    if m == 1 and problem.queries > 1:
+    # A single query or key makes no difference: a vector gets no tile, for which `backward_config` leaves no room.
+    if m == 1:
         return "cols"
-    if n == 1 and problem.keys > 1:
+    if n == 1:
         return "rows"
     return "store" if (b, h) == (problem.batch, problem.heads) else "add"
 

@@ -1,0 +1,113 @@
+"""How much shared and tensor memory kernels take, for GPUs that need not be there; in a child process as aot_child.
+
+What is looked at is what the compiler has decided before it makes machine code, which takes most of its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import aot_child
+import torch
+from helpers import Case, lay_out
+from torch import Tensor
+
+TENSOR_MEMORY = 512  # columns of a Blackwell multiprocessor
+
+
+class Room(NamedTuple):
+    """What a kernel takes of a multiprocessor, in bytes and columns, and how many bytes there are."""
+
+    name: str
+    shared: int
+    limit: int
+    tensor_memory: int
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= self.limit and self.tensor_memory <= TENSOR_MEMORY
+
+
+@contextlib.contextmanager
+def _no_machine_code() -> Iterator[None]:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    add_stages = CUDABackend.add_stages
+
+    def ptx(source: Any, metadata: dict) -> str:
+        metadata["name"] = "kernel"
+        return ""
+
+    def without(self, stages: dict, *arguments: Any) -> None:
+        add_stages(self, stages, *arguments)
+        stages["ptx"], stages["cubin"] = ptx, lambda source, metadata: b""
+
+    CUDABackend.add_stages = without
+    try:
+        yield
+    finally:
+        CUDABackend.add_stages = add_stages
+
+
+def room(case: Case, backend: str | None = None, smallest: bool = False) -> list[Room]:
+    """Of every kernel that a case launches, forward and the gradients that it asks for, in the plan's backend or in the
+    one that is named. smallest: in the triton backend, with the smallest tiles that are tried."""
+    from tilewise.backends import Inputs, Needs, Outputs, empty_output
+    from tilewise.backends.triton import launch
+    from tilewise.plan import make_plan
+    from tilewise.problem import Problem, irregular
+    from tilewise.score.terms import Band, Score
+
+    c = case
+
+    def meta(which: int, *shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
+        return lay_out(torch.empty(shape, dtype=dtype, device="meta"), c.layout, which)
+
+    inputs = Inputs(
+        meta(0, c.B, c.H, c.M, c.D),
+        meta(1, c.B, c.kv_heads, c.N, c.D),
+        meta(2, c.B, c.kv_heads, c.N, c.value_dim),
+        None if c.bias is None else meta(3, *c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
+        None if c.mask is None else meta(4, *c.shape(c.mask), dtype=torch.bool),
+    )
+    cotangents = Outputs(
+        meta(5, c.B, c.H, c.M, c.value_dim), meta(6, c.B, c.H, c.M, dtype=torch.float32) if c.lse else None
+    )
+    needs = Needs(*(x in c.grads for x in "qkv"), c.bias is not None and "b" in c.grads)
+    score = Score(c.D**-0.5 if c.scale is None else c.scale, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
+
+    def plan(do: Tensor | None, bias_grad: bool) -> Any:
+        problem = Problem.of(
+            *inputs, score, bias_grad=bias_grad, deterministic=c.deterministic,
+            irregular=irregular(*inputs[:4], do),
+        )  # fmt: skip
+        problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
+        return make_plan(problem, backend or "auto")
+
+    def shrink(run: Any, *tensors: Any) -> None:
+        while smallest and isinstance(run, (launch.Forward, launch.Backward)) and run.config.smaller() is not None:
+            run._prepare(run.config.smaller(), *tensors)
+
+    aot_child._launched.clear()
+    with _no_machine_code():
+        forward = plan(None, False)
+        run = forward.module.prepare_forward(forward.problem, inputs)
+        shrink(run, inputs)
+        run(inputs)
+        if any(needs):
+            outputs = Outputs(
+                empty_output(inputs.q, c.value_dim, "meta"),
+                torch.empty(c.B, c.H, c.M, dtype=torch.float32, device="meta"),
+            )
+            backward = plan(cotangents.o, needs.bias)
+            run = backward.backward_module.prepare_backward(backward.problem, inputs, outputs, cotangents, needs)
+            shrink(run, inputs, outputs, cotangents)
+            run(inputs, outputs, cotangents)
+    limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024
+    return [
+        Room(name, kernel.metadata.shared, limit, getattr(kernel.metadata, "tmem_size", 0) or 0)
+        for name, kernel in aot_child._launched
+    ]

@@ -1,0 +1,128 @@
+"""No GPU runs out of shared or tensor memory, whatever the planner chooses; looked at without one.
+
+The tiles of config.py fit the GPUs and the compilers that were at hand: problems of the soak's whole space are compiled
+for each of them, TILEWISE_ROOM of them for each target, one if it does not say. For any other compiler a kernel that
+does not fit is made again with a shorter pipeline; the shortest leaves a quarter of what there is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+
+import pytest
+import soak
+import torch
+from helpers import Case, check
+from room_child import room
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+COUNT = int(os.environ.get("TILEWISE_ROOM", "1"))
+TARGETS = {90: "3.6.0", 80: "installed", 86: "installed", 100: "installed", 120: "3.6.0"}  # with a triton
+BRAIN, FLOAT = torch.bfloat16, torch.float32
+
+# Decoding with a bias along the keys: a bias of one query was stored by tiles, for which there was no room.
+ONE_QUERY = [
+    Case(B=2, H=2, Hkv=1, M=1, N=128, D=128, dtype=BRAIN, bias="b11n", mask="111n", causal=True),
+    Case(B=2, H=2, Hkv=1, M=1, N=200, D=96, dtype=BRAIN, bias="111n", mask="111n", causal=True, window=(0, None)),
+    Case(B=2, H=4, M=128, N=1, D=128, dtype=BRAIN, bias="bhm1"),
+]
+
+
+@pytest.mark.parametrize("case", ONE_QUERY, ids=str)
+def test_one_query_or_key_with_a_bias(compilers, case):
+    hold(compilers.run(room, "3.6.0", 90, case, "triton"))
+
+
+def drawn(target: int) -> list[soak.Drawn]:
+    """Of each target others."""
+    return [next(soak.problems(COUNT * target + n, 1)) for n in range(COUNT)]
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [pytest.param(target, x, id=f"sm_{target}, {x.case}") for target in TARGETS for x in drawn(target)],
+)
+def test_problems_at_random(compilers, target, problem):
+    hold(compilers.run(room, TARGETS[target], target, problem.case, problem.backend if target == 90 else "triton"))
+
+
+# What needs most: full tiles of everything, in the widest types, and three products of TF32.
+FULL = Case(B=2, H=4, M=512, N=512, D=256, dtype=BRAIN, bias="1hmn", bias_dtype=FLOAT, mask="bhmn", softcap=9.0)
+GREEDY = [
+    (90, replace(FULL, layout="sliced", causal=True)),
+    (86, replace(FULL, M=16, Hkv=1, causal=True)),
+    (86, replace(FULL, dtype=FLOAT)),
+]
+
+
+@pytest.mark.parametrize(("target", "case"), [pytest.param(*run, id=f"sm_{run[0]}, {run[1]}") for run in GREEDY])
+def test_the_shortest_pipeline_leaves_a_quarter_of_the_room(compilers, target, case):
+    found = compilers.run(room, TARGETS[target], target, case, "triton", True)
+    assert all(x.shared <= 0.75 * x.limit for x in found), found
+
+
+def hold(found):
+    assert all(x.fits for x in found), [x for x in found if not x.fits]
+
+
+def shrinks(case: Case) -> tuple[list[int], list[int]]:
+    """In the interpreter: a GPU that has room for the shortest pipelines alone. The stages that were tried, forward and
+    backward."""
+    import triton
+
+    from tilewise.backends.triton import launch
+
+    tried: dict[str, list[int]] = {"forward_kernel": [], "backward_kernel": []}
+    run = launch.Launch.__call__
+
+    def crowded(self, *tensors):
+        name, stages = self.kernel.fn.__name__, self.options["num_stages"]
+        if name in tried:
+            tried[name].append(stages)
+            if stages > 1:
+                raise triton.OutOfResources(300_000, 232_448, "shared memory")
+        return run(self, *tensors)
+
+    launch.Launch.__call__ = crowded
+    try:
+        check(case, "triton")
+    finally:
+        launch.Launch.__call__ = run
+    return tried["forward_kernel"], tried["backward_kernel"]
+
+
+def without_room(case: Case) -> str:
+    """In the interpreter: a GPU that has room for nothing."""
+    import triton
+
+    from tilewise.backends.triton import launch
+
+    run, calls = launch.Launch.__call__, []
+
+    def full(self, *tensors):
+        calls.append(self)
+        raise triton.OutOfResources(300_000, 1, "shared memory")
+
+    launch.Launch.__call__ = full
+    try:
+        check(case, "triton")
+    except triton.OutOfResources as error:
+        return f"{len(calls)} times: {error}"
+    finally:
+        launch.Launch.__call__ = run
+    return "ran"
+
+
+@pytest.mark.parametrize("case", [Case(M=37, N=50, D=16, bias="1hmn"), Case(M=2, N=70, D=16, Hkv=1)], ids=str)
+def test_a_kernel_that_does_not_fit_gets_a_shorter_pipeline(interpreter, case):
+    forward, backward = interpreter(shrinks, case)
+    for stages in (forward, backward):
+        assert stages == list(range(stages[0], 0, -1))
+        assert len(stages) > 1
+
+
+def test_the_error_shows_where_nothing_fits(interpreter):
+    assert "shared memory" in interpreter(without_room, Case(M=5, N=7, D=16, grads=""))
