@@ -52,9 +52,10 @@ def _no_machine_code() -> Iterator[None]:
         CUDABackend.add_stages = add_stages
 
 
-def room(case: Case, backend: str | None = None, smallest: bool = False) -> list[Room]:
+def room(case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False) -> list[Room]:
     """Of every kernel that a case launches, forward and the gradients that it asks for, in the plan's backend or in the
-    one that is named. smallest: in the triton backend, with the smallest tiles that are tried."""
+    one that is named. smallest: in the triton backend, with the shortest pipeline that is tried. exact: the problem is,
+    and torch's setting for float32 is TF32."""
     from tilewise.backends import Inputs, Needs, Outputs, empty_output
     from tilewise.backends.triton import launch
     from tilewise.plan import make_plan
@@ -62,6 +63,7 @@ def room(case: Case, backend: str | None = None, smallest: bool = False) -> list
     from tilewise.score.terms import Band, Score
 
     c = case
+    torch.backends.cuda.matmul.allow_tf32 = exact
 
     def meta(which: int, *shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
         return lay_out(torch.empty(shape, dtype=dtype, device="meta"), c.layout, which)
@@ -81,7 +83,7 @@ def room(case: Case, backend: str | None = None, smallest: bool = False) -> list
 
     def plan(do: Tensor | None, bias_grad: bool) -> Any:
         problem = Problem.of(
-            *inputs, score, bias_grad=bias_grad, deterministic=c.deterministic,
+            *inputs, score, bias_grad=bias_grad, deterministic=c.deterministic, exact=exact,
             irregular=irregular(*inputs[:4], do),
         )  # fmt: skip
         problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)

@@ -62,7 +62,7 @@ def operator_arguments(case, requires_grad):
         q, k, v,
         None if bias is None else torch.randn(bias, dtype=bias_dtype, requires_grad=requires_grad),
         None if mask is None else torch.rand(mask) < 0.7,
-        *terms, "auto",
+        *terms, False, "auto",
     )  # fmt: skip
 
 
@@ -327,7 +327,7 @@ def test_an_eager_call_is_the_operator():
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
 
     eager = autograd.attention_op(Inputs(*inputs), score, False, "auto")
-    operator = torch.ops.tilewise.attention(*inputs, -3, 2, 0.4, 5.0, False, "auto")
+    operator = torch.ops.tilewise.attention(*inputs, -3, 2, 0.4, 5.0, False, False, "auto")
     pairs = [*zip(eager, operator, strict=True)]
     pairs += zip(*(torch.autograd.grad(loss_of(*out), leaves) for out in (eager, operator)), strict=True)
     for x, expected in pairs:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forced import forced_splits
 
-from tilewise import attention
+from tilewise import attention, scaled_dot_product_attention
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -104,3 +104,28 @@ def nearest(x):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tf32_operands_are_rounded(interpreter, deterministic):
     interpreter(check_tf32, deterministic)
+
+
+def check_drop_in():
+    """What stands in for PyTorch's function is as exact as it, whatever the setting for matrix products says."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.rand(1, 1, 16, 16).requires_grad_() for _ in range(4))
+
+    def results(function):
+        o = function(q, k, v, scale=1.0)
+        return (o, *torch.autograd.grad(o, (q, k, v), do))
+
+    exact = results(scaled_dot_product_attention)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        drop_in, rounded = results(scaled_dot_product_attention), results(attention)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    for x, y, z in zip(drop_in, exact, rounded, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+        assert (z - y).abs().max() > 1e-5  # and the setting does round
+
+
+def test_the_drop_in_does_not_round_to_tf32(interpreter):
+    interpreter(check_drop_in)

@@ -28,7 +28,7 @@ from tilewise.score.terms import Band, Score
 _library = torch.library.Library("tilewise", "DEF")
 
 # The score terms that both operators take, as the dispatcher can carry them.
-_TERMS = "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, str backend"
+_TERMS = "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend"
 _library.define(f"attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, {_TERMS}) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, "
@@ -36,14 +36,14 @@ _library.define(
 )
 
 
-def _terms(score: Score, deterministic: bool, backend: str) -> tuple:
-    return score.band.lo, score.band.hi, score.scale, score.softcap, deterministic, backend
+def _terms(score: Score, deterministic: bool, exact: bool, backend: str) -> tuple:
+    return score.band.lo, score.band.hi, score.scale, score.softcap, deterministic, exact, backend
 
 
 def _problem(inputs: Inputs, terms: tuple, **more: Any) -> Problem:
-    lo, hi, scale, softcap, deterministic, _ = terms
+    lo, hi, scale, softcap, deterministic, exact, _ = terms
     score = Score(scale, softcap, Band(lo, hi))
-    return Problem.of(*inputs, score, deterministic=deterministic, **more)
+    return Problem.of(*inputs, score, deterministic=deterministic, exact=exact, **more)
 
 
 # What computes a call, kept under all that a Problem and a backend read of its tensors: a second call is one look-up.
@@ -354,13 +354,13 @@ def _is_differentiated(inputs: Inputs) -> bool:
 
 
 def attention_op(
-    inputs: Inputs, score: Score, deterministic: bool, backend: str, return_lse: bool = True
+    inputs: Inputs, score: Score, deterministic: bool, backend: str, *, return_lse: bool = True, exact: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v and bias, through o and lse.
 
-    Without ``return_lse`` nobody looks at the lse, and its place may hold anything.
+    Without ``return_lse`` nobody looks at the lse, and its place may hold anything. exact: see `Problem`.
     """
-    terms = _terms(score, deterministic, backend)
+    terms = _terms(score, deterministic, exact, backend)
     if not _is_eager(inputs):
         return _watched(inputs, terms)
     return _run(inputs, terms, _forward_of(inputs, terms), return_lse)
@@ -388,7 +388,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
 def remember_call(inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str) -> None:
     """After a call that went well, with what it was read as; see `usual_call`."""
     if _is_usual(inputs):
-        terms = _terms(score, deterministic, backend)
+        terms = _terms(score, deterministic, False, backend)
         _keep(_usual_calls, _usual_key(inputs, arguments), (terms, _forward_of(inputs, terms)))
 
 

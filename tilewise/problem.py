@@ -51,6 +51,7 @@ class Problem:
     mask: Operand | None = None
     bias_grad: bool = False  # the bias asks for a gradient
     deterministic: bool = False
+    exact: bool = False  # float32 products of a GPU keep float32's precision also where torch's setting says TF32
     irregular: tuple[str, ...] = ()  # of q, k, v, bias and, in a backward, do, those that `irregular` names
 
     @property
@@ -98,6 +99,7 @@ class Problem:
         *,
         bias_grad: bool = False,
         deterministic: bool = False,
+        exact: bool = False,
         irregular: tuple[str, ...] = (),
     ) -> Problem:
         """Describe a call, or raise a ValueError or TypeError that names the argument at fault."""
@@ -120,6 +122,7 @@ class Problem:
             mask=_operand("mask", mask, q, Hkv, N),
             bias_grad=bias_grad,
             deterministic=deterministic,
+            exact=exact,
             irregular=irregular,
         )
 

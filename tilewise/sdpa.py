@@ -71,7 +71,9 @@ def scaled_dot_product_attention(
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     score = Score(float(scale), None, Band.aligned(bool(is_causal), None, diagonal=0))
-    o, _ = attention_op(inputs, score, torch.are_deterministic_algorithms_enabled(), "auto", return_lse=False)
+    o, _ = attention_op(
+        inputs, score, torch.are_deterministic_algorithms_enabled(), "auto", return_lse=False, exact=True
+    )
     return fold.unfold(o)
 
 

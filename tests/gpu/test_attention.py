@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import LAYOUTS, Case, check, tensors
 
-from tilewise import explain
+from tilewise import explain, scaled_dot_product_attention
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = (1, 3, 127, 128, 129, 239, 799, 1023, 2048)
@@ -215,3 +215,28 @@ def test_rows_that_see_nothing(hold, case):
 def test_gradients_on_demand(hold, grads):
     case = replace(USUAL, grads=grads, bias="1hmn")
     hold(case, replace(case, deterministic=True, lse=False), gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "D", "bias"),
+    [(1024, 8, 8, False), (1024, 256, 64, False), (1, 1024, 128, True), (300, 300, 200, True)],
+)
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_drop_in_is_as_exact_as_float32(tf32, M, N, D, bias):
+    """PyTorch's function is, whatever the setting for matrix products says."""
+    q, k, v = (torch.randn(2, 4, n, D, device="cuda", requires_grad=True) for n in (M, N, N))
+    added = torch.randn(2, 4, M, N, device="cuda", requires_grad=True) if bias else None
+    do = torch.randn_like(q)
+    leaves = [x for x in (q, k, v, added) if x is not None]
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        o = scaled_dot_product_attention(q, k, v, added)
+        found = (o, *torch.autograd.grad(o, leaves, do))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    s = wide[0] @ wide[1].mT / math.sqrt(D)
+    o = torch.softmax(s + wide[3] if bias else s, -1) @ wide[2]
+    for x, exact in zip(found, (o, *torch.autograd.grad(o, wide, do.double())), strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=1e-5, atol=1e-5)

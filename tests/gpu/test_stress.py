@@ -348,7 +348,7 @@ OPERATOR_CASES = [
 def test_opcheck(case):
     """Shapes, dtypes and strides of the fake kernels; autograd; no input written."""
     x = tensors(case, "cuda")
-    terms = (None, case.N - case.M if case.causal else None, 0.125, None, True, "triton")
+    terms = (None, case.N - case.M if case.causal else None, 0.125, None, True, False, "triton")
     leaves = [y.detach().requires_grad_() for y in x[:4]]
     torch.library.opcheck(torch.ops.tilewise.attention.default, (*leaves, x.mask, *terms))
     inputs = [y.detach() for y in leaves]

@@ -13,7 +13,8 @@ _INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter
 def product(a, b, acc, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
     """acc + A B; ``acc`` may be None.
 
-    PRECISION of float32 tiles: "tf32" or "ieee". KEEPS: what a tile was rounded to may be kept in registers for later.
+    PRECISION of float32 tiles: "tf32", "tf32x3" or "ieee". KEEPS: what a tile was rounded to may be kept in registers
+    for later.
     """
     return tl.dot(_operand(a, PRECISION, KEEPS), _operand(b, PRECISION, KEEPS), acc, input_precision=PRECISION)
 

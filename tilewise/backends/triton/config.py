@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilewise.backends import float32_precision
 from tilewise.problem import Problem
 from tilewise.score.tiles import key_tiles, limits
 
@@ -74,6 +75,19 @@ def second_walk_stages(problem: Problem, tma: bool) -> int:
     """
     swizzles = {min(128, width * problem.dtype.itemsize) for width in widths(problem, tma)}
     return 2 if _hopper(problem) and tma and len(swizzles) > 1 else 1
+
+
+def precision(problem: Problem) -> str:
+    """Of the products, see `products.product`: torch's setting, but for a problem that is `exact` no TF32.
+
+    In its place three products of it, of what TF32 holds of the operands and of what it leaves over, are as exact as
+    float32 and run on tensor cores. Past 128 dimensions their operands spill, 32 KiB a program on sm_86, and shared
+    memory ends there: float32's own.
+    """
+    found = float32_precision(problem.dtype)
+    if problem.dtype.itemsize < 4 or found == "ieee" or not problem.exact:
+        return found
+    return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
 
 
 def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:

@@ -19,7 +19,6 @@ from tilewise.backends import (
     allocation,
     device_of,
     empty_output,
-    float32_precision,
 )
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
 from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
@@ -28,6 +27,7 @@ from tilewise.backends.triton.config import (
     backward_config,
     every_pair_alike,
     forward_config,
+    precision,
     second_walk_stages,
     splits,
     widths,
@@ -319,7 +319,7 @@ def _compiled(
         MASK_HOW=_broadcast(inputs.mask, problem, config),
         HIDES=not every_pair_alike(problem),
         ORDER=_order(problem),
-        PRECISION=float32_precision(problem.dtype),
+        PRECISION=precision(problem),
         PACKED=config.packed,
         STAGES_AGAIN=second_walk_stages(problem, tma),
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
