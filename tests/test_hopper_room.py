@@ -1,0 +1,134 @@
+"""The Hopper kernels have room in shared memory: their rings and tiles are added up for every structure that the
+backend takes, and what compilers make of some of them is held to the sum."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Case
+from room_child import room
+
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends import hopper
+from tilewise.backends.hopper import backward_launch, launch
+from tilewise.backends.hopper.bias_gradient import reduction
+from tilewise.backends.hopper.config import SHARED_MEMORY, backward_config, backward_width, bias_tile, forward_config
+
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+A_MULTIPROCESSOR = 228 * 1024  # one KiB of it goes with each program
+# Barriers, numbers that programs hand on, what roles are given, sums across warps, and gaps between aligned tiles.
+BESIDE = 1024
+
+
+def forward_bytes(problem: Problem) -> int:
+    """Rings and tiles of a program of the forward."""
+    config = forward_config(problem)
+    c = launch._compiled(problem, config, config.dynamic)
+    d, dv, n, size = c.BLOCK_D.value, c.BLOCK_DV.value, config.block_n, problem.dtype.itemsize
+    queries = config.q_stages * config.block_m * d * size
+    keys = config.stages * n * (d + dv) * size
+    bias = config.bias_stages * config.block_m * n * bias_tile(problem)
+    o = 0 if config.o_in_q else config.block_m * dv * size
+    return queries + keys + bias + o
+
+
+def backward_bytes(problem: Problem, dynamic: bool) -> int:
+    """Of the backward."""
+    config, size = backward_config(problem), problem.dtype.itemsize
+    c = backward_launch._compiled(problem, config, backward_width(problem), dynamic)
+    m, n, d = config.block_m, config.block_n, c.BLOCK_D.value
+    keys = 2 * c.KEY_STAGES.value * n * d * size
+    queries = (config.stages + config.do_stages) * m * d * size + 2 * config.stages * m * 4
+    dq = m * d // config.dq_parts * 4 if config.dq_by_tma else 0
+    tile, apart = bias_tile(problem), c.BIAS_APART.value
+    ds = (config.stages if tile and not apart else 1) * m * n * size
+    bias = config.stages * m * n * tile if apart else 0
+    p = m * n * size if config.shares_keys else 0
+    stored = c.DBIAS.value in ("store", "share") and problem.score.softcap is not None and not apart
+    along_keys = n * 4 if c.BIAS.value == "cols" else 0
+    bits = config.stages * 2 * n * 4 if problem.mask is not None else 0
+    sums = config.sum_bytes if c.DBIAS.value == "share" else 0
+    return keys + queries + dq + ds + bias + p + stored * m * n * size + along_keys + bits + sums
+
+
+def problems():
+    """One of each structure: widths of tiles, kinds of bias, mask, band, softcap, order, trained or not."""
+    B, H, N = 4, 8, 4096
+    shapes = {"bhmn": (B, H, N, N), "1hmn": (1, H, N, N), "b11n": (B, 1, 1, N), "1hm1": (1, H, N, 1)}
+    biases = [None, *(Operand(dtype, *shape) for dtype in (BRAIN, HALF, FLOAT) for shape in shapes.values())]
+    masks = [None, Operand(torch.bool, B, 1, N, N)]
+    bands = [Band(), Band.aligned(True, None, 0), Band.aligned(False, (300, 20), 0)]
+    for d, dv, bias, mask, band, cap, ordered in itertools.product(
+        (32, 64, 128, 256), (32, 64, 128, 256), biases, masks, bands, (None, 9.0), (False, True)
+    ):
+        yield Problem(
+            "cuda", (9, 0), BRAIN, B, H, H, N, N, d, dv, Score(0.1, cap, band), bias, mask,
+            bias_grad=bias is not None, deterministic=ordered,
+        )  # fmt: skip
+
+
+def test_every_structure_has_room():
+    taken = declined = 0
+    for problem in problems():
+        assert hopper.declines(problem) is None
+        forward = forward_bytes(problem) + BESIDE
+        assert forward <= SHARED_MEMORY, (problem, forward)
+        assert forward_config(problem).programs * (forward + 1024) <= A_MULTIPROCESSOR, problem
+        if hopper.declines_backward(problem) is not None:
+            declined += 1
+            continue
+        taken += 1
+        shares = reduction(problem) == "share"
+        for dynamic in (False, True)[: 1 if shares or not backward_config(problem).dynamic else 2]:
+            backward = backward_bytes(problem, dynamic) + BESIDE
+            assert backward <= SHARED_MEMORY, (problem, backward)
+            assert backward_config(problem).programs * (backward + 1024) <= A_MULTIPROCESSOR, (problem, backward)
+    assert taken > 10 * declined > 0
+
+
+FULL = Case(B=4, H=8, M=4096, N=4096, D=128, dtype=BRAIN)
+COMPILED = [
+    replace(FULL, bias="1hmn", mask="b1mn", softcap=9.0, window=(300, 20), deterministic=True),
+    replace(FULL, D=64, bias="b11n", causal=True),
+]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_the_sum_is_what_a_compiler_takes(compilers, case):
+    found = {x.name: x.shared for x in compilers.run(room, "3.6.0", 90, case, "hopper")}
+    bias, mask = (
+        (Operand(dtype, *case.shape(x)) if x else None) for dtype, x in ((BRAIN, case.bias), (torch.bool, case.mask))
+    )
+    score = Score(0.1, case.softcap, Band.aligned(case.causal, case.window, 0))
+    problem = Problem(
+        "cuda",
+        (9, 0),
+        BRAIN,
+        case.B,
+        case.H,
+        case.H,
+        case.M,
+        case.N,
+        case.D,
+        case.D,
+        score,
+        bias,
+        mask,
+        bias_grad=True,
+        deterministic=case.deterministic,
+    )
+    dynamic = backward_config(problem).dynamic and reduction(problem) != "share"
+    for name, sum_of in (
+        ("forward_kernel", forward_bytes(problem)),
+        ("backward_kernel", backward_bytes(problem, dynamic)),
+    ):
+        assert sum_of <= found[name] <= sum_of + BESIDE, (name, found[name] - sum_of)
