@@ -30,6 +30,17 @@ ONE_QUERY = [
     Case(B=2, H=4, M=128, N=1, D=128, dtype=BRAIN, bias="bhm1"),
 ]
 
+# Blackwell: what is summed over the heads of a group took more than there is.
+GROUPS = [
+    Case(B=2, H=4, Hkv=2, M=272, N=256, D=192, dtype=BRAIN),
+    Case(B=2, H=4, Hkv=2, M=272, N=256, D=128, dtype=BRAIN, bias="b11n", mask="b1mn"),
+]
+
+
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_heads_of_a_group_on_blackwell(compilers, case):
+    hold(compilers.run(room, "3.6.0", 100, case, "triton"))
+
 
 @pytest.mark.parametrize("case", ONE_QUERY, ids=str)
 def test_one_query_or_key_with_a_bias(compilers, case):

@@ -186,9 +186,11 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     if d <= 128:
         if bias_tile:
             return Config(32, 128, 8, 3)
-        # on Blackwell dS takes shared memory where Hopper keeps it in registers
-        return Config(64, 128, 8, 2 if _blackwell(problem) else 3, dq_tma=True)
-    return Config(16, 32, 4, 2, dq_tma=True) if bias_tile == 4 else Config(32, 64, 8, 2, dq_tma=True)
+        # On Blackwell dS takes shared memory where Hopper keeps it in registers; so do the sums of several heads.
+        return Config(64, 128, 8, (1 if problem.group > 1 else 2) if _blackwell(problem) else 3, dq_tma=True)
+    # The sums of several heads take more tensor memory than Blackwell has: tiles that are too small for it.
+    small = bias_tile == 4 or (_blackwell(problem) and problem.group > 1)
+    return Config(16, 32, 4, 2, dq_tma=True) if small else Config(32, 64, 8, 2, dq_tma=True)
 
 
 def every_pair_alike(problem: Problem) -> bool:
