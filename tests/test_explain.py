@@ -10,8 +10,9 @@ import torch
 import tilewise
 from tilewise import explain
 from tilewise.backends import cpu
-from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, quantity
+from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, traffic_table
 from tilewise.problem import Problem
+from tilewise.quantities import count, duration, number, percent, quantity
 from tilewise.score.terms import Band, Score
 
 B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
@@ -95,7 +96,7 @@ def test_the_bound():
 
 def test_unknown_limits_are_said_with_the_break_even():
     text = str(explain(*small(), device="cpu"))
-    assert "limits: unknown device or dtype: give limits=(flops, bytes_per_second)" in text
+    assert "limits: unknown device or dtype: give limits=(FLOP/s, bytes/s)" in text
     assert re.search(r"\d FLOP/byte: compute-bound where a device does fewer than [\d.]+ FLOP in the time of", text)
     assert "memory-bound" not in text
 
@@ -146,6 +147,7 @@ def test_words_of_a_plan_for_a_gpu():
         f"backend hopper: {e.tiles}",
         "  not triton: hopper comes before it",
         "  storing S and P would add 8.59 GB of traffic",
+        "  storing P, dP and dS would add 15 GB of traffic",
         "limits: 990 TFLOP/s, 3.35 TB/s (data sheet of the H100 SXM)",
     ):
         assert line in lines, line
@@ -231,7 +233,69 @@ def test_limits_of_another_form(limits, error, message):
     [
         (0, "0 s"), (1, "1 s"), (999, "999 s"), (1000, "1 ks"), (1234567, "1.23 Ms"), (0.00123, "1.23 ms"),
         (2.5e-6, "2.5 µs"), (3e-10, "0.3 ns"), (9.9e17, "990 Ps"), (999600, "1 Ms"),
+        (1e18, "1 Es"), (2e25, "20,000 Zs"), (1e-30, "1e-21 ns"),
     ],
 )  # fmt: skip
 def test_quantities(x, words):
     assert quantity(x, "s") == words
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (0, "0"), (1, "1"), (17.04, "17"), (0.333333, "0.333"), (2043.6, "2,040"), (43701, "43,700"),
+        (0.0307, "0.0307"), (3.07e-5, "0.0000307"), (1234567, "1,230,000"), (999.9, "1,000"), (1e-12, "1e-12"),
+        (5.5e26, "5.5e26"), (1e28, "1e28"),
+    ],
+)  # fmt: skip
+def test_numbers(x, words):
+    assert number(x) == words
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (0, "0 s"), (2.05e-6, "2.05 µs"), (119, "119 s"), (180, "3 min"), (7200, "2 h"), (180000, "2.08 days"),
+        (2.69e6, "31.1 days"), (4e8, "4,630 days"),
+    ],
+)  # fmt: skip
+def test_durations(x, words):
+    assert duration(x) == words
+
+
+def test_shares_and_counts():
+    assert [percent(x) for x in (0, 0.5, 1, 0.00308, 1.53e-5, 1e-7)] == [
+        "0%", "50%", "100%", "0.308%", "0.00153%", "less than 0.001%",
+    ]  # fmt: skip
+    assert [count(n, "warp") for n in (0, 1, 4)] == ["0 warps", "1 warp", "4 warps"]
+
+
+EXPONENT = re.compile(r"\d[eE][+-]?\d")
+
+
+@pytest.mark.parametrize(
+    ("shape", "keywords"),
+    [
+        ((4, 16, 4096, 128), {"device": "sm_90"}),
+        ((4, 16, 4096, 128), {"device": "sm_90", "causal": True}),
+        ((1, 1, 65536, 1), {"device": "sm_80", "window": (0, 0)}),
+        ((64, 64, 65536, 128), {"device": "sm_80"}),
+        ((1, 1, 1, 1), {"device": "cpu"}),
+        ((4, 16, 4096, 128), {"device": "cpu", "limits": (5e9, 1e9)}),
+    ],
+)
+def test_no_number_has_an_exponent_and_no_column_runs_into_the_next(shape, keywords):
+    e = explain(*(meta(*shape),) * 3, **keywords)
+    table = traffic_table(e)
+    assert not [line for line in [*str(e).splitlines(), *table] if EXPONENT.search(line)]
+    assert not [line for line in table if re.search(r"[A-Za-z]\d", line)]
+
+
+def test_words_of_the_field():
+    q, few = meta(4, 16, 4096, 128), meta(1, 1, 1, 8)
+    assert explain(q, q, q, device="sm_90").tiles.endswith("persistent programs with a grid-stride loop over the tiles")
+    causal = explain(q, q, q, causal=True, device="sm_90").tiles
+    assert "2 consumer warpgroups, 2 stages, persistent programs with a dynamic tile scheduler" in causal
+    assert "tiles of 1 query x 1 key, 1 head at a time" in explain(few, few, few, device="cpu").tiles
+    one_stage = explain(*(meta(4, 16, 4096, 128, dtype=torch.float32),) * 3, device="sm_90").tiles
+    assert one_stage.endswith("4 warps, 1 pipeline stage")

@@ -16,12 +16,13 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
 # doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
-BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score"}
+BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and blocks, and none themselves
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.score": set(),
     "tilewise.layouts": set(),
+    "tilewise.quantities": set(),
     "tilewise.problem": {"tilewise.score"},
     "tilewise.backends": set(),
     "tilewise.backends.oracle": BACKEND,
@@ -38,9 +39,10 @@ ROOMS = {
         "tilewise.blocks",
         "tilewise.backends",
         "tilewise.backends.hopper",
+        "tilewise.quantities",
         *SHARED,
     },
-    "tilewise.blocks.softmax": {"tilewise.blocks"},
+    "tilewise.blocks.softmax": {"tilewise.blocks", "tilewise.quantities"},
 }
 TRITON_ROOMS = {
     *SHARED,

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from tilewise import softmax
 from tilewise.blocks.softmax import cpu
 from tilewise.blocks.softmax.explanation import explain
+from tilewise.quantities import quantity
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -312,8 +313,8 @@ def test_explain_on_a_gpu(arguments, forward, backward):
     found = explain(**{"multiprocessors": 132, **arguments})
     size = 2 * arguments["x"].numel()
     assert str(found).splitlines()[1:] == [
-        f"forward    {forward}; at least {2 * size:.3g} bytes",
-        f"backward   {backward or forward}; at least {3 * size:.3g} bytes",
+        f"forward    {forward}; at least {quantity(2 * size, 'B')}",
+        f"backward   {backward or forward}; at least {quantity(3 * size, 'B')}",
     ]
 
 
@@ -322,8 +323,8 @@ def test_explain_on_the_cpu():
     found = explain(meta(3, 37), bias=bias, mask=mask)
     assert str(found) == (
         "softmax    3 rows of 37, bfloat16\n"
-        "forward    PyTorch's operators, whole rows, about 524288 elements at a time; at least 703 bytes\n"
-        "backward   PyTorch's operators, whole rows, about 524288 elements at a time; at least 814 bytes"
+        "forward    PyTorch's operators, whole rows, about 524,288 elements at a time; at least 703 B\n"
+        "backward   PyTorch's operators, whole rows, about 524,288 elements at a time; at least 814 B"
     )
     with pytest.raises(ValueError, match=r"^multiprocessors: must be 1 or more, got 0$"):
         explain(X, multiprocessors=0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from tilewise.api import Window, read_call
 from tilewise.backends import lse_dtype
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Operand, Problem, irregular
+from tilewise.quantities import duration, number, percent, quantity
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
 
@@ -201,10 +203,10 @@ def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
 def _given_limits(pair: tuple[float, float]) -> Limits:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s), got {pair!r}")
-    for number in pair:
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
+    for limit in pair:
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
             raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s) of floats, got {pair!r}")
-        if not (number > 0 and math.isfinite(number)):
+        if not (limit > 0 and math.isfinite(limit)):
             raise ValueError(f"limits: must be positive and finite, got {pair!r}")
     return Limits(float(pair[0]), float(pair[1]), "limits as given")
 
@@ -271,7 +273,7 @@ def _lines(e: Explanation) -> Iterator[str]:
             yield f"  {name} {x.shape} {_name(x.dtype)}{grad}"
     if not p.score.band.unlimited:
         total = p.batch * p.heads * p.queries * p.keys
-        yield f"  causal or window: {100 * p.pairs / max(total, 1):.3g}% of the scores are visible"
+        yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
     yield f"backend {e.plan.backend}: {e.tiles}"
     if e.plan.backward != e.plan.backend:
         yield f"  gradients by {e.plan.backward}: {e.plan.backend} {e.plan.backward_declined}"
@@ -280,12 +282,14 @@ def _lines(e: Explanation) -> Iterator[str]:
     if e.forward.flops == 0:
         yield "no query sees a key: o is 0 and lse -inf"
         return
-    for name, work in (("forward", e.forward), ("backward", e.backward)):
+    for name, work, passes in _passes(e):
         yield f"{name}: {quantity(work.flops, 'FLOP')}, at least {quantity(work.bytes, 'B')} of memory traffic"
-        yield f"  {work.intensity:.3g} FLOP/byte: {_bound(e.limits, work)}"
-        yield f"  storing S and P would add {quantity(work.unfused_bytes, 'B')} of traffic"
+        yield f"  {number(work.intensity)} FLOP/byte: {_bound(e.limits, work)}"
+        *first, last = passes
+        stored = f"{', '.join(first)} and {last}"
+        yield f"  storing {stored} would add {quantity(work.unfused_bytes, 'B')} of traffic"
     if e.limits is None:
-        yield "limits: unknown device or dtype: give limits=(flops, bytes_per_second)"
+        yield "limits: unknown device or dtype: give limits=(FLOP/s, bytes/s)"
     else:
         speed, bandwidth, source = e.limits
         yield f"limits: {quantity(speed, 'FLOP/s')}, {quantity(bandwidth, 'B/s')} ({source})"
@@ -295,37 +299,35 @@ def traffic_table(e: Explanation) -> list[str]:
     """Lines of a table: memory traffic of the fused call, and of one that stores the score matrices and reads them."""
     lines = [f"{'memory traffic':24}{'fused':>10}{'unfused':>12}"]
     matrix = quantity(_matrix(e.problem), "B")
-    for name, work, passes in (("forward", e.forward, FORWARD_PASSES), ("backward", e.backward, BACKWARD_PASSES)):
-        lines.append(_traffic(name, work.bytes, work.bytes + work.unfused_bytes, "B"))
+    for name, work, passes in _passes(e):
+        lines.append(_traffic(name, work.bytes, work.bytes + work.unfused_bytes, partial(quantity, unit="B")))
         if e.limits is not None:
             fused, unfused = (x / e.limits.bytes_per_second for x in (work.bytes, work.bytes + work.unfused_bytes))
-            lines.append(_traffic("  takes at least", fused, unfused, "s"))
+            lines.append(_traffic("  takes at least", fused, unfused, duration))
         for operand, count in passes.items():
             total = quantity(count * _matrix(e.problem), "B")
             lines.append(f"  {operand:2} {count} times {matrix:11}{'–':>8}{total:>12}")
     return lines
 
 
-def _traffic(name: str, fused: float, unfused: float, unit: str) -> str:
-    ratio = f"{unfused / fused:8.3g} x" if fused else ""
-    return f"{name:24}{quantity(fused, unit):>10}{quantity(unfused, unit):>12}{ratio}"
+def _traffic(name: str, fused: float, unfused: float, words: Callable[[float], str]) -> str:
+    ratio = f" {number(unfused / fused):>7} x" if fused else ""
+    return f"{name:24}{words(fused):>10}{words(unfused):>12}{ratio}"
+
+
+def _passes(e: Explanation) -> Iterator[tuple[str, Work, dict[str, int]]]:
+    yield "forward", e.forward, FORWARD_PASSES
+    yield "backward", e.backward, BACKWARD_PASSES
 
 
 def _bound(known: Limits | None, work: Work) -> str:
     if known is None:
-        return f"compute-bound where a device does fewer than {work.intensity:.3g} FLOP in the time of one byte"
+        return f"compute-bound where a device does fewer than {number(work.intensity)} FLOP in the time of one byte"
     return (
-        f"{known.bound(work)}-bound, the break-even is at {known.break_even:.3g}; "
-        f"at least {quantity(known.seconds(work), 's')}"
+        f"{known.bound(work)}-bound, the break-even is at {number(known.break_even)}; "
+        f"at least {duration(known.seconds(work))}"
     )
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def quantity(x: float, unit: str) -> str:
-    """Three digits and a prefix: 1.23 GFLOP, 45.6 µs."""
-    x = float(f"{x:.3g}")
-    exponent = min(max(math.floor(math.log10(x) / 3), -3), 5) if x > 0 else 0
-    return f"{x / 1000**exponent:.3g} {['n', 'µ', 'm', '', 'k', 'M', 'G', 'T', 'P'][exponent + 3]}{unit}"

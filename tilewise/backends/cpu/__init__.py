@@ -7,6 +7,7 @@ import torch
 from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.backends.cpu import fused, tiled
 from tilewise.problem import Problem
+from tilewise.quantities import count
 
 
 def declines(problem: Problem) -> str | None:
@@ -15,7 +16,8 @@ def declines(problem: Problem) -> str | None:
 
 def tiles(problem: Problem) -> str:
     size = tiled.tiling(problem)
-    words = f"tiles of {size.rows} queries x {size.cols} keys, {size.heads * problem.group} heads at a time"
+    queries = f"{size.rows} {'query' if size.rows == 1 else 'queries'}"
+    words = f"tiles of {queries} x {count(size.cols, 'key')}, {count(size.heads * problem.group, 'head')} at a time"
     forward_reason, backward_reason = fused.declines(problem), fused.declines_backward(problem)
     if forward_reason is not None:
         return f"{words} ({forward_reason})"

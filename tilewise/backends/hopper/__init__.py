@@ -13,6 +13,7 @@ import torch
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.problem import Problem
+from tilewise.quantities import count
 
 
 def declines_device(device: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
@@ -86,10 +87,10 @@ def tiles(problem: Problem) -> str:
     from tilewise.backends.hopper.config import forward_config
 
     c = forward_config(problem)
-    following = "whichever tile is left" if c.dynamic else "every so manieth tile"
+    scheduler = "a dynamic tile scheduler" if c.dynamic else "a grid-stride loop over the tiles"
     return (
-        f"{c.block_m} queries x {c.block_n} keys, {c.warpgroups} warpgroups, {c.stages} stages, "
-        f"programs that stay and take {following}"
+        f"{c.block_m} queries x {c.block_n} keys, {count(c.warpgroups, 'consumer warpgroup')}, "
+        f"{count(c.stages, 'stage')}, persistent programs with {scheduler}"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, float32_precision
 from tilewise.problem import Problem
+from tilewise.quantities import count
 
 
 def declines(problem: Problem) -> str | None:
@@ -40,7 +41,7 @@ def tiles(problem: Problem) -> str:
     rows = f"{c.block_m} queries"
     if c.packed and problem.group > 1:
         rows = f"{c.block_m} queries of the {problem.group} heads that share keys"
-    words = f"{rows} x {c.block_n} keys, {c.num_warps} warps, {c.num_stages} pipeline stages"
+    words = f"{rows} x {c.block_n} keys, {count(c.num_warps, 'warp')}, {count(c.num_stages, 'pipeline stage')}"
     parts = splits(problem, c)
     return words if parts == 1 else f"{words}; the keys in {parts} splits, merged by their LSE"
 

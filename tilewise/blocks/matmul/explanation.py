@@ -13,6 +13,7 @@ from tilewise.backends import float32_precision
 from tilewise.blocks.matmul.config import c_first, c_spread, hopper_config, triton_config
 from tilewise.blocks.matmul.plan import Choice, choose
 from tilewise.blocks.matmul.problem import Product, check_arguments, describe, output_shape
+from tilewise.quantities import count, number, quantity
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Explanation:
             f"product    {matrices}{p.rows} x {p.inner} by {p.inner} x {p.cols}, {name}, C: {c_spread(p)}",
             f"backend    {self.choice.backend}: {self.tiles}",
             *(f"           not {name}: {reason}" for name, reason in self.choice.reasons.items()),
-            f"work       {self.flops:.3g} FLOP, {self.bytes:.3g} bytes, {self.flops / self.bytes:.0f} FLOP/byte",
+            f"work       {quantity(self.flops, 'FLOP')}, {quantity(self.bytes, 'B')}, "
+            f"{number(self.flops / self.bytes)} FLOP/byte",
         ]
         return "\n".join(lines)
 
@@ -99,9 +101,10 @@ def _tiles(product: Product, backend: str, alpha: float, beta: float) -> str:
         return "PyTorch's own addmm or baddbmm"
     if backend == "triton":
         t = triton_config(product, float32_precision(product.dtype))
-        return f"tiles of {t.block_m} x {t.block_n}, steps of {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
+        pipeline = f"{count(t.num_warps, 'warp')}, {count(t.num_stages, 'stage')}"
+        return f"tiles of {t.block_m} x {t.block_n}, steps of {t.block_k}, {pipeline}"
     h = hopper_config(product)
-    words = f"tiles of {2 * h.rows} x {h.block_n}, steps of {h.block_k}, {h.stages} stages, programs that stay"
+    words = f"tiles of {2 * h.rows} x {h.block_n}, steps of {h.block_k}, {h.stages} stages, persistent programs"
     if c_spread(product) == "none":
         return words
     return f"{words}, C {'first' if c_first(product, alpha, beta) else 'last'}"

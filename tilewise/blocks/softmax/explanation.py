@@ -12,6 +12,7 @@ from tilewise.blocks.softmax import cpu
 from tilewise.blocks.softmax.checks import check_arguments
 from tilewise.blocks.softmax.triton.axes import broadcast_strides, collapse
 from tilewise.blocks.softmax.triton.config import Config, softmax_config
+from tilewise.quantities import count, quantity
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Explanation:
         return "\n".join(
             [
                 f"softmax    {self.rows} rows of {self.length}, {str(self.dtype).removeprefix('torch.')}",
-                f"forward    {_words(self.forward)}; at least {self.forward_bytes:.3g} bytes",
-                f"backward   {_words(self.backward)}; at least {self.backward_bytes:.3g} bytes",
+                f"forward    {_words(self.forward)}; at least {quantity(self.forward_bytes, 'B')}",
+                f"backward   {_words(self.backward)}; at least {quantity(self.backward_bytes, 'B')}",
             ]
         )
 
@@ -88,8 +89,8 @@ def explain(
 
 def _words(config: Config | None) -> str:
     if config is None:
-        return f"PyTorch's operators, whole rows, about {cpu.AT_ONCE} elements at a time"
-    warps = "1 warp" if config.num_warps == 1 else f"{config.num_warps} warps"
+        return f"PyTorch's operators, whole rows, about {cpu.AT_ONCE:,} elements at a time"
+    warps = count(config.num_warps, "warp")
     programs = "one program" if config.parts == 1 else f"{config.parts} programs"
     if not config.on_chip:
         return f"read twice: {programs} a row, tiles of {config.rows} x {config.block}"
