@@ -1,4 +1,4 @@
-"""``tilewise explain`` and ``tilewise doctor`` on the command line."""
+"""``tilewise explain``, ``layout`` and ``doctor`` on the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tilewise
 from tilewise import cli, explain
 from tilewise.backends import cpu
-from tilewise.commands import doctor
+from tilewise.commands import arguments, doctor, spelling
 from tilewise.explanation import traffic_table
 
 
@@ -111,36 +111,174 @@ def test_explain_of_nothing_has_no_table():
 
 
 SHAPE = ("--shape", "4,16,64,64")
+SM_90 = (*SHAPE, "--device", "sm_90")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
         ([], "Missing option '--shape'"),
-        (["--shape", "4,16,64"], "--shape: 4 sizes are needed, got 3: '4,16,64'"),
-        (["--shape", "4,16,x,64"], "--shape: sizes separated by commas are needed, got '4,16,x,64'"),
+        (["--shape", "4,16,64"], "--shape: 4 sizes, such as 4,16,4096,128, are needed, got 3: '4,16,64'"),
+        (
+            ["--shape", "4,16,y,64"],
+            "--shape: sizes separated by commas, such as 4,16,4096,128, are needed, got '4,16,y",
+        ),
+        (["--shape", "4_0,16,64,64"], "--shape: sizes separated by commas, such as 4,16,4096,128, are needed"),
+        (["--shape", ""], "--shape: sizes separated by commas, such as 4,16,4096,128, are needed, got ''"),
         (["--shape", "4,-1,64,64"], "--shape: a size cannot be negative"),
         (["--shape", f"1,1,{10**20},64"], "--shape: at most 2**58 elements are allowed"),
         (["--shape", f"0,{2**40},{2**40},64"], "--shape: at most 2**58 elements are allowed"),
-        ([*SHAPE, "--value-dim", "300"], "--value-dim': Input should be less than or equal to 256"),
-        ([*SHAPE, "--bias", "1,1,1,1,1"], "--bias: at most 4 sizes are needed, got 5"),
-        ([*SHAPE, "--bias", "3,3"], "bias: shape (1, 1, 3, 3) does not broadcast"),
-        ([*SHAPE, "--kv-shape", "4,3,64,64"], "the 3 key/value heads must divide the 16 query heads"),
+        (
+            ["--shape", "1,1,1,1", "--kv-shape", f"1,1,{2**58},1", "--value-dim", "256"],
+            "--value-dim: at most 2**58 elements are allowed",
+        ),
+        (["--shape", "1,1,1,300"], "for --shape: head dimension must be between 1 and 256, got 300"),
+        (
+            ["--shape", "1,1,1,300", "--kv-shape", "1,1,1,300"],
+            "for --shape / --kv-shape: head dimension must be between 1 and 256, got 300",
+        ),
+        ([*SHAPE, "--value-dim", "300"], "--value-dim: a whole number from 1 to 256 is needed, got '300'"),
+        ([*SHAPE, "--bias", "1,1,1,1,1"], "--bias: at most 4 sizes, such as 4,16,4096,128, are needed, got 5"),
+        ([*SHAPE, "--bias", "3,3"], "for --bias: shape (1, 1, 3, 3) does not broadcast"),
+        ([*SHAPE, "--mask", "3,3"], "for --mask: shape (1, 1, 3, 3) does not broadcast"),
+        ([*SHAPE, "--bias-dtype", "fp32"], "--bias-dtype: there is no bias: give its shape with --bias"),
+        (
+            [*SHAPE, "--bias", "1", "--bias-dtype", "bool"],
+            "--bias-dtype: must be one of float16 (fp16), bfloat16 (bf16)",
+        ),
+        ([*SHAPE, "--kv-shape", "4,3,64,64"], "for --kv-shape: the 3 key/value heads must divide the 16 query heads"),
+        ([*SHAPE, "--kv-shape", "4,16,64,32"], "for --kv-shape: head dimension must equal --shape's 64, got 32"),
+        ([*SHAPE, "--kv-shape", "3,16,64,64"], "for --kv-shape: batch size must equal --shape's 4, got 3"),
         ([*SHAPE, "--device", "tpu"], "--device: must be cpu, cuda or a compute capability such as sm_90, got 'tpu'"),
         ([*SHAPE, "--device", "cuda"], "--device: torch sees no CUDA device here"),
-        ([*SHAPE, "--window", "3"], "--window: two widths are needed, each a number or none, got '3'"),
-        ([*SHAPE, "--window", "-3,0"], "window: left width must be 0 or more"),
-        ([*SHAPE, "--limits", "fast,slow"], "--limits: two numbers are needed"),
-        ([*SHAPE, "--limits", "0,1"], "limits: must be positive and finite"),
-        ([*SHAPE, "--backend", "metal"], "backend: must be one of"),
-        ([*SHAPE, "--dtype", "int8"], "'int8' is not one of"),
+        ([*SHAPE, "--window", "3"], "--window: two widths are needed, each a number or none, such as 512,0, got '3'"),
+        ([*SHAPE, "--window", "-3,0"], "for --window: left width must be 0 or more (none for no limit), got -3"),
+        (
+            [*SHAPE, "--limits", "fast,slow"],
+            "--limits: two numbers, positive and finite, are needed, FLOP/s and bytes/s",
+        ),
+        ([*SHAPE, "--limits", "0,1"], "--limits: two numbers, positive and finite, are needed"),
+        ([*SHAPE, "--scale", "0"], "for --scale: must be positive and finite, got 0.0"),
+        ([*SHAPE, "--scale", "half"], "for --scale: a number is needed, got 'half'"),
+        ([*SHAPE, "--softcap", "nan"], "for --softcap: must be positive and finite, got nan"),
+        ([*SHAPE, "--backend", "metal"], "--backend: must be one of auto, hopper, triton, cpu, oracle, got 'metal'"),
+        ([*SM_90, "--backend", "cpu"], "for --backend: 'cpu' cannot run this call"),
+        ([*SM_90, "--dtype", "fp64"], "Invalid value: no backend can run this call: hopper: "),
+        ([*SHAPE, "--dtype", "int8"], "--dtype: must be one of float16 (fp16), bfloat16 (bf16), float32 (fp32)"),
     ],
 )
-def test_mistakes_in_explain(arguments, message, no_gpu):
-    result = command("explain", *arguments)
+def test_mistakes_in_explain(options, message, no_gpu):
+    result = command("explain", *options)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert message in shown(result.output)
+    assert not re.search(r"[:,] (q|k|v|bias|mask|window|scale|softcap|backend|device|limits): ", result.output)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "mask: shape (4, 64) does not broadcast; a padding mask (B, N) is passed as mask[:, None, None, :]",
+            "--mask: shape (4, 64) does not broadcast; a padding mask (B, N) is passed as --mask B,1,1,N",
+        ),
+        ("q, k: sizes differ", "--shape / --kv-shape: sizes differ"),
+        ("k, v: sizes differ from q's", "--kv-shape: sizes differ from --shape's"),
+        ("shape[K]: must be even", "--tile: K must be even"),
+        ("rows: must divide shape[MN]=24, with deterministic=True", "--rows: must divide --tile's MN 24, with --sure"),
+        ("limits: unknown, give limits=(FLOP/s, bytes/s)", "--limits: unknown, give --limits FLOP/s,bytes/s"),
+        ("nobody can: cpu: give bias= or None", "nobody can: cpu: give --bias or none"),
+        ("other: is no option here", "other: is no option here"),
+        ("q, other: are no options here", "q, other: are no options here"),
+        ("no colon", "no colon"),
+    ],
+)
+def test_what_the_library_says_is_said_of_options(error, message):
+    options = {"q": "--shape", "k": "--kv-shape", "v": "--kv-shape", "shape": "--tile", "deterministic": "--sure"}
+    options |= {name: f"--{name}" for name in ("bias", "mask", "rows", "limits")}
+    found = arguments.told(ValueError(error), options)
+    assert ": ".join(part for part in (found.param_hint, found.message) if part) == message
+
+
+@pytest.mark.parametrize(
+    "spelled", ["4,16,4096,64", "4x16x4096x64", "4 X 16 X 4096 X 64", "(4, 16, 4096, 64)", "[4,16,4096,64]"]
+)
+def test_a_shape_in_every_spelling(spelled):
+    assert arguments.shape(spelled, "--shape", 4) == (4, 16, 4096, 64)
+    result = command("explain", "--shape", spelled, "--device", "sm_90")
+    assert "  q (4, 16, 4096, 64)\n" in result.output
+    tile = spelled.replace("4,16,", "").replace("4x16x", "").replace("4 X 16 X ", "").replace("4, 16, ", "")
+    place = tile.replace("4096", "5").replace("64", "7")
+    assert (
+        "element (5, 7) lies at byte "
+        in command("layout", "--shape", tile.replace("4096", "64"), "--element", place).output
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"), [(name, text) for name, others in spelling.DTYPES.items() for text in (name, *others)]
+)
+def test_a_dtype_in_every_spelling(name, spelled):
+    for text in (spelled, spelled.upper(), f"torch.{spelled}"):
+        assert arguments.dtype(text, "--dtype") == name
+    result = command(
+        "explain", *SHAPE, "--device", "cpu", "--dtype", spelled, "--bias", "64,64", "--bias-dtype", spelled
+    )
+    assert f"attention on cpu, {name}\n" in result.output
+    assert f"bias (1, 1, 64, 64) {name}, " in result.output
+    result = command("layout", "--shape", "64,64", "--dtype", spelled)
+    bits = getattr(torch, name).itemsize * 8
+    assert (
+        f"64 x 64, {bits}-bit" in result.output if bits < 64 else "--dtype: must have 4, 8, 16 or 32" in result.output
+    )
+
+
+def test_explain_speaks_of_options_in_its_answer_too():
+    """The library's answer, with deterministic=True and limits=... as options."""
+    shape = ("--shape", "2,4,512,192", "--device", "sm_90", "--softcap", 30, "--deterministic")
+    output = command("explain", *shape, "--bias", "1,1,512,512").output
+    assert "with --deterministic\n" in output
+    assert "limits: unknown device or dtype: give --limits FLOP/s,bytes/s\n" in command("explain", *SHAPE).output
+
+
+def test_a_device_and_a_backend_in_other_words():
+    assert "attention on cpu" in command("explain", *SHAPE, "--device", "CPU").output
+    expected = command("explain", *SM_90).output
+    assert command("explain", *SM_90, "--backend", "auto").output == expected
+
+
+# layout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--shape 128", "--shape: 2 sizes, such as 128,64, are needed, got 1: '128'"),
+        ("--shape 100x64", "for --shape: MN must be a multiple of 8, got 100"),
+        ("--shape 128,64 --swizzle 48", "for --swizzle: must be one of 0, 32, 64, 128, got 48"),
+        ("--shape 128,64 --swizzle wide", "for --swizzle: a whole number of 0 or more is needed, got 'wide'"),
+        ("--shape 24,64", "for --rows (the usual one): must divide --shape's MN 24 and be whole atoms"),
+        ("--shape 128,64 --rows 32", "for --rows: must be 64, got 32"),
+        ("--shape 128,256 --dtype fp4", "for --dtype: must have 8, 16 or 32 bits for wgmma (sm_90), got 4"),
+        ("--shape 128,64 --dtype fp32 --major mn", "for --major: must be 'k' with elements of 32 bits, got 'mn'"),
+        ("--shape 128,64 --major rows", "for --major: must be one of k, mn, got 'rows'"),
+        ("--shape 128,64 --arch sm_80", "for --arch: must be one of sm_90, sm_100, got 'sm_80'"),
+        ("--shape 128,64 --element 200,3", "for --element: must be inside the tile (128, 64), got (200, 3)"),
+        ("--shape 128,64 --instruction 8", "for --instruction: there are 8, counted from 0, got 8"),
+        ("--shape 128,64 --svg -", "for --svg: the name of a file is needed, got '-'"),
+        ("--shape 128,64 --svg .", "for --svg: cannot write .: it is a folder"),
+    ],
+)
+def test_mistakes_in_layout(options, message):
+    result = command("layout", *options.split())
+    assert result.exit_code == 2
+    assert message in shown(result.output)
+
+
+def test_layout_names_the_files_that_it_wrote(tmp_path):
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    output = command("layout", "--shape", "128,64", "--svg", svg, "--html", html).output
+    assert output.endswith(f"picture: {svg}\npage: {html}\n")
 
 
 # doctor

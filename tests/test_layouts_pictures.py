@@ -19,7 +19,7 @@ from tilewise.layouts.page import to_html
 from tilewise.layouts.svg import to_svg
 from tilewise.layouts.text import drawing, facts
 
-USUAL = "--shape 128x256 --dtype bf16 --swizzle 128 --major k --arch sm_90"
+USUAL = "--shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90"
 
 
 def command(arguments: str, *more: object):
@@ -80,13 +80,13 @@ def test_the_command_without_a_swizzle_and_without_a_linear_layout():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--shape 128", "two sizes such as 128x64 are needed, got '128'"),
-        ("--shape 128x96", "shape[K]: must be a multiple of 64, got 96"),
+        ("--shape 128", "2 sizes, such as 128,64, are needed, got 1: '128'"),
+        ("--shape 128x96", "K must be a multiple of 64, got 96"),
         ("--shape 128x128 --dtype e4m3 --major mn", "wgmma (sm_90) transposes 16-bit operands only"),
         ("--shape 128x64 --swizzle 48", "swizzle: must be one of 0, 32, 64, 128, got 48"),
         ("--shape 128x64 --address 512", "address: must be a multiple of 1024, got 512"),
         ("--shape 128x64 --dtype float64", "dtype: must have 4, 8, 16 or 32 bits"),
-        ("--shape 128x64 --instruction 8", "there are 8, got 8"),
+        ("--shape 128x64 --instruction 8", "there are 8, counted from 0, got 8"),
         ("--shape 128x64 --element 128,0", "element: must be inside the tile (128, 64), got (128, 0)"),
         ("--shape 128x64 --svg nowhere/a.svg", "there is no folder"),
     ],
@@ -182,7 +182,7 @@ def test_the_code_of_the_document_runs():
 
 def parsed(arguments):
     options = dict(re.findall(r"--(\w+) (\S+)", arguments))
-    shape = tuple(map(int, options["shape"].split("x")))
+    shape = tuple(map(int, options["shape"].split(",")))
     bits = {"bf16": 16, "e4m3": 8}[options.get("dtype", "bf16")]
     o = Operand(
         shape, bits, int(options.get("swizzle", 128)), options.get("major", "k"), options.get("order", "strided")

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilewise.commands.arguments import dtype as parse_dtype
+from tilewise.commands.arguments import in_options, mistake, number, told, whole
 from tilewise.commands.arguments import shape as parse_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Dtype(StrEnum):
-    """What `tilewise.attention` takes."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
 
 
 def command(
@@ -30,30 +23,42 @@ def command(
         str | None, typer.Option(help="Of k and v, if it differs from q's.", metavar="B,Hkv,N,D")
     ] = None,
     value_dim: Annotated[
-        int | None, typer.Option(help="Head dimension of v, if it differs from k's.", min=1, max=256)
+        str | None, typer.Option(help="Head dimension of v, 1 to 256, if it differs from k's.", metavar="DV")
     ] = None,
     bias: Annotated[str | None, typer.Option(help="Shape of an additive bias.", metavar="B,H,M,N")] = None,
-    bias_dtype: Annotated[Dtype | None, typer.Option(help="Default: q's.")] = None,
+    bias_dtype: Annotated[str | None, typer.Option(help="Default: q's.", metavar="DTYPE")] = None,
     bias_grad: Annotated[bool, typer.Option(help="Whether the bias asks for a gradient.")] = True,
     mask: Annotated[str | None, typer.Option(help="Shape of a bool mask.", metavar="B,H,M,N")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = Dtype.BFLOAT16,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of q, k and v: float16 (or fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64).", metavar="DTYPE"
+        ),
+    ] = "bfloat16",
     device: Annotated[
         str | None,
         typer.Option(
             help="cpu, cuda, or a compute capability such as sm_90, which need not be here. "
-            "Default: cuda if torch sees a GPU, else cpu."
+            "Default: cuda if torch sees a GPU, else cpu.",
+            metavar="DEVICE",
         ),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="The last query sees the last key.")] = False,
     window: Annotated[
         str | None, typer.Option(help="Keys seen left and right of a query; none: no limit.", metavar="LEFT,RIGHT")
     ] = None,
-    scale: Annotated[float | None, typer.Option(help="Default: 1/sqrt(D).")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Scores become softcap * tanh(score / softcap).")] = None,
+    scale: Annotated[str | None, typer.Option(help="Default: 1/sqrt(D).", metavar="NUMBER")] = None,
+    softcap: Annotated[
+        str | None, typer.Option(help="Scores become softcap * tanh(score / softcap).", metavar="NUMBER")
+    ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Equal inputs give equal bits.")] = False,
-    backend: Annotated[str | None, typer.Option(help="Ask for one backend. Default: the plan's choice.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Ask for hopper, triton, cpu or oracle. Default: the plan's choice.", metavar="NAME"),
+    ] = None,
     limits: Annotated[
-        str | None, typer.Option(help="Of the device, where they are not known.", metavar="FLOP/s,BYTE/s")
+        str | None,
+        typer.Option(help="Of the device, where they are not known, such as 990e12,4.8e12.", metavar="FLOP/s,BYTE/s"),
     ] = None,
 ) -> None:
     """Tell what a call would do and what limits it.
@@ -63,46 +68,68 @@ def command(
 
     Example: tilewise explain --shape 4,16,4096,128 --bias 1,16,4096,4096 --causal --device sm_90
     """
+    q_shape = parse_shape(shape, "--shape", 4)
+    k_shape = q_shape if kv_shape is None else parse_shape(kv_shape, "--kv-shape", 4)
+    v_shape = k_shape if value_dim is None else (*k_shape[:3], whole(value_dim, "--value-dim", 1, 256))
+    parse_shape(",".join(map(str, v_shape)), "--value-dim", 4)  # no more elements than the others may have
+    bias_shape = None if bias is None else parse_shape(bias, "--bias")
+    mask_shape = None if mask is None else parse_shape(mask, "--mask")
+    kind_name = parse_dtype(dtype, "--dtype")
+    bias_name = kind_name if bias_dtype is None else parse_dtype(bias_dtype, "--bias-dtype")
+    if bias is None and bias_dtype is not None:
+        raise mistake("--bias-dtype", "there is no bias: give its shape with --bias")
+    widths = None if window is None else _window(window)
+    factor = None if scale is None else number(scale, "--scale")
+    cap = None if softcap is None else number(softcap, "--softcap")
+    speeds = None if limits is None else _limits(limits)
+    options = _options(kv_shape is not None, value_dim is not None)
+
     import torch
 
     from tilewise.explanation import explain, traffic_table
+    from tilewise.plan import BACKENDS
 
-    q_shape = parse_shape(shape, "--shape", 4)
-    k_shape = q_shape if kv_shape is None else parse_shape(kv_shape, "--kv-shape", 4)
-    v_shape = k_shape if value_dim is None else (*k_shape[:3], value_dim)
-    place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if backend not in (None, "auto", *BACKENDS):
+        raise mistake("--backend", f"must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    place = device.strip().lower() if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    where, context = _where(place)
+    kind = getattr(torch, kind_name)
 
     def tensor(sizes: tuple[int, ...], kind: torch.dtype, requires_grad: bool = False) -> Tensor:
         return torch.empty(sizes, dtype=kind, device=where, requires_grad=requires_grad)
 
-    where, context = _where(place)
-    kind = getattr(torch, dtype.value)
     try:
         with context:
             explanation = explain(
                 tensor(q_shape, kind),
                 tensor(k_shape, kind),
                 tensor(v_shape, kind),
-                bias=None
-                if bias is None
-                else tensor(parse_shape(bias, "--bias"), getattr(torch, (bias_dtype or dtype).value), bias_grad),
-                mask=None if mask is None else tensor(parse_shape(mask, "--mask"), torch.bool),
+                bias=None if bias_shape is None else tensor(bias_shape, getattr(torch, bias_name), bias_grad),
+                mask=None if mask_shape is None else tensor(mask_shape, torch.bool),
                 causal=causal,
-                window=None if window is None else _window(window),
-                scale=scale,
-                softcap=softcap,
+                window=widths,
+                scale=factor,
+                softcap=cap,
                 deterministic=deterministic,
-                backend=backend,
+                backend=None if backend == "auto" else backend,
                 device=place if where == "meta" else None,
-                limits=None if limits is None else _limits(limits),
+                limits=speeds,
             )
-    except (ValueError, TypeError) as error:  # these name the argument, as the option is called
-        raise typer.BadParameter(str(error)) from None
-    typer.echo(explanation)
+    except (ValueError, TypeError) as error:
+        raise told(error, options) from None
+    typer.echo(in_options(str(explanation), options))
     if explanation.forward.flops > 0:
         typer.echo("")
         for line in traffic_table(explanation):
             typer.echo(line)
+
+
+def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
+    """The option that each argument of `tilewise.explain` came from; k and v may have come from q's."""
+    k = "--kv-shape" if kv_shape else "--shape"
+    same = ("bias", "mask", "causal", "window", "scale", "softcap", "deterministic", "backend", "device", "limits")
+    tensors = {"q": "--shape", "k": k, "v": "--value-dim" if value_dim else k}
+    return tensors | {name: f"--{name}" for name in same}
 
 
 def _where(place: str) -> tuple[str, AbstractContextManager]:
@@ -110,24 +137,20 @@ def _where(place: str) -> tuple[str, AbstractContextManager]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if re.fullmatch(r"sm_\d{2,}", place):
+    if re.fullmatch(r"sm_[0-9]{2,3}", place):
         return "meta", nullcontext()
     if place not in ("cpu", "cuda"):
-        raise typer.BadParameter(
-            f"must be cpu, cuda or a compute capability such as sm_90, got {place!r}", param_hint="--device"
-        )
+        raise mistake("--device", f"must be cpu, cuda or a compute capability such as sm_90, got {place!r}")
     if place == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; name one, such as sm_90", param_hint="--device")
+        raise mistake("--device", "torch sees no CUDA device here; name one, such as sm_90")
     return place, FakeTensorMode()
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
-    try:
-        left, right = (None if part.strip().lower() == "none" else int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"two widths are needed, each a number or none, got {text!r}", param_hint="--window"
-        ) from None
+    parts = [part.strip().lower() for part in text.split(",")]
+    if len(parts) != 2 or not all(part == "none" or re.fullmatch(r"-?[0-9]{1,18}", part) for part in parts):
+        raise mistake("--window", f"two widths are needed, each a number or none, such as 512,0, got {text!r}")
+    left, right = (None if part == "none" else int(part) for part in parts)
     return left, right
 
 
@@ -135,7 +158,8 @@ def _limits(text: str) -> tuple[float, float]:
     try:
         flops, bytes_per_second = (float(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(
-            f"two numbers are needed, FLOP/s and bytes/s, such as 990e12,4.8e12, got {text!r}", param_hint="--limits"
-        ) from None
+        flops = bytes_per_second = math.nan
+    if not (0 < flops < math.inf and 0 < bytes_per_second < math.inf):
+        needed = "two numbers, positive and finite, are needed, FLOP/s and bytes/s, such as 990e12,4.8e12"
+        raise mistake("--limits", f"{needed}, got {text!r}")
     return flops, bytes_per_second
