@@ -36,8 +36,8 @@ DECODE = Case("decode", 2, 4, 2, 1, 64, 16, dtype="float32", backward=False)
 
 
 class Silent:
-    def start(self, total):
-        self.total, self.said, self.rows = total, [], []
+    def start(self, total, left_out):
+        self.total, self.left_out, self.said, self.rows = total, left_out, [], []
 
     def working(self, what):
         self.said.append(what)
@@ -80,7 +80,9 @@ def test_a_run_measures_or_gives_the_reason(measured):
     found, progress = measured
     names = [f"tilewise-{backend}" for backend in AUTOMATIC]
     assert [p.name for p in providers(CPU)][: len(names)] == names
-    assert progress.total == len(found.rows) == len(progress.rows)
+    assert progress.total == len(found.rows) - 2 * 4 == len(progress.rows)  # without hopper and triton
+    assert not [words for words in (*progress.said, *progress.rows) if "tilewise-triton" in words]
+    assert progress.left_out.startswith("left out, for want of a CUDA device: tilewise-hopper, tilewise-triton, ")
     assert found.rows
     assert "calibration" in progress.said
     assert "dense causal S40: sdpa-math" in progress.said
@@ -441,7 +443,13 @@ def test_the_terminal_table(measured):
     assert "host time of a forward call: tilewise-cpu" in text
     assert re.search(r"^bias S24 +tilewise-cpu +[\d.e-]+ +[\d.e-]+ +\d+% +\d", text, re.MULTILINE)
     assert "Not measured:" in text
-    assert "  tilewise-triton declined: needs a CUDA device, the tensors are on cpu (every case)" in text.splitlines()
+    lines = text.splitlines()
+    assert lines[lines.index("Not measured:") + 1] == f"  {measured[1].left_out}"
+    assert text.count("CUDA device") == 1
+    assert "  flex: has no backward on the CPU" in lines
+    assert f"  sdpa-flash failed: no kernel for this call ({BIASED.name}, {TINY.name})" in lines
+    assert re.search(r"^case +provider +forward ms  GFLOP/s ", text, re.MULTILINE)
+    assert not re.search(r"\de[+-]\d|\b0\.000", "\n".join(lines[: lines.index("Not measured:")]))
 
 
 @pytest.mark.parametrize("rows", ["all", "none"])
@@ -485,15 +493,15 @@ def shown(output: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "tpu"], "'tpu' is not one of"),
+        (["--device", "tpu"], "--device: must be one of cpu, cuda, got 'tpu'"),
         (["--device", "cuda"], "torch sees no CUDA device here; use --device cpu"),
         (["list", "--device", "cuda"], "torch sees no CUDA device here; use --device cpu"),
         (["--device", "cpu", "--cases", "flux"], "--cases: nothing is called 'flux'"),
         (["--device", "cpu", "--cases", ","], "--cases: names separated by commas are needed, got ','"),
         (["--device", "cpu", "--providers", "fa9"], "--providers: nothing is called 'fa9'"),
-        (["--budget", "soon"], "Invalid value for '--budget': Input should be a valid number"),
+        (["--budget", "soon"], "Invalid value for --budget: a number is needed, got 'soon'"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
-        (["--json", "."], "cannot write ."),
+        (["--json", "."], "cannot write .: it is a folder"),
         (["plot", "absent.json"], "cannot read absent.json: No such file or directory"),
         (["report", "absent.json"], "cannot read absent.json: No such file or directory"),
         (["report", "x.json", "--into", "."], "is a directory"),
@@ -543,6 +551,8 @@ def test_list_names_cases_and_providers():
     output = bench("list", "--device", "cpu").output
     assert all(f"  {case.name}\n" in output for case in cases.cases("cpu"))
     assert re.search(r"^  fa4 +measured on CUDA devices only$", output, re.MULTILINE)
+    assert re.search(r"^  tilewise-triton +needs a CUDA device, the tensors are on cpu$", output, re.MULTILINE)
+    assert re.search(r"^  torch-softmax-compiled$", output, re.MULTILINE)
 
 
 def test_report_into_a_document(tmp_path):

