@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import stat
 import subprocess
@@ -17,6 +18,8 @@ from tilewise import cli, explain
 from tilewise.backends import cpu
 from tilewise.commands import arguments, doctor, spelling
 from tilewise.explanation import traffic_table
+
+SHAPE = ("--shape", "4,16,64,64")
 
 
 def command(*arguments: object):
@@ -40,6 +43,16 @@ def test_the_command_modules_import_no_torch():
     code = f"import sys, {modules}; print(*{{'torch', 'rich.progress', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_another_encoding_is_no_error():
+    """A terminal or a file whose encoding lacks the dash of the table."""
+    command = [sys.executable, "-m", "tilewise", "explain", *SHAPE, "--device", "sm_90"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"  S  2 times 524 kB            ?     1.05 MB" in done.stdout.splitlines()
+    assert "µs".encode("latin-1") in done.stdout
 
 
 SUBCOMMANDS = ("list", "plot", "report")
@@ -110,7 +123,6 @@ def test_explain_of_nothing_has_no_table():
     assert "memory traffic  " not in result.output
 
 
-SHAPE = ("--shape", "4,16,64,64")
 SM_90 = (*SHAPE, "--device", "sm_90")
 
 
@@ -290,7 +302,10 @@ def test_doctor_on_a_machine_without_a_gpu(no_gpu):
     lines = result.output.splitlines()
     assert f"torch {torch.__version__}" in lines[0]
     assert lines[1].startswith("cpu: ")
-    assert any(re.match(r"  backend cpu, float32: right \(o \d", line) for line in lines)
+    assert any(
+        re.match(r"  backend cpu, float32: right \(off float64's by o \de-\d+, dq .* of its norm\), ", line)
+        for line in lines
+    )
     assert any(line.startswith("  backend triton, float32: cannot run here: ") for line in lines)
     assert "cuda: torch sees no CUDA device" in lines
     assert any(line.startswith("ptxas") for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ def main() -> None:
             "tilewise: the command line needs typer: in a checkout of tilewise, pip install '.[cli]'", file=sys.stderr
         )
         sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or file in another encoding may lack a dash or a µ
+            stream.reconfigure(errors="replace")
     make_app()(prog_name="tilewise")
 
 

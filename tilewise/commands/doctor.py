@@ -71,7 +71,7 @@ def check_backends(device: torch.device) -> Iterator[tuple[str, bool | None]]:
             errors, problem = _self_check(provider, case, device)
             seconds = time.perf_counter() - start
             found = ", ".join(f"{key} {value:.0e}" for key, value in errors.items())
-            verdict = f"right ({found} off float64's)" if problem is None else f"PROBLEM: {problem}"
+            verdict = f"right (off float64's by {found} of its norm)" if problem is None else f"PROBLEM: {problem}"
             yield f"backend {name}, {case.dtype}: {verdict}, {seconds:.1f} s", problem is None
 
 
