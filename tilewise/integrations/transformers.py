@@ -5,9 +5,25 @@
     model = AutoModel.from_pretrained(..., attn_implementation="tilewise")
 
 Every model that calls transformers' AttentionInterface runs: encoders, decoders with their caches, sliding windows,
-softcaps, and the T5 family, whose relative position bias goes in as ``bias`` and gets its gradient. Some models (Bloom,
-GPT-J, MPNet and other old ones) compute their attention by themselves, whatever attn_implementation says; where such
-a model asks for a mask, which it would misread, it gets a ValueError.
+softcaps, and the T5 family, whose relative position bias goes in as ``bias`` and gets its gradient.
+
+Some models do not call it (Bloom, DeBERTa, Falcon, GPT-J, MPNet, Swin v2 and others). transformers accepts every
+registered name for them; they compute their attention by themselves all the same, or raise a bare KeyError. Here each
+of them is refused while it is made, by a ValueError that says which model it is and what to use. How it is found:
+
+    by its modules       A module calls the interface if a method of its class names an AttentionInterface. A model is
+                         refused if it has attention modules and no module in it, submodels included, calls the
+                         interface. Attention modules are those with "Attention" or "Attn" in the name of their class,
+                         and nn.MultiheadAttention. Deformable attention is none: it samples points and has no scores.
+    by its dictionaries  Falcon, GPT-J, SAM and others look attn_implementation up in a dictionary of attention classes.
+                         Each of those in the file of a model gets an entry that raises, before the layers are made.
+
+A submodel is checked by itself. So Gemma3n is refused as a whole: its audio encoder is. Name the parts that can run:
+``attn_implementation={"text_config": "tilewise"}``.
+
+transformers has no hook for this, so `register` replaces two methods of PreTrainedModel by ones that check, then do
+what they did: ``get_correct_attn_implementation``, called before the layers are made and by set_attn_implementation,
+and ``post_init``, called after. They check nothing under another attn_implementation. `unregister` undoes everything.
 
 What a mask means here. transformers asks `attention_mask` once for all layers of a kind, and hands its answer to
 `attention_forward` in each layer:
@@ -23,13 +39,16 @@ In all but the last, causality and window stay numbers: no (M, N) mask is made, 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -57,6 +76,21 @@ def register() -> None:
     """Make ``attn_implementation="tilewise"`` known to transformers. Calling it again changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    if not _replaced:
+        for method in (_get_correct_attn_implementation, _post_init):
+            name = method.__name__.removeprefix("_")
+            _replaced[name] = getattr(PreTrainedModel, name)
+            setattr(PreTrainedModel, name, method)
+
+
+def unregister() -> None:
+    """Leave transformers as it was before `register`. Models made with "tilewise" no longer run."""
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
+    while _replaced:
+        setattr(PreTrainedModel, *_replaced.popitem())
+    while _extended:
+        del _extended.pop()[NAME]
 
 
 def attention_forward(
@@ -141,11 +175,6 @@ def attention_mask(
         config: the model's; its ``sliding_window`` tells a window from chunks.
         kwargs: what `transformers.masking_utils.sdpa_mask` takes beside these.
     """
-    if _has_its_own_attention(type(config)):
-        raise ValueError(
-            f"attn_implementation: the model of {type(config).__name__} does not call AttentionInterface, so that "
-            f'"{NAME}" cannot run its attention; use attn_implementation="eager"'
-        )
     if attention_mask is not None and attention_mask.dim() != 2:
         if attention_mask.dim() == 3 and attention_mask.shape[1] == local_size:
             return attention_mask  # an earlier answer of ours, which generate() or an outer model hands on
@@ -185,16 +214,103 @@ def attention_mask(
     )
 
 
-@torch.compiler.assume_constant_result
-def _has_its_own_attention(config_type: type) -> bool:
-    """The model's file defines attention layers but does not know AttentionInterface."""
-    file = sys.modules.get(config_type.__module__.replace(".configuration_", ".modeling_"))
-    if file is None or hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
-        return False
-    return any(
-        isinstance(x, type) and issubclass(x, nn.Module) and "Attention" in x.__name__ and x.__module__ == file.__name__
-        for x in vars(file).values()
+# What `register` replaced in PreTrainedModel, and the dictionaries of attention classes that got an entry since.
+_replaced: dict[str, Callable] = {}
+_extended: list[dict[str, Any]] = []
+
+
+def _get_correct_attn_implementation(
+    self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+) -> str:
+    implementation = _replaced["get_correct_attn_implementation"](self, requested_attention, is_init_check)
+    if implementation == NAME and is_init_check:
+        for name, classes in _dictionaries(type(self)):
+            if NAME not in classes:
+                classes[NAME] = functools.partial(_refuse_layer, name, " or ".join(f'"{x}"' for x in classes))
+                _extended.append(classes)
+    elif implementation == NAME:
+        # set_attn_implementation comes here once for each config, so this is about all models with this one.
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel) and module.config is self.config:
+                _check_modules(module)
+    return implementation
+
+
+def _post_init(self: PreTrainedModel) -> None:
+    if self.config._attn_implementation == NAME:
+        _check_modules(self)
+    _replaced["post_init"](self)
+
+
+def _refuse_layer(name: str, allowed: str, *args: Any, **kwargs: Any) -> None:
+    """Our entry in the dictionary ``name``: called, as a layer's class is, with the model's config."""
+    configs = " ".join(type(x).__name__ for x in (*args, *kwargs.values()) if isinstance(x, PreTrainedConfig))
+    raise _refusal(f"the model of {configs} takes its attention from {name}", allowed)
+
+
+def _check_modules(model: PreTrainedModel) -> None:
+    """Raise if the model computes its attention by itself; what belongs to its submodels is for their own check."""
+    from_dictionaries = {cls for _, classes in _dictionaries(type(model)) for cls in classes.values()}
+    calls, own = False, set()
+    modules: list[tuple[nn.Module, bool]] = [(model, True)]
+    while modules:
+        module, belongs = modules.pop()
+        cls: Any = type(module)
+        belongs = belongs and (module is model or not isinstance(module, PreTrainedModel))
+        if _calls_interface(cls):
+            calls = True
+        elif belongs and _is_attention(cls):
+            own.add(cls)
+        modules += [(child, belongs) for child in module.children()]
+    if own and (not calls or own & from_dictionaries):
+        names = ", ".join(sorted(cls.__name__ for cls in own))
+        allowed = '"eager" or "sdpa"' if model._supports_sdpa else '"eager"'
+        raise _refusal(f"{type(model).__name__} computes its attention by itself, in {names}", allowed)
+
+
+def _refusal(what: str, allowed: str) -> ValueError:
+    return ValueError(
+        f'attn_implementation: {what}, and does not call AttentionInterface, so that "{NAME}" cannot run it; '
+        f"use {allowed}. If it is part of a model whose other parts can run, name those: "
+        f'attn_implementation={{"text_config": "{NAME}"}}'
     )
+
+
+def _dictionaries(model_type: type[PreTrainedModel]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dictionaries from attn_implementation to attention classes in the files of a model's classes, by name."""
+    files = {cls.__module__ for cls in model_type.__mro__ if issubclass(cls, PreTrainedModel)}
+    for file in files & sys.modules.keys():
+        for name, x in vars(sys.modules[file]).items():
+            if isinstance(x, dict) and "eager" in x and all(isinstance(x[key], type) for key in x if key != NAME):
+                yield name, x
+
+
+def _is_attention(module_type: type[nn.Module]) -> bool:
+    name = module_type.__name__
+    named = ("Attention" in name or "Attn" in name) and "Deformable" not in name
+    return named or issubclass(module_type, nn.MultiheadAttention)
+
+
+@functools.cache
+def _calls_interface(cls: Any) -> bool:
+    """A method of the class, its own or inherited, names an AttentionInterface."""
+    if cls is PreTrainedModel:  # which names it to check attn_implementation
+        return False
+    for method in vars(cls).values():
+        function = inspect.unwrap(method)
+        if isinstance(function, FunctionType):
+            values = map(function.__globals__.get, _names(function.__code__))
+            if any(isinstance(x, AttentionInterface) for x in values):
+                return True
+    return any(_calls_interface(base) for base in cls.__bases__)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function and in those that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _check(dropout: float, kwargs: dict) -> None:
