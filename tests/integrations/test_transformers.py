@@ -1,5 +1,6 @@
 """attn_implementation="tilewise" against transformers' own "eager" and "sdpa", on small random models of each kind."""
 
+import logging
 import subprocess
 import sys
 
@@ -264,6 +265,30 @@ def both(layer_is_causal, q, k, v, mask=None, **options):
     return ours, theirs
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5"])
+def test_output_attentions(kind, calls, monkeypatch):
+    """The weights do not exist: as with transformers' sdpa, one warning, and nothing in their place."""
+    transformers.utils.logging.warning_once.cache_clear()
+    messages = {"transformers.tilewise": [], "transformers.integrations.sdpa_attention": []}
+    for name, said in messages.items():
+        monkeypatch.setattr(logging.getLogger(name), "warning", said.append)
+    outputs = []
+    for implementation in ("tilewise", "sdpa"):
+        model = build(kind, implementation).eval()
+        inputs = {"decoder_input_ids": tokens()} if kind == "t5" else {}
+        outputs.append(model(tokens(), **inputs, output_attentions=True))
+    ours, theirs = outputs
+    close(ours[0], theirs[0])
+    assert len(calls) == (6 if kind == "t5" else 2)
+    assert ours.keys() == theirs.keys()
+    names = [name for name in ours if "attentions" in name]
+    assert names
+    assert all(ours[name] == theirs[name] == () for name in names)
+    ours, theirs = messages.values()
+    assert len(ours) == len(theirs) == (kind != "gpt2")  # whose layers are not told
+    assert all(m.startswith("output_attentions: ") and 'use attn_implementation="eager"' in m for m in ours)
+
+
 def test_queries_of_batch_one_are_broadcast():
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(B, 4, 6, 8), torch.randn(B, 4, 6, 8)
     close(*both(False, q, k, v))
@@ -425,8 +450,6 @@ def test_errors():
         with pytest.raises(NotImplementedError, match=f"^{name}: .* is not implemented"):
             integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})
-    with pytest.raises(ValueError, match="output_attentions: the weights are never formed"):
-        integration.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
 
 
 # Models that do not call AttentionInterface, and where the error says that their attention is. Made from their default

@@ -55,12 +55,16 @@ from transformers.masking_utils import (
     prepare_padding_mask,
     sdpa_mask,
 )
+from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from tilewise.api import attention
 from tilewise.sdpa import autocast
 
 NAME = "tilewise"
+
+# Below the logger of transformers: transformers.logging.set_verbosity and TRANSFORMERS_VERBOSITY count for it too.
+_logger = logging.get_logger(f"transformers.{NAME}")
 
 # What some models pass to change the result, and tilewise.attention does not compute.
 _UNSUPPORTED = {
@@ -120,11 +124,12 @@ def attention_forward(
         kwargs: what else a model passes. The window is the mask's; what does not change the result is ignored.
 
     Returns:
-        (B, M, H, Dv), contiguous, and None where transformers' eager attention returns its weights.
+        (B, M, H, Dv), contiguous, and None where transformers' eager attention returns its weights. With
+        ``output_attentions=True`` too, as from transformers' sdpa: it is said once in a warning, and the model's
+        ``attentions`` are empty.
 
     Raises:
         NotImplementedError: dropout > 0, or an argument that changes the result and is not supported.
-        ValueError: ``output_attentions=True``.
     """
     _check(dropout, kwargs)
     query, key, value = autocast(query, key, value)
@@ -323,7 +328,10 @@ def _check(dropout: float, kwargs: dict) -> None:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{name}: {meaning} is not implemented; use another attn_implementation")
     if kwargs.get("output_attentions"):
-        raise ValueError('output_attentions: the weights are never formed; use attn_implementation="eager"')
+        _logger.warning_once(
+            f'output_attentions: attn_implementation="{NAME}" never forms the weights and returns None in their place; '
+            'use attn_implementation="eager" to get them'
+        )
 
 
 def _is_window(local_size: int, config: object) -> bool:
