@@ -248,6 +248,28 @@ def test_autocast():
             assert error < 1e-3
 
 
+def test_autocast_of_a_rotary_model(monkeypatch):
+    """Rotary embeddings leave queries and keys in float32 beside bfloat16 values (a cache would make them float32)."""
+    dtypes = set()
+
+    def spy(module, q, k, v, *rest, **options):
+        dtypes.add((q.dtype, k.dtype, v.dtype))
+        return integration.attention_forward(module, q, k, v, *rest, **options)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "tilewise", spy)
+    results = {}
+    for implementation in ("tilewise", "sdpa"):
+        model = build("llama", implementation).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            o = run(model, "llama", None, use_cache=False)
+        o.float().square().mean().backward()
+        results[implementation] = [o.detach(), *(p.grad for p in model.parameters())]
+    assert dtypes == {(torch.float32, torch.float32, torch.bfloat16)}
+    for ours, theirs in zip(*results.values(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).float().norm() < 0.05 * theirs.float().norm()
+
+
 class Layer(torch.nn.Module):
     def __init__(self, is_causal):
         super().__init__()
