@@ -454,6 +454,23 @@ def test_an_answer_that_comes_back_is_kept():
         assert integration.attention_mask(**arguments, attention_mask=mask.contiguous()).equal(mask)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_model_that_crops_its_mask(side, calls):
+    """Pix2Struct's layers index the mask by four dimensions."""
+    config = transformers.Pix2StructTextConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, dropout_rate=0.0, pad_token_id=0
+    )
+    config.initializer_range = 0.02  # which its model reads, and its config does not have
+    mask, outputs = padding(side), []
+    for implementation in ("tilewise", "eager"):
+        torch.manual_seed(0)
+        model = transformers.Pix2StructTextModel._from_config(config, attn_implementation=implementation).eval()
+        o = model(tokens(), attention_mask=mask, encoder_hidden_states=torch.ones(B, 5, 32)).logits
+        outputs.append(o[mask.bool()])
+    close(*outputs)
+    assert len(calls) == 4
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"attention_mask: expected 2 or 4 dimensions, got shape \(2, 13, 13\)"):
         run(build("llama", "tilewise"), "llama", torch.ones(B, N, N, dtype=torch.bool))

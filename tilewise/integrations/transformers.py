@@ -75,6 +75,9 @@ _UNSUPPORTED = {
     "cache": "the paged cache of continuous batching",
 }
 
+# Models whose layers take the mask to have four dimensions, and crop it to the keys: they get the last of its forms.
+_CROP_THE_MASK = {"pix2struct_text_model"}
+
 
 def register() -> None:
     """Make ``attn_implementation="tilewise"`` known to transformers. Calling it again changes nothing."""
@@ -196,7 +199,7 @@ def attention_mask(
 
     # Bottom-right alignment: the last query is the last key. Static caches, longer than what they hold, are not so.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and aligned:
+    if allow_is_causal_skip and aligned and getattr(config, "model_type", None) not in _CROP_THE_MASK:
         # A (B, N) answer may come back as `attention_mask`, whose columns then count from kv_offset: it must be 0.
         if (local_size is None or kv_offset + kv_length <= local_size) and (padding is None or kv_offset == 0):
             return padding
