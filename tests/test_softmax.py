@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
-from softmax_helpers import Case, check
+from softmax_helpers import Case, Tensors, check, unfused
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import softmax
-from tilewise.blocks.softmax import cpu
+from tilewise.blocks.softmax import Needs, cpu
 from tilewise.blocks.softmax.explanation import explain
 from tilewise.quantities import quantity
 
@@ -130,6 +131,132 @@ def test_memory_does_not_grow_with_the_tensor(monkeypatch):
     x = torch.randn(256, 1024, dtype=BRAIN)
     bias = torch.randn(1, 1024)
     assert working_bytes(lambda: (softmax(x, bias=bias, scale=0.5),), torch.device("cpu")) < 1 << 17
+
+
+# --- PyTorch's kernels, where they serve ---
+
+
+class Passes(TorchDispatchMode):
+    """The names of what reads or writes as many elements as there are; a view does neither."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.names = elements, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        tensors = [y for y in torch.utils._pytree.tree_leaves((args, kwargs, results)) if isinstance(y, torch.Tensor)]
+        if not function.is_view and max((y.numel() for y in tensors), default=0) >= self.elements:
+            self.names.append(function._schema.name.removeprefix("aten::"))
+        return results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transposed"),
+    # 16-bit rows that are not contiguous are missing, which PyTorch's forward rounds twice.
+    [(BRAIN, False), (HALF, False), (FLOAT, False), (FLOAT, True), (DOUBLE, False), (DOUBLE, True)],
+)
+def test_a_plain_call_is_one_pass_and_its_backward_two(dtype, transposed):
+    """Of the whole tensor; more of them were several times torch.softmax's time."""
+    x, dp = (torch.randn(2 * 512, 1024, dtype=dtype) for _ in range(2))
+    if transposed:
+        x, dp = x.t(), dp.t()
+    with Passes(x.numel()) as passes:
+        p = cpu.forward(x, 1.0, None, None, 1)
+    assert [name for name in passes.names if not name.startswith("empty")] == ["_softmax"]
+    with Passes(x.numel()) as passes:
+        cpu.backward(dp, p, 1.0, None, 1, Needs(True, False))
+    assert [name for name in passes.names if not name.startswith("empty")] == ["_softmax_backward_data", "sum"]
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF, FLOAT, DOUBLE])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [1, 2, 15, 33, 200])
+def test_what_is_not_a_number_makes_all_of_its_row_one(dtype, dim, length):
+    """Wherever it stands, and a row that sees nothing is 0; one element of a row tells."""
+    x = torch.randn(3 * length + 2, length, dtype=DOUBLE)
+    places = torch.arange(length)
+    x[places, places], x[length + places, places], x[2 * length] = math.nan, math.inf, -math.inf
+    x[2 * length + 1 + places, places] = -math.inf
+    p = softmax(x.to(dtype).movedim(0, 1 - dim).contiguous(), dim=dim).movedim(1 - dim, 0)
+    assert p[: 2 * length].isnan().all()
+    assert (p[2 * length] == 0).all()
+    rest = torch.nan_to_num(x[2 * length :].to(dtype).softmax(1))
+    torch.testing.assert_close(p[2 * length :], rest)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF, FLOAT, DOUBLE])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_gradient_where_p_is_zero_takes_no_part(dtype, dim, scale):
+    """Nor does a finite one whose difference from delta overflows."""
+    torch.manual_seed(0)
+    largest = torch.finfo(dtype).max
+    x, dp = torch.zeros(6, 40, dtype=dtype), torch.randn(6, 40).to(dtype)
+    x[:, 7::5] = -math.inf
+    for row, planted in enumerate([0.0, math.nan, math.inf, -math.inf, largest]):
+        dp[row, 7::5] = planted
+    dp[4, 0] = -largest  # delta with it, so that the two differ by more than the largest number
+    x, dp = (y.movedim(1, dim).contiguous() for y in (x, dp))
+    x.requires_grad_()
+    p = softmax(x, dim=dim, scale=scale)
+    (dx,) = torch.autograd.grad(p, x, dp)
+    hidden = p == 0
+    p, dp = p.double(), dp.double().masked_fill(hidden, 0.0)
+    right = p * (dp - (dp * p).sum(dim, keepdim=True)) * scale
+    assert (dx[hidden] == 0).all()
+    largest_of_row = right.abs().amax(dim, keepdim=True)
+    error = (dx.double() - right).abs() / largest_of_row
+    assert error.max() < (1e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_statistics_of_16_bits_are_of_32(dtype, dim):
+    """P and dx are float32's, rounded once: also delta, which PyTorch's kernels could keep in 16 bits."""
+    torch.manual_seed(0)
+    x, dp = torch.randn(64, 77).to(dtype), (torch.randn(64, 77) + 30).to(dtype)
+    x.requires_grad_()
+    p = softmax(x, dim=dim)
+    (dx,) = torch.autograd.grad(p, x, dp)
+    once = torch.softmax(x.detach().float(), dim)
+    torch.testing.assert_close(p.float(), once, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-7)
+    wide = p.detach().double()
+    right = wide * (dp - (dp * wide).sum(dim, keepdim=True))
+    torch.testing.assert_close(dx.double(), right, rtol=0.51 * torch.finfo(dtype).eps, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
+@pytest.mark.parametrize("view", [
+    lambda x: x.t(), lambda x: x[:, 1:-2], lambda x: x[:, :1], lambda x: x[:1].expand(9, 12),
+    lambda x: x[None, :, :, None], lambda x: x.view(3, 3, 12).transpose(0, 2), lambda x: x[:, None, 5:6],
+])  # fmt: skip
+def test_strides_of_the_results(dtype, view, pieces):
+    """As the operator's fake says; a kernel that writes through them as if they were contiguous would be seen."""
+    torch.manual_seed(0)
+    x = view(torch.randn(9, 12, dtype=dtype)).detach().requires_grad_()
+    for dim in range(x.dim()):
+        p = softmax(x, dim=dim)
+        dp = torch.randn_like(x)
+        (dx,) = torch.autograd.grad(p, x, dp, retain_graph=True)
+        assert p.stride() == dx.stride() == torch.empty_like(x).stride()
+        case = Case(tuple(x.shape), dim=dim, dtype=dtype, scale=1.0)
+        right = unfused(case, Tensors(x.detach(), None, None, dp), DOUBLE)
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == FLOAT else {"rtol": 2e-2, "atol": 1e-2}
+        torch.testing.assert_close(p.double(), right.p, **tolerance)
+        torch.testing.assert_close(dx.double(), right.dx, **tolerance)
+        (dx,) = torch.autograd.grad(p.sum(), x)  # a gradient of stride 0
+        assert dx.abs().max() < (1e-6 if dtype == FLOAT else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
+def test_memory_of_a_plain_call_and_its_backward(dtype):
+    from tilewise.bench.timing import working_bytes
+
+    x, dp = (torch.randn(256, 1024, dtype=dtype) for _ in range(2))
+    p = softmax(x)
+    for step in (lambda: (softmax(x),), lambda: (cpu.backward(dp, p, 1.0, None, 1, Needs(True, False))[0],)):
+        assert working_bytes(step, torch.device("cpu")) < 1 << 14
 
 
 # --- the operators ---

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise.blocks.eager import is_eager, refuse_tangents
-from tilewise.blocks.softmax import BiasLike, Needs
+from tilewise.blocks.softmax import BiasLike, Needs, cpu
+
+Gradients = tuple[Tensor | None, Tensor | None]  # of x and of bias
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define("softmax(Tensor x, float scale, Tensor? bias, Tensor? mask, int dim) -> Tensor")
@@ -26,8 +28,6 @@ def _forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, 
         from tilewise.blocks.softmax.triton import launch
 
         return launch.forward(x, scale, bias, mask, dim)
-    from tilewise.blocks.softmax import cpu
-
     return cpu.forward(x, scale, bias, mask, dim)
 
 
@@ -35,22 +35,22 @@ def _forward_fake(x, scale, bias, mask, dim):
     return torch.empty_like(x)
 
 
-def _backward(dp, p, scale, bias_shape, bias_dtype, dim, wanted):
-    needs = Needs(*wanted)
-    bias = None if bias_shape is None else BiasLike(tuple(bias_shape), bias_dtype)
+def _gradients(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs) -> Gradients:
     if p.numel() == 0:
         dx = torch.empty_like(p) if needs.x else None
         dbias = p.new_zeros(bias.shape, dtype=bias.dtype) if needs.bias and bias is not None else None
-    elif p.is_cuda:
+        return dx, dbias
+    if p.is_cuda:
         from tilewise.blocks.softmax.triton import launch
 
-        dx, dbias = launch.backward(dp, p, scale, bias, dim, needs)
-    else:
-        from tilewise.blocks.softmax import cpu
+        return launch.backward(dp, p, scale, bias, dim, needs)
+    return cpu.backward(dp, p, scale, bias, dim, needs)
 
-        dx, dbias = cpu.backward(dp, p, scale, bias, dim, needs)
+
+def _backward(dp, p, scale, bias_shape, bias_dtype, dim, wanted):
+    bias = None if bias_shape is None else BiasLike(tuple(bias_shape), bias_dtype)
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
-    return tuple(p.new_empty(0) if g is None else g for g in (dx, dbias))
+    return tuple(p.new_empty(0) if g is None else g for g in _gradients(dp, p, scale, bias, dim, Needs(*wanted)))
 
 
 def _backward_fake(dp, p, scale, bias_shape, bias_dtype, dim, wanted):
@@ -68,22 +68,29 @@ for _name, _real, _fake in (("softmax", _forward, _forward_fake), ("softmax_back
 
 def _setup_context(ctx, inputs, output):
     _, ctx.scale, bias, _, ctx.dim = inputs
-    ctx.bias_shape, ctx.bias_dtype = (None, None) if bias is None else (list(bias.shape), bias.dtype)
-    ctx.eager = False
+    ctx.bias = _like(bias)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output)
+
+
+def _like(bias: Tensor | None) -> BiasLike | None:
+    return None if bias is None else BiasLike(tuple(bias.shape), bias.dtype)
 
 
 def _autograd_backward(ctx, dp):
     if dp is None:
         return (None,) * 5
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-    # An eager call's backward is eager too, unless it is to be differentiated: then the operator says that it cannot.
-    backward = _backward if ctx.eager and not torch.is_grad_enabled() else torch.ops.tilewise.softmax_backward
+    needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
     (p,) = ctx.saved_tensors
+    dx, dbias = _by_operator(dp, p, ctx.scale, ctx.bias, ctx.dim, needs)
+    return dx, None, dbias, None, None
+
+
+def _by_operator(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs) -> Gradients:
+    like = (None, None) if bias is None else (list(bias.shape), bias.dtype)
     # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
-    dx, dbias = backward(dp.resolve_neg(), p, ctx.scale, ctx.bias_shape, ctx.bias_dtype, ctx.dim, needs)
-    return dx if needs[0] else None, None, dbias if needs[1] else None, None, None
+    dx, dbias = torch.ops.tilewise.softmax_backward(dp.resolve_neg(), p, scale, *like, dim, list(needs))
+    return dx if needs.x else None, dbias if needs.bias else None
 
 
 def _no_second_derivative(ctx, *grads):
@@ -95,25 +102,39 @@ torch.library.register_autograd("tilewise::softmax_backward", _no_second_derivat
 
 
 class _EagerSoftmax(torch.autograd.Function):
+    """``x, bias, call -> P``, where call is (scale, mask, dim)."""
+
     @staticmethod
-    def forward(ctx, *args):
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        ctx.eager = True
-        return output
+    def forward(ctx, x, bias, call):
+        scale, mask, dim = call
+        p = _forward(x, scale, bias, mask, dim)
+        ctx.scale, ctx.bias, ctx.dim = scale, _like(bias), dim
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(p)
+        return p
 
     @staticmethod
     def backward(ctx, dp):
-        return _autograd_backward(ctx, dp)
+        if dp is None:
+            return None, None, None
+        (p,) = ctx.saved_tensors
+        x_needs, bias_needs, _ = ctx.needs_input_grad
+        # To be differentiated, of which the operator says that it cannot.
+        backward = _by_operator if torch.is_grad_enabled() else _gradients
+        dx, dbias = backward(dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, Needs(x_needs, bias_needs))
+        return dx, dbias, None
+
+
+# _EagerSoftmax.apply without its steps for functorch, which `is_eager` leaves to the dispatcher.
+_apply = super(torch.autograd.Function, _EagerSoftmax).apply
 
 
 def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
     """P of a call that is checked; differentiable in x and bias."""
-    args: tuple = (x, scale, bias, mask, dim)
     p: Tensor
     if is_eager(x, bias, mask):
-        p = _EagerSoftmax.apply(*args)
+        p = _apply(x, bias, (scale, mask, dim))
     else:
         refuse_tangents("tilewise.softmax", x, bias)
-        p = torch.ops.tilewise.softmax(*args)
+        p = torch.ops.tilewise.softmax(x, scale, bias, mask, dim)
     return p

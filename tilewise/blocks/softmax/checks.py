@@ -11,7 +11,12 @@ from torch import Tensor
 from tilewise.blocks.softmax import statistics_dtype
 
 LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it are of 32 bits
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The dtypes, each with the least and the largest scale. Below, a difference of two x that overflows would not be one
+# that makes a probability of 0.
+SCALES = {
+    dtype: (1000 * torch.finfo(statistics_dtype(dtype)).tiny, torch.finfo(statistics_dtype(dtype)).max)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> None:
@@ -19,23 +24,26 @@ def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor |
     for name, tensor in (("x", x), ("bias", bias), ("mask", mask)):
         if not isinstance(tensor, Tensor) and not (tensor is None and name != "x"):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if x.dim() == 0:
+    axes = x.dim()
+    if axes == 0:
         raise ValueError("x: expected at least 1 dimension, got shape ()")
-    if x.dtype not in DTYPES:
+    limits = SCALES.get(x.dtype)
+    if limits is None:
         raise TypeError(f"x: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    if isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
+    # A float and an int are asked for first: what else is a number takes longer to find out.
+    if type(scale) is not float and (
+        isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt))
+    ):
         raise TypeError(f"scale: expected a float, got {type(scale).__name__}")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale: must be positive and finite, got {scale}")
-    # Below, a difference of two x that overflows would not be one that makes a probability of 0.
-    limits = torch.finfo(statistics_dtype(x.dtype))
-    if not 1000 * limits.tiny <= scale <= limits.max:
-        raise ValueError(f"scale: must be between {1000 * limits.tiny:.1e} and {limits.max:.1e}, got {scale}")
-    if isinstance(dim, bool) or not isinstance(dim, Integral):
+    if not limits[0] <= scale <= limits[1]:
+        raise ValueError(f"scale: must be between {limits[0]:.1e} and {limits[1]:.1e}, got {scale}")
+    if type(dim) is not int and (isinstance(dim, bool) or not isinstance(dim, Integral)):
         raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim: must be between {-x.dim()} and {x.dim() - 1} for x of shape {_shape(x)}, got {dim}")
-    if bias is not None and bias.dtype not in DTYPES:
+    if not -axes <= dim < axes:
+        raise ValueError(f"dim: must be between {-axes} and {axes - 1} for x of shape {_shape(x)}, got {dim}")
+    if bias is not None and bias.dtype not in SCALES:
         raise TypeError(
             f"bias: dtype must be float16, bfloat16, float32 or float64, got {bias.dtype}"
             + ("; a bool mask is passed as mask=" if bias.dtype == torch.bool else "")
@@ -44,9 +52,10 @@ def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor |
         raise TypeError(
             f"mask: dtype must be bool (True = visible), got {mask.dtype}; an additive mask is passed as bias="
         )
-    for name, operand in (("bias", bias), ("mask", mask)):
-        if operand is not None:
-            _check_operand(name, operand, x)
+    if bias is not None:
+        _check_operand("bias", bias, x)
+    if mask is not None:
+        _check_operand("mask", mask, x)
     if x.is_cuda:
         _check_gpu(x, bias, dim)
 
