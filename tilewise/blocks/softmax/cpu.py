@@ -45,7 +45,7 @@ def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, d
             if not _has_nan(into, dim):
                 return p
     for piece in _pieces(into.shape, dim):
-        _softmax(into[piece], x[piece], scale, _part(bias, piece), _part(mask, piece), dim)
+        _softmax(_of(into, piece), _of(x, piece), scale, _part(bias, piece), _part(mask, piece), dim)
     return p
 
 
@@ -134,9 +134,9 @@ def _backward(dx: Tensor | None, dbias: Tensor | None, dp: Tensor, p: Tensor, sc
     dtype = p.dtype if dbias is None and _is_exact(p, scale, dim) else statistics_dtype(p.dtype)
     summed = dbias is not None and dbias.shape != p.shape
     for piece in _pieces(p.shape, dim):
-        into = None if dx is None else dx[piece]
+        into = None if dx is None else _of(dx, piece)
         part = _part(dbias, piece)
-        ds = _softmax_derivative(dp[piece], p[piece], dim, dtype, into)
+        ds = _softmax_derivative(_of(dp, piece), _of(p, piece), dim, dtype, into)
         if part is not None and summed:
             part += ds.sum_to_size(part.shape)
         elif part is not None:
@@ -201,7 +201,13 @@ def _order(x: Tensor) -> list[int]:
 
 
 def _pieces(shape: torch.Size, dim: int) -> Iterator[Piece]:
-    """Slices that cut a tensor into whole rows, about `AT_ONCE` elements each, or one row if that is longer."""
+    """Slices that cut a tensor into whole rows, about `AT_ONCE` elements each, or one row if that is longer.
+
+    None of them if that is all of it, as slicing costs small tensors more than their softmax.
+    """
+    if math.prod(shape) <= AT_ONCE:
+        yield ()
+        return
     left = max(AT_ONCE // max(shape[dim], 1), 1)  # rows
     sizes = list(shape)
     for axis in reversed(range(len(shape))):
@@ -214,8 +220,12 @@ def _pieces(shape: torch.Size, dim: int) -> Iterator[Piece]:
         yield tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))
 
 
+def _of(x: Tensor, piece: Piece) -> Tensor:
+    return x[piece] if piece else x
+
+
 def _part(operand: Tensor | None, piece: Piece) -> Tensor | None:
     """What of a bias or mask belongs to a piece; an axis of size 1 broadcasts."""
-    if operand is None:
-        return None
+    if operand is None or not piece:
+        return operand
     return operand[tuple(slice(None) if n == 1 else s for n, s in zip(operand.shape, piece, strict=True))]
