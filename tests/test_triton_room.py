@@ -30,6 +30,15 @@ ONE_QUERY = [
     Case(B=2, H=4, M=128, N=1, D=128, dtype=BRAIN, bias="bhm1"),
 ]
 
+# Rows of 1 KiB, of 64 queries, left too little for keys and values on a small GPU, however short the pipeline.
+WIDE_ROWS = Case(B=3, H=2, M=48, N=3184, D=256, dtype=FLOAT, bias="1hmn", mask="b1mn", causal=True, grads="")
+
+
+@pytest.mark.parametrize("case", [WIDE_ROWS, replace(WIDE_ROWS, M=1)], ids=str)
+def test_few_wide_queries(compilers, case):
+    hold(compilers.run(room, "installed", 86, case, "triton"))
+
+
 # Blackwell: what is summed over the heads of a group took more than there is.
 GROUPS = [
     Case(B=2, H=4, Hkv=2, M=272, N=256, D=192, dtype=BRAIN),

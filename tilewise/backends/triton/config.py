@@ -125,15 +125,20 @@ def _few_queries_config(problem: Problem) -> Config:
     keep it waiting for Ampere's product, so that they take Hopper's, of 64 rows, which holds all stages in shared
     memory.
     """
-    d = max(padded(problem.head_dim), padded(problem.value_dim))
-    large = shared_memory(problem) > 200 * 1024
+    d, size = max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype.itemsize
+    room = shared_memory(problem)
+    large = room > 200 * 1024
     block_m = min(padded(problem.queries * problem.group), 64)
     if large and block_m > 16:
         block_m = 64
+    elif 2 * block_m * d * size > room:  # half of it is for keys and values
+        block_m //= 2
     stage = 32 * 1024 if large else 16 * 1024
-    block_n = max(16, min(stage // (2 * d * problem.dtype.itemsize), 128))
+    block_n = max(16, min(stage // (2 * d * size), 128))
     warps = 8 if block_m * d > 64 * 128 else 4
-    return Config(block_m, block_n, warps, 3 if block_m == 64 else 4, packed=True)
+    # Queries stay; keys and values, at most with a float32 bias and a mask, are in all stages but one.
+    most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * (4 + 1)))
+    return Config(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), packed=True)
 
 
 def splits(problem: Problem, config: Config) -> int:
