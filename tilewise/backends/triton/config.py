@@ -136,8 +136,9 @@ def _few_queries_config(problem: Problem) -> Config:
     stage = 32 * 1024 if large else 16 * 1024
     block_n = max(16, min(stage // (2 * d * size), 128))
     warps = 8 if block_m * d > 64 * 128 else 4
-    # Queries stay; keys and values, at most with a float32 bias and a mask, are in all stages but one.
-    most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * (4 + 1)))
+    # Queries stay; keys, values and the tiles of a bias and a mask are in all stages but one.
+    pair = _bias_tile(problem) + (problem.mask is not None and problem.mask.rows > 1 and problem.mask.cols > 1)
+    most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
     return Config(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), packed=True)
 
 
