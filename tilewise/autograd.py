@@ -53,10 +53,16 @@ _forwards: dict[tuple, Forward] = {}
 _backwards: dict[tuple, Backward] = {}
 _KEPT = 4096  # of each
 
+# A tensor's address. Its data_ptr() counts as a write, by which one that is copied on write gets its copy.
+_address: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", vars(torch._C)["_data_address"])
+
 
 def _layouts(*tensors: Tensor | None) -> tuple:
-    """Their layouts, as `tilewise.backends` means it."""
-    return tuple([None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % 16) for x in tensors])
+    """Their layouts, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    return tuple([
+        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else _address(x) % 16)
+        for x in tensors
+    ])  # fmt: skip
 
 
 def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
@@ -406,8 +412,9 @@ def _is_usual(inputs: Inputs) -> bool:
 def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
     q, k, v, bias, mask = inputs
     return (
-        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
-        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        None if q.is_cpu else (_address(q) % 16, _address(k) % 16, _address(v) % 16),
         None if bias is None else _layouts(bias), None if mask is None else _layouts(mask), arguments,
     )  # fmt: skip
