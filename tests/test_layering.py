@@ -32,17 +32,19 @@ ROOMS = {
     "tilewise.backends.hopper": TRITON_BACKEND,
     "tilewise.backends.triton": TRITON_BACKEND,
     "tilewise.plan": {"tilewise.problem"},
-    "tilewise.autograd": {"tilewise.plan", *BACKEND},
+    "tilewise.operators": set(),  # what PyTorch's tools ask of the operators: torch alone is needed to tell them
+    "tilewise.autograd": {"tilewise.operators", "tilewise.plan", *BACKEND},
     "tilewise.api": {"tilewise.autograd", "tilewise.plan", *BACKEND},
     "tilewise.blocks": set(),
     "tilewise.blocks.matmul": {
         "tilewise.blocks",
+        "tilewise.operators",
         "tilewise.backends",
         "tilewise.backends.hopper",
         "tilewise.quantities",
         *SHARED,
     },
-    "tilewise.blocks.softmax": {"tilewise.blocks", "tilewise.quantities"},
+    "tilewise.blocks.softmax": {"tilewise.blocks", "tilewise.operators", "tilewise.quantities"},
 }
 TRITON_ROOMS = {
     *SHARED,

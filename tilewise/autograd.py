@@ -9,6 +9,7 @@ call on plain tensors takes an autograd.Function around the same two functions i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as _is_legacy_batched
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.operators import announce, recorded
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score
@@ -195,6 +197,7 @@ def _no_second_derivative(ctx, *grads):
 
 torch.library.register_autograd("tilewise::attention", _autograd_backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("tilewise::attention_backward", _no_second_derivative, lib=_library)
+announce("attention", "attention_backward")
 
 
 # --- under torch.func ---
@@ -261,10 +264,12 @@ def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequenc
 
 
 def _call_forward(*arguments: Any) -> Any:
+    announce("attention")
     return _TransformedAttention.apply(*arguments) if _is_transformed() else torch.ops.tilewise.attention(*arguments)
 
 
 def _call_backward(*arguments: Any) -> Any:
+    announce("attention_backward")
     if _is_transformed():
         return _TransformedBackward.apply(*arguments)
     return torch.ops.tilewise.attention_backward(*arguments)
@@ -307,13 +312,15 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse=None):
-        # To be differentiated, of which the operator says that it cannot; or batched, by is_grads_batched.
-        if torch.is_grad_enabled() or _is_batched(do) or _is_batched(dlse):
+        # To be differentiated, of which the operator says that it cannot; batched, by is_grads_batched; or watched.
+        if torch.is_grad_enabled() or _is_batched(do) or _is_batched(dlse) or is_in_torch_dispatch_mode():
             return *_differentiate(ctx, do, dlse), None
         if do is None and dlse is None:
             return None, None, None, None, None
-        grads = _gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
-        return *grads, None
+        call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:4])
+        if profiler._is_profiler_enabled:
+            return *recorded("tilewise::attention_backward", (do, dlse, *call[2]), _gradients, *call), None
+        return *_gradients(*call), None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -373,6 +380,8 @@ def attention_op(
 
 
 def _run(inputs: Inputs, terms: tuple, run: Forward, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    if profiler._is_profiler_enabled:
+        run = partial(recorded, "tilewise::attention", inputs, run)
     if not _is_differentiated(inputs):
         return run(inputs)
     q, k, v, bias, _ = inputs

@@ -22,6 +22,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
         not torch.compiler.is_compiling()
         and all(x is None or _is_plain(x) for x in tensors)
         and not is_in_torch_dispatch_mode()
+        and not torch._C._is_tracing()
         and not torch._C._are_functorch_transforms_active()
     )
 

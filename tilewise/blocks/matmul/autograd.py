@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.blocks.matmul.run import run
+from tilewise.operators import announce, recorded
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -84,12 +86,19 @@ def _real(a, b, c, alpha, beta, summed, backend):
 _library.impl("matmul", _real, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::matmul", _fake, lib=_library)
 torch.library.register_autograd("tilewise::matmul", _backward, setup_context=_setup_context, lib=_library)
+announce("matmul")
+
+
+def _eager(a, b, c, alpha, beta, summed, backend):
+    if profiler._is_profiler_enabled:
+        return recorded("tilewise::matmul", (a, b, c), run, a, b, c, alpha, beta, tuple(summed), backend)
+    return run(a, b, c, alpha, beta, tuple(summed), backend)
 
 
 class _EagerMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        output = _real(*args)
+        output = _eager(*args)
         _setup_context(ctx, args, output)
         return output
 
@@ -105,6 +114,7 @@ def matmul_op(
     if is_eager(a, b, c):
         return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
     refuse_tangents("tilewise.matmul", a, b, c)
+    announce("matmul")
     return torch.ops.tilewise.matmul(a, b, c, alpha, beta, summed or [], backend)
 
 
@@ -115,4 +125,4 @@ def eager_matmul(
     wanted = a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
     if wanted and torch.is_grad_enabled():
         return _EagerMatmul.apply(a, b, c, alpha, beta, summed, backend)
-    return run(a, b, c, alpha, beta, tuple(summed), backend)
+    return _eager(a, b, c, alpha, beta, summed, backend)

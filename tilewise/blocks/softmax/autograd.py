@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.softmax import BiasLike, Needs, cpu
+from tilewise.operators import recorded
 
 Gradients = tuple[Tensor | None, Tensor | None]  # of x and of bias
 
@@ -107,7 +110,10 @@ class _EagerSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, call):
         scale, mask, dim = call
-        p = _forward(x, scale, bias, mask, dim)
+        if profiler._is_profiler_enabled:
+            p = recorded("tilewise::softmax", (x, bias, mask), _forward, x, scale, bias, mask, dim)
+        else:
+            p = _forward(x, scale, bias, mask, dim)
         ctx.scale, ctx.bias, ctx.dim = scale, _like(bias), dim
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(p)
@@ -119,9 +125,14 @@ class _EagerSoftmax(torch.autograd.Function):
             return None, None, None
         (p,) = ctx.saved_tensors
         x_needs, bias_needs, _ = ctx.needs_input_grad
-        # To be differentiated, of which the operator says that it cannot.
-        backward = _by_operator if torch.is_grad_enabled() else _gradients
-        dx, dbias = backward(dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, Needs(x_needs, bias_needs))
+        arguments = dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, Needs(x_needs, bias_needs)
+        if torch.is_grad_enabled() or is_in_torch_dispatch_mode():
+            # Watched, or to be differentiated, of which the operator says that it cannot.
+            dx, dbias = _by_operator(*arguments)
+        elif profiler._is_profiler_enabled:
+            dx, dbias = recorded("tilewise::softmax_backward", (dp, p), _gradients, *arguments)
+        else:
+            dx, dbias = _gradients(*arguments)
         return dx, dbias, None
 
 

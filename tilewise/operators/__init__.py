@@ -1,0 +1,28 @@
+"""What PyTorch's tools ask of an operator beside its numbers: FLOPs, a row in a profile, placements of DTensors.
+
+They are told when they are in use; none of them is imported for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
+
+
+def announce(*names: str) -> None:
+    """Before the operators ``names`` are called by the dispatcher, where a tool may look on."""
+    if "torch.utils.flop_counter" in sys.modules and not torch.compiler.is_compiling():
+        from tilewise.operators import flops
+
+        flops.tell(names)
+
+
+def recorded(name: str, tensors: Sequence[Tensor | None], function: Callable, *arguments: Any) -> Any:
+    """``function(*arguments)``, of which a profile tells as of the operator ``name`` on ``tensors``."""
+    with _RecordFunctionFast(name, list(tensors)):
+        return function(*arguments)
