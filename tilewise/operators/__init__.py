@@ -20,6 +20,8 @@ def announce(*names: str) -> None:
         from tilewise.operators import flops
 
         flops.tell(names)
+    if "torch.distributed.tensor" in sys.modules and "attention" in names:
+        import tilewise.operators.sharding  # noqa: F401
 
 
 def recorded(name: str, tensors: Sequence[Tensor | None], function: Callable, *arguments: Any) -> Any:

@@ -1,0 +1,91 @@
+"""Where DTensors of attention may lie: split along the batch or along the heads, or whole; along each axis of a mesh.
+
+Inputs that lie otherwise, along a sequence too, are brought there by DTensor first. A bias or a mask is split where it
+has that axis and whole where it broadcasts; the gradient of what is whole is then a sum over the devices, `Partial`,
+in its own dtype.
+
+Whoever imports this module has DTensor, and registers the placements for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+BATCH, HEADS = 0, 1
+
+# What DTensor shows of a tensor: its global shape and its mesh; None for a tensor that is not there.
+Spec = Any
+Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs, of the arguments
+
+
+class Layout(NamedTuple):
+    """Placements along one axis of a mesh: of what has query heads, of k and v, of bias and mask."""
+
+    q: Placement
+    kv: Placement
+    bias: Placement | None
+    mask: Placement | None
+
+
+def _layouts(q: Spec, k: Spec, bias: Spec | None, mask: Spec | None) -> Iterator[Layout]:
+    def operand(x: Spec | None, dim: int) -> Placement | None:
+        if x is None:
+            return None
+        return Replicate() if x.shape[dim] == 1 else Shard(dim)
+
+    whole = Replicate()
+    yield Layout(whole, whole, None if bias is None else whole, None if mask is None else whole)
+    yield Layout(Shard(BATCH), Shard(BATCH), operand(bias, BATCH), operand(mask, BATCH))
+    heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
+    if kv_heads == 1 < heads:  # they share one key/value head, which everybody keeps
+        yield Layout(Shard(HEADS), whole, operand(bias, HEADS), operand(mask, HEADS))
+    elif kv_heads == heads or groups_stay_together(kv_heads, tuple(q.mesh.shape)):
+        yield Layout(Shard(HEADS), Shard(HEADS), operand(bias, HEADS), operand(mask, HEADS))
+
+
+def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:
+    """Over whichever axes of the mesh heads are split, a query head meets its key/value head.
+
+    They are split over at most as many devices as there are key/value heads.
+    """
+    counts = {prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)}
+    return all(kv_heads % count == 0 for count in counts if count <= kv_heads)
+
+
+def _gradient(placement: Placement | None, split: bool) -> Placement:
+    return Partial() if split and placement == Replicate() else placement or Replicate()
+
+
+@register_sharding(torch.ops.tilewise.attention.default)
+def _forward(q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None, *terms: Any) -> list[Choice]:
+    return [
+        ([at.q, at.q], [at.q, at.kv, at.kv, at.bias, at.mask, *(None,) * len(terms)])
+        for at in _layouts(q, k, bias, mask)
+    ]
+
+
+@register_sharding(torch.ops.tilewise.attention_backward.default)
+def _backward(
+    do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None,
+    o: Spec, lse: Spec, *terms_and_needs: Any,
+) -> list[Choice]:  # fmt: skip
+    needs = terms_and_needs[-1]
+    choices: list[Choice] = []
+    for at in _layouts(q, k, bias, mask):
+        cotangents = [None if x is None else at.q for x in (do, dlse)]
+        arguments = [*cotangents, at.q, at.kv, at.kv, at.bias, at.mask, at.q, at.q, *(None,) * len(terms_and_needs)]
+        split = at.q != Replicate()
+        # A gradient that nobody needs is empty, and the same everywhere.
+        gradients: list[Placement | None] = [
+            _gradient(placement, split) if need else Replicate()
+            for placement, need in zip((at.q, at.kv, at.kv, at.bias), needs, strict=True)
+        ]
+        choices.append((gradients, arguments))
+    return choices
