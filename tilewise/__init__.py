@@ -40,6 +40,10 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name != "explain":
+        from tilewise.operators.scripting import refuse
+
+        refuse(value)
     globals()[name] = value
     return value
 

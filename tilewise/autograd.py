@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
-from tilewise.operators import announce, recorded
+from tilewise.operators import announce, exports_onnx, plain, recorded
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score
@@ -293,6 +293,8 @@ def _watched(inputs: Inputs, terms: tuple) -> Any:
         tangents = [forward_ad.unpack_dual(x).tangent for x in inputs if x is not None and x.is_floating_point()]
         if any(tangent is not None for tangent in tangents):
             _no_tangents()
+    if exports_onnx():
+        return plain.attention(*inputs, *terms[:4])
     return _call_forward(*inputs, *terms)
 
 

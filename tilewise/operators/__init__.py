@@ -24,6 +24,11 @@ def announce(*names: str) -> None:
         import tilewise.operators.sharding  # noqa: F401
 
 
+def exports_onnx() -> bool:
+    """ONNX knows none of the operators: `tilewise.operators.plain` has them in PyTorch's own."""
+    return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
+
+
 def recorded(name: str, tensors: Sequence[Tensor | None], function: Callable, *arguments: Any) -> Any:
     """``function(*arguments)``, of which a profile tells as of the operator ``name`` on ``tensors``."""
     with _RecordFunctionFast(name, list(tensors)):

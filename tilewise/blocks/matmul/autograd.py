@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.blocks.matmul.run import run
-from tilewise.operators import announce, recorded
+from tilewise.operators import announce, exports_onnx, plain, recorded
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(
@@ -114,6 +114,8 @@ def matmul_op(
     if is_eager(a, b, c):
         return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
     refuse_tangents("tilewise.matmul", a, b, c)
+    if summed is None and exports_onnx():
+        return plain.matmul(a, b, c, alpha, beta)
     announce("matmul")
     return torch.ops.tilewise.matmul(a, b, c, alpha, beta, summed or [], backend)
 

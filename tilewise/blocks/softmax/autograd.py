@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.blocks.eager import is_eager, refuse_tangents
 from tilewise.blocks.softmax import BiasLike, Needs, cpu
-from tilewise.operators import recorded
+from tilewise.operators import exports_onnx, plain, recorded
 
 Gradients = tuple[Tensor | None, Tensor | None]  # of x and of bias
 
@@ -147,5 +147,6 @@ def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None
         p = _apply(x, bias, (scale, mask, dim))
     else:
         refuse_tangents("tilewise.softmax", x, bias)
-        p = torch.ops.tilewise.softmax(x, scale, bias, mask, dim)
+        arguments = (x, scale, bias, mask, dim)
+        p = plain.softmax(*arguments) if exports_onnx() else torch.ops.tilewise.softmax(*arguments)
     return p

@@ -1,0 +1,58 @@
+"""The operators in PyTorch's own, for who knows none but those: ONNX. They store the scores, which tilewise does not,
+and NaN or infinity in a hidden value comes through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Maybe = Tensor | None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe,
+    lo: int | None, hi: int | None, scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
+    kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.unsqueeze(2) if x.shape[1] in (1, kv_heads) else x.unflatten(1, (kv_heads, group))
+
+    s = _wide(q.unflatten(1, (kv_heads, group)) @ k.unsqueeze(2).transpose(-1, -2)) * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + grouped(bias)
+    if mask is not None:
+        s = s.masked_fill(~grouped(mask), -torch.inf)
+    if lo is not None or hi is not None:
+        distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device).unsqueeze(1)
+        for hidden in ([] if lo is None else [distance < lo]) + ([] if hi is None else [distance > hi]):
+            s = s.masked_fill(hidden, -torch.inf)
+    o = _softmax(s, -1).to(v.dtype) @ v.unsqueeze(2)
+    return o.flatten(1, 2), torch.logsumexp(s, -1).flatten(1, 2)
+
+
+def matmul(a: Tensor, b: Tensor, c: Maybe, alpha: float, beta: float) -> Tensor:
+    y = alpha * _wide(a @ b)
+    return (y if c is None or beta == 0.0 else y + beta * c).to(a.dtype)
+
+
+def softmax(x: Tensor, scale: float, bias: Maybe, mask: Maybe, dim: int) -> Tensor:
+    s = scale * _wide(x)
+    if bias is not None:
+        s = s + bias
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf)
+    return _softmax(s, dim).to(x.dtype)
+
+
+def _softmax(s: Tensor, dim: int) -> Tensor:
+    """A row that sees nothing is 0."""
+    return torch.softmax(s, dim).masked_fill((s == -torch.inf).all(dim, keepdim=True), 0.0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize == 2 else x
