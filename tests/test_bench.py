@@ -463,20 +463,21 @@ def test_pictures_are_drawn(rows, tmp_path):
 
 
 def test_documents_hold_what_their_results_say():
-    """Each results file of this schema has its place in one of two documents, and what stands there is made from it."""
-    documents = [REPOSITORY / "docs" / name for name in ("performance.md", "performance-earlier.md")]
-    texts = {path: path.read_text(encoding="utf-8") for path in documents}
+    """Each results file of this schema has its place in the document of results, and what stands there is made from it,
+    with all of its pictures or, of an older run, with none."""
+    document = REPOSITORY / "docs" / "results.md"
+    text = document.read_text(encoding="utf-8")
+    names = set()
     for file in sorted((REPOSITORY / "benchmarks" / "results").glob("*.json")):
         if "schema" not in json.loads(file.read_text()):
             continue  # measured before there was a bench
-        pictures = [(text, f"images/{name}") for text, name in report.picture_names(file)]
-        made = report.markdown(results.read(file), f"benchmarks/results/{file.name}", pictures)
-        places = [path for path in documents if report.markers(file.stem)[0] in texts[path]]
-        assert len(places) == 1, f"{file.name} has its place in {places}"
-        same = report.insert(texts[places[0]], file.stem, made) == texts[places[0]]
-        assert same, f"tilewise bench report {file} --into {places[0]}"
-        for _, name in pictures:
-            assert (documents[0].parent / name).is_file()
+        pictures = [(words, f"images/{name}") for words, name in report.picture_names(file)]
+        drawn = [(document.parent / name).is_file() for _, name in pictures]
+        assert all(drawn) or not any(drawn), f"{file.name} has some of its pictures"
+        made = report.markdown(results.read(file), f"benchmarks/results/{file.name}", pictures if all(drawn) else [])
+        assert report.insert(text, file.stem, made) == text, f"tilewise bench report {file} --into {document}"
+        names.add(file.stem)
+    assert set(re.findall(r"<!-- tilewise bench report (\w+): begin -->", text)) == names
 
 
 # The command line

@@ -8,7 +8,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "tilewise"
-DOCUMENTS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+DOCUMENTS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 MATHS = (REPOSITORY / "docs" / "maths.md").read_text(encoding="utf-8")
 LAYOUTS = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
 ROOMS = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
@@ -52,7 +53,7 @@ def exists(name):
 
 
 def each_document(function):
-    return pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)(function)
+    return pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))(function)
 
 
 def test_names_are_looked_up():
@@ -78,10 +79,10 @@ def test_every_section_with_a_formula_names_its_functions(section):
     assert names(section)
 
 
-@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("docs/*.md")), ids=lambda path: path.name)
+@each_document
 def test_formulas_render(path):
     """GitHub takes a backslash before punctuation from inline maths, and `$` must come in pairs on a line."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", TEXTS[path], flags=re.DOTALL)
     for line in text.splitlines():
         assert line.count("$") % 2 == 0, line
         for formula in re.findall(r"\$([^$]*)\$", line):
@@ -90,25 +91,32 @@ def test_formulas_render(path):
             assert formula.count("{") == formula.count("}"), line
 
 
+def headings(text):
+    """What a link can name after `#`."""
+    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in lines}
+
+
+def links(path):
+    """(file, heading) of each link of a document; the file as a path, the heading "" where there is none."""
+    for link in re.findall(r"\]\(([^)]+)\)", TEXTS[path]):
+        file, _, heading = link.partition("#")
+        yield (path.parent / file).resolve() if file else path, heading
+
+
 @each_document
 def test_links_resolve(path):
-    """Those to files of the repository, and to headings of the same document."""
-    text = path.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-        for line in text.splitlines()
-        if line.startswith("#")
-    }
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        file, _, heading = link.partition("#")
-        assert (path.parent / file).exists() if file else heading in headings, link
+    """Those to files of the repository, and to headings of its documents."""
+    for file, heading in links(path):
+        assert file.exists(), file
+        assert not heading or heading in headings(TEXTS[file]), (file.name, heading)
 
 
 @each_document
 def test_files_that_are_named_exist(path):
     """``a/b.py`` and the like in backticks, from the repository or the package; a JSON also by its name alone."""
     roots = (REPOSITORY, PACKAGE, PACKAGE / "backends", REPOSITORY / "benchmarks" / "results")
-    for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|json|txt)|\w+\.json)`", path.read_text(encoding="utf-8")):
+    for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|json|txt)|\w+\.json)`", TEXTS[path]):
         assert any((root / name).is_file() for root in roots) or "NAME" in name, name
 
 
