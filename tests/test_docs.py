@@ -120,6 +120,19 @@ def test_files_that_are_named_exist(path):
         assert any((root / name).is_file() for root in roots) or "NAME" in name, name
 
 
+def test_a_users_page_is_short_and_what_is_measured_is_named():
+    """One page for a user; results of one run for each question, few pictures, none that no document shows."""
+    results, images = REPOSITORY / "benchmarks" / "results", REPOSITORY / "docs" / "images"
+    assert len(TEXTS[REPOSITORY / "docs" / "performance.md"].splitlines()) <= 150
+    kept = {path.name for path in results.iterdir()}
+    named = set(re.findall(r"\b(?:h200|cpu)\w*\.json\b", "\n".join(TEXTS.values())))
+    assert named == kept
+    assert len(kept) <= 14
+    pictures = set(images.iterdir())
+    assert len([path for path in pictures if path.suffix == ".png"]) <= 8
+    assert pictures <= {file for path in DOCUMENTS for file, _ in links(path)}
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/layouts.md"])
 def test_examples_run(name, capsys):
     """Those in Python that need no download."""
