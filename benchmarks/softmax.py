@@ -4,7 +4,7 @@
     python benchmarks/softmax.py --device cpu [--threads N] [--json FILE] [--commit HASH]
 
 --sweep: only what falls short, bfloat16 rows of 16k and more, with configurations by which more bytes are on their way
-(docs/performance.md has what they should gain); less than a minute.
+(docs/notebook/softmax.md has what they should gain); less than a minute.
 Every variant is held to float64 before it is timed. Needs a GPU of compute capability 8.0 or later.
 --device cpu: forward and backward beside what a user would write in torch operators, in turns, each ratio the median of
 the turns' ratios. With one thread the clock is the processor's time, which a busy machine stretches less.

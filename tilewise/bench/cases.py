@@ -188,7 +188,7 @@ def _gpu() -> Iterator[Case]:
             yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
         yield from (dense(256, length, causal) for causal in (False, True))
-    # the other rows of the table of decoding in docs/performance.md
+    # the other rows of the table in docs/notebook/decoding.md
     yield decode(16, 32768, queries=16)
     yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
     yield decode(4, 32768, kv_heads=32)

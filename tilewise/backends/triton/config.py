@@ -1,9 +1,9 @@
 """Tile sizes, warps and pipeline depth of the Triton kernels, with the reason for the numbers.
 
-Measured on an H200 with Triton 3.6 (docs/performance.md). Two rules explain most of the table. The load pipeline needs
-three stages: with two, Triton issues the next load at the end of an iteration and its latency is exposed. And a small
-tile with several programs on a multiprocessor beats one large program, because the softmax of one then runs under the
-products of another; a bias tile in shared memory leaves room for fewer programs and turns that round at D = 128.
+Measured on an H200 with Triton 3.6 (docs/notebook/triton.md). Two rules explain most of the table. The load pipeline
+needs three stages: with two, Triton issues the next load at the end of an iteration and its latency is exposed. And a
+small tile with several programs on a multiprocessor beats one large program, because the softmax of one then runs under
+the products of another; a bias tile in shared memory leaves room for fewer programs and turns that round at D = 128.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which kernel computes a softmax, and how large its tiles are, with the reason for the numbers.
 
-Measured on an H200 with Triton 3.6 (docs/performance.md). A program's elements stay in registers, 4 bytes each, and a
-multiprocessor needs several programs, so that one loads while another computes or stores. Rows of up to 16384 fit. A
-longer row is shared by programs of 4096 elements: the smaller a program, the sooner another takes its place while the
-rest of its row is awaited. What is on its way while a program waits decides, so that 16-bit elements stay 16 bits wide
-and threads get few registers: `PACKED`.
+Measured on an H200 with Triton 3.6 (docs/notebook/softmax.md). A program's elements stay in registers, 4 bytes each,
+and a multiprocessor needs several programs, so that one loads while another computes or stores. Rows of up to 16384
+fit. A longer row is shared by programs of 4096 elements: the smaller a program, the sooner another takes its place
+while the rest of its row is awaited. What is on its way while a program waits decides, so that 16-bit elements stay 16
+bits wide and threads get few registers: `PACKED`.
 """
 
 from __future__ import annotations
