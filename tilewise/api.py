@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
+from tilewise.keywords import named_only, unexpected
 from tilewise.plan import check_backend
 from tilewise.problem import check_dense, check_flag, check_numbers
 from tilewise.score.terms import Band, Score
@@ -42,6 +43,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@named_only
 def attention(
     q: Tensor,
     k: Tensor,
@@ -57,6 +59,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``, without ever storing the score matrix.
 
@@ -91,6 +94,8 @@ def attention(
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; docs/maths.md derives every formula.
     """
+    if unknown:
+        raise unexpected("attention", unknown)
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     arguments = None

@@ -1,0 +1,49 @@
+"""Keywords that other attention functions have: what `tilewise.attention` calls them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_BIAS_OR_MASK = "mask= (bool, True = attend) or bias= (float, added to the scores)"
+_WINDOW = "window=(left, right), with None for no limit"
+_HINTS = {
+    "attn_mask": _BIAS_OR_MASK,
+    "attention_mask": _BIAS_OR_MASK,
+    "attn_bias": _BIAS_OR_MASK,
+    "score_mod": _BIAS_OR_MASK,
+    "block_mask": _BIAS_OR_MASK,
+    "key_padding_mask": "mask=tokens[:, None, None, :], where tokens (B, N) is True at keys that are no padding",
+    "is_causal": "causal=, aligned bottom-right; tilewise.scaled_dot_product_attention(is_causal=) is aligned top-left",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "scaling": "scale=",
+    "dropout": "dropout_p=",
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "alibi_slopes": "bias=, of which one of a few numbers a head may be made: slopes[:, None, None] * (j - i)",
+    "logits_soft_cap": "softcap=",
+    "soft_cap": "softcap=",
+    "return_softmax_lse": "return_lse=",
+    "return_attn_probs": "return_lse=; the probabilities are never formed",
+    "need_weights": "return_lse=; the probabilities are never formed",
+    "enable_gqa": "k and v with fewer heads as they are",
+}  # fmt: skip
+
+F = TypeVar("F", bound=Callable)
+
+
+def unexpected(function: str, names: Iterable[str]) -> TypeError:
+    """Python's own error for a keyword that ``function`` does not have, with what it has instead."""
+    name = next(iter(names))
+    hint = f"; tilewise.{function} takes {_HINTS[name]}" if name in _HINTS else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def named_only(function: F) -> F:
+    """``function``, whose ``**unknown`` is there to be refused by `unexpected` and no part of its signature."""
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
