@@ -151,8 +151,8 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ),
         ([*SHAPE, "--value-dim", "300"], "--value-dim: a whole number from 1 to 256 is needed, got '300'"),
         ([*SHAPE, "--bias", "1,1,1,1,1"], "--bias: at most 4 sizes, such as 4,16,4096,128, are needed, got 5"),
-        ([*SHAPE, "--bias", "3,3"], "for --bias: shape (1, 1, 3, 3) does not broadcast"),
-        ([*SHAPE, "--mask", "3,3"], "for --mask: shape (1, 1, 3, 3) does not broadcast"),
+        ([*SHAPE, "--bias", "3,3"], "for --bias: shape (3, 3) does not broadcast"),
+        ([*SHAPE, "--mask", "3,3"], "for --mask: shape (3, 3) does not broadcast"),
         ([*SHAPE, "--bias-dtype", "fp32"], "--bias-dtype: there is no bias: give its shape with --bias"),
         (
             [*SHAPE, "--bias", "1", "--bias-dtype", "bool"],

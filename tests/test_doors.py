@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tilewise import attention
+from tilewise import attention, explain
 
 B, H, M, N, D = 2, 3, 5, 7, 4
 
@@ -43,3 +43,9 @@ def test_an_unknown_keyword_is_pythons_error():
     assert "unknown" not in inspect.signature(attention).parameters
     kinds = {p.kind for p in inspect.signature(attention).parameters.values()}
     assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_auto_is_the_plans_own_choice():
+    qkv = tensors()
+    torch.testing.assert_close(attention(*qkv, backend="auto"), attention(*qkv), rtol=0, atol=0)
+    assert explain(*qkv, backend="auto").plan == explain(*qkv).plan

@@ -200,6 +200,48 @@ BAD_OPERANDS = {
         ValueError,
         "mask: shape (2, 4, 5, 5) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
     ),
+    "bias of three dimensions": (
+        {"bias": zeros(3, M, N)},
+        ValueError,
+        "bias: shape (3, 5, 6) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "bias of two dimensions": (
+        {"bias": zeros(N, M)},
+        ValueError,
+        "bias: shape (6, 5) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "mask of one dimension": (
+        {"mask": zeros(M, dtype=torch.bool)},
+        ValueError,
+        "mask: shape (5,) does not broadcast to (2|1, 4|2|1, 5|1, 6|1)",
+    ),
+    "bias of two dimensions and integers": (
+        {"bias": zeros(N, M, dtype=torch.int64)},
+        TypeError,
+        "bias: dtype must be float16, bfloat16, float32 or float64, got torch.int64",
+    ),
+    "bias of two dimensions, v of another length": (
+        {"bias": zeros(N, M), "v": zeros(B, HKV, 1, DV)},
+        ValueError,
+        "v: length must equal k's 6, got 1",
+    ),
+    "padding mask": (
+        {"mask": zeros(B, N, dtype=torch.bool)},
+        ValueError,
+        "mask: shape (2, 6) does not broadcast to (2|1, 4|2|1, 5|1, 6|1); a padding mask (B, N) is passed as "
+        "mask[:, None, None, :]",
+    ),
+    "padding bias": (
+        {"bias": zeros(B, N)},
+        ValueError,
+        "bias: shape (2, 6) does not broadcast to (2|1, 4|2|1, 5|1, 6|1); a padding mask (B, N) is passed as "
+        "bias[:, None, None, :]",
+    ),
+    "mask of each batch element": (
+        {"mask": zeros(B, M, N, dtype=torch.bool), "k": zeros(B, H, N, D), "v": zeros(B, H, N, DV)},
+        ValueError,
+        "mask: shape (2, 5, 6) does not broadcast to (2|1, 4|1, 5|1, 6|1); a mask (B, M, N) is passed as mask[:, None]",
+    ),
     "bias without grouped heads": (
         {"k": zeros(B, H, N, D), "v": zeros(B, H, N, DV), "bias": zeros(1, 2, M, N)},
         ValueError,
@@ -217,7 +259,12 @@ BAD_NUMBERS = {
     "window of a negative left width": (
         {"window": (-1, 0)},
         ValueError,
-        "window: left width must be 0 or more (None for no limit), got -1",
+        "window: left width must be 0 or more (None for no limit), got -1; flash-attn's -1 is None here",
+    ),
+    "window of flash-attn for none": (
+        {"window": (-1, -1)},
+        ValueError,
+        "window: left width must be 0 or more (None for no limit), got -1; flash-attn's -1 is None here",
     ),
     "window of a negative right width": (
         {"window": (None, -2)},
@@ -264,11 +311,11 @@ BAD_FLAGS = {
     ),
 }
 
-UNKNOWN = "backend: must be one of hopper, triton, cpu, oracle or None, got "
+UNKNOWN = "backend: must be one of hopper, triton, cpu, oracle, auto or None, got "
 BAD_BACKENDS = {
     "unknown": ({"backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
     "empty name": ({"backend": ""}, ValueError, UNKNOWN + "''"),
-    "the plan's own word": ({"backend": "auto"}, ValueError, UNKNOWN + "'auto'"),
+    "the plan's own word, shouted": ({"backend": "AUTO"}, ValueError, UNKNOWN + "'AUTO'"),
     "no name": ({"backend": 3}, ValueError, UNKNOWN + "3"),
     "unknown, nothing to compute": ({"q": zeros(B, H, 0, D), "backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
 }

@@ -12,7 +12,7 @@ from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
 from tilewise.keywords import named_only, unexpected
 from tilewise.plan import check_backend
-from tilewise.problem import check_dense, check_flag, check_numbers
+from tilewise.problem import check_dense, check_flag, check_numbers, four_dims
 from tilewise.score.terms import Band, Score
 
 Window = tuple[int | None, int | None]
@@ -71,7 +71,7 @@ def attention(
         bias: added to the scaled scores; float16, bfloat16, float32 or float64 (CPU), whatever q's dtype is, of at most
             4 dimensions, broadcastable {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is
             summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
-        mask: bool, the same broadcasting; True = attend.
+        mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``.
         causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
@@ -80,8 +80,8 @@ def attention(
         return_lse: also return the logarithm of each row's softmax denominator.
         deterministic: True: equal inputs give bitwise equal gradients. Default: what
             ``torch.use_deterministic_algorithms`` says.
-        backend: "hopper", "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default: chosen by
-            the plan, see `tilewise.explain`.
+        backend: "hopper", "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default, and "auto":
+            chosen by the plan, see `tilewise.explain`.
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
@@ -187,11 +187,8 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
         check_dense(name, x)
     if mask is not None and mask.requires_grad:
         raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
-    return Inputs(q, k, v, _four_dims(bias), _four_dims(mask))
-
-
-def _four_dims(x: Tensor | None) -> Tensor | None:
-    """Leading dimensions of size 1 up to four, as broadcasting reads a smaller shape."""
-    if x is None or x.dim() >= 4:
-        return x
-    return x[(None,) * (4 - x.dim())]
+    if bias is not None:
+        bias = four_dims("bias", bias, q, k, v)
+    if mask is not None:
+        mask = four_dims("mask", mask, q, k, v)
+    return Inputs(q, k, v, bias, mask)

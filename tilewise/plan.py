@@ -43,9 +43,9 @@ class Plan:
 
 
 def check_backend(name: str | None) -> None:
-    """Raise for a backend= that does not exist; None is the plan's own choice."""
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+    """Raise for a backend= that does not exist; None and "auto" are the plan's own choice."""
+    if name is not None and name != "auto" and name not in BACKENDS:
+        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)}, auto or None, got {name!r}")
 
 
 @cache
@@ -76,8 +76,7 @@ def _declines_backward(name: str, problem: Problem) -> str | None:
 def make_plan(problem: Problem, backend: str = "auto") -> Plan:
     """Choose the backend of ``problem``; an explicit ``backend`` that declines it is an error, never a fallback."""
     if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+        check_backend(backend)
         reason = declines(backend, problem)
         if reason is not None:
             raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")

@@ -177,6 +177,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _operand(name: str, x: Tensor | None, q: Tensor, Hkv: int, N: int) -> Operand | None:
     if x is None:
         return None
+    if x.dim() < 4:  # of the operator, which its callers give four
+        raise ValueError(f"{name}: expected 4 dimensions, got shape {_shape(x)}")
+    _check_operand(name, x, q, Hkv, N)
+    return Operand(x.dtype, *x.shape)
+
+
+def _check_operand(name: str, x: Tensor, q: Tensor, Hkv: int, N: int) -> None:
     if name == "mask" and x.dtype != torch.bool:
         raise TypeError(f"mask: dtype must be bool (True = attend), got {x.dtype}; an additive mask is passed as bias=")
     if name == "bias" and x.dtype not in DTYPES:
@@ -186,14 +193,43 @@ def _operand(name: str, x: Tensor | None, q: Tensor, Hkv: int, N: int) -> Operan
         )
     if x.device != q.device:
         raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
-    if x.dim() != 4:
+    if x.dim() > 4:
         raise ValueError(f"{name}: expected at most 4 dimensions, got shape {_shape(x)}")
-    B, H, M, _ = q.shape
-    b, h, m, n = x.shape
-    if b not in (1, B) or h not in (1, Hkv, H) or m not in (1, M) or n not in (1, N):
+    if not _broadcasts(x, q, Hkv, N):
+        B, H, M, _ = q.shape
         heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
-        raise ValueError(f"{name}: shape {_shape(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)")
-    return Operand(x.dtype, b, h, m, n)
+        raise ValueError(
+            f"{name}: shape {_shape(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)"
+            + missing_axes(name, _shape(x), B, {"M": M, "N": N})
+        )
+
+
+def _broadcasts(x: Tensor, q: Tensor, Hkv: int, N: int) -> bool:
+    """``x``, of at most 4 dimensions, has an allowed size along each."""
+    B, H, M, _ = q.shape
+    b, h, m, n = (1, 1, 1, 1, *x.shape)[-4:]
+    return b in (1, B) and h in (1, Hkv, H) and m in (1, M) and n in (1, N)
+
+
+def missing_axes(name: str, shape: tuple[int, ...], batch: int, lengths: dict[str, int]) -> str:
+    """For a mask that lacks an axis, which to give it; ``lengths``: of queries and of keys, by their letters."""
+    (m, M), (n, N) = lengths.items()
+    if shape == (batch, N):
+        return f"; a padding mask (B, {n}) is passed as {name}[:, None, None, :]"
+    if len(shape) == 3 and shape[0] == batch and shape[1] in (1, M) and shape[2] in (1, N):
+        return f"; a mask (B, {m}, {n}) is passed as {name}[:, None]"
+    return ""
+
+
+def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Leading dimensions of size 1 up to four, as broadcasting reads a smaller shape; an error shows the shape that
+    came."""
+    if x.dim() >= 4:
+        return x
+    if q.dim() == k.dim() == 4 and not _broadcasts(x, q, k.shape[1], k.shape[2]):
+        _check_tensors(q, k, v)
+        _check_operand(name, x, q, k.shape[1], k.shape[2])
+    return x[(None,) * (4 - x.dim())]
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -228,7 +264,8 @@ def check_numbers(
             if isinstance(width, bool) or not isinstance(width, (Integral, torch.SymInt)):
                 raise TypeError(f"window: {side} width must be an int or None, got {width!r}")
             if width < 0:
-                raise ValueError(f"window: {side} width must be 0 or more (None for no limit), got {width}")
+                flash = "; flash-attn's -1 is None here" if width == -1 else ""
+                raise ValueError(f"window: {side} width must be 0 or more (None for no limit), got {width}{flash}")
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         if number is None and name != "dropout_p":
             continue
