@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from tilewise.autocast import autocast, autocast_somewhere
 from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
 from tilewise.keywords import named_only, unexpected
@@ -83,6 +84,9 @@ def attention(
         backend: "hopper", "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default, and "auto":
             chosen by the plan, see `tilewise.explain`.
 
+    Under `torch.autocast` q, k and v are cast to its dtype, but for float64, as for PyTorch's own attention; bias keeps
+    its dtype. Their gradients come back in the dtypes that they had.
+
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
         natural logarithm, differentiable. A query that sees no key gives o = 0, lse = -inf and zero gradients, and
@@ -106,6 +110,8 @@ def attention(
     ):  # fmt: skip
         ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         arguments = (causal, ordered, backend)
+        if autocast_somewhere():
+            q, k, v = _cast(q, k, v)
         found = usual_call(Inputs(q, k, v, bias, mask), arguments, return_lse)
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
@@ -150,6 +156,7 @@ def read_call(
     if deterministic is not None:
         check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
+    q, k, v = _cast(q, k, v)
     inputs = _inputs(q, k, v, bias, mask)
     band = _EVERYWHERE
     if causal or window is not None:
@@ -167,6 +174,12 @@ def _scale(q: Tensor, scale: float | None) -> float:
         return float(scale)
     dim = q.shape[-1] if q.dim() > 0 else 0
     return 1.0 / math.sqrt(dim) if dim > 0 else 1.0
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of them, if they are tensors at all."""
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    return autocast(q, k, v) if tensors else (q, k, v)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Inputs:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.autocast import autocast as autocast  # from here too, for code that calls this door
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.problem import DTYPES, check_dense, check_flag, check_numbers
@@ -75,14 +76,6 @@ def scaled_dot_product_attention(
         inputs, score, torch.are_deterministic_algorithms_enabled(), "auto", return_lse=False, exact=True
     )
     return fold.unfold(o)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``tensors`` in autocast's dtype where autocast is on: float64 stays, as it does for PyTorch's own operators."""
-    if not _autocast_on(tensors[0]):
-        return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _autocast_on(x: Tensor) -> bool:
