@@ -17,12 +17,13 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
 # doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
 BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
-READING = {"tilewise.autocast", "tilewise.keywords"}  # what the doors read arguments with
+READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
 SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and blocks, and none themselves
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
     "tilewise.keywords": set(),
+    "tilewise.tensors": set(),
     "tilewise.score": set(),
     "tilewise.layouts": set(),
     "tilewise.quantities": set(),

@@ -13,8 +13,9 @@ from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
 from tilewise.keywords import named_only, unexpected
 from tilewise.plan import check_backend
-from tilewise.problem import check_dense, check_flag, check_numbers, four_dims
+from tilewise.problem import check_flag, check_numbers, four_dims
 from tilewise.score.terms import Band, Score
+from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
 
 Window = tuple[int | None, int | None]
 _EVERYWHERE = Band()
@@ -72,6 +73,7 @@ def attention(
         bias: added to the scaled scores; float16, bfloat16, float32 or float64 (CPU), whatever q's dtype is, of at most
             4 dimensions, broadcastable {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is
             summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
+            A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for.
         mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``.
         causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
@@ -86,6 +88,8 @@ def attention(
 
     Under `torch.autocast` q, k and v are cast to its dtype, but for float64, as for PyTorch's own attention; bias keeps
     its dtype. Their gradients come back in the dtypes that they had.
+
+    A subclass of Tensor with a ``__torch_function__`` of its own is refused: its memory need not be what it stands for.
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
@@ -112,7 +116,11 @@ def attention(
         arguments = (causal, ordered, backend)
         if autocast_somewhere():
             q, k, v = _cast(q, k, v)
-        found = usual_call(Inputs(q, k, v, bias, mask), arguments, return_lse)
+        try:
+            found = usual_call(Inputs(q, k, v, bias, mask), arguments, return_lse)
+        except RuntimeError:
+            _check_inputs(q, k, v, bias, mask)  # a nested tensor has no shape to look a call up by
+            raise
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
     call = read_call(
@@ -156,17 +164,21 @@ def read_call(
     if deterministic is not None:
         check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
-    q, k, v = _cast(q, k, v)
-    inputs = _inputs(q, k, v, bias, mask)
+    _check_inputs(q, k, v, bias, mask)
+    q, k, v = autocast(q, k, v)
     band = _EVERYWHERE
     if causal or window is not None:
         # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
         diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
         band = Band.aligned(bool(causal), window, diagonal)
+    if bias is not None:
+        bias, band = _operand("bias", bias, (q, k, v), causal, band)
+    if mask is not None:
+        mask, band = _operand("mask", mask, (q, k, v), causal, band)
     score = Score(_scale(q, scale), None if softcap is None else float(softcap), band)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Call(inputs, score, deterministic, "auto" if backend is None else backend)
+    return Call(Inputs(q, k, v, bias, mask), score, deterministic, "auto" if backend is None else backend)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -182,26 +194,28 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return autocast(q, k, v) if tensors else (q, k, v)
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Inputs:
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if not (q.layout is k.layout is v.layout is torch.strided):
-        check_dense("q", q)
-        check_dense("k", k)
-        check_dense("v", v)
-    if bias is None and mask is None:
-        return Inputs(q, k, v, None, None)
-    for name, x in (("bias", bias), ("mask", mask)):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        check_dense(name, x)
-    if mask is not None and mask.requires_grad:
-        raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
+    check_tensor("q", q)
+    check_tensor("k", k)
+    check_tensor("v", v)
     if bias is not None:
-        bias = four_dims("bias", bias, q, k, v)
+        check_tensor("bias", bias, may_be_causal=True)
     if mask is not None:
-        mask = four_dims("mask", mask, q, k, v)
-    return Inputs(q, k, v, bias, mask)
+        check_tensor("mask", mask, may_be_causal=True)
+        if mask.requires_grad:
+            raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
+
+
+def _operand(
+    name: str, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, band: Band
+) -> tuple[Tensor | None, Band]:
+    """A bias or mask in four dimensions, and the band; PyTorch's CausalBias is a band and no tensor."""
+    q, k, _ = qkv
+    if not is_causal_bias(x):
+        return four_dims(name, x, *qkv), band
+    if causal:
+        raise ValueError(f"{name}: a CausalBias says by itself what is hidden; leave causal=True out")
+    if not q.dim() == k.dim() == 4:
+        return None, band  # the error comes where the Problem is made
+    hi = causal_limit(name, x, q.shape[2], k.shape[2])
+    return None, Band(band.lo, hi if band.hi is None else min(band.hi, hi))

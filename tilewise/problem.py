@@ -236,13 +236,6 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def check_dense(name: str, x: Tensor) -> None:
-    """Raise for a tensor without strides: sparse, nested or of another library's layout."""
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-        raise TypeError(f"{name}: expected a dense tensor (layout torch.strided), got {kind}")
-
-
 def check_flag(name: str, flag: bool, allowed: str = "a bool") -> None:
     """Raise for what is true or false only by Python's rules: a word such as "top-left" would count as True."""
     if not isinstance(flag, (bool, torch.SymBool)):

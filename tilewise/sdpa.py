@@ -12,8 +12,9 @@ from torch import Tensor
 from tilewise.autocast import autocast as autocast  # from here too, for code that calls this door
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.problem import DTYPES, check_dense, check_flag, check_numbers
+from tilewise.problem import DTYPES, check_flag, check_numbers
 from tilewise.score.terms import Band, Score
+from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
 
 
 def scaled_dot_product_attention(
@@ -38,7 +39,9 @@ def scaled_dot_product_attention(
         key: (..., H, S, E), query's dtype. Leading dimensions of query, key and value broadcast against each other.
         value: (..., H, S, Ev), query's dtype. Ev is 1 to 256.
         attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or float64 (CPU),
-            whatever query's dtype is: added to the scores; -inf hides the key from the query.
+            whatever query's dtype is: added to the scores; -inf hides the key from the query. Or a
+            `torch.nn.attention.bias.CausalBias` (``causal_upper_left(L, S)``, ``causal_lower_right(L, S)``), of which
+            no matrix is made.
         dropout_p: must be 0 for now.
         is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``).
         scale: multiplies ``query @ key.mT``. Default ``1 / sqrt(E)``.
@@ -63,6 +66,7 @@ def scaled_dot_product_attention(
     _check_tensors(query, key, value, attn_mask)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
+    attn_mask, band = _band(query, key, attn_mask, bool(is_causal))
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: must be None when is_causal=True; pass one mask that says both")
     query, scale = _positive_scale(query, scale)
@@ -71,7 +75,7 @@ def scaled_dot_product_attention(
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
-    score = Score(float(scale), None, Band.aligned(bool(is_causal), None, diagonal=0))
+    score = Score(float(scale), None, band)
     o, _ = attention_op(
         inputs, score, torch.are_deterministic_algorithms_enabled(), "auto", return_lse=False, exact=True
     )
@@ -87,16 +91,16 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if x is None and name == "attn_mask":
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        check_dense(name, x)
+        check_tensor(name, x, may_be_causal=name == "attn_mask")
+        if is_causal_bias(x):
+            continue  # it has no numbers, and no device that matters
         if x.device != query.device:
             raise ValueError(f"{name}: must be on query's device {query.device}, got {x.device}")
         if name != "attn_mask" and x.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions (..., length, head_dim), got shape {_shape(x)}")
         if name != "attn_mask" and x.dtype != query.dtype and not _autocast_on(query):
             raise TypeError(f"{name}: dtype must equal query's {query.dtype}, got {x.dtype}")
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
+    if attn_mask is not None and not is_causal_bias(attn_mask) and attn_mask.dtype not in (torch.bool, *DTYPES):
         raise TypeError(
             f"attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype} "
             f"with query {query.dtype}"
@@ -105,6 +109,15 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         raise ValueError(f"key: head dimension must equal query's {query.shape[-1]}, got {key.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: length must equal key's {key.shape[-2]}, got {value.shape[-2]}")
+
+
+def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Band]:
+    """What attn_mask is beside a band, and the band: is_causal aligns it top-left, a CausalBias as it says."""
+    if attn_mask is None or not is_causal_bias(attn_mask):
+        return attn_mask, Band.aligned(is_causal, None, diagonal=0)
+    if is_causal:
+        raise ValueError("attn_mask: a CausalBias says by itself what is hidden; leave is_causal=True out")
+    return None, Band(None, causal_limit("attn_mask", attn_mask, query.shape[-2], key.shape[-2]))
 
 
 def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:

@@ -1,0 +1,58 @@
+"""What may stand where a call wants a tensor, and what PyTorch's own CausalBias says."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+# What every call may be given without a look at its class.
+PLAIN = frozenset((Tensor, Parameter, type(None)))
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_DEFAULT_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def check_tensor(name: str, x: object, *, may_be_causal: bool = False) -> None:
+    """Raise for what is no dense tensor: no tensor, sparse, nested, or of a class that gives its memory a meaning.
+
+    Such a class has a ``__torch_function__`` of its own: what it stands for, its functions know and its memory need
+    not (that of a CausalBias was never written). A subclass without one is its memory, and one that has only a
+    ``__torch_dispatch__`` (a FakeTensor, a DTensor) is asked by the operator. ``may_be_causal`` lets a CausalBias pass.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense tensor (layout torch.strided), got {kind}")
+    if type(x) not in PLAIN and _has_function(type(x)) and not (may_be_causal and is_causal_bias(x)):
+        hint = "" if is_causal_bias(x) else "; if its memory holds its numbers, pass x.as_subclass(torch.Tensor)"
+        raise TypeError(
+            f"{name}: expected a plain torch.Tensor, got {type(x).__name__}, whose __torch_function__ may give it "
+            f"another meaning than its memory's{hint}"
+        )
+
+
+def _has_function(kind: type[Tensor]) -> bool:
+    function = kind.__torch_function__
+    return function is not _NO_FUNCTION and getattr(function, "__func__", None) is not _DEFAULT_FUNCTION
+
+
+def is_causal_bias(x: object) -> bool:
+    """Whether ``x`` is a `torch.nn.attention.bias.CausalBias`, of a module that is slow to import: before somebody else
+    has imported it there is none."""
+    if type(x) in PLAIN:
+        return False
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(x, module.CausalBias)
+
+
+def causal_limit(name: str, bias: Tensor, queries: int, keys: int) -> int:
+    """The largest ``j - i`` at which the CausalBias lets query i see key j."""
+    from torch.nn.attention.bias import CausalVariant
+
+    M, N = bias.seq_len_q, bias.seq_len_kv  # type: ignore[attr-defined]
+    if (queries, keys) != (M, N):
+        raise ValueError(f"{name}: the CausalBias is for {M} queries and {N} keys, the call has {queries} and {keys}")
+    return 0 if bias.variant == CausalVariant.UPPER_LEFT else keys - queries  # type: ignore[attr-defined]
