@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -96,10 +97,73 @@ def test_causal_is_top_left(lead, sizes, is_causal):
     check(tensors(lead, L=sizes[0], S=sizes[1]), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("scale", [None, 0.3, 2, -0.7, 0.0, np.float32(-0.7)])
+SCALES = [None, 0.3, 2, -0.7, 0, 0.0, -0.0, np.float32(-0.7), np.float64(0.3), np.int64(2), torch.tensor(0.3),
+          torch.tensor(-0.7, dtype=torch.bfloat16), torch.tensor(2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
 @pytest.mark.parametrize("kind", ["bool", "float", None])
 def test_scale(scale, kind):
     check(tensors((2, 3)), None if kind is None else make_mask((3, L, S), kind), scale=scale)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 7), (7, 5)])
+def test_a_mask_and_is_causal_are_both(sizes, lead, kind):
+    """PyTorch's kernel for CPUs read them so in 2.13; what else it has refuses: one mask says both here."""
+    qkv = tensors(lead, L=sizes[0], S=sizes[1])
+    mask, triangle = make_mask(sizes, kind), torch.ones(sizes, dtype=torch.bool).tril()
+    both = mask & triangle if kind == "bool" else mask.masked_fill(~triangle, -torch.inf)
+    ours = value_and_gradients(scaled_dot_product_attention, qkv, mask, is_causal=True)
+    theirs = value_and_gradients(F.scaled_dot_product_attention, qkv, both)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.skipif(torch.__version__ >= torch.torch_version.TorchVersion("2.14"), reason="PyTorch refuses it now")
+def test_a_mask_and_is_causal_as_the_fused_kernel():
+    qkv, mask = tensors((2, 3), Ev=E), make_mask((L, S), "bool")
+    ours = scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=True)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=True))
+
+
+ORDERS = {
+    "contiguous": lambda x: x,
+    "heads last": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.dim() > 2 else x,
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:1].expand_as(x) if x.dim() > 2 else x,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("lead", LEADS)
+def test_the_result_lies_as_pytorchs(lead, order):
+    """Also where folding by a mask's dimensions makes the operator's result lie otherwise."""
+    qkv = [ORDERS[order](x) for x in tensors(lead, Ev=E)]
+    mask_leads = {tuple(1 if one else n for one, n in zip(ones, lead, strict=True))
+                  for ones in itertools.product((True, False), repeat=len(lead))}  # fmt: skip
+    for mask in (None, *(make_mask((*mask_lead, L, S), "bool") for mask_lead in mask_leads)):
+        ours, theirs = (f(*qkv, mask) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+        if len(lead) == 1 and order == "heads last":  # which PyTorch keeps in 2.15 and not in 2.13
+            assert ours.is_contiguous()
+        else:
+            assert meaningful_strides(ours) == meaningful_strides(theirs), mask is not None and mask.shape
+
+
+@pytest.mark.parametrize("order", ["contiguous", "heads last"])
+@pytest.mark.parametrize(
+    ("q_lead", "k_lead"),
+    [((1, 3), (4, 3)), ((4, 3), (1, 3)), ((4, 1), (4, 3)), ((3,), (4, 3)), ((4, 3), ()), ((2, 1, 3), (1, 4, 3))],
+)
+def test_what_was_broadcast_lies_as_pytorchs(q_lead, k_lead, order):
+    qkv = [ORDERS[order](x) for x in tensors(q_lead, k_lead, Ev=E)]
+    ours, theirs = (f(*qkv) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert meaningful_strides(ours) == meaningful_strides(theirs)
+
+
+def meaningful_strides(x):
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", None])
@@ -253,8 +317,6 @@ ERRORS = {
     "mask batch": ((q4, k4, k4, _q(3, 1, L, S)), {}, ValueError, r"attn_mask: shape \(3, 1, 5, 7\) does not broadcast"),
     "mask wider than query": ((q4[:1], k4[:1], k4[:1], _q(2, 1, L, S)), {}, ValueError, r"attn_mask: shape"),
     "mask dimensions": ((q4, k4, k4, _q(1, 1, 1, L, S)), {}, ValueError, r"attn_mask: shape \(1, 1, 1, 5, 7\)"),
-    "mask with is_causal": (
-        (q4, k4, _q(2, 6, S, EV), _q(L, S)), {"is_causal": True}, ValueError, "attn_mask: must be None when is_causal"),
     "heads": ((q4, k4[:, :2], k4[:, :2]), {}, ValueError, r"key, value: number of heads .* 6 or be 1, got 2 and 2"),
     "heads that do not divide": (
         (q4, k4[:, :4], k4[:, :4]), {"enable_gqa": True}, ValueError, "key: its 4 heads must divide query's 6"),
@@ -270,6 +332,13 @@ ERRORS = {
     "is_causal": ((q4, k4, k4), {"is_causal": None}, TypeError, "is_causal: expected a bool, got None"),
     "enable_gqa": ((q4, k4, k4), {"enable_gqa": "yes"}, TypeError, "enable_gqa: expected a bool, got 'yes'"),
     "scale": ((q4, k4, k4), {"scale": "1"}, TypeError, "scale: expected a float, got str"),
+    "scale of one dimension": (
+        (q4, k4, k4), {"scale": torch.ones(1)}, TypeError, r"scale: expected a float, .* tensor of shape \(1,\)$"),
+    "scale that requires grad": (
+        (q4, k4, k4), {"scale": torch.tensor(0.5, requires_grad=True)}, TypeError, "scale: .* that requires grad$"),
+    "scale on meta": (
+        (q4, k4, k4), {"scale": torch.tensor(0.5, device="meta")}, TypeError, "scale: .* on the meta device$"),
+    "complex scale": ((q4, k4, k4), {"scale": torch.tensor(1j)}, TypeError, "scale: expected a float, got complex"),
     "dropout": ((q4, k4, k4), {"dropout_p": 2.0}, ValueError, "dropout_p: must be"),
 }  # fmt: skip
 
@@ -286,8 +355,12 @@ def test_errors_where_torch_has_them(name):
 def test_errors_that_torch_does_not_have():
     with pytest.raises(NotImplementedError, match=r"dropout_p: dropout is not implemented yet, got 0\.1"):
         scaled_dot_product_attention(q4, k4, k4, dropout_p=0.1)
-    with pytest.raises(ValueError, match="scale: must be positive and finite, got inf"):
-        scaled_dot_product_attention(q4, k4, k4, scale=float("inf"))
+    for scale in (float("inf"), -float("inf"), float("nan"), torch.tensor(-float("inf")), np.float32("nan")):
+        with pytest.raises(ValueError, match=f"^scale: must be finite, got {float(scale)}$"):
+            scaled_dot_product_attention(q4, k4, k4, scale=scale)
+    for scale in (True, False, torch.tensor(False)):
+        with pytest.raises(TypeError, match=r"^scale: expected a float, got bool$"):
+            scaled_dot_product_attention(q4, k4, k4, scale=scale)
     with pytest.raises(ValueError, match="value: length must equal key's 7, got 3"):
         scaled_dot_product_attention(q4, k4, k4[..., :3, :])
     with pytest.raises(ValueError, match="attn_mask: must be on query's device cpu, got meta"):
@@ -295,6 +368,55 @@ def test_errors_that_torch_does_not_have():
     nested = torch.nested.nested_tensor([q4[0], q4[1]], layout=torch.jagged)
     with pytest.raises(TypeError, match=r"query: expected a dense tensor .* got a nested tensor"):
         scaled_dot_product_attention(nested, k4, k4)
+
+
+OWN_NAMES = "query|key|value|query, key|key, value|query, key, value|attn_mask|is_causal|enable_gqa|scale|dropout_p"
+
+
+def bad_calls():
+    """Each argument made wrong in many ways, with and without a mask, in two, three, four and five dimensions."""
+    wrongs = [
+        lambda x: x.long(), lambda x: x.bool(), lambda x: x.to(torch.complex64), lambda x: x.double(),
+        lambda x: x.half(), lambda x: x.to("meta"), lambda x: x.to_sparse(), lambda x: None, lambda x: [1.0],
+        lambda x: x[..., :0], lambda x: x[..., :2], lambda x: x[..., :2, :], lambda x: x.repeat_interleave(100, -1),
+        lambda x: x[None], lambda x: x.repeat(*(3 for _ in x.shape)), lambda x: x.flatten(), lambda x: x.sum(),
+        lambda x: x.detach().to(torch.float8_e4m3fn), lambda x: torch.nested.nested_tensor([x, x]),
+    ]  # fmt: skip
+    for lead in ((), (6,), (2, 6), (2, 2, 6)):
+        for kind in ("bool", "float", None):
+            given = [*tensors(lead, dtype=torch.float32)]
+            given.append(None if kind is None else make_mask((L, S), kind, torch.float32))
+            for which, wrong in itertools.product(range(4), wrongs):
+                if given[which] is not None:
+                    yield [*given[:which], wrong(given[which]), *given[which + 1 :]]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_gqa": True}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("with_autocast", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_errors_speak_of_pytorchs_arguments(options, with_autocast):
+    messages = []
+    for args in bad_calls():
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=with_autocast):
+                scaled_dot_product_attention(*args, **options)
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
+    for message in messages:
+        assert re.match(f"({OWN_NAMES}): ", message)
+        assert not re.search(r"\b(q|k|v|bias)\b|\bmask(=|\[)|\bcausal=", message)
+    assert len(messages) > 400
+
+
+def test_a_mask_that_lacks_an_axis_gets_a_hint():
+    padding = torch.ones(2, S, dtype=torch.bool)
+    message = "attn_mask: shape (2, 7) does not broadcast to (2, 6, 5, 7); a padding mask (B, S) is passed as "
+    with pytest.raises(ValueError, match=f"^{re.escape(message + 'attn_mask[:, None, None, :]')}$"):
+        scaled_dot_product_attention(q4, k4, k4, padding)
+    with pytest.raises(ValueError, match=r"; a mask \(B, L, S\) is passed as attn_mask\[:, None\]$"):
+        scaled_dot_product_attention(q4, k4, k4, padding[:, None].expand(2, L, S))
+    scaled_dot_product_attention(q4, k4, k4, padding[:, None, None, :])
 
 
 @pytest.mark.parametrize("lead", [(2, 3), (2, 4, 3)])

@@ -12,9 +12,11 @@ from torch import Tensor
 from tilewise.autocast import autocast as autocast  # from here too, for code that calls this door
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.problem import DTYPES, check_flag, check_numbers
+from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, check_numbers, missing_axes
 from tilewise.score.terms import Band, Score
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
+
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # by autocast, to one of them
 
 
 def scaled_dot_product_attention(
@@ -43,36 +45,39 @@ def scaled_dot_product_attention(
             `torch.nn.attention.bias.CausalBias` (``causal_upper_left(L, S)``, ``causal_lower_right(L, S)``), of which
             no matrix is made.
         dropout_p: must be 0 for now.
-        is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``).
-        scale: multiplies ``query @ key.mT``. Default ``1 / sqrt(E)``.
+        is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``), of those
+            that attn_mask leaves visible.
+        scale: multiplies ``query @ key.mT``; any finite number, also as a tensor of no dimensions, whose value is read
+            at once and gets no gradient. Default ``1 / sqrt(E)``.
         enable_gqa: key and value may have fewer heads (dimension -3) than query, a divisor of H.
 
     Returns:
         (..., H, L, Ev) in query's dtype, or in autocast's: under `torch.autocast`, query, key and value are cast to its
-        dtype as for PyTorch's function, while attn_mask keeps its own.
+        dtype as for PyTorch's function, while attn_mask keeps its own. Contiguous, but of 4 dimensions
+        that nothing broadcasts in query's order of memory: (B, L, H, E) data that came by transpose goes back by one.
 
-    Where PyTorch's implementations differ from each other: a query that sees no key gives 0 and zero gradients.
-    NaN or infinity in a key or value that no query sees stays out of the output.
+    Where PyTorch's implementations differ from each other: a query that sees no key gives 0 and zero gradients, NaN or
+    infinity in a key or value that no query sees stays out of the output, and attn_mask with is_causal is both of them,
+    which PyTorch's kernel for CPUs computed in 2.13 and its others refuse. A scale that is a bool, infinite or NaN is
+    an error.
 
     Copies: 4-dimensional arguments are never copied, nor is a mask expanded. More leading dimensions are folded into
     two by views; query, key and value are copied where their strides do not allow that: where sizes of 1 were
     broadcast, and where attn_mask has some of the leading dimensions before the heads and broadcasts along others. Key
-    and value heads of different numbers are repeated to query's.
+    and value heads of different numbers are repeated to query's. The result is copied where it would not be contiguous.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed; also for attn_mask with is_causal.
+        ValueError, TypeError: naming the argument, what came and what is allowed.
         NotImplementedError: dropout_p > 0.
     """
     _check_tensors(query, key, value, attn_mask)
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     attn_mask, band = _band(query, key, attn_mask, bool(is_causal))
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask: must be None when is_causal=True; pass one mask that says both")
-    query, scale = _positive_scale(query, scale)
+    query, scale = _positive_scale(query, _number(scale))
     check_numbers(None, scale, None, dropout_p)
     if scale is None:
-        scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
+        scale = 1.0 / math.sqrt(query.shape[-1])
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     score = Score(float(scale), None, band)
@@ -88,27 +93,33 @@ def _autocast_on(x: Tensor) -> bool:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if x is None and name == "attn_mask":
-            continue
-        check_tensor(name, x, may_be_causal=name == "attn_mask")
-        if is_causal_bias(x):
-            continue  # it has no numbers, and no device that matters
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
         if x.device != query.device:
             raise ValueError(f"{name}: must be on query's device {query.device}, got {x.device}")
-        if name != "attn_mask" and x.dim() < 2:
+        if x.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions (..., length, head_dim), got shape {_shape(x)}")
-        if name != "attn_mask" and x.dtype != query.dtype and not _autocast_on(query):
+        if x is query and x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != query.dtype and not (x.dtype in _CAST and query.dtype in _CAST and _autocast_on(query)):
             raise TypeError(f"{name}: dtype must equal query's {query.dtype}, got {x.dtype}")
-    if attn_mask is not None and not is_causal_bias(attn_mask) and attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(
-            f"attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype} "
-            f"with query {query.dtype}"
-        )
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask, may_be_causal=True)
+        if not is_causal_bias(attn_mask):  # which has no device that matters, and no numbers
+            if attn_mask.device != query.device:
+                raise ValueError(f"attn_mask: must be on query's device {query.device}, got {attn_mask.device}")
+            if attn_mask.dtype not in (torch.bool, *DTYPES):
+                raise TypeError(
+                    "attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, "
+                    f"got {attn_mask.dtype} with query {query.dtype}"
+                )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key: head dimension must equal query's {query.shape[-1]}, got {key.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: length must equal key's {key.shape[-2]}, got {value.shape[-2]}")
+    for name, size in (("query, key", query.shape[-1]), ("value", value.shape[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {size}")
 
 
 def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Band]:
@@ -120,19 +131,38 @@ def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool)
     return None, Band(None, causal_limit("attn_mask", attn_mask, query.shape[-2], key.shape[-2]))
 
 
+def _number(scale: float | Tensor | None) -> float | None:
+    """A tensor of no dimensions is the number that it holds, as for PyTorch's function."""
+    if not isinstance(scale, Tensor):
+        return scale
+    if scale.dim() > 0 or scale.requires_grad or scale.is_meta:
+        kind = "that requires grad" if scale.requires_grad else "on the meta device" if scale.is_meta else ""
+        raise TypeError(
+            "scale: expected a float, or a tensor of no dimensions that holds one and needs no gradient, "
+            f"got a tensor of shape {_shape(scale)} {kind}".rstrip()
+        )
+    return scale.item()
+
+
 def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
     """A scale that is not positive, which PyTorch allows, goes into the query as its sign: -1 and 0 round nothing."""
-    if isinstance(scale, Real) and scale <= 0:
+    if isinstance(scale, Real) and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: must be finite, got {scale}")
+    if isinstance(scale, Real) and not isinstance(scale, bool) and scale <= 0:
         return (-query, -scale) if scale < 0 else (query * 0, 1.0)
     return query, scale
 
 
 class _Fold(NamedTuple):
-    """How leading dimensions became (B, H): ``order`` permutes ``lead``; the result keeps the last ``rank`` of them."""
+    """How leading dimensions became (B, H): ``order`` permutes ``lead``; the result keeps the last ``rank`` of them.
+
+    ``as_query``: it lies in memory as query does, else contiguously.
+    """
 
     order: tuple[int, ...]
     lead: tuple[int, ...]
     rank: int
+    as_query: bool
 
     def unfold(self, o: Tensor) -> Tensor:
         n = len(self.lead)
@@ -140,7 +170,8 @@ class _Fold(NamedTuple):
             o = o.reshape(*[self.lead[i] for i in self.order], *o.shape[-2:])
             o = o.permute(*[self.order.index(i) for i in range(n)], -2, -1)
         # A query without a batch, or without heads, was given one.
-        return o.reshape(*self.lead[n - self.rank :], *o.shape[-2:]) if self.rank < n else o
+        o = o.reshape(*self.lead[n - self.rank :], *o.shape[-2:]) if self.rank < n else o
+        return o if self.as_query else o.contiguous()
 
 
 def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, gqa: bool) -> tuple[Inputs, _Fold]:
@@ -150,6 +181,8 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
         raise ValueError(f"enable_gqa: needs a dimension of heads, got query of shape {_shape(query)}")
     heads, kv_heads = _heads(query, key, value, gqa)
     batch = _broadcast_batch(query, key, value)
+    leads = [x.shape[:-3] if gqa else x.shape[:-2] for x in (query, key, value)]
+    as_query = rank == 2 and leads[0] == leads[1] == leads[2]
     query = _per_head(query, heads, batch)
     key, value = _per_head(key, kv_heads, batch), _per_head(value, kv_heads, batch)
     lead = (*batch, heads)
@@ -168,7 +201,7 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
         mask = fold(attn_mask)
     elif attn_mask is not None:
         bias = fold(attn_mask)
-    return Inputs(fold(query), fold(key), fold(value), bias, mask), _Fold(order, lead, rank)
+    return Inputs(fold(query), fold(key), fold(value), bias, mask), _Fold(order, lead, rank, as_query)
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> tuple[int, int]:
@@ -230,7 +263,8 @@ def _with_leading(attn_mask: Tensor, lead: tuple[int, ...], L: int, S: int) -> T
     missing = len(full) - attn_mask.dim()
     x = attn_mask[(None,) * missing] if missing > 0 else attn_mask
     if missing < 0 or any(size not in (1, allowed) for size, allowed in zip(x.shape, full, strict=True)):
-        raise ValueError(f"attn_mask: shape {_shape(attn_mask)} does not broadcast to {full}")
+        hint = missing_axes("attn_mask", _shape(attn_mask), lead[0], {"L": L, "S": S}) if len(lead) == 2 else ""
+        raise ValueError(f"attn_mask: shape {_shape(attn_mask)} does not broadcast to {full}{hint}")
     return x
 
 
