@@ -1,0 +1,43 @@
+"""NaN and infinity on the CPU backend where nothing hides them, or where a query sees nothing; see docs/maths.md."""
+
+import math
+
+import pytest
+import torch
+from helpers import Case, run, tensors, visible
+
+from tilewise.backends.cpu import fused, tiled
+
+SMALL = {"B": 2, "H": 2, "M": 37, "N": 53, "D": 8, "dtype": torch.float32}
+
+
+@pytest.fixture(params=["as chosen", "tiles", "small tiles"], autouse=True)
+def route(request, monkeypatch):
+    """PyTorch's kernel where it serves, tiles for everything, and tiles so small that short rows need many."""
+    if request.param != "as chosen":
+        for name in ("declines", "declines_backward"):
+            monkeypatch.setattr(fused, name, lambda problem: "the test wants tiles")
+    if request.param == "small tiles":
+        for name, size in (("BLOCK_M", 16), ("MAX_BLOCK_M", 16), ("BLOCK_N", 24)):
+            monkeypatch.setattr(tiled, name, size)
+
+
+@pytest.mark.parametrize("terms", [{}, {"mask": "b1mn"}, {"bias": "1hmn"}, {"causal": True, "M": 53}], ids=str)
+def test_an_infinite_key_whose_score_is_minus_infinity_weighs_nothing(terms):
+    """As a hidden one, but for dQ = dS K, where the key is seen: 0 · inf is not finite, as it is not in PyTorch."""
+    c = Case(**{**SMALL, **terms})
+    t = tensors(c)
+    k, others = t.k.clone(), torch.ones(1, 1, 1, c.N, dtype=torch.bool)
+    k[:, :, 20] = -math.inf
+    others[..., 20] = False
+    t = t._replace(q=t.q.abs() + 0.1, k=k)
+    seen = visible(c, t)[..., 20]
+    got = run(c, "cpu", inputs=t)
+    hidden = Case(**{**SMALL, **terms, "mask": terms.get("mask", "11mn")})
+    mask = others.expand(1, 1, c.M, c.N) if t.mask is None else t.mask & others
+    expected = run(hidden, "cpu", inputs=t._replace(mask=mask))
+    for name in ("o", "lse", "dk", "dv", "dbias"):
+        if getattr(got, name) is not None:
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+    assert not got.dq[seen].isfinite().any()
+    torch.testing.assert_close(got.dq[~seen], expected.dq[~seen])
