@@ -41,3 +41,35 @@ def test_an_infinite_key_whose_score_is_minus_infinity_weighs_nothing(terms):
             torch.testing.assert_close(getattr(got, name), getattr(expected, name))
     assert not got.dq[seen].isfinite().any()
     torch.testing.assert_close(got.dq[~seen], expected.dq[~seen])
+
+
+BLIND = [
+    {"mask": "b1mn"},
+    {"mask": "bhmn", "bias": "1hmn"},
+    {"mask": "b11n"},
+    {"bias": "bhmn", "bias_hides": True},
+    {"bias": "b11n", "bias_hides": True},
+    {"M": 70, "N": 30, "causal": True},
+    {"bias": "bhmn", "bias_hides": True, "softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("terms", BLIND, ids=str)
+def test_nothing_comes_from_a_row_that_sees_nothing(terms, planted, backend):
+    """Neither its query nor the gradient of its output reaches a gradient, whatever stands there: 0 · NaN is NaN."""
+    for more in ({}, {"lse": False, "grads": "qkv"}):
+        of_batches = "b11n" in terms.values()
+        c = Case(**{**SMALL, **terms, **more, "blind": not of_batches and "causal" not in terms})
+        t = tensors(c)
+        if of_batches:  # the first batch element sees nothing
+            (t.bias if t.mask is None else t.mask)[0] = -math.inf if t.mask is None else False
+        blind = ~visible(c, t).any(-1)
+        assert blind.any()
+        clean = run(c, backend, inputs=t)
+        q, do = (x.masked_fill(blind[..., None], planted) for x in (t.q, t.do))
+        got = run(c, backend, inputs=t._replace(q=q, do=do))
+        for a, b in zip(got, clean, strict=True):
+            torch.testing.assert_close(a, b)
+        assert not got.dq[blind].any()

@@ -95,8 +95,8 @@ def attention(
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
         natural logarithm, differentiable. A query that sees no key gives o = 0, lse = -inf and zero gradients, and
         NaN or infinity in a key or value that a query does not see stays out of its output. NaN or infinity in a query,
-        or in the gradient of its output, does reach the gradients of all keys of its head, even if it sees none. An
-        infinite key is not hidden by its infinity: mask it, see docs/maths.md.
+        or in the gradient of its output, does reach the gradients of all keys of its head; on a GPU even if it sees
+        none. An infinite key is not hidden by its infinity: mask it, see docs/maths.md.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.

@@ -32,7 +32,9 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     q, k, v, bias, _ = inputs
     s, visible, capped = _scores(problem, inputs)
     p = _probabilities(s, torch.logsumexp(s, dim=-1))
-    do = cotangents.o.double()
+    # 0 · NaN: what a query that sees nothing holds, and the gradient of its output, take no part.
+    blind = ~visible.any(-1, keepdim=True)
+    seeing_q, do = (x.double().masked_fill(blind, 0.0) for x in (q, cotangents.o))
     kh, vh = _per_head(problem, k), _per_head(problem, v)
 
     o = reference.visible_product(p, visible, vh)
@@ -47,7 +49,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     if problem.score.softcap is not None:
         ds = torch.where(visible, ds * reference.softcap_derivative(capped, problem.score.softcap), 0.0)
     dq = problem.score.scale * reference.visible_product(ds, visible, kh)
-    dk = problem.score.scale * (ds.mT @ q.double())
+    dk = problem.score.scale * (ds.mT @ seeing_q)
     dv = p.mT @ do
     return Gradients(
         torch.empty_like(q).copy_(dq) if needs.q else None,

@@ -81,8 +81,12 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     if huge(outputs.lse):
         return None
     q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
-    # exp(-inf - 0) = 0, where exp(-inf - lse) of a row that sees nothing would be NaN.
-    lse = outputs.lse.masked_fill(outputs.lse == -torch.inf, 0.0)
+    lse, blind = outputs.lse, outputs.lse == -torch.inf
+    if blind.any():
+        # exp(s - inf) = 0 for any s, where exp(-inf - lse) would be NaN.
+        lse = lse.masked_fill(blind, torch.inf)
+        if operand.hides:  # 0 · NaN: what a query that sees nothing holds, and the gradient of its output, take no part
+            q, do = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (q, do))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, outputs.o, lse, 0.0, operand.causal, attn_mask=operand.additive, scale=problem.score.scale
     )

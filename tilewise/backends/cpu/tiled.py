@@ -130,7 +130,11 @@ def _attend_backward(
     q = heads.rows(heads.inputs.q, rows) * scale
     do = heads.rows(cotangents.o, rows)
     lse, delta = heads.row_terms(outputs, cotangents, rows)
-    row, total = lse, None
+    row, total, blind = lse, None, None
+    if heads.hides and (lse == -torch.inf).any():
+        # 0 · NaN: what a query that sees nothing holds, and the gradient of its output, take no part.
+        blind = lse == -torch.inf
+        q, do = q.masked_fill(blind, 0.0), do.masked_fill(blind, 0.0)
     if huge(lse):
         # The rounding of m + log(l) left m: P would sum to l where all keys have a bias of -1e9.
         _, row, total = _attend(heads, rows, part.careful)
@@ -141,6 +145,8 @@ def _attend_backward(
         p = heads.only_visible(exp_difference(s, row), tile)
         if total is not None:
             p.div_(total)
+        if blind is not None:
+            p.masked_fill_(blind, 0.0)
         if want.v is not None:
             dv[tile.j] = product(do_t, p, dv[tile.j])
         if want.q is None and want.k is None and dbias is None:
