@@ -9,6 +9,7 @@ import pytest
 import torch
 from softmax_helpers import Case, Tensors, check, unfused
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.bias import causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import softmax
@@ -457,3 +458,16 @@ def test_explain_on_the_cpu():
         explain(X, multiprocessors=0)
     with pytest.raises(ValueError, match=r"^dim: must be between -2 and 1"):
         explain(X, dim=4)
+
+
+@pytest.mark.parametrize("name", ["x", "bias", "mask"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_no_dense_tensor_is_refused_by_name(name):
+    """A CausalBias, whose memory nobody wrote, and a nested tensor, which has no shape."""
+    for bad, message in (
+        (causal_upper_left(3, 3), "expected a plain torch.Tensor, got CausalBias"),
+        (torch.nested.nested_tensor([torch.ones(3, 3)] * 2), "expected a dense tensor .* got a nested tensor"),
+        (torch.ones(3, 3).to_sparse(), "expected a dense tensor .* got layout torch.sparse_coo"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: {message}"):
+            softmax(**{"x": torch.ones(2, 3, 3), name: bad})

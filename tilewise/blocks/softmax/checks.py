@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.blocks.softmax import statistics_dtype
+from tilewise.tensors import check_tensor
 
 LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it are of 32 bits
 # The dtypes, each with the least and the largest scale. Below, a difference of two x that overflows would not be one
@@ -21,9 +22,11 @@ SCALES = {
 
 def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> None:
     """Raise a ValueError or TypeError that names the argument at fault, what came and what is allowed."""
-    for name, tensor in (("x", x), ("bias", bias), ("mask", mask)):
-        if not isinstance(tensor, Tensor) and not (tensor is None and name != "x"):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor("x", x)
+    if bias is not None:
+        check_tensor("bias", bias)
+    if mask is not None:
+        check_tensor("mask", mask)
     axes = x.dim()
     if axes == 0:
         raise ValueError("x: expected at least 1 dimension, got shape ()")
