@@ -356,9 +356,11 @@ def test_autocast_under_torch_compile():
     ],
 )
 def test_another_librarys_keyword_gets_a_hint(keyword, hint):
-    start = f"attention() got an unexpected keyword argument '{keyword}'; tilewise.attention takes {hint}"
-    with pytest.raises(TypeError, match=f"^{re.escape(start)}"):
-        attention(*tensors(), **{keyword: None})
+    for door in (attention, explain):
+        name = door.__name__
+        start = f"{name}() got an unexpected keyword argument '{keyword}'; tilewise.{name} takes {hint}"
+        with pytest.raises(TypeError, match=f"^{re.escape(start)}"):
+            door(*tensors(), **{keyword: None})
 
 
 def test_an_unknown_keyword_is_pythons_error():

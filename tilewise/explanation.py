@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.api import Window, read_call
 from tilewise.backends import lse_dtype
+from tilewise.keywords import named_only, unexpected
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Operand, Problem, irregular
 from tilewise.quantities import duration, number, percent, quantity
@@ -119,6 +120,7 @@ class Explanation:
         return "\n".join(_lines(self))
 
 
+@named_only
 def explain(
     q: Tensor,
     k: Tensor,
@@ -136,10 +138,12 @@ def explain(
     backend: str | None = None,
     device: str | None = None,
     limits: tuple[float, float] | None = None,
+    **unknown: Any,
 ) -> Explanation:
     """What `tilewise.attention` would do with these arguments: backend, tiles, FLOPs, bytes, and what limits them.
 
-    Nothing is computed; the tensors' shapes, dtypes, device and requires_grad are all that is read.
+    Nothing is computed; the tensors' shapes, dtypes, device and requires_grad are all that is read. Under
+    `torch.autocast` q, k and v are cast, as they are for the call.
 
     Args:
         q, k, v, bias, mask, causal, window, scale, softcap, dropout_p, deterministic, backend: as for
@@ -157,6 +161,8 @@ def explain(
 
     Source: the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009).
     """
+    if unknown:
+        raise unexpected("explain", unknown)
     call = read_call(
         q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, backend=backend,
