@@ -46,9 +46,10 @@ ROOMS = {
         "tilewise.backends",
         "tilewise.backends.hopper",
         "tilewise.quantities",
+        "tilewise.tensors",
         *SHARED,
     },
-    "tilewise.blocks.softmax": {"tilewise.blocks", "tilewise.operators", "tilewise.quantities"},
+    "tilewise.blocks.softmax": {"tilewise.blocks", "tilewise.operators", "tilewise.quantities", "tilewise.tensors"},
 }
 TRITON_ROOMS = {
     *SHARED,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from matmul_helpers import LAYOUTS, Product, check, lay_out
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.bias import causal_upper_left
 
 from tilewise import matmul
 from tilewise.blocks.matmul import problem
@@ -267,7 +268,7 @@ def test_requires_grad_follows_the_inputs():
         ({"alpha": math.inf}, ValueError, r"^alpha: must be finite in float32, got inf$"),
         ({"alpha": 10**400}, ValueError, r"^alpha: must be finite in float32, got 10+$"),
         ({"beta": -1e300}, ValueError, r"^beta: must be finite in float32, got -1e\+300$"),
-        ({"backend": "cuda"}, ValueError, r"^backend: must be one of hopper, triton, cpu or None, got 'cuda'$"),
+        ({"backend": "cuda"}, ValueError, r"^backend: must be one of hopper, triton, cpu, auto or None, got 'cuda'$"),
         ({"backend": "hopper"}, ValueError, r"^backend: 'hopper' cannot run this call: "),
     ],
 )  # fmt: skip
@@ -392,3 +393,25 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{message}"):
             matmul(**{"a": a, "b": b, "c": c, "backend": "triton", **arguments})
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_no_dense_tensor_is_refused_by_name(which):
+    """A CausalBias, whose memory nobody wrote, and a nested tensor, which has no shape; also after an ordinary call."""
+    ordinary = [torch.ones(2, 3, 3) for _ in range(3)]
+    matmul(*ordinary[:2], c=ordinary[2])
+    nested = torch.nested.nested_tensor([torch.ones(3, 3)] * 2)
+    for bad, message in (
+        (causal_upper_left(3, 3), "expected a plain torch.Tensor, got CausalBias"),
+        (nested, "expected a dense tensor .* got a nested tensor"),
+        (torch.ones(3, 3).to_sparse(), "expected a dense tensor .* got layout torch.sparse_coo"),
+    ):
+        a, b, c = [*ordinary[:which], bad, *ordinary[which + 1 :]]
+        with pytest.raises(TypeError, match=f"^{'abc'[which]}: {message}"):
+            matmul(a, b, c=c)
+
+
+def test_auto_is_the_default():
+    a = torch.randn(3, 3)
+    assert torch.equal(matmul(a, a, backend="auto"), matmul(a, a))

@@ -29,8 +29,8 @@ def matmul(
             (N), a column (M, 1), a matrix, with or without batch. It costs no pass of its own.
         alpha: multiplies the product; a number within the range of float32. With 0, a and b are not read.
         beta: multiplies c; as alpha. With 0, c is not read.
-        backend: "hopper", "triton" or "cpu"; one that cannot run the call is an error. Default: the first of them
-            that can, see `tilewise.blocks.matmul.explanation.explain`.
+        backend: "hopper", "triton" or "cpu"; one that cannot run the call is an error. Default, and "auto": the
+            first of them that can, see `tilewise.blocks.matmul.explanation.explain`.
 
     Returns:
         (..., M, N) in a's dtype, contiguous. On a GPU float32 products use TF32 where PyTorch's own matrix products
@@ -49,8 +49,13 @@ def matmul(
     Source: BLAS's GEMM; docs/maths.md derives the gradients.
     """
     which = "auto" if backend is None else backend
-    usual = type(alpha) is float and type(beta) is float and (backend is None or backend in BACKENDS)
-    if usual and is_eager(a, b, c) and ran_before(a, b, c, alpha, beta, which):
+    usual = type(alpha) is float and type(beta) is float and (which == "auto" or which in BACKENDS)
+    try:
+        known = usual and is_eager(a, b, c) and ran_before(a, b, c, alpha, beta, which)
+    except RuntimeError:
+        check_arguments(a, b, c, alpha, beta, backend)  # a nested tensor has no shape to look a call up by
+        raise
+    if known:
         return eager_matmul(a, b, c, alpha, beta, [], which)
     check_arguments(a, b, c, alpha, beta, backend)
     return matmul_op(a, b, c, float(alpha), float(beta), which)

@@ -10,15 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.tensors import check_tensor
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("hopper", "triton", "cpu")
 
 
 def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str | None) -> None:
     """Raise a ValueError or TypeError that names the argument at fault."""
-    for name, x in (("a", a), ("b", b), ("c", c)):
-        if not isinstance(x, Tensor) and not (x is None and name == "c"):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    check_tensor("a", a)
+    check_tensor("b", b)
+    if c is not None:
+        check_tensor("c", c)
     for name, x in (("a", a), ("b", b)):
         if x.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions, got shape {tuple(x.shape)}")
@@ -28,9 +31,9 @@ def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: 
         raise TypeError(f"b: dtype must equal a's, got {b.dtype} with a {a.dtype}")
     if a.dtype == torch.float64 and a.device.type == "cuda":
         raise ValueError(f"a, b: float64 runs on the CPU only, the tensors are on {a.device}")
-    for name, x in (("b", b), ("c", c)):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"{name}: must be on a's device {a.device}, got {x.device}")
+    for name, other in (("b", b), ("c", c)):
+        if other is not None and other.device != a.device:
+            raise ValueError(f"{name}: must be on a's device {a.device}, got {other.device}")
     if b.shape[-2] != a.shape[-1]:
         raise ValueError(
             f"b: must have as many rows as a has columns, {a.shape[-1]}, got {b.shape[-2]} "
@@ -51,8 +54,8 @@ def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: 
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
         if not -limit <= number <= limit:
             raise ValueError(f"{name}: must be finite in {str(wide).removeprefix('torch.')}, got {number}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if backend is not None and backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)}, auto or None, got {backend!r}")
 
 
 def broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:
