@@ -6,9 +6,25 @@ import sys
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-from transformers.masking_utils import (  # noqa: E402
+import transformers
+from models import (
+    DECODERS,
+    KINDS,
+    NO_LEFT_PADDING_IN_EAGER,
+    NO_SDPA,
+    VOCAB,
+    WINDOW,
+    B,
+    N,
+    build,
+    close,
+    implementations,
+    padding,
+    real,
+    run,
+    tokens,
+)
+from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
@@ -18,120 +34,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
-from tilewise.integrations import transformers as integration  # noqa: E402
-
-B, N, VOCAB, WINDOW = 2, 13, 48, 5
-
-NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-GQA = {"num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "shared_expert_intermediate_size": 16}  # fmt: skip
-
-# kind: (name of the model, of its config, the config)
-KINDS = {
-    "bert": ("BertModel", "BertConfig", SMALL | NO_DROPOUT),
-    "bert decoder": ("BertLMHeadModel", "BertConfig", SMALL | NO_DROPOUT | {"is_decoder": True}),
-    "modernbert": ("ModernBertModel", "ModernBertConfig",
-                   SMALL | {"local_attention": 2 * WINDOW, "layer_types": ["full_attention", "sliding_attention"],
-                            "cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
-             {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0,
-              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL | GQA),
-    "mistral": ("MistralForCausalLM", "MistralConfig", SMALL | GQA | {"sliding_window": WINDOW}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config",
-               SMALL | GQA | {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4,
-                              "layer_types": ["full_attention", "sliding_attention"]}),
-    # Its layers do not pass the window on: the mask alone says which of them have one.
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-                  SMALL | GQA | EXPERTS | {"sliding_window": WINDOW, "use_sliding_window": True,
-                                           "layer_types": ["full_attention", "sliding_attention"]}),
-    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig",
-               SMALL | GQA | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 32, "num_local_experts": 2,
-                              "layer_types": ["full_attention", "chunked_attention"]}),
-    "t5": ("T5ForConditionalGeneration", "T5Config",
-           {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 32,
-            "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}),
-}  # fmt: skip
-NO_SDPA = {"gemma2"}  # transformers' sdpa has no softcap
-NO_LEFT_PADDING_IN_EAGER = {
-    "llama4"
-}  # its eager mask hides other pairs than its sdpa mask where padding is on the left
-DECODERS = ["bert decoder", "gpt2", "llama", "mistral", "gemma2", "qwen2_moe", "llama4"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    integration.register()
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """What reaches tilewise.attention: the keyword arguments of each call."""
-    seen = []
-    attention = integration.attention
-
-    def spy(q, k, v, **options):
-        seen.append(options | {"M": q.shape[2], "N": k.shape[2]})
-        return attention(q, k, v, **options)
-
-    monkeypatch.setattr(integration, "attention", spy)
-    return seen
-
-
-def build(kind, implementation, **changes):
-    name, config_name, options = KINDS[kind]
-    config = getattr(transformers, config_name)(**(options | changes))
-    model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
-    assert model.config._attn_implementation == implementation
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.normal_(std=0.3)  # as initialized, scores are so small that every attention is a mean
-    return model
-
-
-def implementations(kind):
-    return ["eager"] if kind in NO_SDPA else ["eager", "sdpa"]
-
-
-def tokens(length=N):
-    return torch.randint(3, VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
-
-
-def padding(side):
-    mask = torch.ones(B, N, dtype=torch.long)
-    if side == "left":
-        mask[0, :4] = 0
-    elif side == "right":
-        mask[0, -4:] = 0
-    return None if side is None else mask
-
-
-def run(model, kind, mask, **inputs):
-    if kind == "t5":
-        # other lengths for the decoder, and padding of its own
-        inputs |= {"decoder_input_ids": tokens().flip(0)[:, :-2]}
-        if mask is not None:
-            inputs |= {"decoder_attention_mask": mask.flip(0)[:, :-2]}
-    out = model(input_ids=tokens(), attention_mask=mask, **inputs)
-    return out.logits if "logits" in out else out.last_hidden_state
-
-
-def real(kind, mask, o):
-    """The rows of ``o`` that are not padding: what padding attends to is nobody's business."""
-    if mask is None:
-        return o.flatten(0, 1)
-    return o[(mask.flip(0)[:, :-2] if kind == "t5" else mask).bool()]
-
-
-def close(a, b, floor=0.0):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=max(2e-5 * b.abs().max().item(), floor))
+from tilewise.integrations import transformers as integration
 
 
 @pytest.mark.parametrize("side", [None, "right", "left"])
@@ -489,162 +392,6 @@ def test_errors():
         with pytest.raises(NotImplementedError, match=f"^{name}: .* is not implemented"):
             integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})
-
-
-# Models that do not call AttentionInterface, and where the error says that their attention is. Made from their default
-# configurations, without memory.
-OWN_ATTENTION = {
-    "BigBirdModel": "BigBirdModel computes its attention by itself, in .*BigBirdBlockSparseAttention",
-    "BlipModel": "BlipTextModel computes its attention by itself, in .*BlipTextSelfAttention",
-    "BloomModel": "BloomModel computes its attention by itself, in BloomAttention,",
-    "DebertaModel": "DebertaModel computes its attention by itself, in DebertaAttention, DisentangledSelfAttention,",
-    "DebertaV2ForMaskedLM": "DebertaV2Model computes its attention by itself, in .*DisentangledSelfAttention,",
-    "MPNetModel": "MPNetModel computes its attention by itself, in MPNetAttention, MPNetSelfAttention,",
-    "ReformerModel": "ReformerModel computes its attention by itself, in LSHSelfAttention, LocalSelfAttention,",
-    "Swinv2Model": "Swinv2Model computes its attention by itself, in Swinv2Attention, Swinv2SelfAttention,",
-    "WavLMModel": "WavLMModel computes its attention by itself, in WavLMAttention,",  # by torch's own function
-    "XLNetModel": "XLNetModel computes its attention by itself, in XLNetRelativeAttention,",
-    "YosoModel": "YosoModel computes its attention by itself, in YosoAttention, YosoSelfAttention,",
-    # a dictionary of classes
-    "BarkSemanticModel": "the model of BarkSemanticConfig takes its attention from BARK_ATTENTION_CLASSES,",
-    "Data2VecVisionModel": "the model of Data2VecVisionConfig takes .* from DATA2VEC_VISION_SELF_ATTENTION_CLASSES,",
-    "DeepseekVLHybridModel": "the model of SamVisionConfig takes its attention from SAM_VISION_ATTENTION_CLASSES,",
-    "FalconForCausalLM": "the model of FalconConfig takes its attention from FALCON_ATTENTION_CLASSES,",
-    "GPTJModel": "the model of GPTJConfig takes its attention from GPTJ_ATTENTION_CLASSES,",
-    "GPTNeoModel": "the model of GPTNeoConfig takes its attention from GPT_NEO_ATTENTION_CLASSES,",
-    "GitModel": "the model of GitConfig takes its attention from GIT_SELF_ATTENTION_CLASSES,",
-    "SamModel": "the model of SamVisionConfig takes its attention from SAM_VISION_ATTENTION_CLASSES,",
-    # one submodel of several
-    "ClapModel": "ClapAudioModel computes its attention by itself, in .*ClapAudioSelfAttention,",
-    "JanusModel": "JanusVQVAE computes its attention by itself, in JanusVQVAEAttnBlock,",
-    "LongT5Model": "LongT5Stack computes its attention by itself, in .*LongT5LocalAttention,",
-}
-
-
-def make(name, implementation):
-    cls = getattr(transformers, name)
-    with torch.device("meta"):
-        return cls._from_config(cls.config_class(), attn_implementation=implementation)
-
-
-@pytest.mark.parametrize("name", OWN_ATTENTION)
-def test_a_model_with_an_attention_of_its_own_is_refused(name):
-    message = rf'^attn_implementation: {OWN_ATTENTION[name]}.* "tilewise" cannot run it; use "eager"'
-    with pytest.raises(ValueError, match=message) as error:
-        make(name, "tilewise")
-    for implementation in ("eager", "sdpa"):
-        if f'"{implementation}"' in str(error.value):  # what the error says to use
-            make(name, implementation)
-
-
-# Siglip pools by an nn.MultiheadAttention, Aria projects by one. The last two have no attention at all.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "BertModel",
-        "GPT2Model",
-        "LlamaModel",
-        "T5Model",
-        "CLIPModel",
-        "SiglipModel",
-        "AriaModel",
-        "MambaModel",
-        "FNetModel",
-    ],
-)
-def test_other_models_are_not_refused(name):
-    assert make(name, "tilewise").config._attn_implementation == "tilewise"
-
-
-def test_parts_of_a_model_that_can_run():
-    """What the error says to do if only a part of a model is refused."""
-    model = make("ClapModel", {"text_config": "tilewise"})
-    assert model.text_model.config._attn_implementation == "tilewise"
-    assert model.audio_model.config._attn_implementation != "tilewise"
-
-
-class AttentionPooling(torch.nn.Module):
-    """Named as attention, as many a head of users is, and not what attn_implementation is about."""
-
-
-class Pooled(transformers.BertPreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.pooling = AttentionPooling()
-        self.bert = transformers.BertModel(config)
-        self.post_init()
-
-
-class Alone(transformers.BertPreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.attention = torch.nn.MultiheadAttention(8, 2)
-        self.post_init()
-
-
-def test_models_of_the_users_own():
-    config = transformers.BertConfig(**SMALL)
-    Pooled._from_config(config, attn_implementation="tilewise")
-    with pytest.raises(ValueError, match="Alone computes its attention by itself, in MultiheadAttention,"):
-        Alone._from_config(config, attn_implementation="tilewise")
-    Alone._from_config(config, attn_implementation="eager")
-
-
-def test_setting_the_implementation_later(calls):
-    model = build("bert", "eager").eval()
-    expected = run(model, "bert", None)
-    model.set_attn_implementation("tilewise")
-    close(run(model, "bert", None), expected)
-    assert len(calls) == 2
-    # The layers of Git come from a dictionary, beside a vision model that calls the interface; PegasusX's from no
-    # dictionary, in an encoder with the decoder's config.
-    for name, message in (
-        ("GitModel", "GitModel computes its attention by itself, in GitAttention, GitSelfAttention,"),
-        ("PegasusXModel", "PegasusXEncoder computes its attention by itself, in PegasusXGlobalLocalAttention,"),
-    ):
-        model = make(name, "eager")
-        with pytest.raises(ValueError, match=message):
-            model.set_attn_implementation("tilewise")
-        assert model.config._attn_implementation == "eager"
-
-
-def test_unregister():
-    from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
-
-    methods = "get_correct_attn_implementation", "post_init"
-    with pytest.raises(ValueError, match="FALCON_ATTENTION_CLASSES"):
-        make("FalconModel", "tilewise")
-    assert "tilewise" in FALCON_ATTENTION_CLASSES
-    try:
-        integration.unregister()
-        assert list(FALCON_ATTENTION_CLASSES) == ["eager", "sdpa", "flash_attention_2"]
-        for name in methods:
-            assert getattr(transformers.PreTrainedModel, name).__module__ == "transformers.modeling_utils"
-        assert "tilewise" not in transformers.AttentionInterface()
-        assert "tilewise" not in transformers.AttentionMaskInterface()
-        with pytest.raises(ValueError, match='Specified `attn_implementation="tilewise"` is not supported'):
-            build("bert", "tilewise")
-        integration.unregister()
-    finally:
-        integration.register()
-    build("bert", "tilewise")
-    for name in methods:
-        assert getattr(transformers.PreTrainedModel, name).__module__ == integration.__name__
-    with pytest.raises(ValueError, match="FALCON_ATTENTION_CLASSES"):
-        make("FalconModel", "tilewise")
-
-
-def test_registering_twice_changes_nothing():
-    def state():
-        return (dict(transformers.AttentionInterface()), dict(transformers.AttentionMaskInterface()),
-                dict(vars(transformers.PreTrainedModel)))  # fmt: skip
-
-    before = state()
-    integration.register()
-    after = state()
-    assert before == after
-    assert after[0]["tilewise"] is integration.attention_forward
-    assert after[1]["tilewise"] is integration.attention_mask
 
 
 def test_importing_tilewise_does_not_import_transformers():

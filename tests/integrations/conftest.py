@@ -1,0 +1,30 @@
+"""For the tests of transformers, which are left out where it is not installed."""
+
+import importlib.util
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("transformers") is not None else ["test_*.py"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    from tilewise.integrations import transformers as integration
+
+    integration.register()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What reaches tilewise.attention: the keyword arguments of each call."""
+    from tilewise.integrations import transformers as integration
+
+    seen = []
+    attention = integration.attention
+
+    def spy(q, k, v, **options):
+        seen.append(options | {"M": q.shape[2], "N": k.shape[2]})
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(integration, "attention", spy)
+    return seen

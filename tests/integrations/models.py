@@ -1,0 +1,98 @@
+"""Small random models of each kind of transformers, and how they are run."""
+
+import torch
+import transformers
+
+B, N, VOCAB, WINDOW = 2, 13, 48, 5
+
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+GQA = {"num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+           "shared_expert_intermediate_size": 16}  # fmt: skip
+
+# kind: (name of the model, of its config, the config)
+KINDS = {
+    "bert": ("BertModel", "BertConfig", SMALL | NO_DROPOUT),
+    "bert decoder": ("BertLMHeadModel", "BertConfig", SMALL | NO_DROPOUT | {"is_decoder": True}),
+    "modernbert": ("ModernBertModel", "ModernBertConfig",
+                   SMALL | {"local_attention": 2 * WINDOW, "layer_types": ["full_attention", "sliding_attention"],
+                            "cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
+             {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0,
+              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL | GQA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SMALL | GQA | {"sliding_window": WINDOW}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config",
+               SMALL | GQA | {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4,
+                              "layer_types": ["full_attention", "sliding_attention"]}),
+    # Its layers do not pass the window on: the mask alone says which of them have one.
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+                  SMALL | GQA | EXPERTS | {"sliding_window": WINDOW, "use_sliding_window": True,
+                                           "layer_types": ["full_attention", "sliding_attention"]}),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig",
+               SMALL | GQA | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 32, "num_local_experts": 2,
+                              "layer_types": ["full_attention", "chunked_attention"]}),
+    "t5": ("T5ForConditionalGeneration", "T5Config",
+           {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 32,
+            "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}),
+}  # fmt: skip
+NO_SDPA = {"gemma2"}  # transformers' sdpa has no softcap
+NO_LEFT_PADDING_IN_EAGER = {
+    "llama4"
+}  # its eager mask hides other pairs than its sdpa mask where padding is on the left
+DECODERS = ["bert decoder", "gpt2", "llama", "mistral", "gemma2", "qwen2_moe", "llama4"]
+
+
+def build(kind, implementation, **changes):
+    name, config_name, options = KINDS[kind]
+    config = getattr(transformers, config_name)(**(options | changes))
+    model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
+    assert model.config._attn_implementation == implementation
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.3)  # as initialized, scores are so small that every attention is a mean
+    return model
+
+
+def implementations(kind):
+    return ["eager"] if kind in NO_SDPA else ["eager", "sdpa"]
+
+
+def tokens(length=N):
+    return torch.randint(3, VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side):
+    mask = torch.ones(B, N, dtype=torch.long)
+    if side == "left":
+        mask[0, :4] = 0
+    elif side == "right":
+        mask[0, -4:] = 0
+    return None if side is None else mask
+
+
+def run(model, kind, mask, **inputs):
+    if kind == "t5":
+        # other lengths for the decoder, and padding of its own
+        inputs |= {"decoder_input_ids": tokens().flip(0)[:, :-2]}
+        if mask is not None:
+            inputs |= {"decoder_attention_mask": mask.flip(0)[:, :-2]}
+    out = model(input_ids=tokens(), attention_mask=mask, **inputs)
+    return out.logits if "logits" in out else out.last_hidden_state
+
+
+def real(kind, mask, o):
+    """The rows of ``o`` that are not padding: what padding attends to is nobody's business."""
+    if mask is None:
+        return o.flatten(0, 1)
+    return o[(mask.flip(0)[:, :-2] if kind == "t5" else mask).bool()]
+
+
+def close(a, b, floor=0.0):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=max(2e-5 * b.abs().max().item(), floor))
