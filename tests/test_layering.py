@@ -38,7 +38,7 @@ ROOMS = {
     "tilewise.plan": {"tilewise.problem"},
     "tilewise.operators": set(),  # what PyTorch's tools ask of the operators: torch alone is needed to tell them
     "tilewise.autograd": {"tilewise.operators", "tilewise.plan", *BACKEND},
-    "tilewise.api": {"tilewise.autograd", "tilewise.plan", *READING, *BACKEND},
+    "tilewise.api": {"tilewise.autograd", "tilewise.operators", "tilewise.plan", *READING, *BACKEND},
     "tilewise.blocks": set(),
     "tilewise.blocks.matmul": {
         "tilewise.blocks",

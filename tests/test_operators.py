@@ -56,6 +56,13 @@ def test_the_sdpa_door_leaves_tensors_shared():
     assert all(torch._C._is_cow_tensor(x) for x in lazy)
 
 
+def test_matmul_leaves_tensors_shared():
+    a, b, c = lazily(torch.randn(3, 4, 4, requires_grad=True).unbind())
+    y = matmul(a, b, c=c, beta=0.5)
+    y.backward(torch.randn_like(y))
+    assert all(torch._C._is_cow_tensor(x) for x in (a, b, c))
+
+
 # --- the profiler ---
 
 

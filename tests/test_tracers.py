@@ -116,6 +116,42 @@ def test_scripts_are_refused_by_name(code, name):
         torch.jit.script(code)
 
 
+# --- torch.fx ---
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, door):
+        super().__init__()
+        self.door, self.bias = door, torch.nn.Parameter(torch.randn(1, 4, 5, 7))
+
+    def forward(self, q, k, v):
+        if self.door is scaled_dot_product_attention:
+            return self.door(q * 2, k, v, self.bias, enable_gqa=True)
+        o, lse = self.door(q * 2, k, v, bias=self.bias, window=(4, None), return_lse=True)
+        return o + lse.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("door", [attention, scaled_dot_product_attention])
+def test_symbolic_traces_call_the_door(door):
+    layer, inputs = Layer(door), tensors()
+    traced = torch.fx.symbolic_trace(layer)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"][1] is door
+    found, expected = traced(*inputs), layer(*inputs)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    pairs = zip(*(torch.autograd.grad(o.square().sum(), layer.bias) for o in (found, expected)), strict=True)
+    for x, y in pairs:
+        torch.testing.assert_close(x, y, **TOLERANCE)
+
+
+@pytest.mark.parametrize("door", [attention, scaled_dot_product_attention])
+def test_symbolic_traces_of_a_bias_alone(door):
+    q, k, v = tensors(Hkv=4)
+    keyword = "attn_mask" if door is scaled_dot_product_attention else "bias"
+    traced = torch.fx.symbolic_trace(lambda bias: door(q, k, v, **{keyword: bias}))
+    bias = torch.randn(5, 7)
+    torch.testing.assert_close(traced(bias), door(q, k, v, **{keyword: bias}), **TOLERANCE)
+
+
 # --- ONNX, which is not installed here: what its exporters would get ---
 
 

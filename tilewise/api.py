@@ -12,6 +12,7 @@ from tilewise.autocast import autocast, autocast_somewhere
 from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
 from tilewise.keywords import named_only, unexpected
+from tilewise.operators import is_symbolic, symbolic
 from tilewise.plan import check_backend
 from tilewise.problem import check_flag, check_numbers, four_dims
 from tilewise.score.terms import Band, Score
@@ -125,10 +126,16 @@ def attention(
             raise
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
-    call = read_call(
-        q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
-        dropout_p=dropout_p, deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "bias": bias, "mask": mask, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "dropout_p": dropout_p, "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    try:
+        call = read_call(q, k, v, **options)
+    except TypeError:
+        if is_symbolic(q, k, v, bias, mask):
+            return symbolic(attention, q, k, v, **options, return_lse=return_lse)
+        raise
     o, lse = attention_op(*call, return_lse=return_lse)
     if arguments is not None:
         remember_call(Inputs(q, k, v, bias, mask), arguments, *call[1:])

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, address, empty_output, lse_dtype
 from tilewise.operators import announce, exports_onnx, plain, recorded
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
@@ -55,14 +55,11 @@ _forwards: dict[tuple, Forward] = {}
 _backwards: dict[tuple, Backward] = {}
 _KEPT = 4096  # of each
 
-# A tensor's address. Its data_ptr() counts as a write, by which one that is copied on write gets its copy.
-_address: Callable[[Tensor], int] = getattr(Tensor, "const_data_ptr", vars(torch._C)["_data_address"])
-
 
 def _layouts(*tensors: Tensor | None) -> tuple:
     """Their layouts, as `tilewise.backends` means it; a CPU's backends read any address alike."""
     return tuple([
-        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else _address(x) % 16)
+        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
         for x in tensors
     ])  # fmt: skip
 
@@ -426,6 +423,6 @@ def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,
         v.shape, v.stride(), v.dtype, v.device,
-        None if q.is_cpu else (_address(q) % 16, _address(k) % 16, _address(v) % 16),
+        None if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
         None if bias is None else _layouts(bias), None if mask is None else _layouts(mask), arguments,
     )  # fmt: skip

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.autocast import autocast as autocast  # from here too, for code that calls this door
+from tilewise.autocast import autocast_on
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
+from tilewise.operators import is_symbolic, symbolic
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, check_numbers, missing_axes
 from tilewise.score.terms import Band, Score
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
@@ -70,7 +72,15 @@ def scaled_dot_product_attention(
         ValueError, TypeError: naming the argument, what came and what is allowed.
         NotImplementedError: dropout_p > 0.
     """
-    _check_tensors(query, key, value, attn_mask)
+    try:
+        _check_tensors(query, key, value, attn_mask)
+    except TypeError:
+        if is_symbolic(query, key, value, attn_mask):
+            return symbolic(
+                scaled_dot_product_attention, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        raise
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     attn_mask, band = _band(query, key, attn_mask, bool(is_causal))
@@ -87,11 +97,6 @@ def scaled_dot_product_attention(
     return fold.unfold(o)
 
 
-def _autocast_on(x: Tensor) -> bool:
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
@@ -101,7 +106,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
             raise ValueError(f"{name}: expected at least 2 dimensions (..., length, head_dim), got shape {_shape(x)}")
         if x is query and x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != query.dtype and not (x.dtype in _CAST and query.dtype in _CAST and _autocast_on(query)):
+        if x.dtype != query.dtype and not (x.dtype in _CAST and query.dtype in _CAST and autocast_on(query)):
             raise TypeError(f"{name}: dtype must equal query's {query.dtype}, got {x.dtype}")
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask, may_be_causal=True)

@@ -29,6 +29,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# A tensor's address. Its data_ptr() counts as a write, by which one that is copied on write gets its copy.
+# PyTorch 2.11 has no public name for reading it.
+address: Callable[[Tensor], int]
+address = Tensor.const_data_ptr if hasattr(Tensor, "const_data_ptr") else torch._C._data_address  # type: ignore[attr-defined]
+
 
 class Inputs(NamedTuple):
     """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None."""

@@ -29,6 +29,16 @@ def exports_onnx() -> bool:
     return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
+def is_symbolic(*arguments: object) -> bool:
+    """One of them is a name in the graph that torch.fx.symbolic_trace records."""
+    return any(isinstance(x, torch.fx.Proxy) for x in arguments)
+
+
+def symbolic(function: Callable, *arguments: Any, **named: Any) -> Any:
+    """A call of ``function`` in the graph that torch.fx records."""
+    return torch.overrides.handle_torch_function(function, (*arguments, *named.values()), *arguments, **named)
+
+
 def recorded(name: str, tensors: Sequence[Tensor | None], function: Callable, *arguments: Any) -> Any:
     """``function(*arguments)``, of which a profile tells as of the operator ``name`` on ``tensors``."""
     with _RecordFunctionFast(name, list(tensors)):

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.backends import device_of, float32_precision
+from tilewise.backends import address, device_of, float32_precision
 from tilewise.blocks.matmul import cpu
 from tilewise.blocks.matmul.plan import choose
 from tilewise.blocks.matmul.problem import broadcast, describe, output_shape
@@ -59,9 +59,9 @@ def _key(
     """All that a Product and its launch read of a call."""
     # in one expression: each call of a function costs as much as reading a tensor
     return (
-        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16 == 0,
-        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() % 16 == 0,
-        None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() % 16 == 0),
+        a.shape, a.stride(), a.dtype, a.device, address(a) % 16 == 0,
+        b.shape, b.stride(), b.dtype, b.device, address(b) % 16 == 0,
+        None if c is None else (c.shape, c.stride(), c.dtype, c.device, address(c) % 16 == 0),
         alpha, beta, summed, backend, float32_precision(a.dtype),
     )  # fmt: skip
 
