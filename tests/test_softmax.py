@@ -451,8 +451,8 @@ def test_explain_on_the_cpu():
     found = explain(meta(3, 37), bias=bias, mask=mask)
     assert str(found) == (
         "softmax    3 rows of 37, bfloat16\n"
-        "forward    PyTorch's operators, whole rows, about 524,288 elements at a time; at least 703 B\n"
-        "backward   PyTorch's operators, whole rows, about 524,288 elements at a time; at least 814 B"
+        "forward    PyTorch's kernels; beside them whole rows, about 524,288 elements at a time; at least 703 B\n"
+        "backward   PyTorch's kernels; beside them whole rows, about 524,288 elements at a time; at least 814 B"
     )
     with pytest.raises(ValueError, match=r"^multiprocessors: must be 1 or more, got 0$"):
         explain(X, multiprocessors=0)

@@ -87,6 +87,10 @@ def attention(
         backend: "hopper", "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default, and "auto":
             chosen by the plan, see `tilewise.explain`.
 
+    float32 on a GPU follows torch's setting for matrix products. Where that is TF32
+    (``torch.backends.cuda.matmul.allow_tf32``), operands are rounded to ten bits of their mantissa and errors are about
+    1e-3; by default they are float32's own, about 1e-6. `tilewise.scaled_dot_product_attention` always has the latter.
+
     Under `torch.autocast` q, k and v are cast to its dtype, but for float64, as for PyTorch's own attention; bias keeps
     its dtype. Their gradients come back in the dtypes that they had.
 

@@ -39,7 +39,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E), any number of leading dimensions, also none; float16, bfloat16, float32, or float64
-            (CPU). E is 1 to 256.
+            (CPU). E is 1 to 256. float32 keeps its precision on a GPU too, whatever ``allow_tf32`` says, as PyTorch's
+            function does.
         key: (..., H, S, E), query's dtype. Leading dimensions of query, key and value broadcast against each other.
         value: (..., H, S, Ev), query's dtype. Ev is 1 to 256.
         attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or float64 (CPU),

@@ -37,7 +37,7 @@ class Config:
         sums_by_thread: each thread sums up what it has of a row, and threads of a row meet at its end only.
         sides_apart: the tiles of keys that a band cuts come first and have a loop of their own; else a branch.
         steps_over: a warpgroup leaves tiles out of which it sees nothing, and another something.
-        dynamic: a program takes whichever tile of queries is left; else every so manieth.
+        dynamic: a program takes whichever tile of queries is left; else those at a stride of the number of programs.
         o_in_q: O leaves through the shared memory of Q.
         q_in_registers: Q is read once, not by every wgmma.
         scale_in_q: Q is scaled when it is read; the units of the scores are 1, and a bias needs no multiplication.

@@ -80,7 +80,7 @@ class Compiled(NamedTuple):
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
     ORDER: Any  # see tile_at
-    DYNAMIC: Any  # a program takes the next tile that is left, not every so manieth
+    DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
 
 
 class Sources(NamedTuple):

@@ -1,4 +1,4 @@
-"""The product on Hopper: TMA loads, wgmma, programs that stay and walk over tiles, one warp that loads ahead.
+"""The product on Hopper: TMA loads, wgmma, persistent programs that walk over tiles, one warp that loads ahead.
 
 Two warpgroups share a tile of Y, one above the other: they read the same B. The loading warp runs ahead of them, over
 the border of tiles too, as far as the ring of A and B reaches. C comes into a slot of its own while the tile before

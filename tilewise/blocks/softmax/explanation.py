@@ -89,7 +89,7 @@ def explain(
 
 def _words(config: Config | None) -> str:
     if config is None:
-        return f"PyTorch's operators, whole rows, about {cpu.AT_ONCE:,} elements at a time"
+        return f"PyTorch's kernels; beside them whole rows, about {cpu.AT_ONCE:,} elements at a time"
     warps = count(config.num_warps, "warp")
     programs = "one program" if config.parts == 1 else f"{config.parts} programs"
     if not config.on_chip:
