@@ -126,6 +126,23 @@ def test_gradients(case):
     check(case, None, "cuda")
 
 
+@each(
+    replace(USUAL, H=2, Hkv=1, grads="qkvb", mask="111n", causal=True, lse=lse, deterministic=deterministic, **terms)
+    for terms in (
+        {"N": 128, "D": 128, "bias": "b11n"},
+        {"N": 200, "D": 96, "bias": "111n", "window": (0, None)},
+        {"N": 128, "D": 128, "bias": "1h1n", "bias_dtype": FLOAT},
+        {"N": 128, "D": 256, "bias": "b111"},
+    )
+    for lse in (False, True)
+    for deterministic in (False, True)
+)
+def test_gradients_of_a_bias_of_one_query(case):
+    """It is a vector, for whose gradient the tiles of 128 dimensions have room."""
+    check(case, "triton", "cuda")
+    check(case, None, "cuda")
+
+
 def test_what_is_visible_and_not_finite_shows():
     """A NaN in one split's keys or values reaches the rows that see it."""
     for name in "kv":
