@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.compat import tma_store, warps_barrier
 from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.hopper.masked_tiles import visible
 from tilewise.backends.hopper.movers import add, background, load
@@ -35,11 +36,9 @@ from tilewise.backends.hopper.pipeline import (
     new_ring,
     new_ring_of_numbers,
     only_slot,
-    tma_store,
     wait_count,
     wait_for_previous,
     wait_full,
-    warps_barrier,
 )
 from tilewise.backends.hopper.query_sums import (
     begin_queries,

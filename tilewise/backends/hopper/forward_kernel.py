@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.compat import tma_store
 from tilewise.backends.hopper.pipeline import (
     Ring,
     fill,
@@ -28,7 +29,6 @@ from tilewise.backends.hopper.pipeline import (
     pass_turn,
     take_ticket,
     take_turn,
-    tma_store,
     wait_full,
 )
 from tilewise.backends.hopper.schedule import first_full, first_visit, hand_out, next_ticket, tile_at, visit_at

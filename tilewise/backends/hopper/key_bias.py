@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.pipeline import warps_barrier
+from tilewise.backends.hopper.compat import warps_barrier
+from tilewise.backends.hopper.score import sums_of_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -37,7 +38,7 @@ def sums_of(ds, c):
     if c.SHARES_KEYS:
         return gl.sum(ds.reshape([c.BLOCK_N, 2, c.STRIP_M // 2]), axis=2)
     else:
-        return gl.sum(ds, axis=1)
+        return sums_of_rows(ds, False)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.pipeline import tma_load
+from tilewise.backends.hopper.compat import tma_load
 from tilewise.backends.hopper.score import in_band
 from tilewise.backends.hopper.work import tile_of_mask
 

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tilewise.backends.hopper.compat import tma_load, tma_store
 from tilewise.backends.hopper.masked_tiles import load_bits
 from tilewise.backends.hopper.pipeline import (
     count_stored,
@@ -14,8 +15,6 @@ from tilewise.backends.hopper.pipeline import (
     leave,
     let_next_begin,
     take_ticket,
-    tma_load,
-    tma_store,
 )
 from tilewise.backends.hopper.query_sums import add_queries, zero_ahead
 from tilewise.backends.hopper.schedule import hand_out, next_ticket

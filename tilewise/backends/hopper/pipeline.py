@@ -1,35 +1,14 @@
-"""Rings of shared memory between warps, and the order in which warpgroups take the tensor cores.
-
-The only module that knows how names differ between releases of Gluon.
-"""
+"""Rings of shared memory between warps, and the order in which warpgroups take the tensor cores."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-# Renamed in Triton 3.8; the old names raise in 3.9.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-if hasattr(tma, "async_atomic_add"):
-    tma_add = tma.async_atomic_add
-else:  # before Triton 3.8 its compiler has the instruction and its language no name for it
-
-    @_core.builtin
-    def tma_add(tensor_desc, coord, src, _semantic=None):
-        """Add a tile of shared memory to global memory, element by element, each addition atomic."""
-        at = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, at, src.handle)
-
-
-# Of the warps of the partition that calls it; renamed in Triton 3.7.
-warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from tilewise.backends.hopper.compat import tma_load, warps_barrier
 
 # Hardware barriers from here up are free: Triton takes 0, 1 and one for each of at most six partitions.
 FIRST_TURN = gl.constexpr(8)

@@ -14,17 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from tilewise.backends.hopper.compat import tma_add, warps_barrier
 from tilewise.backends.hopper.key_bias import accumulator
 from tilewise.backends.hopper.pipeline import (
     Ring,
     count_stored,
     count_up,
-    tma_add,
     wait_count,
     wait_for_previous,
     wait_full,
     wait_stored,
-    warps_barrier,
     with_barriers,
 )
 from tilewise.backends.hopper.score import key_tiles

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper.compat import REDUCES_IN_TREES, chain
 from tilewise.score import tiles
 
 key_tiles = gluon.jit(tiles.key_tiles)
@@ -103,10 +104,31 @@ def by_thread(x):
 
 
 @gluon.jit
+def of_threads(x):
+    """As [rows, 4, columns / 4]: what each of the four threads of a row has of it."""
+    return by_thread(x).permute((0, 2, 1, 3)).reshape([x.shape[0], 4, x.shape[1] // 4])
+
+
+@gluon.jit
+def maxima_of_rows(x):
+    """The maxima of the rows of a product."""
+    if REDUCES_IN_TREES:
+        rows = gl.max(chain(of_threads(x), True), axis=1)
+        return gl.convert_layout(rows, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+    else:
+        return gl.max(x, axis=1)
+
+
+@gluon.jit
 def sums_of_rows(x, BY_THREAD: gl.constexpr):
     """The sums of rows; BY_THREAD: what each of the four threads of a row has of it, [rows, 4], without a shuffle."""
-    if BY_THREAD:
+    if BY_THREAD and REDUCES_IN_TREES:
+        return chain(of_threads(x), False)
+    elif BY_THREAD:
         return gl.sum(gl.sum(by_thread(x), axis=1), axis=2)
+    elif REDUCES_IN_TREES:
+        rows = gl.sum(chain(of_threads(x), False), axis=1)
+        return gl.convert_layout(rows, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
     else:
         return gl.sum(x, axis=1)
 
@@ -119,7 +141,7 @@ def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.c
     nothing to do (as in FlashAttention-4). MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
     """
     BY_THREAD: gl.constexpr = len(l_i.shape) == 2
-    m_new = gl.maximum(m_i, gl.max(s, axis=1))
+    m_new = gl.maximum(m_i, maxima_of_rows(s))
     if LAZY:
         m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # not where m_i is -inf
     base = m_new

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.compat import tma_load, tma_store
 from tilewise.backends.hopper.pipeline import (
     Ring,
     fill,
@@ -26,8 +27,6 @@ from tilewise.backends.hopper.pipeline import (
     new_ring,
     pass_turn,
     take_turn,
-    tma_load,
-    tma_store,
     wait_full,
 )
 
