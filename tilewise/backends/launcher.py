@@ -17,13 +17,17 @@ multiple of 16 and the first one was, Triton is asked again.
 
 On Triton 3.6 later calls also leave out Triton's Python around its launcher in C, and keep the descriptors of the
 addresses seen last. Other versions, and launches that hooks watch (profilers set them), go through `CompiledKernel`.
+
+On Triton 3.9 kernels in Gluon are compiled by the ptxas with which they were made, see `assembler`.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +35,13 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
 _ADDRESSES = 256  # of one tensor argument, whose descriptors are kept
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_PTX = 88  # what ptxas 12.9 reads
+_assembling = threading.Lock()
 
 
 class Strided(NamedTuple):
@@ -82,7 +90,11 @@ class Launch:
     def __init__(
         self, kernel: Any, programs: int, layouts: Sequence[Any], numbers: Sequence[Any], **options: int
     ) -> None:
-        self.kernel, self.programs, self.options = kernel, programs, options
+        self.kernel, self.programs = kernel, programs
+        # Products and sums in one instruction: Triton 3.9 warns that 3.10 will make two unless it is asked for one.
+        self.options = {"enable_fp_fusion": True, **options}
+        if _chooses_assembler(kernel):
+            self.options["ptx_version"] = _PTX
         self.layouts, self.numbers = tuple(layouts), tuple(numbers)
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
@@ -97,11 +109,38 @@ class Launch:
         if self._compiled is not None and aligned == self._aligned:
             self._compiled[self.programs, 1, 1](*args)
             return
-        compiled = self.kernel[(self.programs,)](*args, **self.options)
+        with assembler(self.kernel):
+            compiled = self.kernel[(self.programs,)](*args, **self.options)
         if self._compiled is None and isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
                 self._short = _Short(self, compiled, tensors)
+
+
+def _chooses_assembler(kernel: Any) -> bool:
+    """Not where the environment names an assembler."""
+    chosen = "TRITON_PTXAS_BLACKWELL_PATH" in os.environ
+    return _VERSION >= (3, 9) and isinstance(kernel, GluonJITFunction) and not chosen
+
+
+@contextmanager
+def assembler(kernel: Any) -> Iterator[None]:
+    """Compile a kernel in Gluon by ptxas 12.9 on Triton 3.9, which brings it and takes 13.4 for Hopper instead.
+
+    ptxas: 13.4 spills in half of the kernels, and runs all wgmma of the backward at 64 dimensions in series (C7512);
+    12.9 does neither. Triton has one choice for a whole process, so that is changed for the time of a compilation: of
+    two threads that compile, one in tilewise, the other may get 12.9 too.
+    """
+    if not _chooses_assembler(kernel):
+        yield
+        return
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    with _assembling:
+        get_ptxas_version(driver.active.get_current_target().arch)  # is kept, as part of names in Triton's cache
+        with knobs.nvidia.scope():
+            knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
+            yield
 
 
 class _Thread(threading.local):
@@ -130,7 +169,7 @@ def _watched() -> bool:
 
 def _has_short_way(compiled: CompiledKernel) -> bool:
     """Whether Triton's launcher is the one that `_Short` knows, and needs no memory beside the kernel's arguments."""
-    if not triton.__version__.startswith("3.6."):
+    if _VERSION != (3, 6):
         return False
     from triton.backends.nvidia.driver import CudaDriver
 
