@@ -12,8 +12,14 @@ READY := $(VENV)/.ready
 TRITON_360 := $(VENV)/triton-3.6.0
 READY_360 := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.ready-triton-3.6.0)
 
+# The oldest and the newest torch that README names, and each minor version of Triton that they or those between pin.
+TORCHES := 2.11.0 2.15.0
+TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
+VERSIONS := .versions
+AOT := tests/test_hopper_aot.py tests/test_matmul_aot.py tests/test_triton_aot.py
+
 .DELETE_ON_ERROR:
-.PHONY: demo test lint
+.PHONY: demo test lint test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -24,6 +30,19 @@ test: $(READY) $(READY_360)
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then $(BIN)/python -m pytest tests/gpu; \
 	else echo "no CUDA device: tests/gpu left out"; fi
+
+# All that a CPU can test of every version that is promised: 14 GB, and more than an hour of two cores. Each torch comes
+# with the Triton that it pins, and runs what needs no compiler; then each Triton compiles every case ahead of time.
+TEST_TORCHES := $(TORCHES:%=test-torch-%)
+TEST_TRITONS := $(TRITONS:%=test-triton-%)
+.PHONY: $(TEST_TORCHES) $(TEST_TRITONS)
+test-versions: $(TEST_TORCHES) $(TEST_TRITONS)
+
+$(TEST_TORCHES): test-torch-%: $(VERSIONS)/.ready-torch-%
+	$(VERSIONS)/torch-$*/bin/python -m pytest -n 2 --dist worksteal --ignore=tests/gpu $(AOT:%=--ignore=%)
+
+$(TEST_TRITONS): test-triton-%: $(READY) $(VERSIONS)/.ready-triton-%
+	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -40,4 +59,17 @@ $(READY): pyproject.toml constraints.txt
 $(VENV)/.ready-triton-3.6.0: | $(READY)
 	rm -rf $(TRITON_360)
 	$(INSTALL) --no-deps --target $(TRITON_360) triton==3.6.0
+	touch $@
+
+# setuptools, too, has no version that both accept.
+$(VERSIONS)/.ready-torch-%: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERSIONS)/torch-$*
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(VERSIONS)/constraints-$*.txt
+	$(VERSIONS)/torch-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-compile \
+		-c $(VERSIONS)/constraints-$*.txt torch==$* -e '.[transformers,demo,test]'
+	touch $@
+
+$(VERSIONS)/.ready-triton-%: | $(READY)
+	rm -rf $(VERSIONS)/triton-$*
+	$(INSTALL) --no-deps --target $(VERSIONS)/triton-$* triton==$*
 	touch $@

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> N
     from triton.runtime.jit import JITFunction
 
     assert triton_path is None or Path(triton.__file__).is_relative_to(triton_path)
+    warnings.simplefilter("error")  # as in the tests' own process: here a version says what the next will not have
 
     class Target:
         """A driver of no device: names the target and nothing else."""

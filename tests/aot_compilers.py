@@ -1,8 +1,14 @@
-"""Child processes that compile for GPUs that are not here: a target that a compiler cannot handle ends its process."""
+"""Child processes that compile for GPUs that are not here: a target that a compiler cannot handle ends its process.
+
+With TILEWISE_TRITON in the environment, a folder with a triton, every case is compiled by that one: so `make
+test-versions` goes through the versions that are promised.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,6 +17,17 @@ import aot_child
 import pytest
 
 TRITON_360 = Path(sys.prefix) / "triton-3.6.0"  # what torch 2.11 pins, where `make test` has put it
+EACH = os.environ.get("TILEWISE_TRITON")
+
+
+def minor_version(triton: str) -> str:
+    """Such as "3.8", of what compiles a case that is written for a triton, "installed" or "3.6.0"."""
+    if EACH is not None:
+        (found,) = importlib.metadata.distributions(name="triton", path=[EACH])
+        triton = found.version
+    elif triton == "installed":
+        triton = importlib.metadata.version("triton")
+    return triton.rpartition(".")[0]
 
 
 class Compilers:
@@ -21,11 +38,12 @@ class Compilers:
 
     def run(self, function, triton: str, target: int, case: object, *more):
         """``function(case, *more)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
-        if triton == "3.6.0" and not TRITON_360.is_dir():
+        if EACH is None and triton == "3.6.0" and not TRITON_360.is_dir():
             pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
+        path = EACH or (str(TRITON_360) if triton == "3.6.0" else None)
+        triton = path or triton
         if self.current != (triton, target):
             self.close()
-            path = str(TRITON_360) if triton == "3.6.0" else None
             self.current = (triton, target)
             self.pool = ProcessPoolExecutor(
                 1, multiprocessing.get_context("spawn"), aot_child.start, (divmod(target, 10), path, str(self.cache))

@@ -1,6 +1,6 @@
 """The Hopper kernels compiled ahead of time for sm_90a: nothing spills, no wgmma waits for another or races.
 
-With the installed triton, and with Triton 3.6.0, because torch 2.11 pins that one.
+With the installed triton, and with Triton 3.6.0, because torch 2.11 pins that one; see `aot_compilers` for others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 import wgmma_lint
 from aot_child import compile_hopper_case, idle_barriers
+from aot_compilers import minor_version
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -150,6 +151,18 @@ BACKWARDS = [
     # tiles are as wide as the greater of two head dimensions
     ("3.6.0", replace(USUAL, D=40, Dv=128), 2 * 8 + 2 * 4 + 8, 0),
 ]
+# Bytes that may spill in the backward where Triton 3.8 or 3.9 needs more. Nearly all are numbers of the warps that move
+# data, which have no product in their loops; beside a softcap some of a tile spills, as it does with 3.6.
+MORE = [
+    (("3.8", "3.9"), replace(USUAL, B=16, bias="1hmn", deterministic=True), 12),
+    (("3.8",), replace(USUAL, mask="b1mn", window=(300, 20), deterministic=True), 4),
+    (("3.8",), replace(USUAL, mask="b1mn", bias="1hmn", softcap=5.0), 144),
+    (("3.8",), replace(USUAL, mask="b1mn", bias="1hmn", bias_dtype=torch.float16), 20),
+    (("3.8",), replace(USUAL, B=16, bias="1hmn", softcap=5.0, window=(300, 20), deterministic=True), 748),
+    (("3.8",), replace(USUAL, D=256, bias="1hmn"), 4),
+    (("3.8",), replace(USUAL, D=256, bias="bhmn", mask="b1mn", softcap=20.0), 4),
+    (("3.8",), replace(USUAL, D=256, bias="1hmn", mask="b1mn", causal=True, softcap=5.0), 28),
+]
 
 
 def by_triton(runs):
@@ -181,6 +194,8 @@ def test_compiled_kernels(compilers, triton, case, designed, spilled):
 )
 def test_compiled_backward(compilers, triton, case, designed, spilled):
     codes = compilers.run(compile_hopper_case, triton, 90, case, True)
+    version = minor_version(triton)
+    spilled = max([spilled, *(more for versions, crowded, more in MORE if version in versions and crowded == case)])
     mask = ["summary_kernel", "visits_kernel"] if case.mask else []
     shared = ["add_up_kernel"] if case.bias == "1hmn" else []
     names = ["prepare_kernel", *mask, "backward_kernel", "finish_kernel", *shared]
