@@ -147,7 +147,7 @@ def test_irregular(x, regular):
 def test_explain_reads_the_layout():
     x = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
     lines = str(explain(x, x, x, device="sm_90")).splitlines()
-    words = r"backend hopper: 128 queries x 128 keys, 2 warpgroups, .*"
+    words = r"backend hopper: 128 queries x 128 keys, 2 consumer warpgroups, .*"
     assert any(re.fullmatch(words, line) for line in lines)
     assert not any("gradients by" in line for line in lines)
     wide = torch.empty(4, 16, 4096, 256, dtype=torch.bfloat16, device="meta")
