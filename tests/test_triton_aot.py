@@ -13,6 +13,7 @@ import descriptor_lint
 import pytest
 import torch
 from aot_child import compile_case
+from aot_compilers import minor_version
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -69,6 +70,23 @@ SPILLS: dict[tuple[str, int, int, str], dict[str, int]] = {
     ("installed", 100, 256, "shared bias"): {"forward_kernel": 284},
 }
 
+# The same with Triton 3.8 and with 3.9, where they need more: the IR of these kernels is for any compiler, and 3.9
+# assembles it by ptxas 13.4.
+MORE: dict[tuple[str, int, int, str], dict[str, dict[str, int]]] = {
+    ("installed", 90, 128, "causal"): {"3.9": {"forward_kernel": 8}},
+    ("installed", 90, 128, "deterministic, shared bias"): {"3.9": {"query_gradient_kernel": 96}},
+    ("3.6.0", 90, 128, "by pointers, causal, shared bias"): {"3.9": {"backward_kernel": 464}},
+    ("3.6.0", 90, 256, "shared bias, mask"): {"3.8": {"forward_kernel": 168}, "3.9": {"backward_kernel": 884}},
+    ("installed", 80, 64, "shared bias"): {"3.8": {"backward_kernel": 8}, "3.9": {"backward_kernel": 8}},
+    ("installed", 80, 128, "causal"): {"3.8": {"backward_kernel": 80}, "3.9": {"backward_kernel": 80}},
+    ("3.6.0", 90, 128, "sixteen queries, causal, mask"): {"3.8": {"forward_kernel": 16}},
+}
+
+
+def ceilings(allowed: dict[str, int], run: tuple[str, int, int, str]) -> dict[str, int]:
+    """Bytes that may spill with the Triton that compiles a run: ``allowed``, or what `MORE` says."""
+    return allowed | MORE.get(run, {}).get(minor_version(run[0]), {})
+
 
 # Few queries: the forward alone, and the kernel that merges its splits. (triton, target) -> head dimension -> terms.
 DECODE = replace(USUAL, B=4, H=32, Hkv=8, M=1, N=32768)
@@ -103,7 +121,8 @@ def test_compiled_kernels(compilers, triton, target, D, terms):
     assert {"forward_kernel", "backward_kernel"} <= set(names)
     assert ("query_gradient_kernel" in names) == ("deterministic" in terms)
     assert ("bias_gradient_kernel" in names) == (terms == "deterministic, shared bias")
-    allowed = SPILLS.get((triton, target, D, terms), {})
+    run = (triton, target, D, terms)
+    allowed = ceilings(SPILLS.get(run, {}), run)
     assert set(allowed) <= set(names)
     hold(kernels, TENSOR_CORES[target], allowed)
 
@@ -118,6 +137,7 @@ def test_compiled_decoding(compilers, triton, target, D, terms):
     kernels = compilers.run(compile_case, triton, target, case, False)
     assert [kernel.name for kernel in kernels] == ["forward_kernel", "merge_kernel"]
     allowed = {"forward_kernel": 12} if (target, terms) == (90, "sixteen queries, causal, mask") else {}
+    allowed = ceilings(allowed, (triton, target, D, terms))
     hold(kernels, TENSOR_CORES[target] if 4 * case.M > 16 else "mma.sync", allowed)
 
 

@@ -167,7 +167,7 @@ def _summed_bias_gradient(dp: Tensor, p: Tensor, delta: Tensor, bias: BiasLike, 
     )
     bias_gradient.bias_gradient_kernel[(places * splits * tiles,)](
         args[1], args[0], args[2], args[3], sizes, length, steps, places,
-        math.prod(bias.shape), c, num_warps=4,
+        math.prod(bias.shape), c, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return (partial[0] if copies == 1 else partial.sum(0)).to(bias.dtype)
 
