@@ -37,7 +37,7 @@ ROOMS = {
     "tilewise.backends.triton": TRITON_BACKEND,
     "tilewise.plan": {"tilewise.problem"},
     "tilewise.operators": set(),  # what PyTorch's tools ask of the operators: torch alone is needed to tell them
-    "tilewise.autograd": {"tilewise.operators", "tilewise.plan", *BACKEND},
+    "tilewise.autograd": {"tilewise.operators", "tilewise.plan", "tilewise.tensors", *BACKEND},
     "tilewise.api": {"tilewise.autograd", "tilewise.operators", "tilewise.plan", *READING, *BACKEND},
     "tilewise.blocks": set(),
     "tilewise.blocks.matmul": {

@@ -1,8 +1,8 @@
-"""No GPU runs out of shared or tensor memory, whatever the planner chooses; looked at without one.
+"""Whether what the planner chooses fits the shared and tensor memory of GPUs that are not here.
 
-The tiles of config.py fit the GPUs and the compilers that were at hand: problems of the soak's whole space are compiled
-for each of them, TILEWISE_ROOM of them for each target, one if it does not say. For any other compiler a kernel that
-does not fit is made again with a shorter pipeline; the shortest leaves a quarter of what there is.
+A sample: problems of the soak's whole space are compiled, TILEWISE_ROOM for each target, one if it does not say. What
+no sample meets, or another compiler makes larger, is made again with a shorter pipeline; where most is needed the
+shortest leaves a quarter of the shared memory.
 """
 
 from __future__ import annotations

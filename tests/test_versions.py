@@ -42,7 +42,7 @@ def test_the_assembler_of_kernels_in_gluon(monkeypatch):
         with launcher.assembler(kernel):
             return Path(knobs.nvidia.ptxas_blackwell.path).name
 
-    monkeypatch.setattr(launcher, "_VERSION", (3, 9))
+    monkeypatch.setattr(launcher, "VERSION", (3, 9))
     target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=90)))
     monkeypatch.setattr(launcher, "driver", target)
     assert path(hopper.forward_kernel) == "ptxas"

@@ -18,7 +18,6 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as _is_legacy_batched
 from torch.autograd import forward_ad, profiler
-from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, address, empty_output, lse_dtype
@@ -26,6 +25,7 @@ from tilewise.operators import announce, exports_onnx, plain, recorded
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score
+from tilewise.tensors import PLAIN
 
 _library = torch.library.Library("tilewise", "DEF")
 
@@ -334,7 +334,6 @@ def _is_batched(x: Tensor | None) -> bool:
     return x is not None and (_is_wrapped(x) or _is_legacy_batched(x))
 
 
-_PLAIN = frozenset((Tensor, Parameter, type(None)))
 _NO_COMPLEX = torch.bfloat16  # has no complex numbers, so that no memory holds its negatives; asking takes longer
 
 
@@ -344,8 +343,8 @@ def _is_eager(inputs: Inputs) -> bool:
     q, k, v, bias, mask = inputs
     return (
         not torch.compiler.is_compiling()
-        and type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
-        and type(bias) in _PLAIN and type(mask) in _PLAIN
+        and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
+        and type(bias) in PLAIN and type(mask) in PLAIN
         and not (q.is_meta or _is_wrapped(q) or _is_wrapped(k) or _is_wrapped(v))
         and (q.dtype is _NO_COMPLEX or not (q.is_neg() or k.is_neg() or v.is_neg()))
         and not (bias is not None and (_is_wrapped(bias) or bias.is_neg()))

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast as autocast  # from here too, for code that calls this door
-from tilewise.autocast import autocast_on
+from tilewise.autocast import autocast, autocast_on
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.operators import is_symbolic, symbolic

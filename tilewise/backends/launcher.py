@@ -39,7 +39,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
 _ADDRESSES = 256  # of one tensor argument, whose descriptors are kept
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _PTX = 88  # what ptxas 12.9 reads
 _assembling = threading.Lock()
 
@@ -120,7 +120,7 @@ class Launch:
 def _chooses_assembler(kernel: Any) -> bool:
     """Not where the environment names an assembler."""
     chosen = "TRITON_PTXAS_BLACKWELL_PATH" in os.environ
-    return _VERSION >= (3, 9) and isinstance(kernel, GluonJITFunction) and not chosen
+    return VERSION >= (3, 9) and isinstance(kernel, GluonJITFunction) and not chosen
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def _watched() -> bool:
 
 def _has_short_way(compiled: CompiledKernel) -> bool:
     """Whether Triton's launcher is the one that `_Short` knows, and needs no memory beside the kernel's arguments."""
-    if _VERSION != (3, 6):
+    if VERSION != (3, 6):
         return False
     from triton.backends.nvidia.driver import CudaDriver
 

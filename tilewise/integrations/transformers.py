@@ -59,7 +59,6 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from tilewise.api import attention
-from tilewise.sdpa import autocast
 
 NAME = "tilewise"
 
@@ -135,7 +134,6 @@ def attention_forward(
         NotImplementedError: dropout > 0, or an argument that changes the result and is not supported.
     """
     _check(dropout, kwargs)
-    query, key, value = autocast(query, key, value)
     batch = max(query.shape[0], key.shape[0])
     query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
 

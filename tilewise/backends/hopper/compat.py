@@ -5,12 +5,11 @@ Names are found once, when this is imported; kernels import them from here.
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+from tilewise.backends.launcher import VERSION
 
 # Of the warps of the partition that calls it; renamed in Triton 3.7.
 warps_barrier = gl.barrier if VERSION >= (3, 7) else gl.thread_barrier
