@@ -19,7 +19,7 @@ VERSIONS := .versions
 AOT := tests/test_hopper_aot.py tests/test_matmul_aot.py tests/test_triton_aot.py tests/test_softmax_triton.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint test-versions
+.PHONY: demo test test-all ledger lint test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -30,6 +30,18 @@ test: $(READY) $(READY_360)
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then $(BIN)/python -m pytest tests/gpu; \
 	else echo "no CUDA device: tests/gpu left out"; fi
+
+# What every kernel that is compiled ahead of time came to, see tests/ledger.py: a quarter of an hour.
+COMPILED := $(abspath build)/ledger
+ledger: $(READY) $(READY_360)
+	rm -rf $(COMPILED)
+	mkdir -p $(COMPILED)
+	TILEWISE_LEDGER=$(COMPILED) $(BIN)/python -m pytest -n 2 --dist worksteal $(AOT)
+	$(BIN)/python tests/ledger.py renew $(COMPILED)
+
+# `make test` compiles what has no entry in the ledger, and few of the rest; this, all.
+test-all: ledger
+	$(MAKE) test
 
 # All that a CPU can test of every version that is promised: 14 GB, and more than an hour of two cores. Each torch comes
 # with the Triton that it pins, and runs what needs no compiler; then each Triton compiles every case ahead of time.

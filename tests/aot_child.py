@@ -1,7 +1,7 @@
 """Compiles kernels ahead of time, for a GPU that need not be there; child process of `aot_compilers.Compilers`.
 
 What is compiled is what would run: the backend's own launch code, on meta tensors, with a driver that only names a
-target.
+target. What the ledger of earlier compilations knows is not compiled again, see ledger.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import descriptor_lint
+import ledger
 import torch
 import wgmma_lint
 from helpers import Case
@@ -54,8 +56,11 @@ INSTRUCTIONS = {
 }
 
 _capability = (0, 0)
-_launched: list[tuple[str, Any]] = []  # name, kernel
+_launched: list[tuple[str, Any]] = []  # name, kernel: Triton's, or the fingerprint of one in the ledger
 _logs: dict[str, str] = {}  # what ptxas said of a kernel, by its hash: several cases may share one
+_fingerprints: dict[str, str] = {}  # of a kernel, by its hash
+_entries: dict[str, ledger.Entry] = {}  # of this process, by fingerprint
+_known: dict[str, ledger.Entry] = {}  # what need not be compiled, by fingerprint
 
 
 def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> None:
@@ -68,7 +73,7 @@ def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> N
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import JITCallable, JITFunction
 
     assert triton_path is None or Path(triton.__file__).is_relative_to(triton_path)
     warnings.simplefilter("error")  # as in the tests' own process: here a version says what the next will not have
@@ -89,12 +94,63 @@ def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> N
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel = run(self, *args, grid=grid, warmup=True, **options)
-        _logs.setdefault(kernel.hash, log.getvalue())
+        if not isinstance(kernel, str):
+            _logs.setdefault(kernel.hash, log.getvalue())
         _launched.append((self.fn.__name__, kernel))
         return kernel
 
+    def compile_unknown(self, key, signature, device, constexprs, options, attrs, warmup):
+        *_, target, backend, _ = self.device_caches[device]
+        libraries = {"extern_libs": None}  # where they lie
+        found = ledger.digest(
+            self.cache_key, signature, constexprs, attrs, options.__dict__ | libraries, backend.hash(), target,
+            triton.__version__,
+        )  # fmt: skip
+        if found in _known:
+            return found
+        kernel = compile(self, key, signature, device, constexprs, options, attrs, warmup)
+        _fingerprints.setdefault(kernel.hash, found)
+        return kernel
+
+    def program_key(self):
+        if self.hash is None:
+            source, line = self._src, self.starting_line_number
+            self._src, self.starting_line_number = ledger.program(source), 0
+            try:
+                cache_key(self)
+                # Again, now that what it calls has its own: Triton takes the globals of those alone that had one.
+                self.hash = None
+                cache_key(self)
+            finally:
+                self._src, self.starting_line_number = source, line
+        return self.hash
+
     driver.set_active(Target())
     run, JITFunction.run = JITFunction.run, compile_only
+    compile, JITFunction._do_compile = JITFunction._do_compile, compile_unknown
+    cache_key, JITCallable.cache_key = JITCallable.cache_key.fget, property(program_key)
+
+
+def with_ledger(function: Any, name: str, folder: str | None, again: bool, case: Any, *more: Any) -> Any:
+    """``function(case, *more)``, one of those below, whose compilations are known as `name`.
+
+    again: every kernel is compiled, and has to be what the ledger says if it has an entry. folder: where what was
+    compiled is written for a new ledger; nothing is then taken from the old one.
+    """
+    known = {} if folder else ledger.load().kernels
+    _known.clear()
+    _known.update({} if again else known)
+    try:
+        found, kernels = function(case, *more), list(map(_entry, _launched))
+    finally:
+        _known.clear()
+    for fingerprint, entry in kernels:
+        if not known.get(fingerprint, entry).agrees(entry):
+            raise AssertionError(f"the ledger has {known[fingerprint]}, compiled was {entry}: see tests/ledger.py")
+    if folder:
+        with (Path(folder) / f"{os.getpid()}.jsonl").open("a") as file:
+            print(json.dumps([name, kernels]), file=file)
+    return found
 
 
 def triton_version() -> str:
@@ -119,7 +175,7 @@ def compile_case(case: Case, backward: bool = True, tf32: bool = False) -> list[
         needs = Needs(True, True, True, case.bias is not None)
         launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
-    return [_report(name, kernel, _logs[kernel.hash], limit) for name, kernel in _launched]
+    return [_report(launched, limit) for launched in _launched]
 
 
 def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
@@ -138,7 +194,7 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     p = launch.forward(x, case.scale, bias, mask, dim)
     like = None if bias is None else BiasLike(tuple(bias.shape), bias.dtype)
     launch.backward(x, p, case.scale, like, dim, Needs(True, bias is not None))
-    return [_report(name, kernel, _logs[kernel.hash], 227 * 1024) for name, kernel in _launched]
+    return [_report(launched, 227 * 1024) for launched in _launched]
 
 
 class Code(NamedTuple):
@@ -168,13 +224,11 @@ def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
 
 
 def _codes(limit: int) -> list[Code]:
-    """What was launched, with its machine code read where there is wgmma: disassembling takes half a second."""
-    found = []
-    for name, kernel in _launched:
-        report = _report(name, kernel, _logs[kernel.hash], limit)
-        sass = _disassemble(kernel.asm["cubin"]) if report.instructions["wgmma"] else ""
-        found.append(Code(report, wgmma_lint.count(sass), wgmma_lint.lint(sass)))
-    return found
+    entries = [_entry(launched)[1] for launched in _launched]
+    return [
+        Code(_report(launched, limit), x.wgmma, [wgmma_lint.Hazard(*hazard) for hazard in x.hazards])
+        for launched, x in zip(_launched, entries, strict=True)
+    ]
 
 
 def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Code] | list[Kernel]:
@@ -198,7 +252,7 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
         module.prepare(product, a, b, c, y, case.alpha, case.beta, config)(a, b, c, y)
         return _codes(227 * 1024)
     module.prepare(product, a, b, c, y, case.alpha, case.beta)(a, b, c, y)
-    return [_report(name, kernel, _logs[kernel.hash], 99 * 1024) for name, kernel in _launched]
+    return [_report(launched, 99 * 1024) for launched in _launched]
 
 
 def _call(case: Case) -> tuple[Any, Any]:
@@ -253,8 +307,25 @@ def _disassemble(cubin: bytes) -> str:
     return done.stdout
 
 
-def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
-    """Read what ptxas said of a kernel, and its code."""
+def _report(launched: tuple[str, Any], limit: int) -> Kernel:
+    _, x = _entry(launched)
+    counts = {word: x.instructions.get(word, 0) for word in INSTRUCTIONS}
+    return Kernel(launched[0], x.shared, limit, x.tensor_memory, x.registers, x.spill_stores, counts, list(x.warnings))
+
+
+def _entry(launched: tuple[str, Any]) -> tuple[str, ledger.Entry]:
+    """A kernel's fingerprint, and what the ledger says of it or its code does."""
+    name, kernel = launched
+    if isinstance(kernel, str):
+        return kernel, _known[kernel]
+    fingerprint = _fingerprints[kernel.hash]
+    if fingerprint not in _entries:
+        _entries[fingerprint] = _read(name, kernel, _logs[kernel.hash])
+    return fingerprint, _entries[fingerprint]
+
+
+def _read(name: str, kernel: Any, log: str) -> ledger.Entry:
+    """What ptxas said of a kernel, and its code; disassembled where there is wgmma, which takes half a second."""
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores", log)
     if registers is None or spills is None:
@@ -263,17 +334,21 @@ def _report(name: str, kernel: Any, log: str, limit: int) -> Kernel:
         line for line in log.splitlines() if re.search(r"warning|performance loss|serializ", line, re.IGNORECASE)
     ]
     instructions = {word: len(re.findall(pattern, kernel.asm["ptx"])) for word, pattern in INSTRUCTIONS.items()}
+    sass = ""
     if instructions["wgmma"]:
-        lost = descriptor_lint.check(_disassemble(kernel.asm["cubin"]), kernel.asm["ptx"])
+        sass = _disassemble(kernel.asm["cubin"])
+        lost = descriptor_lint.check(sass, kernel.asm["ptx"])
         warnings += [f"reads a descriptor that nothing made: {x.address:#x}: {x.instruction}" for x in lost]
     warnings += [f"{barrier} is a barrier without use: {IDLE}" for barrier in idle_barriers(kernel.asm["ttgir"])]
-    return Kernel(
-        name,
-        kernel.metadata.shared,
-        limit,
-        getattr(kernel.metadata, "tmem_size", 0),
-        int(registers[1]),
-        int(spills[1]),
-        instructions,
-        warnings,
+    return ledger.Entry(
+        name=name,
+        shared=kernel.metadata.shared,
+        tensor_memory=getattr(kernel.metadata, "tmem_size", 0) or 0,
+        registers=int(registers[1]),
+        spill_stores=int(spills[1]),
+        instructions={word: count for word, count in instructions.items() if count},
+        warnings=warnings,
+        wgmma=wgmma_lint.count(sass),
+        hazards=[list(x) for x in wgmma_lint.lint(sass)],
+        code=ledger.instructions(kernel.asm["cubin"]),
     )

@@ -1,7 +1,8 @@
 """Child processes that compile for GPUs that are not here: a target that a compiler cannot handle ends its process.
 
 With TILEWISE_TRITON in the environment, a folder with a triton, every case is compiled by that one: so `make
-test-versions` goes through the versions that are promised.
+test-versions` goes through the versions that are promised. With TILEWISE_LEDGER, a folder, what is compiled is written
+there for a new ledger, see ledger.py.
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ class Compilers:
 
     def run(self, function, triton: str, target: int, case: object, *more):
         """``function(case, *more)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
+        return self._submit(triton, target, function, case, *more)
+
+    def compile(self, function, triton: str, target: int, case: object, *more, again: bool = False):
+        """The same of a function of aot_child that compiles; again: also what the ledger has an entry for."""
+        name = " ".join(map(str, (function.__name__, triton, f"sm_{target}", case, *more)))
+        folder = os.environ.get("TILEWISE_LEDGER")
+        return self._submit(triton, target, aot_child.with_ledger, function, name, folder, again, case, *more)
+
+    def _submit(self, triton: str, target: int, function, *arguments):
         if EACH is None and triton == "3.6.0" and not TRITON_360.is_dir():
             pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
         path = EACH or (str(TRITON_360) if triton == "3.6.0" else None)
@@ -49,7 +59,7 @@ class Compilers:
                 1, multiprocessing.get_context("spawn"), aot_child.start, (divmod(target, 10), path, str(self.cache))
             )
         try:
-            return self.pool.submit(function, case, *more).result()
+            return self.pool.submit(function, *arguments).result()
         except BaseException:
             self.close()  # whatever a failed compilation leaves behind, the next one starts afresh
             raise

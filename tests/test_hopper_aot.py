@@ -14,6 +14,7 @@ import wgmma_lint
 from aot_child import compile_hopper_case, idle_barriers
 from aot_compilers import minor_version
 from helpers import Case
+from ledger import covering
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -178,16 +179,16 @@ def ceiling(triton: str, case: Case, spilled: int) -> int:
 
 
 def by_triton(runs):
-    """In this order a compiler starts once for each triton, not whenever the triton changes."""
-    return sorted(runs, key=lambda run: run[0])
+    """In this order a compiler starts once for each triton, not whenever the triton changes. Each run, with whether it
+    is compiled also where the ledger has it."""
+    runs = sorted(runs, key=lambda run: run[0])
+    again = covering([run[:2] for run in runs])
+    return [pytest.param(*run, more, id=f"{run[1]}, triton {run[0]}") for run, more in zip(runs, again, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("triton", "case", "designed", "spilled"),
-    [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in by_triton(DESIGNED)],
-)
-def test_compiled_kernels(compilers, triton, case, designed, spilled):
-    codes = compilers.run(compile_hopper_case, triton, 90, case)
+@pytest.mark.parametrize(("triton", "case", "designed", "spilled", "again"), by_triton(DESIGNED))
+def test_compiled_kernels(compilers, triton, case, designed, spilled, again):
+    codes = compilers.compile(compile_hopper_case, triton, 90, case, again=again)
     spilled = ceiling(triton, case, spilled)
     hides = case.bias or case.causal or case.window or case.mask
     names = [*(["summary_kernel", "visits_kernel"] if case.mask else []), "forward_kernel"]
@@ -201,12 +202,9 @@ def test_compiled_kernels(compilers, triton, case, designed, spilled):
         assert kernel.name != "forward_kernel" or wgmma == designed
 
 
-@pytest.mark.parametrize(
-    ("triton", "case", "designed", "spilled"),
-    [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in by_triton(BACKWARDS)],
-)
-def test_compiled_backward(compilers, triton, case, designed, spilled):
-    codes = compilers.run(compile_hopper_case, triton, 90, case, True)
+@pytest.mark.parametrize(("triton", "case", "designed", "spilled", "again"), by_triton(BACKWARDS))
+def test_compiled_backward(compilers, triton, case, designed, spilled, again):
+    codes = compilers.compile(compile_hopper_case, triton, 90, case, True, again=again)
     spilled = ceiling(triton, case, spilled)
     mask = ["summary_kernel", "visits_kernel"] if case.mask else []
     shared = ["add_up_kernel"] if case.bias == "1hmn" else []
@@ -243,7 +241,7 @@ def test_compiled_backward(compilers, triton, case, designed, spilled):
 def test_a_scale_that_is_a_power_of_two_goes_into_q(compilers, case, multiplied):
     (forward,) = (
         code.kernel
-        for code in compilers.run(compile_hopper_case, "3.6.0", 90, case)
+        for code in compilers.compile(compile_hopper_case, "3.6.0", 90, case)
         if code.kernel.name == "forward_kernel"
     )
     assert bool(forward.instructions["scaled bias"]) == multiplied

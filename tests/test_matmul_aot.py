@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from aot_child import compile_matmul
+from ledger import covering
 from matmul_helpers import Product
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -33,18 +34,21 @@ TRITON = [
 ]
 
 
-def compiled(compilers, triton, target, case, backend, **changes):
-    (kernel,) = compilers.run(compile_matmul, triton, target, case, backend, changes)
+def compiled(compilers, triton, target, case, backend, again, **changes):
+    (kernel,) = compilers.compile(compile_matmul, triton, target, case, backend, changes, again=again)
     print(kernel)
     return kernel
 
 
-@pytest.mark.parametrize(
-    ("triton", "case", "changes"),
-    [pytest.param(*run, id=f"{run[1]}{' '.join(['', *run[2]])}, triton {run[0]}") for run in HOPPER],
-)
-def test_hopper(compilers, triton, case, changes):
-    kernel, wgmma, hazards = compiled(compilers, triton, 90, case, "hopper", **changes)
+def each(runs, names, name):
+    """With whether a run is compiled also where the ledger has it."""
+    params = zip(runs, covering(runs), strict=True)
+    return pytest.mark.parametrize((*names, "again"), [pytest.param(*run, more, id=name(run)) for run, more in params])
+
+
+@each(HOPPER, ("triton", "case", "changes"), lambda run: f"{run[1]}{' '.join(['', *run[2]])}, triton {run[0]}")
+def test_hopper(compilers, triton, case, changes, again):
+    kernel, wgmma, hazards = compiled(compilers, triton, 90, case, "hopper", again, **changes)
     assert kernel.shared <= kernel.shared_limit
     assert not kernel.spill_stores, f"spills {kernel.spill_stores} bytes"
     assert not kernel.warnings
@@ -52,12 +56,9 @@ def test_hopper(compilers, triton, case, changes):
     assert wgmma == DESIGNED
 
 
-@pytest.mark.parametrize(
-    ("triton", "target", "instruction", "case"),
-    [pytest.param(*run, id=f"sm_{run[1]}, {run[3]}, triton {run[0]}") for run in TRITON],
-)
-def test_triton(compilers, triton, target, instruction, case):
-    kernel = compiled(compilers, triton, target, case, "triton")
+@each(TRITON, ("triton", "target", "instruction", "case"), lambda run: f"sm_{run[1]}, {run[3]}, triton {run[0]}")
+def test_triton(compilers, triton, target, instruction, case, again):
+    kernel = compiled(compilers, triton, target, case, "triton", again)
     assert kernel.shared <= kernel.shared_limit
     assert kernel.tensor_memory <= 512
     assert not kernel.spill_stores, f"spills {kernel.spill_stores} bytes"

@@ -15,6 +15,7 @@ import torch
 from aot_child import compile_case
 from aot_compilers import minor_version
 from helpers import Case
+from ledger import covering
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -111,12 +112,20 @@ DECODE_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("triton", "target", "D", "terms"),
-    [pytest.param(*run, id="sm_{1}, D{2}, {3}, triton {0}".format(*run)) for run in RUNS],
-)
-def test_compiled_kernels(compilers, triton, target, D, terms):
-    kernels = compilers.run(compile_case, triton, target, replace(USUAL, D=D, **TERMS[terms]))
+def each(runs):
+    """With whether a run is compiled also where the ledger has it."""
+    return pytest.mark.parametrize(
+        ("triton", "target", "D", "terms", "again"),
+        [
+            pytest.param(*run, again, id="sm_{1}, D{2}, {3}, triton {0}".format(*run))
+            for run, again in zip(runs, covering(runs), strict=True)
+        ],
+    )
+
+
+@each(RUNS)
+def test_compiled_kernels(compilers, triton, target, D, terms, again):
+    kernels = compilers.compile(compile_case, triton, target, replace(USUAL, D=D, **TERMS[terms]), again=again)
     names = [kernel.name for kernel in kernels]
     assert {"forward_kernel", "backward_kernel"} <= set(names)
     assert ("query_gradient_kernel" in names) == ("deterministic" in terms)
@@ -127,14 +136,11 @@ def test_compiled_kernels(compilers, triton, target, D, terms):
     hold(kernels, TENSOR_CORES[target], allowed)
 
 
-@pytest.mark.parametrize(
-    ("triton", "target", "D", "terms"),
-    [pytest.param(*run, id="sm_{1}, D{2}, {3}, triton {0}".format(*run)) for run in DECODE_RUNS],
-)
-def test_compiled_decoding(compilers, triton, target, D, terms):
+@each(DECODE_RUNS)
+def test_compiled_decoding(compilers, triton, target, D, terms, again):
     """Up to 16 rows, where a product of Hopper or Blackwell would compute 64, take Ampere's."""
     case = replace(DECODE, D=D, **DECODE_TERMS[terms])
-    kernels = compilers.run(compile_case, triton, target, case, False)
+    kernels = compilers.compile(compile_case, triton, target, case, False, again=again)
     assert [kernel.name for kernel in kernels] == ["forward_kernel", "merge_kernel"]
     allowed = {"forward_kernel": 12} if (target, terms) == (90, "sixteen queries, causal, mask") else {}
     allowed = ceilings(allowed, (triton, target, D, terms))
@@ -144,11 +150,11 @@ def test_compiled_decoding(compilers, triton, target, D, terms):
 def test_tf32_operands_are_rounded(compilers):
     """In float32 alone: those of 16 bits are read as they are."""
     case = replace(USUAL, D=64, dtype=torch.float32, bias="1hmn", deterministic=True)
-    kernels = compilers.run(compile_case, "3.6.0", 90, case, True, True)
+    kernels = compilers.compile(compile_case, "3.6.0", 90, case, True, True)
     assert {kernel.name for kernel in kernels if kernel.instructions["to tf32"]} == set(MAIN_KERNELS)
     hold(kernels[:1], "wgmma", {})
     hold(kernels[1:], "mma.sync", {})
-    kernels = compilers.run(compile_case, "3.6.0", 90, replace(case, dtype=torch.bfloat16), False, True)
+    kernels = compilers.compile(compile_case, "3.6.0", 90, replace(case, dtype=torch.bfloat16), False, True)
     assert not kernels[0].instructions["to tf32"]
 
 
@@ -169,7 +175,7 @@ NARROW = [
 
 @pytest.mark.parametrize(("triton", "case"), [pytest.param(*run, id=f"{run[1]}, triton {run[0]}") for run in NARROW])
 def test_narrow_values_beside_hidden_keys(compilers, triton, case):
-    hold(compilers.run(compile_case, triton, 90, case, False), "wgmma", {})
+    hold(compilers.compile(compile_case, triton, 90, case, False), "wgmma", {})
 
 
 # Constants and registers that wgmma reads as descriptors: UR6, UR7, whose upper half has swizzle and stride.

@@ -1,0 +1,173 @@
+"""What each kernel that is compiled ahead of time came to, so that it is compiled again only where something changed.
+
+`aot_ledger.json` has an entry for each kernel, under a fingerprint of all that its machine code is made from: the
+program without its comments, docstrings and line numbers, that of every function that it calls, constants, types,
+options, and the versions of Triton and ptxas. And it has, for each case of the tests, the kernels that it launched.
+
+    make ledger                            compile every case, and write the ledger anew
+    python tests/ledger.py compare HEAD    which kernels have other machine code than in that commit's ledger
+
+The second is how a change of names and rooms shows that it is one: equal bytes of instructions, without symbols and
+line tables. Where one kernel differs, compile its case again before you believe it, see `Entry.agrees`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PATH = Path(__file__).parent / "aot_ledger.json"
+DIGITS = 16  # of a hash
+SIZES = ("B", "H", "M", "N", "K", "shape")
+
+
+class Entry(NamedTuple):
+    """A compiled kernel: sizes in bytes, `instructions` a count of each of aot_child.INSTRUCTIONS that there is."""
+
+    name: str
+    shared: int
+    tensor_memory: int
+    registers: int
+    spill_stores: int
+    instructions: dict[str, int]
+    warnings: list[str]
+    wgmma: int  # in machine code
+    hazards: list[list[Any]]  # see wgmma_lint.Hazard
+    code: str  # hash of its instructions
+
+    def agrees(self, other: Entry) -> bool:
+        """But for the order of instructions: ptxas 12.8 makes now one program, now another of the largest kernel."""
+        return self._replace(code="") == other._replace(code="")
+
+
+class Ledger(NamedTuple):
+    kernels: dict[str, Entry]  # by fingerprint
+    cases: dict[str, list[str]]  # fingerprints of what a case launches, in order
+
+
+def parse(text: str) -> Ledger:
+    read = json.loads(text)
+    return Ledger({key: Entry(**x) for key, x in read["kernels"].items()}, read["cases"])
+
+
+def load() -> Ledger:
+    return parse(PATH.read_text()) if PATH.exists() else Ledger({}, {})
+
+
+def dump(ledger: Ledger) -> str:
+    """A line for each entry, in an order of its own, so that a difference of two ledgers can be read."""
+
+    def block(name: str, values: dict[str, Any]) -> str:
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(values[key])}" for key in sorted(values))
+        return f'"{name}": {{\n{lines}\n}}'
+
+    used = {key for keys in ledger.cases.values() for key in keys}
+    kernels = {key: x._asdict() for key, x in ledger.kernels.items() if key in used}
+    return f"{{\n{block('cases', ledger.cases)},\n{block('kernels', kernels)}\n}}\n"
+
+
+def program(source: str) -> str:
+    """A function's source without what no compiler reads: comments, docstring, the way that it is laid out."""
+    tree = ast.parse(source)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and ast.get_docstring(function) is not None:
+            function.body = function.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:DIGITS]
+
+
+def instructions(cubin: bytes) -> str:
+    """A hash of what a kernel's sections of code hold: neither symbols nor line tables nor their order."""
+    offset, names = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HHH", cubin, 0x3A)
+    size, count, strings = names
+    sections = [struct.unpack_from("<IIQQQQ", cubin, offset + size * i) for i in range(count)]
+    texts = sections[strings][4]
+
+    def name(section: Sequence[int]) -> bytes:
+        start = texts + section[0]
+        return cubin[start : cubin.index(b"\0", start)]
+
+    code = [cubin[x[4] : x[4] + x[5]] for x in sections if name(x).startswith(b".text.")]
+    assert all(code or [b""])
+    return hashlib.sha256(b"".join(sorted(code))).hexdigest()[:DIGITS]
+
+
+def covering(runs: Sequence[Sequence[Any]]) -> list[bool]:
+    """Whether a run is one of few that have between them every value that any run has; of a case: of its fields but
+    for sizes, which are no constants of a kernel."""
+    left = {n: set(_values(run)) for n, run in enumerate(runs)}
+    missing = set().union(*left.values())
+    while missing:
+        best = max(left, key=lambda n: len(left[n] & missing))
+        missing -= left.pop(best)
+    return [n not in left for n in range(len(runs))]
+
+
+def _values(run: Sequence[Any]) -> Iterator[tuple[object, str]]:
+    for n, x in enumerate(run):
+        if is_dataclass(x):
+            yield from ((name, repr(value)) for name, value in vars(x).items() if name not in SIZES)
+        else:
+            yield n, repr(x)
+
+
+def renew(folder: Path) -> None:
+    """Write the ledger from what compilers have left in ``folder``, a file each."""
+    found = Ledger({}, {})
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            case, kernels = json.loads(line)
+            found.cases[case] = [key for key, _ in kernels]
+            for key, entry in kernels:
+                assert found.kernels.setdefault(key, Entry(*entry)).agrees(Entry(*entry)), f"{case}: not as before"
+    assert found.cases, f"{folder}: no compiler has left anything"
+    PATH.write_text(dump(found))
+    print(f"{PATH.name}: {len(found.cases)} cases, {len(found.kernels)} kernels")
+
+
+def compare(old: Ledger, new: Ledger) -> list[str]:
+    """What differs, a line for each kernel of a case that both have."""
+    lines = []
+    for case in sorted(old.cases.keys() & new.cases.keys()):
+        before, after = ([ledger.kernels[key] for key in ledger.cases[case]] for ledger in (old, new))
+        if len(before) != len(after):
+            lines.append(f"{case}: {[x.name for x in before]} became {[x.name for x in after]}")
+            continue
+        for a, b in zip(before, after, strict=True):
+            if a.code != b.code:
+                numbers = ", ".join(
+                    f"{field} {getattr(a, field)} -> {getattr(b, field)}"
+                    for field in ("registers", "spill_stores", "shared")
+                    if getattr(a, field) != getattr(b, field)
+                )
+                lines.append(f"{case}: {b.name} has other instructions{numbers and ': ' + numbers}")
+    return lines
+
+
+def main(command: str, argument: str) -> int:
+    if command == "renew":
+        renew(Path(argument))
+        return 0
+    assert command == "compare", command
+    where = ["git", "show", f"{argument}:./{PATH.name}"]
+    old = parse(subprocess.run(where, cwd=PATH.parent, capture_output=True, text=True, check=True).stdout)
+    new = load()
+    lines = compare(old, new)
+    alone = [f"{case}: in one of them alone" for case in sorted(old.cases.keys() ^ new.cases.keys())]
+    print("\n".join([*lines, *alone, f"{len(old.cases.keys() & new.cases.keys())} cases compared"]))
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

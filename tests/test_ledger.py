@@ -1,0 +1,37 @@
+"""The ledger of compiled kernels: what it takes for the same program, and which cases are compiled all the same."""
+
+from __future__ import annotations
+
+import ledger
+from helpers import Case
+
+
+def test_a_program_is_what_a_compiler_reads():
+    program = "def f(x):\n    return x + 1\n"
+    same = 'def f(x):\n    """Adds one."""\n    # to x\n    return (x\n            + 1)\n'
+    assert ledger.program(program) == ledger.program(same)
+    assert ledger.program(program) != ledger.program(program.replace("1", "2"))
+
+
+def test_covering_runs_have_every_value():
+    runs = [("3.6.0", Case(D=D, bias=bias)) for D in (32, 64, 128) for bias in (None, "1hmn", "bhmn")]
+    runs += [("installed", Case(D=64, causal=True)), ("installed", Case(D=64, M=4000))]
+    chosen = [run for run, again in zip(runs, ledger.covering(runs), strict=True) if again]
+    assert len(chosen) < len(runs) // 2
+    assert {triton for triton, _ in chosen} == {"3.6.0", "installed"}
+    for name in ("D", "bias", "causal"):
+        assert {getattr(case, name) for _, case in chosen} == {getattr(case, name) for _, case in runs}
+
+
+def test_what_is_committed_can_be_read_and_written_again():
+    known = ledger.load()
+    assert ledger.dump(known) == ledger.PATH.read_text()
+    assert all(key in known.kernels for keys in known.cases.values() for key in keys)
+
+
+def test_a_comparison_names_what_has_other_instructions():
+    entry = ledger.Entry("forward_kernel", 1, 0, 168, 0, {}, [], 0, [], "old")
+    old = ledger.Ledger({"a": entry}, {"case": ["a"]})
+    assert not ledger.compare(old, ledger.Ledger({"b": entry._replace(name="other")}, {"case": ["b"]}))
+    slower = ledger.Ledger({"b": entry._replace(code="new", registers=255)}, {"case": ["b"]})
+    assert ledger.compare(old, slower) == ["case: forward_kernel has other instructions: registers 168 -> 255"]
