@@ -208,7 +208,7 @@ class Code(NamedTuple):
 def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
     """Every kernel that a case's forward, or its backward, launches in the hopper backend."""
     from tilewise.backends import Needs, Outputs, empty_output
-    from tilewise.backends.hopper import backward_launch, config, launch
+    from tilewise.backends.gluon.sm90 import backward_launch, config, launch
 
     _launched.clear()
     problem, inputs = _call(case)

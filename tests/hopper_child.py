@@ -36,7 +36,7 @@ class Repaired(NamedTuple):
 def repair(case: Case, share: float, value: float | None = None, where: tuple = ()) -> Repaired:
     """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
     ``value``, put it into v[where]."""
-    from tilewise.backends.hopper.launch import Forward
+    from tilewise.backends.gluon.sm90.launch import Forward
 
     x = tensors(case)
     if value is not None:
@@ -55,7 +55,7 @@ def repair(case: Case, share: float, value: float | None = None, where: tuple = 
 def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the backward knows of each query: its LSE in base 2 and -delta, (B, H, tiles · BLOCK_M); the exact delta of
     the case's o without its dlse; the sum of dQ, of which the first heads are zero; and the counters."""
-    from tilewise.backends.hopper.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
 
     x = tensors(case)
     problem, inputs = _call(case, x)
@@ -72,7 +72,7 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def early(case: Case) -> dict[str, bool]:
     """Which kernels of a backward may begin before the one before them has ended."""
-    from tilewise.backends.hopper.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
 
     x = tensors(case)
     problem, inputs = _call(case, x)

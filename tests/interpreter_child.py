@@ -80,8 +80,8 @@ def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple
 
 def summarise(case: Case) -> tuple[Tensor, Tensor, int, int]:
     """What the hopper backend's forward knows of a case's mask: bits, visits, and its tiles of queries and of keys."""
-    from tilewise.backends.hopper.config import forward_config
-    from tilewise.backends.hopper.launch import MaskSummary
+    from tilewise.backends.gluon.masks import MaskSummary
+    from tilewise.backends.gluon.sm90.config import forward_config
 
     x = tensors(case)
     problem = _problem_of(case, x)
@@ -95,8 +95,8 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 
     sparse: of blocks of 64 some are hidden and some visible.
     """
-    from tilewise.backends.hopper.config import backward_config
-    from tilewise.backends.hopper.launch import MaskSummary
+    from tilewise.backends.gluon.masks import MaskSummary
+    from tilewise.backends.gluon.sm90.config import backward_config
 
     x = tensors(case)
     problem = _problem_of(case, x)

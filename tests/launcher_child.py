@@ -26,8 +26,8 @@ def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
     given: list[tuple] = []
     driver.active.utils = SimpleNamespace(fill_tma_descriptor=lambda *args: ("map", *map(str, args)))
     if backend == "hopper":
-        from tilewise.backends.hopper.backward_launch import Backward
-        from tilewise.backends.hopper.launch import Forward
+        from tilewise.backends.gluon.sm90.backward_launch import Backward
+        from tilewise.backends.gluon.sm90.launch import Forward
     else:
         from tilewise.backends.triton.launch import Backward, Forward
 

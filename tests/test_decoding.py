@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tilewise import explain
-from tilewise.backends import hopper, triton
+from tilewise.backends import triton
+from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.triton.config import MOST_SPLITS, forward_config, splits
 from tilewise.plan import make_plan
 from tilewise.problem import Problem

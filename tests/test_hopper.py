@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise import explain
-from tilewise.backends import hopper
+from tilewise.backends.gluon import sm90 as hopper
 from tilewise.plan import make_plan
 from tilewise.problem import Operand, Problem, irregular
 from tilewise.score.terms import Band, Score

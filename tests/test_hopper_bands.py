@@ -15,7 +15,8 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import backward_launch, config, masked_tiles, score, work
+from tilewise.backends.gluon import score
+from tilewise.backends.gluon.sm90 import backward_launch, backward_scheduler, config, mask_tiles
 
 
 class Tile:
@@ -43,12 +44,12 @@ def plain(monkeypatch):
         minimum=minimum, maximum=max, where=where, constexpr=lambda x: x, SliceLayout=lambda *_: None,
         arange=lambda start, end, _: torch.arange(start, end),
     )  # fmt: skip
-    for module in (work, score, masked_tiles):
+    for module in (backward_scheduler, score, mask_tiles):
         monkeypatch.setattr(module, "gl", gl)
-    monkeypatch.setattr(work, "query_tiles", tiles.query_tiles)
+    monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
     for name in ("head_and_tile", "heads_at_once", "groups_of_sharers"):
-        monkeypatch.setattr(work, name, getattr(work, name).fn)
-    monkeypatch.setattr(masked_tiles, "in_band", score.in_band.fn)
+        monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
+    monkeypatch.setattr(mask_tiles, "in_band", score.in_band.fn)
 
 
 BANDS = [Band(), Band(None, 3), Band(None, 193), Band(-200, 70), Band(-50, None), Band(300, 400), Band(-64, 0)]
@@ -74,11 +75,11 @@ def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys,
     seen = (col <= row + hi) & (col >= row + lo)
     found = torch.zeros(sizes.key_tiles * c.BLOCK_N, sizes.row_tiles * c.BLOCK_M)
     for program in range(sizes.key_tiles):
-        mine = work.work_at.fn(program, 0, terms, sizes, c)
+        mine = backward_scheduler.work_at.fn(program, 0, terms, sizes, c)
         for i in range(mine.end - mine.begin):
-            m, cut = work.visit_at.fn(i, None, mine, c)
+            m, cut = backward_scheduler.visit_at.fn(i, None, mine, c)
             for m0 in range(m * c.BLOCK_M, (m + 1) * c.BLOCK_M, c.STRIP_M):
-                p_tile = masked_tiles.visible.fn(Tile(c.BLOCK_N, c.STRIP_M), None, cut, mine, m0, terms, sizes, c)
+                p_tile = mask_tiles.visible.fn(Tile(c.BLOCK_N, c.STRIP_M), None, cut, mine, m0, terms, sizes, c)
                 found[mine.n0 : mine.n0 + c.BLOCK_N, m0 : m0 + c.STRIP_M] += getattr(p_tile, "ones", p_tile)
     assert torch.equal(found[:keys, :queries], seen.float())
     assert not found[keys:, :queries].any()

@@ -15,8 +15,8 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import launch
-from tilewise.backends.hopper.config import backward_config, forward_config
+from tilewise.backends.gluon.sm90 import launch
+from tilewise.backends.gluon.sm90.config import backward_config, forward_config
 
 
 def of(scale, dtype, **changes):

@@ -14,7 +14,7 @@ from tilewise.layouts.nvmma import nvmma_shared_layout
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import query_sums
+from tilewise.backends.gluon.sm90 import dq_accum
 
 # rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions, of strips
 TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8)]
@@ -24,10 +24,10 @@ TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 
 def plain(monkeypatch):
     """The functions of the kernels as Python functions; that no register moves is for the compiler to check."""
     gl = SimpleNamespace(convert_layout=lambda x, *_, **__: x, constexpr=lambda x: x, BlockedLayout=lambda *_: None)
-    monkeypatch.setattr(query_sums, "gl", gl)
-    monkeypatch.setattr(query_sums, "COLS", 32)
-    monkeypatch.setattr(query_sums, "in_order", lambda _: None)
-    monkeypatch.setattr(query_sums, "accumulator", lambda *_: None)
+    monkeypatch.setattr(dq_accum, "gl", gl)
+    monkeypatch.setattr(dq_accum, "COLS", 32)
+    monkeypatch.setattr(dq_accum, "in_order", lambda _: None)
+    monkeypatch.setattr(dq_accum, "accumulator", lambda *_: None)
 
 
 def held(lane, warp, register, rows, columns, warps):
@@ -41,7 +41,7 @@ def held(lane, warp, register, rows, columns, warps):
 @pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
 def test_neighbours_are_registers_then_lanes_then_warps(rows, columns, warps):
     tile = torch.arange(rows * columns).view(rows, columns)
-    flat = query_sums.as_threads_hold_it.fn(tile, warps)
+    flat = dq_accum.as_threads_hold_it.fn(tile, warps)
     assert flat.shape == (rows * columns // 32, 32)
     order = flat.flatten().tolist()
     for register in range(rows * columns // (32 * warps)):
@@ -55,7 +55,7 @@ def test_neighbours_are_registers_then_lanes_then_warps(rows, columns, warps):
 @pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
 def test_rows_come_back(rows, columns, warps):
     tile = torch.arange(rows * columns).view(rows, columns)
-    assert torch.equal(query_sums.as_rows.fn(query_sums.as_threads_hold_it.fn(tile, warps), rows, warps), tile)
+    assert torch.equal(dq_accum.as_rows.fn(dq_accum.as_threads_hold_it.fn(tile, warps), rows, warps), tile)
 
 
 def passes(rows, columns, places, width):

@@ -14,8 +14,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import movers, query_sums
-from tilewise.backends.hopper.pipeline import Ring
+from tilewise.backends.gluon.pipeline import Ring
+from tilewise.backends.gluon.sm90 import dq_accum, producers
 
 COMPUTES, ADDS, FETCHES = "computes", "adds", "fetches"
 
@@ -159,14 +159,14 @@ def test_every_part_of_dq_is_added_once(
         "key_tiles": lambda *_: (0, 0, 0, 0),
         "count_up": lambda at: counted.append((at, len(left))),
         "count_stored": lambda at: counted.append((at, len(left))),
-        "add_queries": query_sums.add_queries.fn,
-        **{name: getattr(movers, name).fn for name in ("fetch_keys", "store_keys", "say_done")},
+        "add_queries": dq_accum.add_queries.fn,
+        **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys", "say_done")},
         **dict.fromkeys(
             ("warps_barrier", "fence_async_shared", "wait_stored", "wait_count", "wait_zeroed"), lambda *_: None
         ),
     }
     for name, stub in stubs.items():
-        for module in (query_sums, movers):
+        for module in (dq_accum, producers):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stub)
     c = SimpleNamespace(
@@ -175,7 +175,7 @@ def test_every_part_of_dq_is_added_once(
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=works, row_tiles=visits, queries=64 * visits, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    queries = query_sums.Queries(Slot(), Barrier(), Barrier(), Barriers(key_stages))
+    queries = dq_accum.Queries(Slot(), Barrier(), Barrier(), Barriers(key_stages))
     x = SimpleNamespace(dq=None, visits=None, k="k", v="v", dk="dk", dv="dv")
     shared = SimpleNamespace(k=Slot(), v=Slot())
     tiles = [
@@ -192,14 +192,14 @@ def test_every_part_of_dq_is_added_once(
                 assert [n for kind, n in kept if kind == name and n % key_stages == slot][-1] == work
             for tile in tiles[work] if by_tma else []:  # from registers they are atomic additions of their own
                 for part in range(parts):
-                    query_sums.release_part.fn((tile, part), x, queries, tile, step, part, c)
-                    query_sums.send_part.fn(queries, c)
+                    dq_accum.release_part.fn((tile, part), x, queries, tile, step, part, c)
+                    dq_accum.send_part.fn(queries, c)
                 step += 1
             roles.is_late()
             stored.append(work)
-            query_sums.say_stored.fn(queries, slot, c)
+            dq_accum.say_stored.fn(queries, slot, c)
 
-    adds, fetches = movers.add.fn, movers.background.fn
+    adds, fetches = producers.add.fn, producers.background.fn
     roles.run(**{
         COMPUTES: computes,
         ADDS: lambda: adds(x, keys, values, queries, shared, None, 0, terms, sizes, c),

@@ -18,10 +18,16 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends import hopper
-from tilewise.backends.hopper import backward_launch, launch
-from tilewise.backends.hopper.bias_gradient import reduction
-from tilewise.backends.hopper.config import SHARED_MEMORY, backward_config, backward_width, bias_tile, forward_config
+from tilewise.backends.gluon import sm90
+from tilewise.backends.gluon.sm90 import backward_launch, launch
+from tilewise.backends.gluon.sm90.config import (
+    SHARED_MEMORY,
+    backward_config,
+    backward_width,
+    bias_tile,
+    forward_config,
+)
+from tilewise.backends.gluon.sm90.dbias import reduction
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 A_MULTIPROCESSOR = 228 * 1024  # one KiB of it goes with each program
@@ -79,11 +85,11 @@ def problems():
 def test_every_structure_has_room():
     taken = declined = 0
     for problem in problems():
-        assert hopper.declines(problem) is None
+        assert sm90.declines(problem) is None
         forward = forward_bytes(problem) + BESIDE
         assert forward <= SHARED_MEMORY, (problem, forward)
         assert forward_config(problem).programs * (forward + 1024) <= A_MULTIPROCESSOR, problem
-        if hopper.declines_backward(problem) is not None:
+        if sm90.declines_backward(problem) is not None:
             declined += 1
             continue
         taken += 1

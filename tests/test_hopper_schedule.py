@@ -16,8 +16,9 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import launch, schedule
-from tilewise.backends.hopper.config import forward_config
+from tilewise.backends.gluon import tile_scheduler
+from tilewise.backends.gluon.sm90 import launch
+from tilewise.backends.gluon.sm90.config import forward_config
 
 CAUSAL, LEFT, WINDOW = Band(None, 0), Band(-100, None), Band(-100, 30)
 
@@ -26,8 +27,8 @@ CAUSAL, LEFT, WINDOW = Band(None, 0), Band(-100, None), Band(-100, 30)
 def plain(monkeypatch):
     """The function of the kernel as a Python function."""
     gl = SimpleNamespace(minimum=min, maximum=max, where=lambda c, x, y: x if c else y, constexpr=lambda x: x)
-    monkeypatch.setattr(schedule, "gl", gl)
-    monkeypatch.setattr(schedule, "key_tiles", tiles.key_tiles)
+    monkeypatch.setattr(tile_scheduler, "gl", gl)
+    monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
 
 
 def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
@@ -49,7 +50,7 @@ def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
 def walk(*problem):
     """The tiles in their order, and how many heads run together."""
     terms, sizes, c = known(*problem)
-    return [schedule.tile_at.fn(t, None, terms, sizes, c) for t in range(sizes.tiles)], sizes.at_once
+    return [tile_scheduler.tile_at.fn(t, None, terms, sizes, c) for t in range(sizes.tiles)], sizes.at_once
 
 
 @pytest.mark.parametrize("band", [Band(), CAUSAL, LEFT, WINDOW], ids=str)
@@ -90,15 +91,15 @@ def test_what_a_warpgroup_leaves_out_or_does_not_mask(D, bias, M, N, band):
     assert bool(c.STEPS_OVER) is (64 * c.WARPGROUPS > c.BLOCK_N)
     left = 0
     for t in range(sizes.tiles):
-        tile = schedule.tile_at.fn(t, None, terms, sizes, c)
+        tile = tile_scheduler.tile_at.fn(t, None, terms, sizes, c)
         for w in range(c.WARPGROUPS):
             rows = range(tile.row0 + 64 * w, min(tile.row0 + 64 * w + 64, M))
-            first = schedule.first_visit.fn(tile, terms, c, w)
-            full = schedule.first_full.fn(tile, first)
+            first = tile_scheduler.first_visit.fn(tile, terms, c, w)
+            full = tile_scheduler.first_full.fn(tile, first)
             assert 0 <= first < full <= tile.count
             last_keys = [min(row + terms.hi, N - 1) for row in rows]
             for i in range(tile.count):
-                n0 = schedule.visit_at.fn(i, tile, c).n * c.BLOCK_N
+                n0 = tile_scheduler.visit_at.fn(i, tile, c).n * c.BLOCK_N
                 if i < first:
                     assert all(last < n0 for last in last_keys)
                 elif i >= full:

@@ -18,19 +18,21 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import backward_launch, bias_gradient, config, movers, score, shared_bias, work
+from tilewise.backends.gluon import score
+from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce, producers
+from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions."""
     gl = SimpleNamespace(minimum=min, maximum=max, where=lambda c, x, y: x if c else y, constexpr=lambda x: x)
-    for module in (work, shared_bias):
+    for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
-    monkeypatch.setattr(work, "query_tiles", tiles.query_tiles)
+    monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
     for name in ("head_and_tile", "group_of", "heads_at_once", "groups_of_sharers", "groups", "done_at"):
-        monkeypatch.setattr(work, name, getattr(work, name).fn)
-    for module, name in ((shared_bias, "ROWS"), (shared_bias, "COLS")):
+        monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
+    for module, name in ((dbias_reduce, "ROWS"), (dbias_reduce, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)
 
 
@@ -52,7 +54,7 @@ def kernel_arguments(p):
     lo, hi = tiles.limits(p.score.band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
     c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
-    assert work.groups(sizes, c) == groups
+    assert scheduler.groups(sizes, c) == groups
     return terms, sizes, c
 
 
@@ -78,13 +80,13 @@ def test_every_tile_has_one_program_and_sharers_are_one_group():
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
         seen = set()
-        for group in range(work.groups(sizes, c)):
-            members = [work.work_at.fn(group, r, terms, sizes, c) for r in range(c.SHARERS)]
+        for group in range(scheduler.groups(sizes, c)):
+            members = [scheduler.work_at.fn(group, r, terms, sizes, c) for r in range(c.SHARERS)]
             assert len({(w.n0, w.begin, w.end, *bias_of(p, w)) for w in members}) == 1
             seen |= {(w.b, w.hk, w.n0) for w in members}
         heads = itertools.product(range(p.batch), range(p.kv_heads), range(0, p.keys, c.BLOCK_N))
         assert seen == set(heads)
-        assert len(seen) == work.groups(sizes, c) * c.SHARERS
+        assert len(seen) == scheduler.groups(sizes, c) * c.SHARERS
         assert c.SHARERS in (1, 2, 4, 8)
         assert (c.DBIAS == "share") == ((p.bias.batch, p.bias.heads) != (p.batch, p.heads))
 
@@ -93,32 +95,32 @@ def test_a_group_is_found_by_its_work():
     for p in PROBLEMS:
         _, sizes, c = kernel_arguments(p)
         heads = p.batch * p.kv_heads // c.SHARERS
-        places = {work.head_and_tile(group, sizes, c): group for group in range(work.groups(sizes, c))}
+        places = {scheduler.head_and_tile(group, sizes, c): group for group in range(scheduler.groups(sizes, c))}
         assert set(places) == set(itertools.product(range(heads), range(sizes.key_tiles)))
         for (head, tile), group in places.items():
-            assert work.group_of(head, tile, sizes, c) == group
+            assert scheduler.group_of(head, tile, sizes, c) == group
 
 
 def test_groups_that_share_a_bias_form_a_chain():
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
         chains = {}
-        for group in range(work.groups(sizes, c)):
-            w = work.work_at.fn(group, 0, terms, sizes, c)
-            before = work.sharers_before.fn(group, sizes, c)
+        for group in range(scheduler.groups(sizes, c)):
+            w = scheduler.work_at.fn(group, 0, terms, sizes, c)
+            before = scheduler.sharers_before.fn(group, sizes, c)
             assert before == chains.get((w.n0, *bias_of(p, w)), -1)
             chains[w.n0, *bias_of(p, w)] = group
-        assert (c.DBIAS == "share" and len(chains) < work.groups(sizes, c)) == c.ADDS
+        assert (c.DBIAS == "share" and len(chains) < scheduler.groups(sizes, c)) == c.ADDS
 
 
 @pytest.mark.parametrize("of_kernel", [False, True])
 def test_pieces_cover_a_group(monkeypatch, of_kernel):
     """Every piece is added up once, by the parts of a group's programs or of the kernel for the last groups."""
-    monkeypatch.setattr(shared_bias, "_piece", shared_bias._piece.fn)
+    monkeypatch.setattr(dbias_reduce, "_piece", dbias_reduce._piece.fn)
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
-        w = work.work_at.fn(0, 0, terms, sizes, c)
-        per_tile = (c.BLOCK_M // shared_bias.ROWS) * (c.BLOCK_N // shared_bias.COLS)
+        w = scheduler.work_at.fn(0, 0, terms, sizes, c)
+        per_tile = (c.BLOCK_M // dbias_reduce.ROWS) * (c.BLOCK_N // dbias_reduce.COLS)
         parts = per_tile if of_kernel else c.SHARERS
         each = per_tile // parts
         count = sizes.group * (w.end - w.begin) * each
@@ -126,15 +128,15 @@ def test_pieces_cover_a_group(monkeypatch, of_kernel):
         for part in range(parts):
             m, g, sum_of = w.end - 1, 0, set()
             for u in range(count):
-                step, j = shared_bias._piece(u, w, sizes, each, c)
-                assert step == work.step_of.fn(m, g, w)
-                row, col = shared_bias._place_in_tile.fn(j, part, each, c)
+                step, j = dbias_reduce._piece(u, w, sizes, each, c)
+                assert step == scheduler.step_of.fn(m, g, w)
+                row, col = dbias_reduce._place_in_tile.fn(j, part, each, c)
                 sum_of.add((m, *bias_of(p, w, g), row, col))
                 if not c.GROUP_SHARES or g == p.group - 1:
                     (element,) = sum_of  # one element of dBias is added up at a time
                     found[element] = found.get(element, 0) + 1
                     sum_of = set()
-                m, g = shared_bias._tile_after.fn(u, m, g, w, sizes, each, c)
+                m, g = dbias_reduce._tile_after.fn(u, m, g, w, sizes, each, c)
             assert not sum_of
         heads = 1 if c.GROUP_SHARES else p.group
         assert len(found) == heads * (w.end - w.begin) * per_tile
@@ -158,9 +160,9 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
             assert sizes.zeroed == p.batch * p.kv_heads
             continue
         programs = {}
-        for n in range(work.groups(sizes, c)):
-            w = work.work_at.fn(n, 0, terms, sizes, c)
-            head, tile = work.head_and_tile(n, sizes, c)
+        for n in range(scheduler.groups(sizes, c)):
+            w = scheduler.work_at.fn(n, 0, terms, sizes, c)
+            head, tile = scheduler.head_and_tile(n, sizes, c)
             assert (head, tile) == (w.b * p.kv_heads + w.hk, w.n0 // c.BLOCK_N)
             programs.setdefault(head, []).append(n)
         assert all(len(found) == sizes.key_tiles for found in programs.values())
@@ -173,16 +175,16 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
 def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):
     """Others, which share a bias, trainable or not, do not know which head comes later."""
     called = []
-    monkeypatch.setattr(movers, "zero_ahead", lambda *arguments: called.append("zeroes"))
-    monkeypatch.setattr(movers, "add_up_earlier", lambda *arguments: called.append("adds up"))
-    monkeypatch.setattr(movers, "gl", SimpleNamespace(program_id=lambda _: 0, to_tensor=lambda x: x))
-    monkeypatch.setattr(movers, "all_works", lambda _: 1)
-    monkeypatch.setattr(movers, "next_ticket", lambda ticket, t, *_: t)
-    monkeypatch.setattr(movers, "fetch_keys", lambda *arguments: None)
+    monkeypatch.setattr(producers, "zero_ahead", lambda *arguments: called.append("zeroes"))
+    monkeypatch.setattr(producers, "add_up_earlier", lambda *arguments: called.append("adds up"))
+    monkeypatch.setattr(producers, "gl", SimpleNamespace(program_id=lambda _: 0, to_tensor=lambda x: x))
+    monkeypatch.setattr(producers, "all_works", lambda _: 1)
+    monkeypatch.setattr(producers, "next_ticket", lambda ticket, t, *_: t)
+    monkeypatch.setattr(producers, "fetch_keys", lambda *arguments: None)
     for p, trainable in itertools.product(PROBLEMS, [False, True]):
         p = replace(p, bias_grad=trainable)
         terms, sizes, c = kernel_arguments(p)
-        movers.background.fn(None, None, None, None, None, None, None, None, terms, sizes, c)
+        producers.background.fn(None, None, None, None, None, None, None, None, terms, sizes, c)
         shared = p.bias.batch * p.bias.heads < p.batch * p.heads
         assert called == (["adds up"] if c.DBIAS == "share" else ["zeroes"] if c.SHARERS == 1 else [])
         assert ("none" if not trainable else "share" if shared else "store") == c.DBIAS
@@ -195,12 +197,12 @@ def test_counters_do_not_overlap(deterministic):
     for bias, group in itertools.product(["bhmn", "1hmn", "11mn"], [1, 3]):
         p = problem(4, 2 * group, 2, 700, 1023, bias, deterministic=deterministic)
         _, sizes, c = kernel_arguments(p)
-        groups, shares = work.groups(sizes, c), c.DBIAS == "share"
-        at = work.counters_at.fn(0, sizes, c)
+        groups, shares = scheduler.groups(sizes, c), c.DBIAS == "share"
+        at = scheduler.counters_at.fn(0, sizes, c)
         assert (at.zeroed, at.done, at.turns) == (0, 8, 16)
         assert at.ended == at.turns + deterministic * 4 * p.heads * sizes.row_tiles
         assert at.summed == at.ended + groups
-        assert work.counters(sizes, groups, deterministic, shares) == at.ended + (2 * groups if shares else 1)
+        assert scheduler.counters(sizes, groups, deterministic, shares) == at.ended + (2 * groups if shares else 1)
         assert shares or at.tickets == at.ended
 
 
@@ -209,9 +211,9 @@ def test_turns_count_the_tiles_of_keys_before():
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
         turns = {}
-        for group in range(work.groups(sizes, c)):
+        for group in range(scheduler.groups(sizes, c)):
             for member in range(c.SHARERS):
-                w = work.work_at.fn(group, member, terms, sizes, c)
+                w = scheduler.work_at.fn(group, member, terms, sizes, c)
                 for m in range(w.begin, w.end):
                     m0 = m * c.BLOCK_M
                     rows = min(c.BLOCK_M, p.queries - m0)
@@ -225,33 +227,37 @@ def test_no_program_waits_for_a_later_one():
     """A group's place in the ring is free when earlier groups have been added up; the last groups are the kernel's."""
     for p in PROBLEMS:
         _, sizes, c = kernel_arguments(p)
-        count = work.groups(sizes, c)
+        count = scheduler.groups(sizes, c)
         last = min(sizes.lag, count)
         for group in range(count):
             if group >= sizes.ring:
                 assert group - sizes.ring + sizes.lag < group
                 assert group - sizes.ring < count - last
-        assert bias_gradient.sharing(p).programs == c.SHARERS
+        assert dbias.sharing(p).programs == c.SHARERS
 
 
 @pytest.mark.parametrize("mask", ["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"])
 @pytest.mark.parametrize("bias", ["1hmn", "b1mn", "11mn", "bkmn"])
 def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask):
     """The state that `stored_by` reads is that of the tile which the sharer visits."""
-    gl = SimpleNamespace(**vars(work.gl), cast=lambda x, dtype: x, int32=torch.int32, int64=None, sum=torch.sum)
+    gl = SimpleNamespace(**vars(scheduler.gl), cast=lambda x, dtype: x, int32=torch.int32, int64=None, sum=torch.sum)
     gl.arange = lambda start, end, layout: torch.arange(start, end)
     gl.BlockedLayout = lambda *layout: layout
     gl.load = lambda at: states.flatten()[at]
-    for module in (work, shared_bias, score):
+    for module in (scheduler, dbias_reduce, score):
         monkeypatch.setattr(module, "gl", gl)
-    for module, name in ((work, "work_at"), (work, "tile_of_mask"), (shared_bias, "tile_of_mask")):
+    for module, name in (
+        (scheduler, "work_at"),
+        (scheduler, "tile_of_mask"),
+        (dbias_reduce, "tile_of_mask"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name).fn)
-    monkeypatch.setattr(shared_bias, "work_at", work.work_at)
-    monkeypatch.setattr(work, "mask_of", score.mask_of.fn)
+    monkeypatch.setattr(dbias_reduce, "work_at", scheduler.work_at)
+    monkeypatch.setattr(scheduler, "mask_of", score.mask_of.fn)
     generator = torch.Generator().manual_seed(0)
     for (B, group, Hkv), band in itertools.product([(4, 1, 3), (3, 2, 2), (1, 4, 8), (16, 1, 2)], BANDS):
         p = problem(B, group * Hkv, Hkv, 239, 432, bias, band, mask=mask)
-        if bias_gradient.reduction(p) != "share":
+        if dbias.reduction(p) != "share":
             continue
         terms, sizes, c = kernel_arguments(p)
         tiles_of_rows = -(-p.mask.rows // c.BLOCK_M)
@@ -259,10 +265,10 @@ def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask
             0, 3, (p.mask.batch, p.mask.heads, sizes.key_tiles, tiles_of_rows), generator=generator, dtype=torch.int8
         )
         shares = SimpleNamespace(states=0)
-        for n in range(work.groups(sizes, c)):
-            members = [work.work_at(n, r, terms, sizes, c) for r in range(c.SHARERS)]
+        for n in range(scheduler.groups(sizes, c)):
+            members = [scheduler.work_at(n, r, terms, sizes, c) for r in range(c.SHARERS)]
             for g, m in itertools.product(range(group), range(members[0].begin, members[0].end)):
-                stored = shared_bias.stored_by.fn(shares, n, m, g, terms, sizes, c)
+                stored = dbias_reduce.stored_by.fn(shares, n, m, g, terms, sizes, c)
                 for r, w in enumerate(members):
                     head = (w.hk * group + g) // (p.heads // p.mask.heads)
                     of = states[w.b if p.mask.batch > 1 else 0, head, w.n0 // c.BLOCK_N]
@@ -284,7 +290,7 @@ def test_a_program_has_no_work_before_it_runs(monkeypatch):
         "hand_out": lambda _, nth, ticket: handed.append((nth, ticket)),
     }  # fmt: skip
     for name, stub in stubs.items():
-        monkeypatch.setattr(movers, name, stub)
-    movers.load.fn(None, None, None, None, None, None, SimpleNamespace(DYNAMIC=True))
+        monkeypatch.setattr(producers, name, stub)
+    producers.load.fn(None, None, None, None, None, None, SimpleNamespace(DYNAMIC=True))
     assert loaded == [2, 3, 4, 5]
     assert handed == [(0, 2), (1, 3), (2, 4), (3, 5), (4, 6)]

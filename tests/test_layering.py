@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tilewise
+from tilewise.plan import BACKENDS, backend_module
 
 PACKAGE = Path(tilewise.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -33,7 +34,8 @@ ROOMS = {
     "tilewise.backends.cpu": BACKEND,
     "tilewise.backends.launcher": set(),
     "tilewise.backends.products": set(),
-    "tilewise.backends.hopper": TRITON_BACKEND,
+    "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
+    "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,
     "tilewise.plan": {"tilewise.problem"},
     "tilewise.operators": set(),  # what PyTorch's tools ask of the operators: torch alone is needed to tell them
@@ -44,7 +46,8 @@ ROOMS = {
         "tilewise.blocks",
         "tilewise.operators",
         "tilewise.backends",
-        "tilewise.backends.hopper",
+        "tilewise.backends.gluon",
+        "tilewise.backends.gluon.sm90",
         "tilewise.quantities",
         "tilewise.tensors",
         *SHARED,
@@ -53,7 +56,7 @@ ROOMS = {
 }
 TRITON_ROOMS = {
     *SHARED,
-    "tilewise.backends.hopper",
+    "tilewise.backends.gluon",
     "tilewise.backends.triton",
     "tilewise.blocks",
 }
@@ -100,14 +103,15 @@ def test_arrows_run_one_way(module):
 
 
 def test_every_backend_has_a_room():
-    backends = {".".join(name.split(".")[:3]) for name in MODULES if name.startswith("tilewise.backends.")}
-    assert backends == {room for room in ROOMS if room.startswith("tilewise.backends.")}
-    backends -= SHARED
+    """And imports no other; that kernels in Gluon have one room in common is no backend's own."""
+    rooms = {room_of(name) for name in MODULES if name.startswith("tilewise.backends.")}
+    assert rooms == {room for room in ROOMS if room.startswith("tilewise.backends.")}
+    backends = {backend_module(name).__name__ for name in BACKENDS}
+    assert backends == rooms - SHARED - {"tilewise.backends.gluon"}
     for backend in backends:
-        others = backends - {backend}
         for name in MODULES:
             if inside(name, backend):
-                found = [i for i in imports(MODULES[name]) if any(inside(i, other) for other in others)]
+                found = [i for i in imports(MODULES[name]) if room_of(i) in backends - {backend}]
                 assert not found, f"{name} imports {found}"
 
 

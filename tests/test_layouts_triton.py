@@ -18,7 +18,7 @@ import torch
 import wgmma_proof
 
 from tilewise import problem
-from tilewise.backends.hopper import config as hopper_config
+from tilewise.backends.gluon.sm90 import config as hopper_config
 from tilewise.layouts import (
     LayoutError,
     LinearLayout,

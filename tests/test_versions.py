@@ -35,7 +35,7 @@ def test_the_assembler_of_kernels_in_gluon(monkeypatch):
     from triton import knobs
 
     from tilewise.backends import launcher
-    from tilewise.backends.hopper import forward_kernel as hopper
+    from tilewise.backends.gluon.sm90 import forward_kernel as hopper
     from tilewise.backends.triton import forward_kernel as portable
 
     def path(kernel):

@@ -12,6 +12,8 @@ from tilewise.problem import Problem
 # In order of preference. The oracle is for tests: only an explicit backend= reaches it.
 AUTOMATIC = ("hopper", "triton", "cpu")
 BACKENDS = (*AUTOMATIC, "oracle")
+# Where a backend is, if not in tilewise.backends under its own name.
+_MODULES = {"hopper": "gluon.sm90"}
 # Whose backward a backend takes where its own declines; o and the LSE are all that it needs of the forward.
 GRADIENTS = {"hopper": "triton"}
 
@@ -52,7 +54,7 @@ def check_backend(name: str | None) -> None:
 def backend_module(name: str) -> ModuleType:
     """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)`` and ``backward(...)``; in
     `GRADIENTS` also ``declines_backward(problem)``."""
-    return importlib.import_module(f"tilewise.backends.{name}")
+    return importlib.import_module(f"tilewise.backends.{_MODULES.get(name, name)}")
 
 
 def declines(name: str, problem: Problem) -> str | None:

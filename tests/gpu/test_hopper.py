@@ -13,9 +13,9 @@ from helpers import Case, check, hold, reference, run, tensors
 
 from tilewise import attention, explain
 from tilewise.backends import Inputs
-from tilewise.backends.hopper.backward_launch import _sizes
-from tilewise.backends.hopper.config import backward_config, forward_config
-from tilewise.backends.hopper.launch import Forward, multiprocessors
+from tilewise.backends.gluon.sm90.backward_launch import _sizes
+from tilewise.backends.gluon.sm90.config import backward_config, forward_config
+from tilewise.backends.gluon.sm90.launch import Forward, multiprocessors
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.backends.hopper.tensors import DTYPES
+from tilewise.backends.gluon.tensors import DTYPES
 from tilewise.backends.launcher import Launch, Strided, bound
 from tilewise.blocks.matmul.config import HopperConfig, c_first, c_spread, hopper_config, lies
 from tilewise.blocks.matmul.hopper_kernel import Compiled, Sizes, Spread, matmul_kernel

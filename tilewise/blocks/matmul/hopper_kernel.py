@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.backends.hopper.compat import tma_load, tma_store
-from tilewise.backends.hopper.pipeline import (
+from tilewise.backends.gluon.compat import tma_load, tma_store
+from tilewise.backends.gluon.pipeline import (
     Ring,
     fill,
     leave_after_loads,

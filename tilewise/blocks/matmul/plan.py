@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.backends.hopper import declines_device
+from tilewise.backends.gluon.sm90 import declines_device
 from tilewise.blocks.matmul.config import declines_tma
 from tilewise.blocks.matmul.problem import Product
 

@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.backends.hopper.compat import tma_load, warps_barrier
-from tilewise.backends.hopper.pipeline import count_up, wait_count
-from tilewise.backends.hopper.work import counters_at, sharers_before, tile_of_mask, work_at
+from tilewise.backends.gluon.compat import tma_load, warps_barrier
+from tilewise.backends.gluon.pipeline import count_up, wait_count
+from tilewise.backends.gluon.sm90.backward_scheduler import counters_at, sharers_before, tile_of_mask, work_at
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
 COLS = gl.constexpr(64)

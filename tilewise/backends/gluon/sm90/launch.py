@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
-from tilewise.backends.hopper.config import ROWS, Config, forward_config, most_registers, padded
-from tilewise.backends.hopper.forward_kernel import Compiled, forward_kernel
-from tilewise.backends.hopper.mask_kernels import Masking, summary_kernel, visits_kernel
-from tilewise.backends.hopper.repair_kernel import Repair, repair_kernel
-from tilewise.backends.hopper.schedule import Sizes
-from tilewise.backends.hopper.score import Terms
-from tilewise.backends.hopper.tensors import descriptor
+from tilewise.backends.gluon.masks import MaskSummary
+from tilewise.backends.gluon.score import Terms
+from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
+from tilewise.backends.gluon.sm90.forward_kernel import Compiled, forward_kernel
+from tilewise.backends.gluon.sm90.repair_kernel import Repair, repair_kernel
+from tilewise.backends.gluon.tensors import descriptor
+from tilewise.backends.gluon.tile_scheduler import Sizes
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
@@ -80,51 +77,6 @@ class Forward:
             if self.repair is not None:
                 self.repair(q, k, v, bias, mask, o, lse)
         return Outputs(o, lse)
-
-
-class MaskSummary:
-    """What a kernel must know of a mask, for one problem and one layout of the mask.
-
-    by_keys: tiles of keys visit tiles of queries, as in the backward, not the other way round.
-    """
-
-    def __init__(self, problem: Problem, mask: Tensor, block_n: int, warpgroups: int, by_keys: bool = False):
-        p, (batch, heads, rows, _) = problem, mask.shape
-        key_tiles, row_tiles = -(-p.keys // block_n), -(-p.queries // (warpgroups * ROWS))
-        chunks, turns = -(-rows // ROWS), by_keys and p.deterministic
-
-        def workspace(*shape: int, dtype: torch.dtype = torch.int32) -> Callable[[], Tensor]:
-            return allocation(torch.empty(batch * heads, *shape, dtype=dtype, device="meta"), mask.device)
-
-        if by_keys:
-            programs, others = key_tiles, row_tiles
-            self.bits_like = torch.empty(
-                batch * heads * key_tiles * chunks * 2 * block_n, dtype=torch.int32, device="meta"
-            )
-            self.bits = allocation(self.bits_like, mask.device)
-            self.states = workspace(key_tiles, chunks, dtype=torch.int8)
-        else:
-            programs, others = row_tiles, key_tiles
-            self.bits = workspace(rows, key_tiles, 4)
-            self.states = workspace(chunks, key_tiles, dtype=torch.int8)
-        self.visits = workspace(programs, 1 + (2 if turns else 1) * others)
-        values = (block_n, warpgroups, rows > 1, 1 << (others - 1).bit_length(), by_keys, turns)
-        c = Masking(*(gl.constexpr(x) for x in values))
-        self.summarise = Launch(
-            summary_kernel, batch * heads * chunks * key_tiles, (strided(mask), POINTER, POINTER),
-            (heads, rows, p.keys, c), num_warps=4,
-        )  # fmt: skip
-        self.list = Launch(
-            visits_kernel, batch * heads * programs, (POINTER, POINTER),
-            (p.queries, p.keys, *limits(p.score.band), c), num_warps=4,
-        )  # fmt: skip
-
-    def __call__(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bits, visits and states, see `mask_kernels`."""
-        bits, states, visits = self.bits(), self.states(), self.visits()
-        self.summarise(mask, bits, states)
-        self.list(states, visits)
-        return bits, visits, states
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.backends.hopper.compat import tma_store
-from tilewise.backends.hopper.pipeline import (
+from tilewise.backends.gluon.compat import tma_store
+from tilewise.backends.gluon.pipeline import (
     Ring,
     fill,
     leave,
@@ -31,20 +31,16 @@ from tilewise.backends.hopper.pipeline import (
     take_turn,
     wait_full,
 )
-from tilewise.backends.hopper.schedule import first_full, first_visit, hand_out, next_ticket, tile_at, visit_at
-from tilewise.backends.hopper.score import (
+from tilewise.backends.gluon.score import in_band, in_units, mask_of, softcap, widened
+from tilewise.backends.gluon.sm90.softmax import (
     by_thread,
     changed_rows,
     changed_rows_once_summed,
-    in_band,
-    in_units,
-    mask_of,
     online_softmax,
     rescaled,
-    softcap,
     sums_of_rows,
-    widened,
 )
+from tilewise.backends.gluon.tile_scheduler import first_full, first_visit, hand_out, next_ticket, tile_at, visit_at
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.score import mask_of, query_tiles
+from tilewise.backends.gluon.score import mask_of, query_tiles
 
 
 class Sizes(NamedTuple):

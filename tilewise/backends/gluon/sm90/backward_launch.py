@@ -7,8 +7,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
-from tilewise.backends.hopper.backward_kernel import Compiled, backward_kernel
-from tilewise.backends.hopper.bias_gradient import (
+from tilewise.backends.gluon.masks import MaskSummary
+from tilewise.backends.gluon.preprocess import prepare_kernel
+from tilewise.backends.gluon.sm90.backward_kernel import Compiled, backward_kernel
+from tilewise.backends.gluon.sm90.backward_scheduler import Sizes, counters
+from tilewise.backends.gluon.sm90.config import BackwardConfig, backward_config, backward_width, most_registers
+from tilewise.backends.gluon.sm90.dbias import (
     adds,
     bias_axes,
     bias_gradient,
@@ -16,14 +20,11 @@ from tilewise.backends.hopper.bias_gradient import (
     reduction,
     sharing,
 )
-from tilewise.backends.hopper.config import BackwardConfig, backward_config, backward_width, most_registers
-from tilewise.backends.hopper.launch import MaskSummary, hides, multiprocessors, score_terms
-from tilewise.backends.hopper.query_sums import COLS as DQ_COLS
-from tilewise.backends.hopper.query_sums import finish_kernel
-from tilewise.backends.hopper.row_kernels import prepare_kernel
-from tilewise.backends.hopper.shared_bias import COLS, ROWS, add_up_kernel, pieces_of_tile
-from tilewise.backends.hopper.tensors import boxes, descriptor, vector
-from tilewise.backends.hopper.work import Sizes, counters
+from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, add_up_kernel, pieces_of_tile
+from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
+from tilewise.backends.gluon.sm90.dq_accum import finish_kernel
+from tilewise.backends.gluon.sm90.launch import hides, multiprocessors, score_terms
+from tilewise.backends.gluon.tensors import boxes, descriptor, vector
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
 

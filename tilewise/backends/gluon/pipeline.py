@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.backends.hopper.compat import tma_load, warps_barrier
+from tilewise.backends.gluon.compat import tma_load, warps_barrier
 
 # Hardware barriers from here up are free: Triton takes 0, 1 and one for each of at most six partitions.
 FIRST_TURN = gl.constexpr(8)

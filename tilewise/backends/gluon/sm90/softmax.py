@@ -1,100 +1,17 @@
-"""The score pipeline in registers: jit twins of `tilewise.score.reference` and `tilewise.score.tiles`.
+"""The online softmax on what warpgroups hold of a product: reductions of rows, and the steps that are left out where no
+maximum has moved.
 
-Scores stay in units of 1/scale, in which Q·Kᵀ comes out of the tensor cores: the scale rides on the multiply-add that
-the exponential needs anyway, and a bias is brought into these units. A softcap applies the scale first: units of 1.
+A row of wgmma's result lies in four threads, which hold two neighbours of every eight columns each.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.compat import REDUCES_IN_TREES, chain
-from tilewise.score import tiles
+from tilewise.backends.gluon.compat import REDUCES_IN_TREES, chain
 
-key_tiles = gluon.jit(tiles.key_tiles)
-query_tiles = gluon.jit(tiles.query_tiles)
 SLACK = gl.constexpr(8.0)
-
-
-class Terms(NamedTuple):
-    """The numbers of the score pipeline; fields in capitals are gl.constexpr."""
-
-    exponent: float  # of 2: log2(e), times the scale where no softcap applies it
-    inverse: float  # 1 / scale, or 1 with a softcap: brings a bias into the units of the scores
-    scale: float
-    cap: float
-    lo: int
-    hi: int
-    HAS_LO: Any
-    HAS_HI: Any
-    HAS_CAP: Any
-
-
-@gluon.jit
-def in_units(bias, inverse):
-    """The bias in the units of the scores, rounded towards zero: the largest finite bias (a mask in some models) stays
-    finite, and -inf stays -inf."""
-    if bias.dtype == gl.bfloat16:  # two at a time: a shift and a mask make them float32
-        return gl.inline_asm_elementwise(
-            "{ .reg .b32 x; shl.b32 x, $2, 16; mul.rz.f32 $0, x, $3; "
-            "and.b32 x, $2, 0xffff0000; mul.rz.f32 $1, x, $4; }",
-            "=f,=f,r,f,f", [bias, inverse], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            "mul.rz.f32 $0, $1, $2;", "=f,f,f", [bias.to(gl.float32), inverse], dtype=gl.float32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
-def widened(bias):
-    """The bias as float32, where the units of the scores are 1."""
-    if bias.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [bias], dtype=gl.float32, is_pure=True, pack=2
-        )  # fmt: skip
-    else:
-        return bias.to(gl.float32)
-
-
-@gluon.jit
-def softcap(s, cap):
-    x = s / cap
-    u = gl.exp2(-2.8853900817779268 * gl.abs(x))  # e^(-2|x|): no overflow, and tanh is odd
-    far = (1 - u) / (1 + u)
-    x2 = x * x
-    near = gl.abs(x) * (1 - x2 * (0.33333333 - x2 * (0.13333333 - x2 * 0.05396825)))  # 1 - u cancels near 0
-    t = gl.where(x2 < 0.01, near, far)
-    return gl.where(x < 0, -t, t) * cap
-
-
-@gluon.jit
-def softcap_derivative(capped, cap):
-    t = capped / cap
-    return 1 - t * t
-
-
-@gluon.jit
-def mask_of(b, h, heads, c):
-    """Which mask a head has, counted over its batch elements and heads."""
-    if c.MASK_BATCH:
-        h = b * heads + h
-    return gl.cast(h // c.MASK_GROUP, gl.int64)
-
-
-@gluon.jit
-def in_band(rows, cols, keys, terms):
-    """Which scores are visible, from indices that broadcast to the tile: one comparison for each limit."""
-    last = keys - 1
-    if terms.HAS_HI:
-        last = gl.minimum(rows + terms.hi, last)
-    seen = cols <= last
-    if terms.HAS_LO:
-        seen &= cols >= rows + terms.lo
-    return seen
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.pipeline import leave, wait_full
-from tilewise.backends.hopper.score import key_tiles, mask_of
+from tilewise.backends.gluon.pipeline import leave, wait_full
+from tilewise.backends.gluon.score import key_tiles, mask_of
 
 
 class Sizes(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.compat import warps_barrier
-from tilewise.backends.hopper.score import sums_of_rows
+from tilewise.backends.gluon.compat import warps_barrier
+from tilewise.backends.gluon.sm90.softmax import sums_of_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

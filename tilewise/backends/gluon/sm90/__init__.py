@@ -84,7 +84,7 @@ def declines_backward(problem: Problem) -> str | None:
 
 
 def tiles(problem: Problem) -> str:
-    from tilewise.backends.hopper.config import forward_config
+    from tilewise.backends.gluon.sm90.config import forward_config
 
     c = forward_config(problem)
     scheduler = "a dynamic tile scheduler" if c.dynamic else "a grid-stride loop over the tiles"
@@ -95,7 +95,7 @@ def tiles(problem: Problem) -> str:
 
 
 def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:
-    from tilewise.backends.hopper.launch import Forward
+    from tilewise.backends.gluon.sm90.launch import Forward
 
     return Forward(problem, inputs)
 
@@ -103,6 +103,6 @@ def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outp
 def prepare_backward(
     problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
 ) -> Callable[[Inputs, Outputs, Outputs], Gradients]:
-    from tilewise.backends.hopper.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
 
     return Backward(problem, inputs, outputs, cotangents, needs)

@@ -14,9 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from tilewise.backends.hopper.compat import tma_add, warps_barrier
-from tilewise.backends.hopper.key_bias import accumulator
-from tilewise.backends.hopper.pipeline import (
+from tilewise.backends.gluon.compat import tma_add, warps_barrier
+from tilewise.backends.gluon.pipeline import (
     Ring,
     count_stored,
     count_up,
@@ -26,9 +25,17 @@ from tilewise.backends.hopper.pipeline import (
     wait_stored,
     with_barriers,
 )
-from tilewise.backends.hopper.score import key_tiles
-from tilewise.backends.hopper.strips import slot_of_keys
-from tilewise.backends.hopper.work import counters_at, done_at, head_and_tile, visit_at, visits_of, work_of
+from tilewise.backends.gluon.score import key_tiles
+from tilewise.backends.gluon.sm90.backward_scheduler import (
+    counters_at,
+    done_at,
+    head_and_tile,
+    visit_at,
+    visits_of,
+    work_of,
+)
+from tilewise.backends.gluon.sm90.key_bias import accumulator
+from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 
 COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 

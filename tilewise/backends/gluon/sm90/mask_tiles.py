@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.compat import tma_load
-from tilewise.backends.hopper.score import in_band
-from tilewise.backends.hopper.work import tile_of_mask
+from tilewise.backends.gluon.compat import tma_load
+from tilewise.backends.gluon.score import in_band
+from tilewise.backends.gluon.sm90.backward_scheduler import tile_of_mask
 
 
 @gluon.jit

@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tilewise.backends.hopper.key_bias import accumulator
-from tilewise.backends.hopper.pipeline import hidden, only_slot, wait_full
-from tilewise.backends.hopper.score import in_units, softcap, softcap_derivative
+from tilewise.backends.gluon.pipeline import hidden, only_slot, wait_full
+from tilewise.backends.gluon.score import in_units, softcap, softcap_derivative
+from tilewise.backends.gluon.sm90.key_bias import accumulator
 
 
 @gluon.jit

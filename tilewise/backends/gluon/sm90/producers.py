@@ -6,9 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.backends.hopper.compat import tma_load, tma_store
-from tilewise.backends.hopper.masked_tiles import load_bits
-from tilewise.backends.hopper.pipeline import (
+from tilewise.backends.gluon.compat import tma_load, tma_store
+from tilewise.backends.gluon.pipeline import (
     count_stored,
     count_up,
     fill,
@@ -16,10 +15,11 @@ from tilewise.backends.hopper.pipeline import (
     let_next_begin,
     take_ticket,
 )
-from tilewise.backends.hopper.query_sums import add_queries, zero_ahead
-from tilewise.backends.hopper.schedule import hand_out, next_ticket
-from tilewise.backends.hopper.shared_bias import add_up_earlier
-from tilewise.backends.hopper.work import all_works, counters_at, visit_at, visits_of, work_of
+from tilewise.backends.gluon.sm90.backward_scheduler import all_works, counters_at, visit_at, visits_of, work_of
+from tilewise.backends.gluon.sm90.dbias_reduce import add_up_earlier
+from tilewise.backends.gluon.sm90.dq_accum import add_queries, zero_ahead
+from tilewise.backends.gluon.sm90.mask_tiles import load_bits
+from tilewise.backends.gluon.tile_scheduler import hand_out, next_ticket
 
 
 @gluon.jit

@@ -25,11 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.backends.hopper.compat import tma_store, warps_barrier
-from tilewise.backends.hopper.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
-from tilewise.backends.hopper.masked_tiles import visible
-from tilewise.backends.hopper.movers import add, background, load
-from tilewise.backends.hopper.pipeline import (
+from tilewise.backends.gluon.compat import tma_store, warps_barrier
+from tilewise.backends.gluon.pipeline import (
     Ring,
     border,
     leave,
@@ -40,7 +37,17 @@ from tilewise.backends.hopper.pipeline import (
     wait_for_previous,
     wait_full,
 )
-from tilewise.backends.hopper.query_sums import (
+from tilewise.backends.gluon.sm90.backward_scheduler import (
+    all_works,
+    counters_at,
+    place_of,
+    step_of,
+    visit_at,
+    visits_of,
+    work_of,
+)
+from tilewise.backends.gluon.sm90.dbias_reduce import new_slots, shares_of
+from tilewise.backends.gluon.sm90.dq_accum import (
     begin_queries,
     new_queries,
     release_part,
@@ -48,9 +55,8 @@ from tilewise.backends.hopper.query_sums import (
     send_part,
     wait_zeroed,
 )
-from tilewise.backends.hopper.schedule import next_ticket
-from tilewise.backends.hopper.shared_bias import new_slots, shares_of
-from tilewise.backends.hopper.strips import (
+from tilewise.backends.gluon.sm90.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
+from tilewise.backends.gluon.sm90.m_subtiles import (
     begin,
     begin_ahead,
     begin_dp,
@@ -61,7 +67,9 @@ from tilewise.backends.hopper.strips import (
     start_of,
     strip_of,
 )
-from tilewise.backends.hopper.work import all_works, counters_at, place_of, step_of, visit_at, visits_of, work_of
+from tilewise.backends.gluon.sm90.mask_tiles import visible
+from tilewise.backends.gluon.sm90.producers import add, background, load
+from tilewise.backends.gluon.tile_scheduler import next_ticket
 
 
 class Compiled(NamedTuple):
