@@ -62,12 +62,12 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     outputs = Outputs(run(case, "oracle", inputs=x).o, lse)
     cotangents = Outputs(x.do, dlse)
     launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
-    stats, q_sum = (buffer().fill_(float("nan")) for buffer in (launch.empty_stats, launch.empty_q_sum))
+    stats, dq_accum = (buffer().fill_(float("nan")) for buffer in (launch.empty_stats, launch.empty_dq_accum))
     counts = launch.empty_counts().fill_(-1)
-    launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, q_sum, counts)
+    launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, dq_accum, counts)
     lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
     delta = (outputs.o.double() * x.do.double()).sum(-1)
-    return lse2.flatten(2), minus_delta.flatten(2), delta, q_sum.view(case.B * case.kv_heads, -1), counts
+    return lse2.flatten(2), minus_delta.flatten(2), delta, dq_accum.view(case.B * case.kv_heads, -1), counts
 
 
 def early(case: Case) -> dict[str, bool]:
@@ -78,5 +78,5 @@ def early(case: Case) -> dict[str, bool]:
     problem, inputs = _call(case, x)
     outputs = Outputs(x.do, x.do[..., 0].float())
     launch = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, case.bias is not None))
-    names = ("before", "main", "after", "add_up")
+    names = ("before", "main", "after", "reduce_group")
     return {name: bool(getattr(launch, name).options.get("launch_pdl")) for name in names}

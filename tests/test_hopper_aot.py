@@ -48,7 +48,7 @@ DESIGNED = [
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
-# have 64; twice four where it leaves in two parts), twice as many of all but dQ for two strips of queries. At 32 and
+# have 64; twice four where it leaves in two parts), twice as many of all but dQ for two subtiles of queries. At 32 and
 # 128 dimensions without a mask there is a body for each side of a band and one for the full tiles, else one for all.
 # Where QK comes ahead there is one more of it before the loops. Beside a float32 bias of 128 dimensions there is room
 # for 64 keys.
@@ -191,7 +191,7 @@ def test_compiled_kernels(compilers, triton, case, designed, spilled, again):
     codes = compilers.compile(compile_hopper_case, triton, 90, case, again=again)
     spilled = ceiling(triton, case, spilled)
     hides = case.bias or case.causal or case.window or case.mask
-    names = [*(["summary_kernel", "visits_kernel"] if case.mask else []), "forward_kernel"]
+    names = [*(["summary_kernel", "tile_list_kernel"] if case.mask else []), "forward_kernel"]
     assert [code.kernel.name for code in codes] == [*names, *(["repair_kernel"] if hides else [])]
     for kernel, wgmma, hazards in codes:
         print(kernel)
@@ -206,9 +206,9 @@ def test_compiled_kernels(compilers, triton, case, designed, spilled, again):
 def test_compiled_backward(compilers, triton, case, designed, spilled, again):
     codes = compilers.compile(compile_hopper_case, triton, 90, case, True, again=again)
     spilled = ceiling(triton, case, spilled)
-    mask = ["summary_kernel", "visits_kernel"] if case.mask else []
-    shared = ["add_up_kernel"] if case.bias == "1hmn" else []
-    names = ["prepare_kernel", *mask, "backward_kernel", "finish_kernel", *shared]
+    mask = ["summary_kernel", "tile_list_kernel"] if case.mask else []
+    shared = ["dbias_reduce_kernel"] if case.bias == "1hmn" else []
+    names = ["preprocess_kernel", *mask, "backward_kernel", "postprocess_kernel", *shared]
     assert [code.kernel.name for code in codes] == names
     for kernel, wgmma, hazards in codes:
         print(kernel)
@@ -217,7 +217,7 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
         assert not kernel.warnings
         assert not hazards
         # what is launched early reads nothing, or has not ended, before the kernel before it has
-        early = kernel.name in ("backward_kernel", "finish_kernel")
+        early = kernel.name in ("backward_kernel", "postprocess_kernel")
         assert kernel.instructions["waits for the previous"] == early
         assert kernel.instructions["lets the next begin"] == (kernel.name == "backward_kernel")
         if kernel.name == "backward_kernel":

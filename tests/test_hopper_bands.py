@@ -47,7 +47,7 @@ def plain(monkeypatch):
     for module in (backward_scheduler, score, mask_tiles):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "heads_at_once", "groups_of_sharers"):
+    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast"):
         monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
     monkeypatch.setattr(mask_tiles, "in_band", score.in_band.fn)
 
@@ -75,11 +75,11 @@ def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys,
     seen = (col <= row + hi) & (col >= row + lo)
     found = torch.zeros(sizes.key_tiles * c.BLOCK_N, sizes.row_tiles * c.BLOCK_M)
     for program in range(sizes.key_tiles):
-        mine = backward_scheduler.work_at.fn(program, 0, terms, sizes, c)
+        mine = backward_scheduler.work_tile_of.fn(program, 0, terms, sizes, c)
         for i in range(mine.end - mine.begin):
-            m, cut = backward_scheduler.visit_at.fn(i, None, mine, c)
-            for m0 in range(m * c.BLOCK_M, (m + 1) * c.BLOCK_M, c.STRIP_M):
-                p_tile = mask_tiles.visible.fn(Tile(c.BLOCK_N, c.STRIP_M), None, cut, mine, m0, terms, sizes, c)
-                found[mine.n0 : mine.n0 + c.BLOCK_N, m0 : m0 + c.STRIP_M] += getattr(p_tile, "ones", p_tile)
+            m, kind = backward_scheduler.entry_at.fn(i, None, mine, c)
+            for m0 in range(m * c.BLOCK_M, (m + 1) * c.BLOCK_M, c.SUBTILE_M):
+                p_tile = mask_tiles.visible.fn(Tile(c.BLOCK_N, c.SUBTILE_M), None, kind, mine, m0, terms, sizes, c)
+                found[mine.n0 : mine.n0 + c.BLOCK_N, m0 : m0 + c.SUBTILE_M] += getattr(p_tile, "ones", p_tile)
     assert torch.equal(found[:keys, :queries], seen.float())
     assert not found[keys:, :queries].any()

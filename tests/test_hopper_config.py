@@ -78,7 +78,7 @@ def test_an_order_needs_tma(dim, bias, band):
 
 
 @pytest.mark.parametrize(
-    ("changes", "strips", "in_registers"),
+    ("changes", "subtiles", "in_registers"),
     [
         ({"bias": None}, 2, "k"),
         ({"bias": None, "score": Score(0.1, None, Band(None, 3)), "deterministic": True}, 2, "k"),
@@ -97,10 +97,10 @@ def test_an_order_needs_tma(dim, bias, band):
     ],
     ids=str,
 )
-def test_strips_and_operands_in_registers(changes, strips, in_registers):
+def test_subtiles_and_operands_in_registers(changes, subtiles, in_registers):
     """At 64 dimensions, each where registers and shared memory have room for it."""
     config = backward_config(of(0.1, torch.bfloat16, **changes))
-    assert (config.strips, config.block_m) == (strips, 64 * strips)
+    assert (config.m_subtiles, config.block_m) == (subtiles, 64 * subtiles)
     assert (config.k_in_registers, config.v_in_registers) == ("k" in in_registers, "v" in in_registers)
 
 
@@ -152,14 +152,14 @@ def test_which_programs_of_the_backward_stay(dim, length, changes, dynamic):
     ],
     ids=str,
 )
-def test_heads_take_turns_where_order_matters(dim, length, changes, turns, later):
+def test_heads_are_swizzled_where_order_matters(dim, length, changes, turns, later):
     """As many as the L2 cache holds; without an order eight under a band, and no two without."""
     sizes = {"head_dim": dim, "value_dim": dim, "queries": length, "keys": length, "bias": None}
     problem = of(0.1, torch.bfloat16, **sizes, **changes)
     config = backward_config(dataclasses.replace(problem, deterministic=True))
-    assert (config.heads_in_turns, config.counts_later) == (turns, later)
+    assert (config.head_swizzle, config.deferred_release) == (turns, later)
     config = backward_config(problem)
-    assert (config.heads_in_turns, config.counts_later) == (8 if changes == CAUSAL else 1, False)
+    assert (config.head_swizzle, config.deferred_release) == (8 if changes == CAUSAL else 1, False)
 
 
 BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512)
@@ -187,7 +187,7 @@ BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512
 def test_sums_and_loops_of_the_forward(dim, changes, by_thread, apart, over):
     """As was measured. Sums that stay with their threads are for the lazy rescaling alone, whose vote they share."""
     config = forward_config(of(0.1, torch.bfloat16, **{"bias": None, "head_dim": dim, "value_dim": dim, **changes}))
-    assert (config.sums_by_thread, config.sides_apart, config.steps_over) == (by_thread, apart, over)
+    assert (config.sums_by_thread, config.peeled, config.skips_hidden) == (by_thread, apart, over)
     assert config.lazy or not by_thread
     assert config.q_in_registers == (
         dim <= 128 and config.warpgroups == 2 and config.programs == 1 and not ("mask" in changes and by_thread)

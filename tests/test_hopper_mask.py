@@ -108,7 +108,7 @@ def test_summary_by_keys(interpreter, case, sparse):
     band = visible(case, tensors(case))[0, 0]
     assert visits.shape == (heads, tiles, 1 + (2 if case.deterministic else 1) * chunks)
     for h in range(heads):
-        turns = [0] * chunks
+        dq_semaphores = [0] * chunks
         for n in range(tiles):
             count, *entries = visits[h, n].tolist()
             listed = [entry >> 2 for entry in entries[:count]]
@@ -126,5 +126,5 @@ def test_summary_by_keys(interpreter, case, sparse):
                     assert not (mask[h, at, : case.N] & band[at])[:, keys].any()
             if case.deterministic:
                 for m, turn in zip(listed, entries[chunks:], strict=False):
-                    assert turn == turns[m]
-                    turns[m] += 1
+                    assert turn == dq_semaphores[m]
+                    dq_semaphores[m] += 1

@@ -93,9 +93,9 @@ class Roles:
             self.waits_for[me] = None
 
     def run(self, **roles):
-        def ends(role, work):
+        def ends(role, work_tile):
             try:
-                work()
+                work_tile()
             finally:
                 with self.changed:
                     self.waits_for[role] = lambda: False
@@ -117,17 +117,17 @@ class Roles:
     ids=["by TMA", "in order", "in order, counted later", "from registers"],
 )
 @pytest.mark.parametrize(
-    ("works", "group", "visits", "parts"),
+    ("work_tiles", "group", "tile_list", "parts"),
     [(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 5, 2), (1, 3, 4, 1), (3, 2, 3, 2), (1, 1, 0, 1), (2, 1, 1, 1), (4, 1, 3, 1)],
 )
 @pytest.mark.parametrize("programs", ["stay", "stay, K and V ahead", "have one work", "share a bias"])
 def test_every_part_of_dq_is_added_once(
-    monkeypatch, late, by_tma, ordered, later, programs, works, group, visits, parts
+    monkeypatch, late, by_tma, ordered, later, programs, work_tiles, group, tile_list, parts
 ):
     """And said to be, when what the other warps store has been stored; K and V come when those of the work before, and
     dK and dV in their place, have left."""
-    dynamic, shares = "stay" in programs, programs == "share a bias"
-    works, key_stages = works if dynamic else 1, 2 if "ahead" in programs else 1
+    dynamic, dbias_tiles = "stay" in programs, programs == "share a bias"
+    work_tiles, key_stages = work_tiles if dynamic else 1, 2 if "ahead" in programs else 1
     roles, added, counted, stored, kept, left = Roles(late), [], [], [], [], []
     keys, values = (Ring(None, Barriers(key_stages), Barriers(key_stages)) for _ in range(2))
     gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x)
@@ -141,26 +141,26 @@ def test_every_part_of_dq_is_added_once(
         "gl": gl,
         "mbarrier": roles,
         "fill": fill,
-        "leave": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
+        "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
         "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
         "tma_add": lambda _, place, slot: added.append((place[0], slot.value)),
         "tma_store": lambda to, place, slot: left.append((to, place[1], len(stored))),
         "as_threads_hold_it": lambda dq, _: dq,
         "place_of_part": lambda tile, part, c: tile * c.DQ_PARTS + part,
-        "work_of": lambda ticket, *_: SimpleNamespace(b=0, hk=ticket, n0=0),
-        "all_works": lambda _: works,
-        "next_ticket": lambda ticket, t, *_: t,
+        "work_tile_at": lambda tile_index, *_: SimpleNamespace(b=0, hk=tile_index, n0=0),
+        "work_tile_count": lambda _: work_tiles,
+        "next_tile_index": lambda tile_index, t, *_: t,
         "zero_ahead": lambda *_: None,
-        "add_up_earlier": lambda *_: None,
-        "counters_at": lambda *_: SimpleNamespace(turns=1000, ended=2000, done=3000),
-        "visits_of": lambda *_: (visits, None),
-        "visit_at": lambda i, *_: (visits - 1 - i, 0),
+        "reduce_earlier_group": lambda *_: None,
+        "counters_at": lambda *_: SimpleNamespace(dq_semaphores=1000, ended=2000, done=3000),
+        "tile_list_of": lambda *_: (tile_list, None),
+        "entry_at": lambda i, *_: (tile_list - 1 - i, 0),
         "key_tiles": lambda *_: (0, 0, 0, 0),
         "count_up": lambda at: counted.append((at, len(left))),
         "count_stored": lambda at: counted.append((at, len(left))),
-        "add_queries": dq_accum.add_queries.fn,
-        **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys", "say_done")},
+        "add_dq": dq_accum.add_dq.fn,
+        **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys", "signal_done")},
         **dict.fromkeys(
             ("warps_barrier", "fence_async_shared", "wait_stored", "wait_count", "wait_zeroed"), lambda *_: None
         ),
@@ -170,34 +170,34 @@ def test_every_part_of_dq_is_added_once(
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stub)
     c = SimpleNamespace(
-        DQ_BY_TMA=by_tma, ORDERED=ordered, COUNTS_LATER=later, DQ_PARTS=parts, DBIAS="share" if shares else "none",
-        DYNAMIC=dynamic, KEY_STAGES=key_stages, SHARERS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
+        DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
+        "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, GROUP_PROGRAMS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
     )  # fmt: skip
-    sizes = SimpleNamespace(group=group, kv_heads=works, row_tiles=visits, queries=64 * visits, keys=64)
+    sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=tile_list, queries=64 * tile_list, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    queries = dq_accum.Queries(Slot(), Barrier(), Barrier(), Barriers(key_stages))
-    x = SimpleNamespace(dq=None, visits=None, k="k", v="v", dk="dk", dv="dv")
+    queries = dq_accum.DqRing(Slot(), Barrier(), Barrier(), Barriers(key_stages))
+    x = SimpleNamespace(dq=None, tile_list=None, k="k", v="v", dk="dk", dv="dv")
     shared = SimpleNamespace(k=Slot(), v=Slot())
     tiles = [
-        [(work * group + g) * visits + m for g in range(group) for m in reversed(range(visits))]
-        for work in range(works)
+        [(work_tile * group + g) * tile_list + m for g in range(group) for m in reversed(range(tile_list))]
+        for work_tile in range(work_tiles)
     ]
 
     def computes():
         step = 0
-        for work in range(works):
-            slot, use = work % key_stages, work // key_stages
+        for work_tile in range(work_tiles):
+            slot, use = work_tile % key_stages, work_tile // key_stages
             for ring, name in ((keys, "k"), (values, "v")):
                 roles.wait(ring.full.index(slot), use % 2)
-                assert [n for kind, n in kept if kind == name and n % key_stages == slot][-1] == work
-            for tile in tiles[work] if by_tma else []:  # from registers they are atomic additions of their own
+                assert [n for kind, n in kept if kind == name and n % key_stages == slot][-1] == work_tile
+            for tile in tiles[work_tile] if by_tma else []:  # from registers they are atomic additions of their own
                 for part in range(parts):
                     dq_accum.release_part.fn((tile, part), x, queries, tile, step, part, c)
                     dq_accum.send_part.fn(queries, c)
                 step += 1
             roles.is_late()
-            stored.append(work)
-            dq_accum.say_stored.fn(queries, slot, c)
+            stored.append(work_tile)
+            dq_accum.signal_stored.fn(queries, slot, c)
 
     adds, fetches = producers.add.fn, producers.background.fn
     roles.run(**{
@@ -205,17 +205,17 @@ def test_every_part_of_dq_is_added_once(
         ADDS: lambda: adds(x, keys, values, queries, shared, None, 0, terms, sizes, c),
         FETCHES: lambda: fetches(x, keys, values, None, None, None, None, 0, terms, sizes, c),
     })  # fmt: skip
-    expected = [(t * parts + p, (t, p)) for work in tiles for t, p in itertools.product(work, range(parts))]
+    expected = [(t * parts + p, (t, p)) for work_tile in tiles for t, p in itertools.product(work_tile, range(parts))]
     assert added == (expected if by_tma else [])
-    assert [found[:2] for found in left] == [(to, work) for work in range(works) for to in ("dv", "dk")]
-    assert all(work < so_far <= work + key_stages for _, work, so_far in left)
-    assert kept == [(name, work) for work in range(works) for name in "kv"]
-    for work in range(works):
-        turns = [1000 + tile for tile in tiles[work]] if ordered and by_tma else []
-        some, counted = counted[: len(turns)], counted[len(turns) :]
-        assert [at for at, _ in some] == turns
-        ends = [*([2000 + work] if shares else []), 3000 + work]
+    assert [found[:2] for found in left] == [(to, work_tile) for work_tile in range(work_tiles) for to in ("dv", "dk")]
+    assert all(work_tile < so_far <= work_tile + key_stages for _, work_tile, so_far in left)
+    assert kept == [(name, work_tile) for work_tile in range(work_tiles) for name in "kv"]
+    for work_tile in range(work_tiles):
+        dq_semaphores = [1000 + tile for tile in tiles[work_tile]] if ordered and by_tma else []
+        some, counted = counted[: len(dq_semaphores)], counted[len(dq_semaphores) :]
+        assert [at for at, _ in some] == dq_semaphores
+        ends = [*([2000 + work_tile] if dbias_tiles else []), 3000 + work_tile]
         assert [at for at, _ in counted[: len(ends)]] == ends
-        assert all(so_far >= 2 * (work + 1) for _, so_far in counted[: len(ends)])
+        assert all(so_far >= 2 * (work_tile + 1) for _, so_far in counted[: len(ends)])
         counted = counted[len(ends) :]
     assert not counted

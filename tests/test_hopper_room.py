@@ -59,10 +59,10 @@ def backward_bytes(problem: Problem, dynamic: bool) -> int:
     ds = (config.stages if tile and not apart else 1) * m * n * size
     bias = config.stages * m * n * tile if apart else 0
     p = m * n * size if config.shares_keys else 0
-    stored = c.DBIAS.value in ("store", "share") and problem.score.softcap is not None and not apart
+    stored = c.DBIAS.value in ("store", "reduce") and problem.score.softcap is not None and not apart
     along_keys = n * 4 if c.BIAS.value == "cols" else 0
     bits = config.stages * 2 * n * 4 if problem.mask is not None else 0
-    sums = config.sum_bytes if c.DBIAS.value == "share" else 0
+    sums = config.sum_bytes if c.DBIAS.value == "reduce" else 0
     return keys + queries + dq + ds + bias + p + stored * m * n * size + along_keys + bits + sums
 
 
@@ -93,7 +93,7 @@ def test_every_structure_has_room():
             declined += 1
             continue
         taken += 1
-        shares = reduction(problem) == "share"
+        shares = reduction(problem) == "reduce"
         for dynamic in (False, True)[: 1 if shares or not backward_config(problem).dynamic else 2]:
             backward = backward_bytes(problem, dynamic) + BESIDE
             assert backward <= SHARED_MEMORY, (problem, backward)
@@ -132,7 +132,7 @@ def test_the_sum_is_what_a_compiler_takes(compilers, case):
         bias_grad=True,
         deterministic=case.deterministic,
     )
-    dynamic = backward_config(problem).dynamic and reduction(problem) != "share"
+    dynamic = backward_config(problem).dynamic and reduction(problem) != "reduce"
     for name, sum_of in (
         ("forward_kernel", forward_bytes(problem)),
         ("backward_kernel", backward_bytes(problem, dynamic)),

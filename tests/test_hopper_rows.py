@@ -71,7 +71,7 @@ def test_what_the_backward_knows_of_a_row(interpreter, bias):
     for row, value in enumerate(left_out):
         lse[:, :, row], dlse[:, :, row] = value, math.inf if row == 0 else 1e9
     lse[1, 0, 20], lse[0, 1, 21] = math.nan, -1e7
-    lse2, minus_delta, delta, q_sum, counts = interpreter(hopper_child.prepare, case, lse, dlse)
+    lse2, minus_delta, delta, dq_accum, counts = interpreter(hopper_child.prepare, case, lse, dlse)
     known = slice(len(left_out), case.M)
     constant = tensors(case).bias if bias == "b1m1" else torch.zeros(1, 1, case.M, 1)
     expected = (lse.double() - constant[..., 0].double()) / math.log(2)
@@ -80,18 +80,18 @@ def test_what_the_backward_knows_of_a_row(interpreter, bias):
     for rows in (slice(0, len(left_out)), slice(case.M, None)):
         assert (lse2[..., rows] == math.inf).all()
         assert (minus_delta[..., rows] == 0).all()
-    assert (q_sum == 0).all()
+    assert (dq_accum == 0).all()
     assert (counts == 0).all()
 
 
 def test_sums_of_later_heads_are_left_to_others(interpreter):
     case = replace(USUAL, B=90, H=4, Hkv=2, D=64, grads="qkv", N=300)
     zeros = torch.zeros(case.B, case.H, case.M)
-    *_, q_sum, counts = interpreter(hopper_child.prepare, case, zeros, zeros)
+    *_, dq_accum, counts = interpreter(hopper_child.prepare, case, zeros, zeros)
     zeroed = -(-132 // 3) + 1  # of heads that have three tiles of keys each
-    assert (q_sum[:zeroed] == 0).all()
-    assert q_sum[zeroed:].isnan().all()
-    assert len(q_sum) == 180
+    assert (dq_accum[:zeroed] == 0).all()
+    assert dq_accum[zeroed:].isnan().all()
+    assert len(dq_accum) == 180
     assert (counts == 0).all()
 
 
@@ -100,4 +100,4 @@ def test_the_cast_begins_early_beside_few_of_many_programs(interpreter, batch, w
     """Four rounds of 132 programs are 528; a case has three tiles of keys for each of two heads."""
     case = replace(USUAL, B=batch, Hkv=2, D=64, grads="qkv", M=5, N=300)
     found = interpreter(hopper_child.early, case)
-    assert found == {"before": False, "main": True, "after": not waits, "add_up": False}
+    assert found == {"before": False, "main": True, "after": not waits, "reduce_group": False}

@@ -50,7 +50,7 @@ def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
 def walk(*problem):
     """The tiles in their order, and how many heads run together."""
     terms, sizes, c = known(*problem)
-    return [tile_scheduler.tile_at.fn(t, None, terms, sizes, c) for t in range(sizes.tiles)], sizes.at_once
+    return [tile_scheduler.work_tile_at.fn(t, None, terms, sizes, c) for t in range(sizes.tiles)], sizes.at_once
 
 
 @pytest.mark.parametrize("band", [Band(), CAUSAL, LEFT, WINDOW], ids=str)
@@ -85,24 +85,24 @@ def test_what_a_warpgroup_leaves_out_or_does_not_mask(D, bias, M, N, band):
     """Under a band without a lower limit: the visits that it leaves out are hidden from all its queries, and those of
     its last loop are seen by all, in whole."""
     terms, sizes, c = known(1, 1, 1, M, N, band, bias, 132, D)
-    assert c.SIDES_APART
+    assert c.PEELED
     three = D <= 64 and bias is None and M == 5000
     assert three == (c.WARPGROUPS == 3)
-    assert bool(c.STEPS_OVER) is (64 * c.WARPGROUPS > c.BLOCK_N)
+    assert bool(c.SKIPS_HIDDEN) is (64 * c.WARPGROUPS > c.BLOCK_N)
     left = 0
     for t in range(sizes.tiles):
-        tile = tile_scheduler.tile_at.fn(t, None, terms, sizes, c)
+        tile = tile_scheduler.work_tile_at.fn(t, None, terms, sizes, c)
         for w in range(c.WARPGROUPS):
             rows = range(tile.row0 + 64 * w, min(tile.row0 + 64 * w + 64, M))
-            first = tile_scheduler.first_visit.fn(tile, terms, c, w)
+            first = tile_scheduler.first_entry.fn(tile, terms, c, w)
             full = tile_scheduler.first_full.fn(tile, first)
             assert 0 <= first < full <= tile.count
             last_keys = [min(row + terms.hi, N - 1) for row in rows]
             for i in range(tile.count):
-                n0 = tile_scheduler.visit_at.fn(i, tile, c).n * c.BLOCK_N
+                n0 = tile_scheduler.entry_at.fn(i, tile, c).n * c.BLOCK_N
                 if i < first:
                     assert all(last < n0 for last in last_keys)
                 elif i >= full:
                     assert all(last >= n0 + c.BLOCK_N - 1 for last in last_keys)
             left += first
-    assert left > 0 or not c.STEPS_OVER or M < 5000
+    assert left > 0 or not c.SKIPS_HIDDEN or M < 5000

@@ -30,7 +30,7 @@ def plain(monkeypatch):
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "group_of", "heads_at_once", "groups_of_sharers", "groups", "done_at"):
+    for name in ("head_and_tile", "group_of", "heads_at_once", "groups_per_broadcast", "groups", "done_at"):
         monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
     for module, name in ((dbias_reduce, "ROWS"), (dbias_reduce, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)
@@ -81,20 +81,20 @@ def test_every_tile_has_one_program_and_sharers_are_one_group():
         terms, sizes, c = kernel_arguments(p)
         seen = set()
         for group in range(scheduler.groups(sizes, c)):
-            members = [scheduler.work_at.fn(group, r, terms, sizes, c) for r in range(c.SHARERS)]
+            members = [scheduler.work_tile_of.fn(group, r, terms, sizes, c) for r in range(c.GROUP_PROGRAMS)]
             assert len({(w.n0, w.begin, w.end, *bias_of(p, w)) for w in members}) == 1
             seen |= {(w.b, w.hk, w.n0) for w in members}
         heads = itertools.product(range(p.batch), range(p.kv_heads), range(0, p.keys, c.BLOCK_N))
         assert seen == set(heads)
-        assert len(seen) == scheduler.groups(sizes, c) * c.SHARERS
-        assert c.SHARERS in (1, 2, 4, 8)
-        assert (c.DBIAS == "share") == ((p.bias.batch, p.bias.heads) != (p.batch, p.heads))
+        assert len(seen) == scheduler.groups(sizes, c) * c.GROUP_PROGRAMS
+        assert c.GROUP_PROGRAMS in (1, 2, 4, 8)
+        assert (c.DBIAS == "reduce") == ((p.bias.batch, p.bias.heads) != (p.batch, p.heads))
 
 
 def test_a_group_is_found_by_its_work():
     for p in PROBLEMS:
         _, sizes, c = kernel_arguments(p)
-        heads = p.batch * p.kv_heads // c.SHARERS
+        heads = p.batch * p.kv_heads // c.GROUP_PROGRAMS
         places = {scheduler.head_and_tile(group, sizes, c): group for group in range(scheduler.groups(sizes, c))}
         assert set(places) == set(itertools.product(range(heads), range(sizes.key_tiles)))
         for (head, tile), group in places.items():
@@ -106,11 +106,11 @@ def test_groups_that_share_a_bias_form_a_chain():
         terms, sizes, c = kernel_arguments(p)
         chains = {}
         for group in range(scheduler.groups(sizes, c)):
-            w = scheduler.work_at.fn(group, 0, terms, sizes, c)
-            before = scheduler.sharers_before.fn(group, sizes, c)
+            w = scheduler.work_tile_of.fn(group, 0, terms, sizes, c)
+            before = scheduler.group_before.fn(group, sizes, c)
             assert before == chains.get((w.n0, *bias_of(p, w)), -1)
             chains[w.n0, *bias_of(p, w)] = group
-        assert (c.DBIAS == "share" and len(chains) < scheduler.groups(sizes, c)) == c.ADDS
+        assert (c.DBIAS == "reduce" and len(chains) < scheduler.groups(sizes, c)) == c.ADDS
 
 
 @pytest.mark.parametrize("of_kernel", [False, True])
@@ -119,9 +119,9 @@ def test_pieces_cover_a_group(monkeypatch, of_kernel):
     monkeypatch.setattr(dbias_reduce, "_piece", dbias_reduce._piece.fn)
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
-        w = scheduler.work_at.fn(0, 0, terms, sizes, c)
+        w = scheduler.work_tile_of.fn(0, 0, terms, sizes, c)
         per_tile = (c.BLOCK_M // dbias_reduce.ROWS) * (c.BLOCK_N // dbias_reduce.COLS)
-        parts = per_tile if of_kernel else c.SHARERS
+        parts = per_tile if of_kernel else c.GROUP_PROGRAMS
         each = per_tile // parts
         count = sizes.group * (w.end - w.begin) * each
         found = {}
@@ -132,13 +132,13 @@ def test_pieces_cover_a_group(monkeypatch, of_kernel):
                 assert step == scheduler.step_of.fn(m, g, w)
                 row, col = dbias_reduce._place_in_tile.fn(j, part, each, c)
                 sum_of.add((m, *bias_of(p, w, g), row, col))
-                if not c.GROUP_SHARES or g == p.group - 1:
+                if not c.GROUP_BROADCASTS or g == p.group - 1:
                     (element,) = sum_of  # one element of dBias is added up at a time
                     found[element] = found.get(element, 0) + 1
                     sum_of = set()
                 m, g = dbias_reduce._tile_after.fn(u, m, g, w, sizes, each, c)
             assert not sum_of
-        heads = 1 if c.GROUP_SHARES else p.group
+        heads = 1 if c.GROUP_BROADCASTS else p.group
         assert len(found) == heads * (w.end - w.begin) * per_tile
         assert set(found.values()) <= {1}
 
@@ -156,12 +156,12 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
     some = False
     for p in [*PROBLEMS, *many]:
         terms, sizes, c = kernel_arguments(p)
-        if c.DBIAS == "share":
+        if c.DBIAS == "reduce":
             assert sizes.zeroed == p.batch * p.kv_heads
             continue
         programs = {}
         for n in range(scheduler.groups(sizes, c)):
-            w = scheduler.work_at.fn(n, 0, terms, sizes, c)
+            w = scheduler.work_tile_of.fn(n, 0, terms, sizes, c)
             head, tile = scheduler.head_and_tile(n, sizes, c)
             assert (head, tile) == (w.b * p.kv_heads + w.hk, w.n0 // c.BLOCK_N)
             programs.setdefault(head, []).append(n)
@@ -176,19 +176,19 @@ def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):
     """Others, which share a bias, trainable or not, do not know which head comes later."""
     called = []
     monkeypatch.setattr(producers, "zero_ahead", lambda *arguments: called.append("zeroes"))
-    monkeypatch.setattr(producers, "add_up_earlier", lambda *arguments: called.append("adds up"))
+    monkeypatch.setattr(producers, "reduce_earlier_group", lambda *arguments: called.append("adds up"))
     monkeypatch.setattr(producers, "gl", SimpleNamespace(program_id=lambda _: 0, to_tensor=lambda x: x))
-    monkeypatch.setattr(producers, "all_works", lambda _: 1)
-    monkeypatch.setattr(producers, "next_ticket", lambda ticket, t, *_: t)
+    monkeypatch.setattr(producers, "work_tile_count", lambda _: 1)
+    monkeypatch.setattr(producers, "next_tile_index", lambda tile_index, t, *_: t)
     monkeypatch.setattr(producers, "fetch_keys", lambda *arguments: None)
     for p, trainable in itertools.product(PROBLEMS, [False, True]):
         p = replace(p, bias_grad=trainable)
         terms, sizes, c = kernel_arguments(p)
         producers.background.fn(None, None, None, None, None, None, None, None, terms, sizes, c)
         shared = p.bias.batch * p.bias.heads < p.batch * p.heads
-        assert called == (["adds up"] if c.DBIAS == "share" else ["zeroes"] if c.SHARERS == 1 else [])
-        assert ("none" if not trainable else "share" if shared else "store") == c.DBIAS
-        assert sizes.zeroed == p.batch * p.kv_heads or c.SHARERS == 1
+        assert called == (["adds up"] if c.DBIAS == "reduce" else ["zeroes"] if c.GROUP_PROGRAMS == 1 else [])
+        assert ("none" if not trainable else "reduce" if shared else "store") == c.DBIAS
+        assert sizes.zeroed == p.batch * p.kv_heads or c.GROUP_PROGRAMS == 1
         called.clear()
 
 
@@ -197,30 +197,34 @@ def test_counters_do_not_overlap(deterministic):
     for bias, group in itertools.product(["bhmn", "1hmn", "11mn"], [1, 3]):
         p = problem(4, 2 * group, 2, 700, 1023, bias, deterministic=deterministic)
         _, sizes, c = kernel_arguments(p)
-        groups, shares = scheduler.groups(sizes, c), c.DBIAS == "share"
+        groups, dbias_tiles = scheduler.groups(sizes, c), c.DBIAS == "reduce"
         at = scheduler.counters_at.fn(0, sizes, c)
-        assert (at.zeroed, at.done, at.turns) == (0, 8, 16)
-        assert at.ended == at.turns + deterministic * 4 * p.heads * sizes.row_tiles
+        assert (at.zeroed, at.done, at.dq_semaphores) == (0, 8, 16)
+        assert at.ended == at.dq_semaphores + deterministic * 4 * p.heads * sizes.row_tiles
         assert at.summed == at.ended + groups
-        assert scheduler.counters(sizes, groups, deterministic, shares) == at.ended + (2 * groups if shares else 1)
-        assert shares or at.tickets == at.ended
+        assert scheduler.counters(sizes, groups, deterministic, dbias_tiles) == at.ended + (
+            2 * groups if dbias_tiles else 1
+        )
+        assert dbias_tiles or at.tile_count_semaphore == at.ended
 
 
 def test_turns_count_the_tiles_of_keys_before():
-    """What `add_queries` waits for: programs of one head that visit a tile of queries have turns 0, 1, 2, ..."""
+    """What `add_dq` waits for: programs of one head that visit a tile of queries have turns 0, 1, 2, ..."""
     for p in PROBLEMS:
         terms, sizes, c = kernel_arguments(p)
-        turns = {}
+        dq_semaphores = {}
         for group in range(scheduler.groups(sizes, c)):
-            for member in range(c.SHARERS):
-                w = scheduler.work_at.fn(group, member, terms, sizes, c)
+            for member in range(c.GROUP_PROGRAMS):
+                w = scheduler.work_tile_of.fn(group, member, terms, sizes, c)
                 for m in range(w.begin, w.end):
                     m0 = m * c.BLOCK_M
                     rows = min(c.BLOCK_M, p.queries - m0)
                     first = tiles.key_tiles(m0, rows, p.keys, terms.lo, terms.hi, c.BLOCK_N)[0]
-                    turn = w.n0 // c.BLOCK_N - first
-                    assert turn == turns.get((w.b, w.hk, m), 0), "lower programs first: they are started first"
-                    turns[w.b, w.hk, m] = turn + 1
+                    dq_order = w.n0 // c.BLOCK_N - first
+                    assert dq_order == dq_semaphores.get((w.b, w.hk, m), 0), (
+                        "lower programs first: they are started first"
+                    )
+                    dq_semaphores[w.b, w.hk, m] = dq_order + 1
 
 
 def test_no_program_waits_for_a_later_one():
@@ -233,13 +237,13 @@ def test_no_program_waits_for_a_later_one():
             if group >= sizes.ring:
                 assert group - sizes.ring + sizes.lag < group
                 assert group - sizes.ring < count - last
-        assert dbias.sharing(p).programs == c.SHARERS
+        assert dbias.broadcast_group(p).programs == c.GROUP_PROGRAMS
 
 
 @pytest.mark.parametrize("mask", ["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"])
 @pytest.mark.parametrize("bias", ["1hmn", "b1mn", "11mn", "bkmn"])
 def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask):
-    """The state that `stored_by` reads is that of the tile which the sharer visits."""
+    """The state that `stored_by` reads is that of the tile which that program visits."""
     gl = SimpleNamespace(**vars(scheduler.gl), cast=lambda x, dtype: x, int32=torch.int32, int64=None, sum=torch.sum)
     gl.arange = lambda start, end, layout: torch.arange(start, end)
     gl.BlockedLayout = lambda *layout: layout
@@ -247,28 +251,28 @@ def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask
     for module in (scheduler, dbias_reduce, score):
         monkeypatch.setattr(module, "gl", gl)
     for module, name in (
-        (scheduler, "work_at"),
+        (scheduler, "work_tile_of"),
         (scheduler, "tile_of_mask"),
         (dbias_reduce, "tile_of_mask"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name).fn)
-    monkeypatch.setattr(dbias_reduce, "work_at", scheduler.work_at)
+    monkeypatch.setattr(dbias_reduce, "work_tile_of", scheduler.work_tile_of)
     monkeypatch.setattr(scheduler, "mask_of", score.mask_of.fn)
     generator = torch.Generator().manual_seed(0)
     for (B, group, Hkv), band in itertools.product([(4, 1, 3), (3, 2, 2), (1, 4, 8), (16, 1, 2)], BANDS):
         p = problem(B, group * Hkv, Hkv, 239, 432, bias, band, mask=mask)
-        if dbias.reduction(p) != "share":
+        if dbias.reduction(p) != "reduce":
             continue
         terms, sizes, c = kernel_arguments(p)
         tiles_of_rows = -(-p.mask.rows // c.BLOCK_M)
         states = torch.randint(
             0, 3, (p.mask.batch, p.mask.heads, sizes.key_tiles, tiles_of_rows), generator=generator, dtype=torch.int8
         )
-        shares = SimpleNamespace(states=0)
+        dbias_tiles = SimpleNamespace(states=0)
         for n in range(scheduler.groups(sizes, c)):
-            members = [scheduler.work_at(n, r, terms, sizes, c) for r in range(c.SHARERS)]
+            members = [scheduler.work_tile_of(n, r, terms, sizes, c) for r in range(c.GROUP_PROGRAMS)]
             for g, m in itertools.product(range(group), range(members[0].begin, members[0].end)):
-                stored = dbias_reduce.stored_by.fn(shares, n, m, g, terms, sizes, c)
+                stored = dbias_reduce.stored_by.fn(dbias_tiles, n, m, g, terms, sizes, c)
                 for r, w in enumerate(members):
                     head = (w.hk * group + g) // (p.heads // p.mask.heads)
                     of = states[w.b if p.mask.batch > 1 else 0, head, w.n0 // c.BLOCK_N]
@@ -277,17 +281,17 @@ def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask
 
 def test_a_program_has_no_work_before_it_runs(monkeypatch):
     """One that stays takes its first from the counter, too, and hands all that it takes to its other roles."""
-    tickets, handed, loaded = itertools.count(2), [], []  # others have taken two
+    tile_indices, handed, loaded = itertools.count(2), [], []  # others have taken two
 
-    def load_queries(ticket, step, *_):
-        loaded.append(ticket)
-        return step + 1, next(tickets)
+    def load_queries(tile_index, step, *_):
+        loaded.append(tile_index)
+        return step + 1, next(tile_indices)
 
     gl = SimpleNamespace(to_tensor=lambda x: x)  # a program that stays need not know its number
     stubs = {
-        "gl": gl, "let_next_begin": lambda: None, "load_queries": load_queries, "all_works": lambda _: 6,
-        "take_ticket": lambda _: next(tickets), "counters_at": lambda *_: SimpleNamespace(tickets=None),
-        "hand_out": lambda _, nth, ticket: handed.append((nth, ticket)),
+        "gl": gl, "let_next_begin": lambda: None, "load_queries": load_queries, "work_tile_count": lambda _: 6,
+        "fetch_tile_index": lambda _: next(tile_indices), "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None),
+        "hand_out_tile_index": lambda _, nth, tile_index: handed.append((nth, tile_index)),
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(producers, name, stub)

@@ -298,7 +298,7 @@ def test_tiles_of_keys_at_a_band(terms):
     many tiles of queries a program, so that the warpgroups' rings and turns go on from one to the next."""
     case = replace(USUAL, **{"causal": True, **terms})
     x = tensors(case, "cuda")
-    assert forward_config(problem_of(case, x)).sides_apart
+    assert forward_config(problem_of(case, x)).peeled
     check(case, "hopper", "cuda")
 
 
@@ -318,12 +318,12 @@ def test_tiles_of_keys_at_a_band(terms):
     ],
     ids=str,
 )
-def test_tiles_in_two_strips(terms):
+def test_tiles_in_two_subtiles(terms):
     """At 64 dimensions, of the queries; lengths that end in either strip, bands that cut either."""
     case = replace(USUAL, D=64, grads="qkvb", **terms)
     x = tensors(case, "cuda")
     problem = problem_of(case, x)
-    assert backward_config(problem).strips == 2
+    assert backward_config(problem).m_subtiles == 2
     check(case, "hopper", "cuda")
 
 

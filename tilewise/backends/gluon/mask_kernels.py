@@ -1,9 +1,9 @@
 """What a bool mask leaves of each tile of scores, found out once before the forward, and once before the backward.
 
 `summary_kernel` reads the mask and writes an eighth of its size: its bits, in the order in which the threads want them,
-and of each tile whether it is hidden, mixed or visible. `visits_kernel` lists for each tile of queries the tiles of
+and of each tile whether it is hidden, mixed or visible. `tile_list_kernel` lists for each tile of queries the tiles of
 keys that it visits: hidden ones are left out, and only mixed ones read their bits. The backward's programs have a tile
-of keys each and visit tiles of queries: `Masking.BY_KEYS`.
+of keys each and visit tiles of queries: `MaskConstants.BY_KEYS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ key_tiles = tiles.key_tiles if knobs.runtime.interpret else triton.jit(tiles.key
 query_tiles = tiles.query_tiles if knobs.runtime.interpret else triton.jit(tiles.query_tiles)
 
 
-class Masking(NamedTuple):
+class MaskConstants(NamedTuple):
     """What the kernels know when they are compiled; every field is a tl.constexpr."""
 
     BLOCK_N: Any  # keys of a tile
@@ -29,7 +29,7 @@ class Masking(NamedTuple):
     ROWS: Any  # the mask differs between queries
     TILES: Any  # that may be visited, the next power of two
     BY_KEYS: Any  # a tile of keys visits tiles of 64 queries
-    TURNS: Any  # these visits have an order, see `visits_kernel`
+    DQ_ORDER: Any  # its entries have an order, see `tile_list_kernel`
 
 
 @triton.jit
@@ -78,14 +78,14 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
 
 
 @triton.jit
-def visits_kernel(states, visits, queries, keys, lo, hi, c):
+def tile_list_kernel(states, tile_list, queries, keys, lo, hi, c):
     """The tiles of keys that one tile of queries visits, from the last to the first; BY_KEYS the other way round.
 
-    visits: (batch·heads, tiles of queries, 1 + key tiles) int32: how many, then of each its number · 4, + 1 if the band
-    or the end of the keys cuts it, + 2 if the mask does. There is at least one, which may be hidden.
+    tile_list: (batch·heads, tiles of queries, 1 + key tiles) int32: how many, then of each its number · 4, + 1 if the
+    band or the end of the keys cuts it, + 2 if the mask does. There is at least one, which may be hidden.
 
-    BY_KEYS: (batch·heads, key tiles, 1 + tiles of queries), there may be none. With TURNS as many numbers more: of each
-    visit, how many tiles of keys before this one visit the same tile of queries.
+    BY_KEYS: (batch·heads, key tiles, 1 + tiles of queries), there may be none. With DQ_ORDER as many numbers more: of
+    each entry, how many tiles of keys before this one visit the same tile of queries.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(queries, 64)
@@ -95,12 +95,12 @@ def visits_kernel(states, visits, queries, keys, lo, hi, c):
     m, bh = pid % count, pid // count
     n = tl.arange(0, c.TILES)
     some = tl.zeros([c.TILES], tl.int32)
-    cut = tl.zeros([c.TILES], tl.int32)
+    kind = tl.zeros([c.TILES], tl.int32)
     if c.BY_KEYS:
         begin, full_begin, full_end, end = _queries_of(m, queries, keys, lo, hi, c)
         inside = (n >= begin) & (n < end)
         some = _states_of(states, bh.to(tl.int64) * key_count + m, n, inside, row_count, c)
-        cut = 2 - some
+        kind = 2 - some
     else:
         row0 = m * 64 * c.WARPGROUPS
         rows = tl.minimum(64 * c.WARPGROUPS, queries - row0)
@@ -113,28 +113,28 @@ def visits_kernel(states, visits, queries, keys, lo, hi, c):
                 row = bh.to(tl.int64)
             state = tl.load(states + row * key_count + n, mask=inside, other=0).to(tl.int32)
             some = tl.maximum(some, state)
-            cut = tl.maximum(cut, 2 - state)
-    visited = (inside & (some > 0)).to(tl.int32)
-    total = tl.sum(visited, 0)
-    place = total - tl.cumsum(visited, 0)
-    flags = ((n < full_begin) | (n >= full_end)).to(tl.int32) + 2 * (cut > 0).to(tl.int32)
-    at = visits + tl.cast(pid, tl.int64) * ((2 * others if c.TURNS else others) + 1)
-    tl.store(at + 1 + place, 4 * n + flags, mask=visited != 0)
+            kind = tl.maximum(kind, 2 - state)
+    listed_tiles = (inside & (some > 0)).to(tl.int32)
+    total = tl.sum(listed_tiles, 0)
+    place = total - tl.cumsum(listed_tiles, 0)
+    flags = ((n < full_begin) | (n >= full_end)).to(tl.int32) + 2 * (kind > 0).to(tl.int32)
+    at = tile_list + tl.cast(pid, tl.int64) * ((2 * others if c.DQ_ORDER else others) + 1)
+    tl.store(at + 1 + place, 4 * n + flags, mask=listed_tiles != 0)
     if c.BY_KEYS:
         tl.store(at, total)
     else:
         tl.store(at, tl.maximum(total, 1))
         if total == 0:
             tl.store(at + 1, 4 * tl.minimum(begin, key_count - 1) + 3)
-    if c.TURNS:
-        turns = tl.zeros([c.TILES], tl.int32)
+    if c.DQ_ORDER:
+        order = tl.zeros([c.TILES], tl.int32)
         for back in range(m):
             before = m - 1 - back
             begin, _, _, end = _queries_of(before, queries, keys, lo, hi, c)
             inside = (n >= begin) & (n < end)
             some = _states_of(states, bh.to(tl.int64) * key_count + before, n, inside, row_count, c)
-            turns += (some > 0).to(tl.int32)
-        tl.store(at + 1 + others + place, turns, mask=visited != 0)
+            order += (some > 0).to(tl.int32)
+        tl.store(at + 1 + others + place, order, mask=listed_tiles != 0)
 
 
 @triton.jit

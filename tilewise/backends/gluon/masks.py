@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends import allocation
-from tilewise.backends.gluon.mask_kernels import Masking, summary_kernel, visits_kernel
+from tilewise.backends.gluon.mask_kernels import MaskConstants, summary_kernel, tile_list_kernel
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
@@ -26,7 +26,7 @@ class MaskSummary:
     def __init__(self, problem: Problem, mask: Tensor, block_n: int, warpgroups: int, by_keys: bool = False):
         p, (batch, heads, rows, _) = problem, mask.shape
         key_tiles, row_tiles = -(-p.keys // block_n), -(-p.queries // (warpgroups * ROWS))
-        chunks, turns = -(-rows // ROWS), by_keys and p.deterministic
+        chunks, ordered = -(-rows // ROWS), by_keys and p.deterministic
 
         def workspace(*shape: int, dtype: torch.dtype = torch.int32) -> Callable[[], Tensor]:
             return allocation(torch.empty(batch * heads, *shape, dtype=dtype, device="meta"), mask.device)
@@ -42,21 +42,21 @@ class MaskSummary:
             programs, others = row_tiles, key_tiles
             self.bits = workspace(rows, key_tiles, 4)
             self.states = workspace(chunks, key_tiles, dtype=torch.int8)
-        self.visits = workspace(programs, 1 + (2 if turns else 1) * others)
-        values = (block_n, warpgroups, rows > 1, 1 << (others - 1).bit_length(), by_keys, turns)
-        c = Masking(*(gl.constexpr(x) for x in values))
+        self.tile_list = workspace(programs, 1 + (2 if ordered else 1) * others)
+        values = (block_n, warpgroups, rows > 1, 1 << (others - 1).bit_length(), by_keys, ordered)
+        c = MaskConstants(*(gl.constexpr(x) for x in values))
         self.summarise = Launch(
             summary_kernel, batch * heads * chunks * key_tiles, (strided(mask), POINTER, POINTER),
             (heads, rows, p.keys, c), num_warps=4,
         )  # fmt: skip
         self.list = Launch(
-            visits_kernel, batch * heads * programs, (POINTER, POINTER),
+            tile_list_kernel, batch * heads * programs, (POINTER, POINTER),
             (p.queries, p.keys, *limits(p.score.band), c), num_warps=4,
         )  # fmt: skip
 
     def __call__(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bits, visits and states, see `mask_kernels`."""
-        bits, states, visits = self.bits(), self.states(), self.visits()
+        """Bits, the tile list and states, see `mask_kernels`."""
+        bits, states, tile_list = self.bits(), self.states(), self.tile_list()
         self.summarise(mask, bits, states)
-        self.list(states, visits)
-        return bits, visits, states
+        self.list(states, tile_list)
+        return bits, tile_list, states

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gluon.compat import tma_load, warps_barrier
 
 # Hardware barriers from here up are free: Triton takes 0, 1 and one for each of at most six partitions.
-FIRST_TURN = gl.constexpr(8)
+FIRST_NAMED_BARRIER = gl.constexpr(8)
 
 
 class Ring(NamedTuple):
@@ -66,13 +66,13 @@ def wait_full(ring, slot, use, needed=True):
 
 
 @gluon.jit
-def leave(ring, slot):
+def release(ring, slot):
     """Give a slot back that only wgmma has read, or that no TMA fills."""
     mbarrier.arrive(ring.empty.index(slot), count=1)
 
 
 @gluon.jit
-def leave_after_loads(ring, slot):
+def release_after_loads(ring, slot):
     """Give a slot back that ordinary loads have read.
 
     They read through the generic proxy and TMA writes through the async proxy: a barrier alone does not order the two.
@@ -84,9 +84,10 @@ def leave_after_loads(ring, slot):
 
 @gluon.jit
 def only_slot(c):
-    """Zero. Where warpgroups share the keys, dS has a tile of its own, or queries come in strips, no compiler may know
+    """Zero. Where warpgroups share the keys, dS has a tile of its own, or queries come in subtiles, no compiler may
+    know
     it: it would compute the addresses of all operands before the loops, and registers do not hold them."""
-    if c.SHARES_KEYS or c.BIAS_APART or c.STRIPS > 1:
+    if c.SHARES_KEYS or c.BIAS_APART or c.M_SUBTILES > 1:
         return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:
         return 0
@@ -111,19 +112,24 @@ def border(count):
 
 
 @gluon.jit
-def take_turn(WARPGROUP: gl.constexpr):
-    """Wait until it is this warpgroup's turn to issue products."""
+def warp_scheduler_barrier_sync(WARPGROUP: gl.constexpr):
+    """Wait until the warpgroup before has issued its products."""
     gl.inline_asm_elementwise(
-        f"bar.sync {FIRST_TURN + WARPGROUP}, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.sync {FIRST_NAMED_BARRIER + WARPGROUP}, 256; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 @gluon.jit
-def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+def warp_scheduler_barrier_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """The next warpgroup may issue its products."""
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     gl.inline_asm_elementwise(
-        f"bar.arrive {FIRST_TURN + NEXT}, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.arrive {FIRST_NAMED_BARRIER + NEXT}, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -131,7 +137,7 @@ def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def take_ticket(at):
+def fetch_tile_index(at):
     """Count one up and return how much it was before, in a role of one warp."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "

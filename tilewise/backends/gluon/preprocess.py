@@ -20,9 +20,9 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 
 @triton.jit
-def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, counts, value_dim, sizes, counters, BIAS_GROUP: tl.constexpr,
-                   HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_D: tl.constexpr):  # fmt: skip
+def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters,
+                      BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_D: tl.constexpr):  # fmt: skip
     """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ of the first
     heads, which nobody zeroes later, and the counters.
 
@@ -30,8 +30,8 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, counts, value_dim, siz
     So does a row whose LSE is beyond COARSE, as where all keys have the most negative finite bias: probabilities
     cannot be told from such an LSE, would be off by any factor and could overflow into the gradients of the keys.
     A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
-    o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_sum: (B·H·tiles, BLOCK_M·BLOCK_D).
-    counts: (counters,), int32. float32 but o, do and the bias.
+    o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
+    BLOCK_M·BLOCK_D). counts: (counters,), int32. float32 but o, do and the bias.
     """
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
@@ -45,7 +45,7 @@ def prepare_kernel(o, do, lse, dlse, bias, stats, dq_sum, counts, value_dim, siz
     do_tile = _load_rows(do, b, h, rows, sizes.queries, cols, value_dim)
     natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
     if bh // sizes.group < sizes.zeroed:
-        zero_at = dq_sum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+        zero_at = dq_accum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
     for first in range(pid * 128, counters, tl.num_programs(0) * 128):
         counter = first + tl.arange(0, 128)

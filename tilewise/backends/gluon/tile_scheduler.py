@@ -8,11 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.gluon.pipeline import leave, wait_full
+from tilewise.backends.gluon.pipeline import release, wait_full
 from tilewise.backends.gluon.score import key_tiles, mask_of
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     batch: int
     heads: int
     group: int  # query heads that share a key/value head
@@ -24,8 +24,8 @@ class Sizes(NamedTuple):
     last: int  # the first head of the last of them
 
 
-class Tile(NamedTuple):
-    """One program's work at a time: a tile of queries, and the tiles of keys that it visits."""
+class QueryTile(NamedTuple):
+    """One program's work tile: a tile of queries, and the tiles of keys that it visits."""
 
     b: Any
     h: Any
@@ -34,10 +34,10 @@ class Tile(NamedTuple):
     last: Any
     full_begin: Any
     full_end: Any
-    visits: Any  # with a mask, what visits_kernel lists of them
+    tile_list: Any  # with a mask, what visits_kernel lists of them
 
 
-class Visit(NamedTuple):
+class Entry(NamedTuple):
     """One of the tiles of keys."""
 
     n: Any
@@ -46,34 +46,34 @@ class Visit(NamedTuple):
 
 
 @gluon.jit
-def next_ticket(ticket, t, rings, c):
+def next_tile_index(tile_index, t, rings, c):
     """Which tile follows this program's ``t``-th: with DYNAMIC whichever is left, as `load` has found out.
 
     In the backward: which is its ``t``-th, for the first is handed out, too.
     """
     if c.DYNAMIC:
         slot = t % 2
-        wait_full(rings.tickets, slot, t // 2)
+        wait_full(rings.tile_indices, slot, t // 2)
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        ticket = gl.max(rings.tickets.slots.index(slot).load(ONE), axis=0)
-        leave(rings.tickets, slot)  # which is filled by an ordinary store: no fence
+        tile_index = gl.max(rings.tile_indices.slots.index(slot).load(ONE), axis=0)
+        release(rings.tile_indices, slot)  # which is filled by an ordinary store: no fence
     else:
-        ticket += gl.num_programs(0)
-    return ticket
+        tile_index += gl.num_programs(0)
+    return tile_index
 
 
 @gluon.jit
-def hand_out(rings, t, ticket):
+def hand_out_tile_index(rings, t, tile_index):
     """Tell the other roles which tile follows this program's ``t``-th; in a role of one warp."""
     slot = t % 2
-    mbarrier.wait(rings.tickets.empty.index(slot), ((t // 2) & 1) ^ 1)
+    mbarrier.wait(rings.tile_indices.empty.index(slot), ((t // 2) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rings.tickets.slots.index(slot).store(gl.full([1], ticket, gl.int32, ONE))
-    mbarrier.arrive(rings.tickets.full.index(slot), count=1)
+    rings.tile_indices.slots.index(slot).store(gl.full([1], tile_index, gl.int32, ONE))
+    mbarrier.arrive(rings.tile_indices.full.index(slot), count=1)
 
 
 @gluon.jit
-def tile_at(t, x, terms, sizes, c):
+def work_tile_at(t, x, terms, sizes, c):
     """The ``t``-th tile of queries. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
     count = sizes.row_tiles
@@ -103,32 +103,32 @@ def tile_at(t, x, terms, sizes, c):
     row0 = m * BLOCK_M
     # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
     if c.MASK:
-        visits = x.visits + (mask_of(b, h, sizes.heads, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
-        return Tile(b, h, row0, gl.load(visits), 0, 0, 0, visits + 1)
+        tile_list = x.tile_list + (mask_of(b, h, sizes.heads, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
+        return QueryTile(b, h, row0, gl.load(tile_list), 0, 0, 0, tile_list + 1)
     else:
         rows = gl.minimum(BLOCK_M, sizes.queries - row0)
         begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
         end = gl.maximum(end, begin + 1)
-        return Tile(b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
+        return QueryTile(b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
 
 
 @gluon.jit
-def visit_at(i, tile, c):
+def entry_at(i, tile, c):
     """The ``i``-th tile of keys, from the last to the first."""
     if c.MASK:
-        listed = gl.load(tile.visits + i)
-        return Visit(listed >> 2, (listed & 1) != 0, (listed & 2) != 0)
+        listed = gl.load(tile.tile_list + i)
+        return Entry(listed >> 2, (listed & 1) != 0, (listed & 2) != 0)
     else:
         n = tile.last - i
-        return Visit(n, (n >= tile.full_end) | (n < tile.full_begin), False)
+        return Entry(n, (n >= tile.full_end) | (n < tile.full_begin), False)
 
 
 @gluon.jit
-def first_visit(tile, terms, c, WARPGROUP: gl.constexpr):
-    """Which visit is a warpgroup's first: with STEPS_OVER it leaves out what is hidden from all its queries, but for
+def first_entry(tile, terms, c, WARPGROUP: gl.constexpr):
+    """Which entry is a warpgroup's first: with SKIPS_HIDDEN it leaves out what is hidden from all its queries, but for
     the first keys, which no band without a lower limit leaves out."""
     first = 0
-    if c.STEPS_OVER and WARPGROUP + 1 < c.WARPGROUPS:
+    if c.SKIPS_HIDDEN and WARPGROUP + 1 < c.WARPGROUPS:
         last = gl.maximum(tile.row0 + 64 * (WARPGROUP + 1) - 1 + terms.hi, 0) // c.BLOCK_N
         first = gl.maximum(tile.last - last, 0)
     return first
@@ -136,5 +136,5 @@ def first_visit(tile, terms, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def first_full(tile, first):
-    """The first visit after a warpgroup's first that no band without a lower limit, and no end of the keys, cuts."""
+    """The first entry after a warpgroup's first that no band without a lower limit, and no end of the keys, cuts."""
     return gl.maximum(tile.last + 1 - tile.full_end, first + 1)

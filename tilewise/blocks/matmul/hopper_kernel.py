@@ -23,11 +23,11 @@ from tilewise.backends.gluon.compat import tma_load, tma_store
 from tilewise.backends.gluon.pipeline import (
     Ring,
     fill,
-    leave_after_loads,
     new_ring,
-    pass_turn,
-    take_turn,
+    release_after_loads,
     wait_full,
+    warp_scheduler_barrier_arrive,
+    warp_scheduler_barrier_sync,
 )
 
 WARPGROUPS = gl.constexpr(2)
@@ -233,7 +233,7 @@ def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
     steps = sizes.summed0 * sizes.summed1 * sizes.k_tiles
     step = 0
     if k.TURNS and WARPGROUP == WARPGROUPS - 1:
-        pass_turn(WARPGROUP, WARPGROUPS)  # the first warpgroup begins
+        warp_scheduler_barrier_arrive(WARPGROUP, WARPGROUPS)  # the first warpgroup begins
     for t in range(work_count(sizes)):
         tile = tile_at(t, sizes, k)
         acc = gl.zeros([k.ROWS, k.BLOCK_N], gl.float32, ACC)
@@ -242,7 +242,7 @@ def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
                 wait_full(rings.c, WARPGROUP, t)
             acc += addend(x, rings, tile, sizes, spread, k, 0, k.BLOCK_N, WARPGROUP) * beta
             if k.C == "matrix":
-                leave_after_loads(rings.c, WARPGROUP)
+                release_after_loads(rings.c, WARPGROUP)
 
         # Y += A B, one step always in flight
         pending = issue(acc, rings, step, k, FIRST, WARPGROUP)
@@ -258,14 +258,14 @@ def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
 
         # One warpgroup stores while the other multiplies: in turns, they come apart once and stay so
         if k.TURNS:
-            take_turn(WARPGROUP)
+            warp_scheduler_barrier_sync(WARPGROUP)
         if k.C == "matrix" and not FIRST:
             wait_full(rings.c, WARPGROUP, t)
         store(acc, x, rings, tile, alpha, beta, sizes, spread, k, 0, k.BLOCK_N, WARPGROUP)
         if k.C == "matrix" and not FIRST:
-            leave_after_loads(rings.c, WARPGROUP)
+            release_after_loads(rings.c, WARPGROUP)
         if k.TURNS:
-            pass_turn(WARPGROUP, WARPGROUPS)
+            warp_scheduler_barrier_arrive(WARPGROUP, WARPGROUPS)
     tma.store_wait(0)
 
 

@@ -6,8 +6,9 @@ that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a 
 one that is shared.
 
 Two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once for 128 queries, which are
-computed in two strips. Other warps load, add dQ, and let dK and dV out, see `movers`. A work is a tile of keys with all
-queries that see it; a program has one, or stays and takes the next that is left. Past 128 dimensions dK and dV of 64
+computed in two subtiles. Other warps load, add dQ, and let dK and dV out, see `producers`. A work tile is a tile of
+keys with all queries that see it; a program has one, or stays and takes the next that is left. Past 128 dimensions dK
+and dV of 64
 keys are all that their registers hold: both warpgroups have the same keys, and each half of the columns of whatever is
 computed. Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
 """
@@ -29,30 +30,30 @@ from tilewise.backends.gluon.compat import tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     Ring,
     border,
-    leave,
     new_ring,
     new_ring_of_numbers,
     only_slot,
+    release,
     wait_count,
     wait_for_previous,
     wait_full,
 )
 from tilewise.backends.gluon.sm90.backward_scheduler import (
-    all_works,
     counters_at,
+    entry_at,
     place_of,
     step_of,
-    visit_at,
-    visits_of,
-    work_of,
+    tile_list_of,
+    work_tile_at,
+    work_tile_count,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import new_slots, shares_of
+from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, new_slots
 from tilewise.backends.gluon.sm90.dq_accum import (
-    begin_queries,
-    new_queries,
+    begin_dq,
+    new_dq_ring,
     release_part,
-    say_stored,
     send_part,
+    signal_stored,
     wait_zeroed,
 )
 from tilewise.backends.gluon.sm90.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
@@ -65,24 +66,24 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
     operand,
     probabilities,
     start_of,
-    strip_of,
+    subtile_of,
 )
 from tilewise.backends.gluon.sm90.mask_tiles import visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
-from tilewise.backends.gluon.tile_scheduler import next_ticket
+from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
 
-class Compiled(NamedTuple):
+class BackwardConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.BackwardConfig for most."""
 
     BLOCK_M: Any
     BLOCK_N: Any
     BLOCK_D: Any
-    STRIPS: Any
-    STRIP_M: Any  # queries of a strip
+    M_SUBTILES: Any
+    SUBTILE_M: Any  # queries of a subtile
     STAGES: Any
     DO_STAGES: Any
-    SIDES_APART: Any
+    PEELED: Any
     DQ_PARTS: Any
     DQ_BY_TMA: Any
     AHEAD: Any
@@ -95,30 +96,30 @@ class Compiled(NamedTuple):
     BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
-    GROUP_SHARES: Any  # those of one program do
+    GROUP_BROADCASTS: Any  # those of one program do
     DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
     MASK_ROWS: Any  # the mask differs between queries
-    SHARERS: Any  # programs that share a bias and run side by side
+    GROUP_PROGRAMS: Any  # programs that share a bias and run side by side
     SUM_BYTES: Any  # of shared memory, for what is added up
-    ADDS: Any  # there are more sharers than that
+    ADDS: Any  # more of them share a bias
     ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
-    COUNTS_LATER: Any  # what has been added counts a step later
+    DEFERRED_RELEASE: Any  # what has been added counts a step later
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
-    HEADS_IN_TURNS: Any  # see work.head_and_tile
+    HEAD_SWIZZLE: Any  # see backward_scheduler.head_and_tile
     KEY_STAGES: Any
-    DYNAMIC: Any  # a program stays, and takes the next work that is left; else it has one
+    DYNAMIC: Any  # a program stays, and takes the next work tile that is left; else it has one
 
 
-class Tensors(NamedTuple):
+class Operands(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
     dq: of its sum, see `query_sums`; a pointer unless it leaves by TMA.
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
-    is the ring of `Shares`. bits, visits: of a mask, see mask_kernels; None without one.
+    is the ring of `DbiasTiles`. bits, tile_list: of a mask, see mask_kernels; None without one.
     """
 
     q: Any
@@ -132,7 +133,7 @@ class Tensors(NamedTuple):
     dv: Any
     dbias: Any
     bits: Any
-    visits: Any
+    tile_list: Any
 
 
 class Rows(NamedTuple):
@@ -147,10 +148,10 @@ class Rows(NamedTuple):
     do_ring: Any  # barriers of dO and delta
 
 
-class Tickets(NamedTuple):
-    """As `schedule.next_ticket` and `hand_out` take them."""
+class TileIndices(NamedTuple):
+    """As `tile_scheduler.next_tile_index` and `hand_out_tile_index` take them."""
 
-    tickets: Any
+    tile_indices: Any
 
 
 class Shared(NamedTuple):
@@ -160,7 +161,7 @@ class Shared(NamedTuple):
     k: Any
     v: Any
     slot: Any  # of K and V, where there are two
-    k_operand: Any  # see `strips.operand`
+    k_operand: Any  # see `m_subtiles.operand`
     v_operand: Any
     p: Any
     ds: Any
@@ -198,11 +199,11 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
-def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c):
+def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c):
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
 
-    Of two strips the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its dK
-    under dS of the second.
+    Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
+    dK under dS of the second.
     """
     DTYPE: gl.constexpr = x.q.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
@@ -210,11 +211,11 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
     DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
     gl.static_assert(c.AHEAD or c.DQ_PARTS == 1, "two parts of dQ leave around the next QK")
     gl.static_assert(c.DQ_BY_TMA or not c.ORDERED, "additions from registers have no order")
-    gl.static_assert(c.STRIPS == 1 or not (c.SHARES_KEYS or c.MASK), "one strip has their P, or its bits")
+    gl.static_assert(c.M_SUBTILES == 1 or not (c.SHARES_KEYS or c.MASK), "one subtile has their P, or its bits")
     slot = step % c.STAGES
     do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
     m0 = m * c.BLOCK_M
-    tile_of_head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
+    tile_of_head = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
     if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
@@ -228,7 +229,7 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
     s, start, lse, dk, dv, sums = state.s, state.start, state.lse, state.dk, state.dv, state.sums
     ds_operand = step  # of no use
 
-    # QK of the first strip, unless it came ahead, and its dP
+    # QK of the first subtile, unless it came ahead, and its dP
     if not c.AHEAD:
         if c.BIAS != "matrix":
             start = first_start_of(rows, step, True, terms, c)
@@ -240,8 +241,8 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
         lse = lse_of(rows, step, 0, c)
         s = warpgroup_mma_wait(1, deps=(s_pending,))
 
-    for i in gl.static_range(c.STRIPS):
-        if i + 1 < c.STRIPS:
+    for i in gl.static_range(c.M_SUBTILES):
+        if i + 1 < c.M_SUBTILES:
             next_start = start_of(rows, step, i + 1, terms, c)
             s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
             next_lse = lse_of(rows, step, i + 1, c)
@@ -249,7 +250,7 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
 
         # softmax, under dP
         p, slope = probabilities(s, start, lse, shared, terms, c)
-        p = visible(p, rows.bits.index(slot), cut, work, m0 + i * c.STRIP_M, terms, sizes, c)
+        p = visible(p, rows.bits.index(slot), kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
         if c.SHARES_KEYS:
             # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
             p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
@@ -262,29 +263,29 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
         else:
             p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
             border(steps)
-            if i + 1 < c.STRIPS:
+            if i + 1 < c.M_SUBTILES:
                 dp, p = warpgroup_mma_wait(1, deps=(dp_pending, p))
             elif i > 0:
                 dp, p, dv = warpgroup_mma_wait(0, deps=(dp_pending, p, dv))
             else:
                 dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
             # dV, and under it dS
-            dv = warpgroup_mma(p_operand, strip_of(do, i, c), dv, is_async=True)
-        if i + 1 < c.STRIPS:
+            dv = warpgroup_mma(p_operand, subtile_of(do, i, c), dv, is_async=True)
+        if i + 1 < c.M_SUBTILES:
             dp_pending = begin_dp(rows, shared, do_slot, i + 1, c)
         if i > 0:
-            dk = warpgroup_mma(ds_operand, strip_of(q, i - 1, c), dk, is_async=True)
+            dk = warpgroup_mma(ds_operand, subtile_of(q, i - 1, c), dk, is_async=True)
         ds = p * dp
         if c.DBIAS == "sum":
             sums += sums_of(ds, c)
-        if (c.DBIAS == "store" or c.DBIAS == "share") and not SAME:
-            to = strip_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
+        if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
+            to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
         ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
-        strip_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
+        subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
-        if i + 1 < c.STRIPS:
+        if i + 1 < c.M_SUBTILES:
             start, lse = next_start, next_lse
             s = warpgroup_mma_wait(2, deps=(s_pending,))
     # dS is about to be read through the async proxy; after the barrier, where there is less left to wait for. The fence
@@ -292,41 +293,41 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
     # step before) before the refill of their slot.
     warps_barrier()
     fence_async_shared()
-    bias_b = work.b if c.BIAS_BATCH else 0
+    bias_b = work_tile.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
-        tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work.n0], dbias_tile)
-    elif c.DBIAS == "share":
-        place = step_of(m, h - work.hk * sizes.group, work)
+        tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
+    elif c.DBIAS == "reduce":
+        place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
 
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
-    dq_pending = begin_queries(ds_queries, shared, 0, c)
+    dq_pending = begin_dq(ds_queries, shared, 0, c)
     if c.SHARES_KEYS:
         dk = warpgroup_mma(ds_queries.permute((1, 0)), q, dk, is_async=True)
     else:
-        dk = warpgroup_mma(ds_operand, strip_of(q, c.STRIPS - 1, c), dk, is_async=True)
+        dk = warpgroup_mma(ds_operand, subtile_of(q, c.M_SUBTILES - 1, c), dk, is_async=True)
     if c.DQ_PARTS == 2:
-        rest_pending = begin_queries(ds_queries, shared, 1, c)
+        rest_pending = begin_dq(ds_queries, shared, 1, c)
     elif c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv,))
-        leave(rows.do_ring, do_slot)
+        release(rows.do_ring, do_slot)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
-    release_part(dq, x, queries, tile_of_head, step, 0, c)
+    release_part(dq, x, dq_ring, tile_of_head, step, 0, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
-    send_part(queries, c)
+    send_part(dq_ring, c)
     if c.DQ_PARTS == 2:
         dk, dq = warpgroup_mma_wait(1, deps=(dk, rest_pending))
-        if c.DBIAS == "store" or c.DBIAS == "share":
+        if c.DBIAS == "store" or c.DBIAS == "reduce":
             tma.store_wait(0)  # dBias has left shared memory
-        leave(rows.ring, slot)
-        release_part(dq, x, queries, tile_of_head, step, 1, c)
-        send_part(queries, c)
+        release(rows.ring, slot)
+        release_part(dq, x, dq_ring, tile_of_head, step, 1, c)
+        send_part(dq_ring, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
         if c.AHEAD:
@@ -337,20 +338,21 @@ def visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, 
             dk, start = warpgroup_mma_wait(0, deps=(dk, start))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk,))
-        if c.DBIAS == "store" or c.DBIAS == "share":
+        if c.DBIAS == "store" or c.DBIAS == "reduce":
             tma.store_wait(0)  # dBias has left
-        leave(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
+        release(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
     if not c.AHEAD:  # of no use
         s, lse = state.s, state.lse
     return State(dk, dv, s, start, lse, sums)
 
 
 @gluon.jit
-def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c):
-    """The program's ``nth`` work: dK and dV of a tile of keys, its share of dQ, and dBias. Returns the steps done."""
+def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c):
+    """The program's ``nth`` work tile: dK and dV of a tile of keys, its share of dQ, and dBias. Returns the steps
+    done."""
     DTYPE: gl.constexpr = x.k.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
-    work = work_of(ticket, terms, sizes, c)
+    work_tile = work_tile_at(tile_index, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
@@ -358,11 +360,11 @@ def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, cou
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
-        wait_zeroed(work, counters, sizes)
-    if c.DBIAS == "share":
-        earlier = ticket // c.SHARERS - sizes.ring
+        wait_zeroed(work_tile, counters, sizes)
+    if c.DBIAS == "reduce":
+        earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
-            wait_count(counters.summed + earlier, c.SHARERS)
+            wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
     wait_full(keys, slot, nth // c.KEY_STAGES)
     wait_full(values, slot, nth // c.KEY_STAGES)
     if c.HIDES:
@@ -375,10 +377,10 @@ def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, cou
 
     steps = step
     if not c.MASK:
-        steps += sizes.group * (work.end - work.begin)
+        steps += sizes.group * (work_tile.end - work_tile.begin)
     else:
         for g in range(sizes.group):
-            count, _ = visits_of(x.visits, work, work.hk * sizes.group + g, sizes, c)
+            count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
             steps += count
     s, start, lse = step, step, step  # of no use where nothing comes ahead
     if c.AHEAD:
@@ -386,79 +388,87 @@ def differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, cou
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     elif c.BIAS == "matrix":
         start = first_start_of(rows, step, step < steps, terms, c)
-    S: gl.constexpr = accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
     else:
         none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
     state = State(dk, dv, s, start, lse, none)
     for g in range(sizes.group):
-        h = work.hk * sizes.group + g
+        h = work_tile.hk * sizes.group + g
         if c.BIAS == "cols":
-            keep_bias_of_keys(x, shared, work, h, sizes, c)
-        if not c.SIDES_APART:
-            count, listed = visits_of(x.visits, work, h, sizes, c)
+            keep_bias_of_keys(x, shared, work_tile, h, sizes, c)
+        if not c.PEELED:
+            count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):
-                m, cut = visit_at(i, listed, work, c)
-                state = visit(state, x, rows, queries, shared, step, steps, work, h, m, cut, terms, sizes, c)
+                m, kind = entry_at(i, listed, work_tile, c)
+                state = process_query_tile(
+                    state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c
+                )
                 step += 1
         else:  # what cuts a tile is known when it is compiled
             if terms.HAS_LO:
-                for i in range(work.end - work.full_end):
-                    m = work.end - 1 - i
-                    state = visit(state, x, rows, queries, shared, step, steps, work, h, m, 1, terms, sizes, c)
+                for i in range(work_tile.end - work_tile.full_end):
+                    m = work_tile.end - 1 - i
+                    state = process_query_tile(
+                        state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, 1, terms, sizes, c
+                    )
                     step += 1
-            for i in range(work.full_end - work.full_begin):
-                m = work.full_end - 1 - i
-                state = visit(state, x, rows, queries, shared, step, steps, work, h, m, 0, terms, sizes, c)
+            for i in range(work_tile.full_end - work_tile.full_begin):
+                m = work_tile.full_end - 1 - i
+                state = process_query_tile(
+                    state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, 0, terms, sizes, c
+                )
                 step += 1
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
-                for i in range(work.full_begin - work.begin):
-                    m = work.full_begin - 1 - i
-                    state = visit(state, x, rows, queries, shared, step, steps, work, h, m, 1, terms, sizes, c)
+                for i in range(work_tile.full_begin - work_tile.begin):
+                    m = work_tile.full_begin - 1 - i
+                    state = process_query_tile(
+                        state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, 1, terms, sizes, c
+                    )
                     step += 1
         if c.DBIAS == "sum":
-            store_sums(state.sums, x, work, h, sizes, c)
+            store_sums(state.sums, x, work_tile, h, sizes, c)
             state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
 
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
     v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
-    say_stored(queries, slot, c)
+    signal_stored(dq_ring, slot, c)
     return step
 
 
 @gluon.jit
-def compute(x, rows, keys, values, queries, shared, tickets, counts, terms, sizes, c):
+def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c):
     """The role of the two warpgroups: all products."""
     step = gl.to_tensor(0)
     nth = gl.to_tensor(0)
     if c.DYNAMIC:
-        ticket = next_ticket(0, nth, tickets, c)
-        while ticket < all_works(sizes):
-            step = differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c)
+        tile_index = next_tile_index(0, nth, tile_indices, c)
+        while tile_index < work_tile_count(sizes):
+            step = differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c)
             nth += 1
-            ticket = next_ticket(ticket, nth, tickets, c)
+            tile_index = next_tile_index(tile_index, nth, tile_indices, c)
     else:
-        ticket = gl.program_id(0)
-        differentiate(ticket, nth, step, x, rows, keys, values, queries, shared, counts, terms, sizes, c)
+        tile_index = gl.program_id(0)
+        differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c)
 
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, visits, pieces, shared_dbias, counts, states, terms, sizes, c
+    q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list, pieces, shared_dbias, counts, states, terms, sizes, c
 ):
-    """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Tensors`.
+    """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Operands`.
 
-    pieces, shared_dbias, states: see `Shares`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
-    counts: see `work.Counters`.
+    pieces, shared_dbias, states: see `DbiasTiles`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
+    counts: see `backward_scheduler.Counters`.
     """
     wait_for_previous()
-    x = Tensors(q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, visits)
-    shares = pieces
-    if c.DBIAS == "share":
-        shares = shares_of(pieces, shared_dbias, states, c)
+    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list)
+    dbias_tiles = pieces
+    if c.DBIAS == "reduce":
+        dbias_tiles = dbias_tiles_of(pieces, shared_dbias, states, c)
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
@@ -470,7 +480,7 @@ def backward_kernel(
         do_ring = Ring(0, 0, 0)
         do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    queries = new_queries(dq, c)
+    dq_ring = new_dq_ring(dq, c)
     DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
@@ -481,7 +491,7 @@ def backward_kernel(
     if c.SHARES_KEYS:
         p_slots = gl.allocate_shared_memory(q.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = keys.slots.index(0)  # of no use
-    if (c.DBIAS == "store" or c.DBIAS == "share") and terms.HAS_CAP and not c.BIAS_APART:
+    if (c.DBIAS == "store" or c.DBIAS == "reduce") and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     added = stats_slots  # of no use
     if c.BIAS == "cols":
@@ -491,23 +501,24 @@ def backward_kernel(
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
     shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added)
-    ticket_ring = Ring(0, 0, 0)
+    index_ring = Ring(0, 0, 0)
     if c.DYNAMIC:
-        ticket_ring = new_ring_of_numbers(2, 3)
-    tickets = Tickets(ticket_ring)
+        index_ring = new_ring_of_numbers(2, 3)
+    tile_indices = TileIndices(index_ring)
     FEW: gl.constexpr = c.LOADING_REGISTERS
-    if c.DBIAS == "share":
-        slots, arrived = new_slots(shares, c)
+    if c.DBIAS == "reduce":
+        slots, arrived = new_slots(dbias_tiles, c)
     else:
         slots, arrived = 0, 0
     fence_async_shared()
-    # All roles but the first have four warps, for which registers are set aside anyway: one without work costs none.
+    # All roles but the first have four warps, for which registers are set aside anyway: one without anything to do
+    # costs none.
     gl.warp_specialize(
         [
-            (compute, (x, rows, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
-            (load, (x, rows, tickets, counts, terms, sizes, c)),
-            (add, (x, keys, values, queries, shared, tickets, counts, terms, sizes, c)),
-            (background, (x, keys, values, shares, slots, arrived, tickets, counts, terms, sizes, c)),
+            (compute, (x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)),
+            (load, (x, rows, tile_indices, counts, terms, sizes, c)),
+            (add, (x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)),
+            (background, (x, keys, values, dbias_tiles, slots, arrived, tile_indices, counts, terms, sizes, c)),
         ],
         [1, 1, 2],
         [FEW, FEW, FEW],

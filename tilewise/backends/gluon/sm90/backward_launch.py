@@ -8,21 +8,21 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import MaskSummary
-from tilewise.backends.gluon.preprocess import prepare_kernel
-from tilewise.backends.gluon.sm90.backward_kernel import Compiled, backward_kernel
-from tilewise.backends.gluon.sm90.backward_scheduler import Sizes, counters
+from tilewise.backends.gluon.preprocess import preprocess_kernel
+from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
+from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import BackwardConfig, backward_config, backward_width, most_registers
 from tilewise.backends.gluon.sm90.dbias import (
     adds,
     bias_axes,
     bias_gradient,
+    broadcast_group,
     empty_bias_gradient,
     reduction,
-    sharing,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, add_up_kernel, pieces_of_tile
+from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
 from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
-from tilewise.backends.gluon.sm90.dq_accum import finish_kernel
+from tilewise.backends.gluon.sm90.dq_accum import postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors, score_terms
 from tilewise.backends.gluon.tensors import boxes, descriptor, vector
 from tilewise.backends.launcher import POINTER, Launch, strided
@@ -47,30 +47,30 @@ class Backward:
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
-        q_sum = torch.empty(
+        dq_accum = torch.empty(
             row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
         )
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
         # the ring of dS of a bias that is shared
         ring = None
-        if bias is not None and reduction(problem) == "share":
-            places = sizes.ring * sharing(problem).programs
+        if bias is not None and reduction(problem) == "reduce":
+            places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
         counted = counters(sizes, groups, p.deterministic, ring is not None)
         counts = torch.empty(counted, dtype=torch.int32, device="meta")
-        self.empty_stats, self.empty_q_sum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
-            allocation(x, q.device) for x in (stats, q_sum, counts, dq, dk, dv)
+        self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
+            allocation(x, q.device) for x in (stats, dq_accum, counts, dq, dk, dv)
         )
         self.mask = None if mask is None else MaskSummary(problem, mask, block_n, 1, by_keys=True)
         dlse_rows = None if dlse is None else dlse[..., None]
-        works, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
-        dynamic = config.dynamic and reduction(p) != "share" and works > programs
+        work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
+        dynamic = config.dynamic and reduction(p) != "reduce" and work_tiles > programs
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
-            prepare_kernel,
+            preprocess_kernel,
             row_programs,
             (
                 strided(outputs.o),
@@ -85,12 +85,12 @@ class Backward:
             (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
-        shares = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
+        dbias_tiles = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
         if ring is not None:
-            shares[0] = boxes(ring, [c.SHARERS.value, 1, ROWS.value, COLS.value], ring.stride())
+            dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
             backward_kernel,
-            programs if dynamic else works,
+            programs if dynamic else work_tiles,
             (
                 descriptor(q, block_m, width),
                 descriptor(k, block_n, width),
@@ -98,7 +98,7 @@ class Backward:
                 descriptor(do, block_m, width),
                 strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
-                boxes(q_sum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], q_sum.stride())
+                boxes(dq_accum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], dq_accum.stride())
                 if config.dq_by_tma
                 else POINTER,
                 descriptor(dk, block_n, width),
@@ -106,7 +106,7 @@ class Backward:
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
                 POINTER if self.mask is None else vector(self.mask.bits_like, 2 * block_n),
                 POINTER,
-                *shares,
+                *dbias_tiles,
             ),
             (terms, sizes, c),
             num_warps=4 * config.warpgroups,
@@ -114,13 +114,13 @@ class Backward:
             **most_registers(config.programs, config.warpgroups + 1),
         )
         last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
-        self.add_up = Launch(
-            add_up_kernel, last * parts, shares, (groups - last, parts, terms, sizes, c), num_warps=2
+        self.reduce_group = Launch(
+            dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
         )  # fmt: skip
         # Beside the last programs of `main`, unless they are most of it: what waits disturbs them.
-        beside = works >= 4 * programs
+        beside = work_tiles >= 4 * programs
         self.after = Launch(
-            finish_kernel,
+            postprocess_kernel,
             row_programs,
             (POINTER, strided(dq), POINTER),
             (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
@@ -134,22 +134,22 @@ class Backward:
         do, dlse = cotangents
         needs = self.needs
         with device_of(q):
-            stats, q_sum, counts = self.empty_stats(), self.empty_q_sum(), self.empty_counts()
+            stats, dq_accum, counts = self.empty_stats(), self.empty_dq_accum(), self.empty_counts()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
             dbias = empty_bias_gradient(self.problem, bias, q.device)
-            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, q_sum, counts)
+            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts)
             ring = None if self.empty_ring is None else self.empty_ring()
             masking: tuple[Tensor | None, ...] = (None, None, None)
             if self.mask is not None and mask is not None:
                 masking = self.mask(mask)
-            bits, visits, states = masking
-            shares = (q_sum if ring is None else ring, None if ring is None else dbias, counts, states)
+            bits, tile_list, states = masking
+            dbias_tiles = (dq_accum if ring is None else ring, None if ring is None else dbias, counts, states)
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
-            self.main(q, k, v, do, of_pairs, stats, q_sum, dk, dv, found, bits, visits, *shares)
-            self.after(q_sum, dq, counts)  # next, because it begins while `main` still runs
+            self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, bits, tile_list, *dbias_tiles)
+            self.after(dq_accum, dq, counts)  # next, because it begins while `main` still runs
             if ring is not None:
-                self.add_up(*shares)
+                self.reduce_group(*dbias_tiles)
             if needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
         return Gradients(
@@ -157,35 +157,36 @@ class Backward:
         )
 
 
-def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[Sizes, int]:
+def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[BackwardSizes, int]:
     """Sizes, and how many groups of programs there are."""
-    p, sharers = problem, sharing(problem)
+    p, broadcast = problem, broadcast_group(problem)
     row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
-    groups = key_tiles * p.kv_heads * p.batch // sharers.programs
+    groups = key_tiles * p.kv_heads * p.batch // broadcast.programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
-    lag = -(-multiprocessors(device) * config.programs // sharers.programs)
+    lag = -(-multiprocessors(device) * config.programs // broadcast.programs)
     ring = min(2 * lag + 2, groups)
     # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
-    # start that is as much later as a GPU runs at once, and one more; `work.head_and_tile` may mix some heads.
+    # start that is as much later as a GPU runs at once, and one more; `backward_scheduler.head_and_tile` may mix some
+    # heads.
     heads = p.batch * p.kv_heads
-    zeroed = heads if sharers.batch * sharers.heads > 1 else -(-lag // key_tiles) + 1
-    zeroed = -(-zeroed // config.heads_in_turns) * config.heads_in_turns
-    sizes = Sizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, sharers.batch, sharers.heads,
-                  ring, lag, min(zeroed, heads))  # fmt: skip
+    zeroed = heads if broadcast.batch * broadcast.heads > 1 else -(-lag // key_tiles) + 1
+    zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
+    sizes = BackwardSizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
+                          broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
 
 
-def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> Compiled:
+def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
-    values = Compiled(
+    values = BackwardConstants(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=width,
-        STRIPS=config.strips,
-        STRIP_M=config.block_m // config.strips,
+        M_SUBTILES=config.m_subtiles,
+        SUBTILE_M=config.block_m // config.m_subtiles,
         STAGES=config.stages,
         DO_STAGES=config.do_stages,
-        SIDES_APART=config.sides_apart,
+        PEELED=config.peeled,
         DQ_PARTS=config.dq_parts,
         DQ_BY_TMA=config.dq_by_tma,
         AHEAD=config.ahead,
@@ -198,21 +199,21 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
-        GROUP_SHARES=bias is not None and bias.heads < problem.heads and problem.group > 1,
+        GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
-        SHARERS=sharing(problem).programs,
+        GROUP_PROGRAMS=broadcast_group(problem).programs,
         SUM_BYTES=config.sum_bytes,
         ADDS=adds(problem),
         ORDERED=problem.deterministic,
-        COUNTS_LATER=config.counts_later,
+        DEFERRED_RELEASE=config.deferred_release,
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        HEADS_IN_TURNS=config.heads_in_turns,
+        HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,
         DYNAMIC=dynamic,
     )
-    return Compiled(*(gl.constexpr(x) for x in values))
+    return BackwardConstants(*(gl.constexpr(x) for x in values))

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.gluon.score import mask_of, query_tiles
 
 
-class Sizes(NamedTuple):
+class BackwardSizes(NamedTuple):
     batch: int
     kv_heads: int
     group: int  # query heads that share a key/value head
@@ -18,8 +18,8 @@ class Sizes(NamedTuple):
     keys: int
     row_tiles: int  # tiles of queries of one head
     key_tiles: int
-    batch_sharers: int  # batch elements, and key/value heads, that share a bias
-    head_sharers: int
+    broadcast_batch: int  # batch elements, and key/value heads, that share a bias
+    broadcast_heads: int
     ring: int  # groups of programs whose dS is kept for `shared_bias`
     lag: int  # groups back that one adds up
     zeroed: int  # key/value heads whose sum of dQ is zeroed before; of others the head so many before does it
@@ -30,14 +30,14 @@ class Counters(NamedTuple):
 
     zeroed: Any  # of each key/value head, the programs that have zeroed their part of its sum of dQ
     done: Any  # the programs that have added all that they add to it
-    turns: Any  # where order matters, of each tile of queries of all heads the tiles of keys that have added to dQ
+    dq_semaphores: Any  # where order matters, of each tile of queries the tiles of keys that have added to its dQ
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
     summed: Any  # and those that have added up their part of it
-    tickets: Any  # without one, the works that programs which stay have taken
+    tile_count_semaphore: Any  # without one, the work tiles that persistent programs have taken
 
 
-class Work(NamedTuple):
-    """One program's work: a tile of keys, and the tiles of queries that see it."""
+class KeyTile(NamedTuple):
+    """One program's work tile: a tile of keys, and the tiles of queries that see it."""
 
     b: Any
     hk: Any
@@ -53,11 +53,11 @@ def counters_at(counts, sizes, c):
     """The parts of ``counts``; `counters` says how many there are."""
     done = done_at(counts, sizes)
     heads = sizes.batch * sizes.kv_heads
-    turns = done + heads
-    ended = turns
+    dq_semaphores = done + heads
+    ended = dq_semaphores
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    return Counters(counts, done, turns, ended, ended + groups(sizes, c), ended)
+    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended)
 
 
 @gluon.jit
@@ -66,16 +66,16 @@ def done_at(counts, sizes):
     return counts + sizes.batch * sizes.kv_heads
 
 
-def counters(sizes: Sizes, groups: int, ordered: bool, shares: bool) -> int:
+def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
-    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if shares else 1)
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if reduces else 1)
 
 
 @gluon.jit
 def groups(sizes, c):
     """How many groups of programs there are."""
-    return sizes.key_tiles * (sizes.kv_heads * sizes.batch // c.SHARERS)
+    return sizes.key_tiles * (sizes.kv_heads * sizes.batch // c.GROUP_PROGRAMS)
 
 
 @gluon.jit
@@ -85,12 +85,12 @@ def head_and_tile(group, sizes, c):
     The order of the groups decides which run together and share the L2 cache.
     """
     tiles = sizes.key_tiles
-    if c.HEADS_IN_TURNS == 1:  # programs of one head share its queries
+    if c.HEAD_SWIZZLE == 1:  # programs of one head share its queries
         head = group // tiles
         tile = group % tiles
     else:
         # the first tile of each of some heads, then the next: see config.BackwardConfig
-        AT_ONCE: gl.constexpr = c.HEADS_IN_TURNS // c.SHARERS if c.HEADS_IN_TURNS > c.SHARERS else 1
+        AT_ONCE: gl.constexpr = c.HEAD_SWIZZLE // c.GROUP_PROGRAMS if c.HEAD_SWIZZLE > c.GROUP_PROGRAMS else 1
         first, width = heads_at_once(group // (AT_ONCE * tiles), AT_ONCE, sizes, c)
         head = first + (group - first * tiles) % width
         tile = (group - first * tiles) // width
@@ -100,10 +100,10 @@ def head_and_tile(group, sizes, c):
 @gluon.jit
 def group_of(head, tile, sizes, c):
     """The inverse of `head_and_tile`."""
-    if c.HEADS_IN_TURNS == 1:
+    if c.HEAD_SWIZZLE == 1:
         group = head * sizes.key_tiles + tile
     else:
-        AT_ONCE: gl.constexpr = c.HEADS_IN_TURNS // c.SHARERS if c.HEADS_IN_TURNS > c.SHARERS else 1
+        AT_ONCE: gl.constexpr = c.HEAD_SWIZZLE // c.GROUP_PROGRAMS if c.HEAD_SWIZZLE > c.GROUP_PROGRAMS else 1
         first, width = heads_at_once(head // AT_ONCE, AT_ONCE, sizes, c)
         group = first * sizes.key_tiles + tile * width + head - first
     return group
@@ -111,26 +111,26 @@ def group_of(head, tile, sizes, c):
 
 @gluon.jit
 def heads_at_once(n, AT_ONCE: gl.constexpr, sizes, c):
-    """The n-th heads that take turns: ``(the first, how many)``."""
+    """The n-th heads that are swizzled: ``(the first, how many)``."""
     first = n * AT_ONCE
-    return first, gl.minimum(sizes.kv_heads * sizes.batch // c.SHARERS - first, AT_ONCE)
+    return first, gl.minimum(sizes.kv_heads * sizes.batch // c.GROUP_PROGRAMS - first, AT_ONCE)
 
 
 @gluon.jit
-def groups_of_sharers(sizes, c):
+def groups_per_broadcast(sizes, c):
     """Groups of programs that share a bias and have the same tile of keys; their heads follow each other."""
-    return sizes.batch_sharers * sizes.head_sharers // c.SHARERS
+    return sizes.broadcast_batch * sizes.broadcast_heads // c.GROUP_PROGRAMS
 
 
 @gluon.jit
-def work_at(group, member, terms, sizes, c):
-    """The work of one of the c.SHARERS programs of a group, which share a bias and run side by side."""
+def work_tile_of(group, member, terms, sizes, c):
+    """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
     head, tile = head_and_tile(group, sizes, c)
-    parts = groups_of_sharers(sizes, c)
-    sharer = head % parts * c.SHARERS + member
-    alone = sizes.kv_heads // sizes.head_sharers
-    b = sharer % sizes.batch_sharers + head // parts // alone
-    hk = sharer // sizes.batch_sharers + head // parts % alone
+    parts = groups_per_broadcast(sizes, c)
+    member = head % parts * c.GROUP_PROGRAMS + member
+    alone = sizes.kv_heads // sizes.broadcast_heads
+    b = member % sizes.broadcast_batch + head // parts // alone
+    hk = member // sizes.broadcast_batch + head // parts % alone
     n0 = tile * c.BLOCK_N
     cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
     begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
@@ -140,38 +140,39 @@ def work_at(group, member, terms, sizes, c):
             full_end = end
     if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
         full_end = end
-    return Work(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end)
+    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end)
 
 
 @gluon.jit
-def sharers_before(group, sizes, c):
-    """The group that has the sharers before and the same tile of keys, which has a lower number; -1 for none."""
+def group_before(group, sizes, c):
+    """The group before, of those that share its bias, and the same tile of keys, which has a lower number; -1 for
+    none."""
     head, tile = head_and_tile(group, sizes, c)
     before = group_of(gl.maximum(head - 1, 0), tile, sizes, c)
-    return gl.where(head % groups_of_sharers(sizes, c) == 0, -1, before)
+    return gl.where(head % groups_per_broadcast(sizes, c) == 0, -1, before)
 
 
 @gluon.jit
-def work_of(ticket, terms, sizes, c):
-    """The ``ticket``-th work."""
-    return work_at(ticket // c.SHARERS, ticket % c.SHARERS, terms, sizes, c)
+def work_tile_at(tile_index, terms, sizes, c):
+    """The ``tile_index``-th work tile."""
+    return work_tile_of(tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS, terms, sizes, c)
 
 
 @gluon.jit
-def all_works(sizes):
+def work_tile_count(sizes):
     return sizes.key_tiles * sizes.kv_heads * sizes.batch
 
 
 @gluon.jit
-def step_of(m, g, work):
+def step_of(m, g, work_tile):
     """When a program visits a tile of queries of its ``g``-th query head, counting those that a mask hides from it."""
-    return g * (work.end - work.begin) + work.end - 1 - m
+    return g * (work_tile.end - work_tile.begin) + work_tile.end - 1 - m
 
 
 @gluon.jit
 def place_of(sizes, c):
-    """This program's place in the ring of dS; with a shared dBias it has one work."""
-    return gl.program_id(0) // c.SHARERS % sizes.ring * c.SHARERS + gl.program_id(0) % c.SHARERS
+    """This program's place in the ring of dS; with a shared dBias it has one work tile."""
+    return gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ring * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
 
 
 @gluon.jit
@@ -182,22 +183,23 @@ def tile_of_mask(b, h, n0, sizes, c):
 
 
 @gluon.jit
-def visits_of(visits, work, h, sizes, c):
-    """The visits of one query head: ``(how many, where they are listed)``."""
+def tile_list_of(tile_list, work_tile, h, sizes, c):
+    """The tile list of one query head: ``(how many, where they are listed)``."""
     if c.MASK:
         PER_TILE: gl.constexpr = 2 if c.ORDERED else 1
-        at = visits + tile_of_mask(work.b, h, work.n0, sizes, c) * (1 + PER_TILE * sizes.row_tiles)
+        at = tile_list + tile_of_mask(work_tile.b, h, work_tile.n0, sizes, c) * (1 + PER_TILE * sizes.row_tiles)
         return gl.load(at), at + 1
     else:
-        return work.end - work.begin, 0
+        return work_tile.end - work_tile.begin, 0
 
 
 @gluon.jit
-def visit_at(i, listed, work, c):
-    """The ``i``-th tile of queries, from the last to the first, and what cuts it (see `mask_kernels.visits_kernel`)."""
+def entry_at(i, listed, work_tile, c):
+    """The ``i``-th tile of queries, from the last to the first, and what cuts it (see
+    `mask_kernels.tile_list_kernel`)."""
     if c.MASK:
-        visit = gl.load(listed + i)
-        return visit >> 2, visit & 3
+        entry = gl.load(listed + i)
+        return entry >> 2, entry & 3
     else:
-        m = work.end - 1 - i
-        return m, gl.where((m < work.full_begin) | (m >= work.full_end), 1, 0)
+        m = work_tile.end - 1 - i
+        return m, gl.where((m < work_tile.full_begin) | (m >= work_tile.full_end), 1, 0)

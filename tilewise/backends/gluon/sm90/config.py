@@ -35,8 +35,8 @@ class Config:
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         lazy: O is rescaled only where a row's maximum has grown by more than `score.SLACK` powers of two.
         sums_by_thread: each thread sums up what it has of a row, and threads of a row meet at its end only.
-        sides_apart: the tiles of keys that a band cuts come first and have a loop of their own; else a branch.
-        steps_over: a warpgroup leaves tiles out of which it sees nothing, and another something.
+        peeled: the tiles of keys that a band cuts come first and have a loop of their own; else a branch.
+        skips_hidden: a warpgroup leaves tiles out of which it sees nothing, and another something.
         dynamic: a program takes whichever tile of queries is left; else those at a stride of the number of programs.
         o_in_q: O leaves through the shared memory of Q.
         q_in_registers: Q is read once, not by every wgmma.
@@ -59,8 +59,8 @@ class Config:
     registers: tuple[int, int]
     programs: int = 1
     sums_by_thread: bool = False
-    sides_apart: bool = False
-    steps_over: bool = False
+    peeled: bool = False
+    skips_hidden: bool = False
 
     @property
     def block_m(self) -> int:
@@ -129,8 +129,8 @@ def forward_config(problem: Problem) -> Config:
         programs=2 if small else 1,
         # Worth 1 to 2 %; slower beside a bias, and at 128 dimensions without a band (H200).
         sums_by_thread=(plain and (d != 128 or band)) or by_rows,
-        sides_apart=apart,
-        steps_over=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
+        peeled=apart,
+        skips_hidden=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
     )
 
 
@@ -140,7 +140,7 @@ class BackwardConfig:
 
     Attributes:
         block_m: queries of a tile.
-        strips: a tile is computed in so many, the softmax of one under products of the other.
+        m_subtiles: a tile is computed in so many, the softmax of one under products of the other.
         block_n: keys of a program: `ROWS` for each warpgroup, or for both, which then share the columns.
         warpgroups: that compute.
         stages: tiles in the ring of Q and the bias.
@@ -149,11 +149,12 @@ class BackwardConfig:
         dq_by_tma: they leave through shared memory, and a warp of its own adds them, in a fixed order if need be; else
             straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
-        sides_apart: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
-        key_stages: tiles in the rings of K and V; those of the next work come before dK and dV of one have left.
+        peeled: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
+        key_stages: tiles in the rings of K and V; those of the next work tile come before dK and dV of one have left.
         dynamic: a program stays and takes whichever tile of keys is left, if some are; else there is one for each.
-        heads_in_turns: key/value heads whose tiles of keys take turns.
-        counts_later: where order matters, a tile of dQ counts as added a step later, when it is there without a wait.
+        head_swizzle: key/value heads whose tiles of keys alternate.
+        deferred_release: where order matters, a tile of dQ counts as added a step later, when it is there without a
+            wait.
         k_in_registers, v_in_registers: K, V are read once, not by every wgmma of K·Qᵀ, of dP.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
@@ -171,12 +172,12 @@ class BackwardConfig:
     sum_bytes: int
     programs: int = 1
     loading_registers: int = 24
-    strips: int = 1
-    sides_apart: bool = False
+    m_subtiles: int = 1
+    peeled: bool = False
     key_stages: int = 1
     dynamic: bool = False
-    heads_in_turns: int = 1
-    counts_later: bool = False
+    head_swizzle: int = 1
+    deferred_release: bool = False
     k_in_registers: bool = False
     v_in_registers: bool = False
 
@@ -191,7 +192,7 @@ def backward_width(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
-def _heads_in_turns(problem: Problem) -> int:
+def _head_swizzle(problem: Problem) -> int:
     """Of the backward. A band makes tiles of keys unlike: the longest of eight heads come first, so that the last to
     run are short. Where order matters each program follows the one before it by a step or two, and of several heads
     several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache together."""
@@ -208,8 +209,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
     tile, along_keys = bias_tile(problem) > 0, bias is not None and bias.rows == 1 and bias.cols > 1
-    turns = _heads_in_turns(problem)
-    later = problem.deterministic and problem.score.band.unlimited and turns > 1
+    swizzle = _head_swizzle(problem)
+    later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype
     shared = tile and bias is not None and bias.batch * bias.heads < problem.batch * problem.heads
     if d == 256:
@@ -221,24 +222,24 @@ def backward_config(problem: Problem) -> BackwardConfig:
             block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
             dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
             dynamic=not (along_keys or (tile and problem.score.softcap is not None)),  # these would spill
-            heads_in_turns=turns, counts_later=later,
+            head_swizzle=swizzle, deferred_release=later,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
-    # the keys each: worth it with heads of 32, and of 64 where tiles do not come in strips (H200).
+    # the keys each: worth it with heads of 32, and of 64 where tiles do not come in subtiles (H200).
     capped = problem.score.softcap is not None
     band, masked = problem.score.band, problem.mask is not None
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = bias_tile(problem) == 4
-    plain = band.lo is None and not (capped or masked or along_keys)  # strips fit
+    plain = band.lo is None and not (capped or masked or along_keys)  # subtiles fit
     if d == 32:
         small = band.unlimited and not (capped or wide or along_keys)
         programs = 3 if small else 2  # 136 registers, or 232
     elif d == 64 and not wide and (shared or not (tile or problem.deterministic or plain)):
-        programs = 2  # where order matters, half the keys are twice as many turns
+        programs = 2  # where order matters, half the keys are twice as many waits
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
-    # At 64 dimensions 128 queries between two meetings of the warpgroups, in strips: worth a tenth, with a bias tile
+    # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile
     # a quarter; a softcap or a bias of the keys would spill (H200).
     tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys)
     # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
@@ -251,12 +252,12 @@ def backward_config(problem: Problem) -> BackwardConfig:
         block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
         dq_parts=1, dq_by_tma=problem.deterministic or d != 32,  # from registers it leaves faster there (H200)
         ahead=ahead, programs=programs,
-        sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), strips=2 if tall else 1,
-        # Worth 3 % at 128 and at 64 in strips; beside a bias tile it would spill there (H200).
-        sides_apart=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
+        sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), m_subtiles=2 if tall else 1,
+        # Worth 3 % at 128 and at 64 in subtiles; beside a bias tile it would spill there (H200).
+        peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
         k_in_registers=d64 or (d == 32 and bias is None and not masked),
         v_in_registers=d64 and not tall and (programs == 2 or not along_keys),
         key_stages=1 if d == 128 or tile else 2,
         dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
-        heads_in_turns=turns, counts_later=later,
+        head_swizzle=swizzle, deferred_release=later,
     )  # fmt: skip

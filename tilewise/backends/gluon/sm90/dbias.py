@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tilewise.problem import Problem
 
-MOST_SHARERS = 8
+MOST_PROGRAMS = 8
 
 
-class Sharing(NamedTuple):
+class BroadcastGroup(NamedTuple):
     """Who reads the same bias tile: batch elements, key/value heads, and of these the programs that form a group."""
 
     batch: int
@@ -36,22 +36,22 @@ def reduction(problem: Problem) -> str:
         return "none"
     if axes == "cols":
         return "sum"
-    return "store" if (bias.batch, bias.heads) == (problem.batch, problem.heads) else "share"
+    return "store" if (bias.batch, bias.heads) == (problem.batch, problem.heads) else "reduce"
 
 
-def sharing(problem: Problem) -> Sharing:
+def broadcast_group(problem: Problem) -> BroadcastGroup:
     bias = problem.bias
     if bias is None or bias_axes(problem) != "matrix":
-        return Sharing(1, 1, 1)
+        return BroadcastGroup(1, 1, 1)
     batch = problem.batch if bias.batch == 1 else 1
     heads = problem.kv_heads if bias.heads == 1 else 1
-    return Sharing(batch, heads, math.gcd(batch * heads, MOST_SHARERS))
+    return BroadcastGroup(batch, heads, math.gcd(batch * heads, MOST_PROGRAMS))
 
 
 def adds(problem: Problem) -> bool:
     """Whether more programs share an element of dBias than a group has: groups then add to a float32 sum."""
-    found = sharing(problem)
-    return reduction(problem) == "share" and found.batch * found.heads > found.programs
+    found = broadcast_group(problem)
+    return reduction(problem) == "reduce" and found.batch * found.heads > found.programs
 
 
 def empty_bias_gradient(problem: Problem, bias: Tensor | None, device: torch.device) -> Tensor | None:
@@ -63,7 +63,7 @@ def empty_bias_gradient(problem: Problem, bias: Tensor | None, device: torch.dev
     if how == "sum":
         return torch.empty(problem.batch, problem.heads, problem.keys, dtype=torch.float32, device=device)
     # With a mask a program stores the tiles that it visits; where tiles are shared, what adds them up stores all.
-    everywhere = problem.score.band.unlimited and not adds(problem) and (problem.mask is None or how == "share")
+    everywhere = problem.score.band.unlimited and not adds(problem) and (problem.mask is None or how == "reduce")
     fill = torch.empty if everywhere else torch.zeros
     return fill(bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype, device=device)
 

@@ -29,10 +29,10 @@ from tilewise.backends.gluon.score import key_tiles
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     done_at,
+    entry_at,
     head_and_tile,
-    visit_at,
-    visits_of,
-    work_of,
+    tile_list_of,
+    work_tile_at,
 )
 from tilewise.backends.gluon.sm90.key_bias import accumulator
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
@@ -40,9 +40,9 @@ from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
 
-class Queries(NamedTuple):
+class DqRing(NamedTuple):
     """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier for each slot of K and V which says, once a
-    work, that the program's other warps have stored all that counts; not one of the ring's, whose warp may be some
+    work tile, that the program's other warps have stored all that counts; not one of the ring's, whose warp may be some
     phases behind."""
 
     slots: Any
@@ -52,7 +52,7 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
-def new_queries(dq, c):
+def new_dq_ring(dq, c):
     """``dq``: of the sum, a descriptor or a pointer."""
     ring = Ring(0, 0, 0)
     if c.DQ_BY_TMA:
@@ -61,7 +61,7 @@ def new_queries(dq, c):
     stored = gl.allocate_shared_memory(gl.int64, [c.KEY_STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(c.KEY_STAGES):
         mbarrier.init(stored.index(slot), count=1)
-    return Queries(ring.slots, ring.full, ring.empty, stored)
+    return DqRing(ring.slots, ring.full, ring.empty, stored)
 
 
 @gluon.constexpr_function
@@ -101,30 +101,30 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def zero_ahead(ticket, dq_sum, counts, sizes, c):
-    """Zero the part of the sum of a key/value head that comes later which a work has to zero."""
+def zero_ahead(tile_index, dq_accum, counts, sizes, c):
+    """Zero the part of the sum of a key/value head that comes later which a work tile has to zero."""
     UNIT: gl.constexpr = 1024
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
-    head, tile = head_and_tile(ticket, sizes, c)
+    head, tile = head_and_tile(tile_index, sizes, c)
     later = head + sizes.zeroed
     if later < sizes.batch * sizes.kv_heads:
         units = sizes.group * sizes.row_tiles * (c.BLOCK_M * c.BLOCK_D // UNIT)
-        at = dq_sum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
+        at = dq_accum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
         for unit in range(tile, units, sizes.key_tiles):
             gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
         count_up(counters_at(counts, sizes, c).zeroed + later)
 
 
 @gluon.jit
-def wait_zeroed(work, counters, sizes):
-    """Wait until works of lower numbers have zeroed the sum that this one adds to."""
-    head = work.b * sizes.kv_heads + work.hk
+def wait_zeroed(work_tile, counters, sizes):
+    """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
+    head = work_tile.b * sizes.kv_heads + work_tile.hk
     if head >= sizes.zeroed:
         wait_count(counters.zeroed + head, sizes.key_tiles)
 
 
 @gluon.jit
-def begin_queries(ds, shared, PART: gl.constexpr, c):
+def begin_dq(ds, shared, PART: gl.constexpr, c):
     """Issue a part of the columns of dQ = dS K."""
     WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
     k = shared.k.index(slot_of_keys(shared, c)).reshape([c.BLOCK_N, c.BLOCK_D])
@@ -141,89 +141,90 @@ def place_of_part(tile_of_head, part, c):
 
 
 @gluon.jit
-def release_part(dq, x, queries, tile_of_head, step, PART: gl.constexpr, c):
+def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, c):
     """A part of dQ out of its registers: into shared memory, where the part before has been read; or straight onto the
     sum, 512 neighbouring bytes a warp and instruction."""
     flat = as_threads_hold_it(dq, c.WARPS)
     if c.DQ_BY_TMA:
-        mbarrier.wait(queries.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
-        queries.slots.index(0).store(flat)
+        mbarrier.wait(dq_ring.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
+        dq_ring.slots.index(0).store(flat)
     else:
         part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
         gl.atomic_add(x.dq + part * COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def send_part(queries, c):
+def send_part(dq_ring, c):
     """What is in shared memory to the warp that adds it; with the fence here all of these warps would wait for it."""
     if c.DQ_BY_TMA:
         warps_barrier()
-        mbarrier.arrive(queries.full.index(0), count=1)
+        mbarrier.arrive(dq_ring.full.index(0), count=1)
 
 
 @gluon.jit
-def say_stored(queries, slot, c):
+def signal_stored(dq_ring, slot, c):
     """Tell the warp that adds dQ that dK and dV are in a slot of K and V, and dS and dQ stored and added, if not by
     it."""
-    if c.DBIAS == "share":
+    if c.DBIAS == "reduce":
         wait_stored(0)
     warps_barrier()
-    mbarrier.arrive(queries.stored.index(slot), count=1)
+    mbarrier.arrive(dq_ring.stored.index(slot), count=1)
 
 
 @gluon.jit
-def add_queries(ticket, step, x, queries, counts, terms, sizes, c):
-    """Add dQ of one work to its sum by TMA; returns the steps done. Where order matters, each tile is added when the
-    tiles of keys before have added theirs.
+def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
+    """Add dQ of one work tile to its sum by TMA; returns the steps done. Where order matters, each tile is added when
+    the tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
     """
     begun, before = step, step  # before: the tile of queries of the step before
     if c.DQ_BY_TMA:
-        work = work_of(ticket, terms, sizes, c)
+        work_tile = work_tile_at(tile_index, terms, sizes, c)
         counters = counters_at(counts, sizes, c)
-        wait_zeroed(work, counters, sizes)
+        wait_zeroed(work_tile, counters, sizes)
         for g in range(sizes.group):
-            h = work.hk * sizes.group + g
-            head = (work.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
-            visits, listed = visits_of(x.visits, work, h, sizes, c)
-            for i in range(visits):
-                m, _ = visit_at(i, listed, work, c)
+            h = work_tile.hk * sizes.group + g
+            head = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
+            tile_list, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
+            for i in range(tile_list):
+                m, _ = entry_at(i, listed, work_tile, c)
                 if c.ORDERED:
                     m0 = m * c.BLOCK_M
                     if c.MASK:
-                        turn = gl.load(listed + sizes.row_tiles + i)
+                        dq_order = gl.load(listed + sizes.row_tiles + i)
                     else:
                         count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
                         first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
-                        turn = work.n0 // c.BLOCK_N - first
-                    wait_count(counters.turns + head + m, turn)
+                        dq_order = work_tile.n0 // c.BLOCK_N - first
+                    wait_count(counters.dq_semaphores + head + m, dq_order)
                 for part in gl.static_range(c.DQ_PARTS):
-                    wait_full(queries, 0, step * c.DQ_PARTS + part)
+                    wait_full(dq_ring, 0, step * c.DQ_PARTS + part)
                     fence_async_shared()  # warps have stored, TMA reads
-                    tma_add(x.dq, [place_of_part(head + m, part, c), 0], queries.slots.index(0))
+                    tma_add(x.dq, [place_of_part(head + m, part, c), 0], dq_ring.slots.index(0))
                     tma.store_wait(0)
-                    mbarrier.arrive(queries.empty.index(0), count=1)
-                if c.COUNTS_LATER:
+                    mbarrier.arrive(dq_ring.empty.index(0), count=1)
+                if c.DEFERRED_RELEASE:
                     if step > begun:  # what was added a step ago is there by now: no wait for what has just begun
                         wait_stored(c.DQ_PARTS)
-                        count_up(counters.turns + before)
+                        count_up(counters.dq_semaphores + before)
                     before = head + m
                 elif c.ORDERED:
-                    count_stored(counters.turns + head + m)
+                    count_stored(counters.dq_semaphores + head + m)
                 step += 1
-        if c.COUNTS_LATER and step > begun:
-            count_stored(counters.turns + before)
+        if c.DEFERRED_RELEASE and step > begun:
+            count_stored(counters.dq_semaphores + before)
     return step
 
 
 @gluon.jit
-def finish_kernel(dq_sum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
+def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_D: gl.constexpr):  # fmt: skip
     """dQ = scale · sum in dQ's dtype, for one tile of queries, by as many warps as have computed it.
 
     It runs while the last programs of the backward do, where these leave multiprocessors idle.
-    dq: `Strided`. dq_sum: float32 (B·H·tiles · PARTS · rows of a part, COLS). counts: see `work.counters_at`.
+    dq: `Strided`. dq_accum: float32 (B·H·tiles · PARTS · rows of a part, COLS). counts: see
+    `backward_scheduler.counters_at`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = BLOCK_D // PARTS
@@ -239,7 +240,7 @@ def finish_kernel(dq_sum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BL
     to += gl.cast(row0, gl.int64) * dq.stride2
     wait_count(done_at(counts, sizes) + bh // sizes.group, sizes.key_tiles, PAUSE=500)
     for part in gl.static_range(PARTS):
-        found = gl.load(dq_sum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
+        found = gl.load(dq_accum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
         value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
         inside = (rows < sizes.queries - row0) & (cols < dim - part * WIDTH)
         to_part = to + rows.to(gl.int64) * dq.stride2 + (cols + part * WIDTH)

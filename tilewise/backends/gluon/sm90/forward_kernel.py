@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.gluon.compat import tma_store
 from tilewise.backends.gluon.pipeline import (
     Ring,
+    fetch_tile_index,
     fill,
-    leave,
-    leave_after_loads,
     new_ring,
     new_ring_of_numbers,
-    pass_turn,
-    take_ticket,
-    take_turn,
+    release,
+    release_after_loads,
     wait_full,
+    warp_scheduler_barrier_arrive,
+    warp_scheduler_barrier_sync,
 )
 from tilewise.backends.gluon.score import in_band, in_units, mask_of, softcap, widened
 from tilewise.backends.gluon.sm90.softmax import (
@@ -40,13 +40,20 @@ from tilewise.backends.gluon.sm90.softmax import (
     rescaled,
     sums_of_rows,
 )
-from tilewise.backends.gluon.tile_scheduler import first_full, first_visit, hand_out, next_ticket, tile_at, visit_at
+from tilewise.backends.gluon.tile_scheduler import (
+    entry_at,
+    first_entry,
+    first_full,
+    hand_out_tile_index,
+    next_tile_index,
+    work_tile_at,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
 
 
-class Compiled(NamedTuple):
+class ForwardConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.Config for most."""
 
     BLOCK_N: Any
@@ -59,8 +66,8 @@ class Compiled(NamedTuple):
     BIAS_FIRST: Any
     LAZY: Any
     SUMS_BY_THREAD: Any
-    SIDES_APART: Any
-    STEPS_OVER: Any
+    PEELED: Any
+    SKIPS_HIDDEN: Any
     O_IN_Q: Any
     Q_IN_REGISTERS: Any
     SCALE_IN_Q: Any
@@ -79,7 +86,7 @@ class Compiled(NamedTuple):
     DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
 
 
-class Sources(NamedTuple):
+class Operands(NamedTuple):
     """Descriptors; the bias may be a `Strided`. Built inside the kernel: descriptors can only be arguments of it."""
 
     q: Any
@@ -87,9 +94,9 @@ class Sources(NamedTuple):
     v: Any
     bias: Any
     bits: Any  # of the mask, see mask_kernels
-    visits: Any
+    tile_list: Any
     o: Any
-    tickets: Any  # a counter of the tiles that programs have taken after their first
+    tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
 
 
 class Rings(NamedTuple):
@@ -98,7 +105,7 @@ class Rings(NamedTuple):
     v: Any
     bias: Any
     o: Any
-    tickets: Any
+    tile_indices: Any
 
 
 class State(NamedTuple):
@@ -127,23 +134,23 @@ def load(x, rings, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
     t = 0
-    ticket = gl.program_id(0)
-    while ticket < sizes.tiles:
-        following = ticket + gl.num_programs(0)
-        tile = tile_at(ticket, x, terms, sizes, c)
+    tile_index = gl.program_id(0)
+    while tile_index < sizes.tiles:
+        next_index = tile_index + gl.num_programs(0)
+        tile = work_tile_at(tile_index, x, terms, sizes, c)
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
             fill(rings.q, q_slot(t, w, c), t // c.Q_STAGES, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
         for i in range(tile.count):
             if c.DYNAMIC and i == tile.count - 1:  # while the ring is full, but not before: others may be done sooner
-                following = gl.num_programs(0) + take_ticket(x.tickets)
-            n0 = visit_at(i, tile, c).n * c.BLOCK_N
+                next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
+            n0 = entry_at(i, tile, c).n * c.BLOCK_N
             fill(rings.k, step % c.STAGES, step // c.STAGES, x.k, tile.b, hk, n0, 0)
             fill(rings.v, step % c.STAGES, step // c.STAGES, x.v, tile.b, hk, n0, 0)
             step += 1
         if c.DYNAMIC:
-            hand_out(rings, t, following)
-        ticket = following
+            hand_out_tile_index(rings, t, next_index)
+        tile_index = next_index
         t += 1
 
 
@@ -152,22 +159,22 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of one warp for each warpgroup: the tiles of its bias."""
     step = 0
     t = 0
-    ticket = gl.program_id(0)
-    while ticket < sizes.tiles:
-        tile = tile_at(ticket, x, terms, sizes, c)
+    tile_index = gl.program_id(0)
+    while tile_index < sizes.tiles:
+        tile = work_tile_at(tile_index, x, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
         for i in range(tile.count):
             slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
-            n0 = visit_at(i, tile, c).n * c.BLOCK_N
+            n0 = entry_at(i, tile, c).n * c.BLOCK_N
             row = tile.row0 + 64 * WARPGROUP
             fill(rings.bias, slot, step // c.BIAS_STAGES, x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
             step += 1
-        ticket = next_ticket(ticket, t, rings, c)
+        tile_index = next_tile_index(tile_index, t, rings, c)
         t += 1
 
 
 @gluon.jit
-def bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP: gl.constexpr):
+def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
     S: gl.constexpr = accumulator(c.BLOCK_N)
     if c.BIAS == "matrix":
@@ -175,7 +182,7 @@ def bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP: gl.cons
         wait_full(rings.bias, slot, step // c.BIAS_STAGES)
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
     elif c.BIAS == "cols":
-        n0 = visit.n * c.BLOCK_N
+        n0 = entry.n * c.BLOCK_N
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(n0, gl.int64) * x.bias.stride3
@@ -187,13 +194,13 @@ def bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP: gl.cons
 
 
 @gluon.jit
-def leave_bias(rings, step, c, WARPGROUP: gl.constexpr):
+def release_bias(rings, step, c, WARPGROUP: gl.constexpr):
     if c.BIAS == "matrix":
-        leave_after_loads(rings.bias, step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP)
+        release_after_loads(rings.bias, step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP)
 
 
 @gluon.jit
-def scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
+def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
     """From the product to what the softmax takes: softcap, bias, in a mixed tile the mask, in a partial one the band.
 
     ``words``: of `mask_words`. BAND: tiles may be partial. A branch for these also where all are: without it ptxas
@@ -204,17 +211,17 @@ def scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP: gl.conste
     if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
         s += in_units(bias, terms.inverse)
     if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
-        if visit.partial:
-            n0 = visit.n * c.BLOCK_N
+        if entry.partial:
+            n0 = entry.n * c.BLOCK_N
             s = banded(s, tile.row0 + 64 * WARPGROUP - n0, sizes.keys - n0, terms, c)
     if c.MASK:  # noqa: SIM102
-        if visit.mixed:
+        if entry.mixed:
             s = masked(s, words, c)
     return s
 
 
 @gluon.jit
-def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
+def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
     """The bits of the mask for a mixed tile, a word of each of its rows for each thread; of another tile 0."""
     if c.MASK:
         L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))).type.layout
@@ -224,11 +231,11 @@ def mask_words(x, visit, tile, sizes, c, WARPGROUP: gl.constexpr):
         rows = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
         words = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
         if c.MASK_ROWS:
-            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0) * key_count + visit.n)
+            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0) * key_count + entry.n)
             at += rows * (4 * key_count) + words
         else:
-            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + visit.n) + (0 * rows + words)
-        return gl.load(at, mask=(rows < sizes.queries - row0) & visit.mixed, other=0)
+            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + entry.n) + (0 * rows + words)
+        return gl.load(at, mask=(rows < sizes.queries - row0) & entry.mixed, other=0)
     else:
         return 0
 
@@ -280,7 +287,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
 
     Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
     """
-    if c.SIDES_APART:
+    if c.PEELED:
         low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
         KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
         return gl.inline_asm_elementwise(
@@ -294,7 +301,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
 @gluon.jit
 def times_v(p, v, o, c):
     """Issue o + P·V; ``p``: of `rounded`."""
-    if c.SIDES_APART:
+    if c.PEELED:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_DV), 2)
         p = gl.join(p, p).reshape([64, c.BLOCK_N])
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
@@ -312,10 +319,10 @@ def attend(
     FIRST: of its tile of queries, where nothing comes before. BAND: see `scores`.
     """
     k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
-    visit = visit_at(i, tile, c)
-    words = mask_words(x, visit, tile, sizes, c, WARPGROUP)
+    entry = entry_at(i, tile, c)
+    words = mask_words(x, entry, tile, sizes, c, WARPGROUP)
     if c.BIAS_FIRST:
-        bias = bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP)
+        bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
     else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
@@ -323,24 +330,24 @@ def attend(
         wait_full(rings.k, k_slot, step // c.STAGES)
 
     # QK, and PV of the tile before
-    take_turn(WARPGROUP)
+    warp_scheduler_barrier_sync(WARPGROUP)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
     if not FIRST:
         wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
-    pass_turn(WARPGROUP, c.WARPGROUPS)
+    warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
-        bias = bias_scores(x, rings, step, tile, visit, terms, sizes, c, WARPGROUP)
-    leave_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
+        bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
+    release_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
-    leave(rings.k, k_slot)
+    release(rings.k, k_slot)
 
     # softmax
-    BLIND: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
-    s = scores(s, bias, words, visit, x, tile, terms, sizes, c, WARPGROUP, BAND)
-    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or BLIND)
+    FULLY_MASKED: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
+    s = scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
+    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or FULLY_MASKED)
     changed = 0
     if c.SUMS_BY_THREAD:
         changed = changed_rows_once_summed(alpha, l_i)
@@ -352,7 +359,7 @@ def attend(
     o = state.o
     if not FIRST:
         o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
-        leave(rings.v, v_slot)
+        release(rings.v, v_slot)
         if c.LAZY and not c.SUMS_BY_THREAD:
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
@@ -361,18 +368,18 @@ def attend(
 
 
 @gluon.jit
-def step_over(rings, step, c, WARPGROUP: gl.constexpr):
+def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
     """Leave a tile of keys to the other warpgroups."""
-    take_turn(WARPGROUP)
-    pass_turn(WARPGROUP, c.WARPGROUPS)
+    warp_scheduler_barrier_sync(WARPGROUP)
+    warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
     wait_full(rings.k, step % c.STAGES, step // c.STAGES)
-    leave(rings.k, step % c.STAGES)
+    release(rings.k, step % c.STAGES)
     wait_full(rings.v, step % c.STAGES, step // c.STAGES)
-    leave(rings.v, step % c.STAGES)
+    release(rings.v, step % c.STAGES)
     if c.BIAS == "matrix":
         slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
         wait_full(rings.bias, slot, step // c.BIAS_STAGES)
-        leave(rings.bias, slot)
+        release(rings.bias, slot)
 
 
 @gluon.jit
@@ -409,11 +416,11 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     step = 0
     if WARPGROUP == c.WARPGROUPS - 1:
-        pass_turn(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
+        warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
     t = 0
-    ticket = gl.program_id(0)
-    while ticket < sizes.tiles:
-        tile = tile_at(ticket, x, terms, sizes, c)
+    tile_index = gl.program_id(0)
+    while tile_index < sizes.tiles:
+        tile = work_tile_at(tile_index, x, terms, sizes, c)
         slot = q_slot(t, WARPGROUP, c)
         q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
         wait_full(rings.q, slot, t // c.Q_STAGES)
@@ -422,42 +429,42 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             if c.SCALE_IN_Q:
                 q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
             if not c.O_IN_Q:
-                leave_after_loads(rings.q, slot)
+                release_after_loads(rings.q, slot)
         else:
             q = q_shared
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
         state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
-        first = first_visit(tile, terms, c, WARPGROUP)
+        first = first_entry(tile, terms, c, WARPGROUP)
         for _ in range(first):
-            step_over(rings, step, c, WARPGROUP)
+            skip_tile(rings, step, c, WARPGROUP)
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
         state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS)
         step += 1
         rest = first + 1
-        if c.SIDES_APART:
+        if c.PEELED:
             rest = first_full(tile, first)
             for i in range(first + 1, rest):
                 state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, True)
                 step += 1
-        REST: gl.constexpr = HAS_BAND and not c.SIDES_APART
+        REST: gl.constexpr = HAS_BAND and not c.PEELED
         for i in range(rest, tile.count):
             state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST)
             step += 1
 
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
-            leave(rings.q, slot)
+            release(rings.q, slot)
         v_slot = (step - 1) % c.STAGES
         wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
-        ticket = next_ticket(ticket, t, rings, c)
+        tile_index = next_tile_index(tile_index, t, rings, c)
         o = warpgroup_mma_wait(0, deps=(o_pending,))
-        leave(rings.v, v_slot)
+        release(rings.v, v_slot)
         l_i = state.l
         if c.SUMS_BY_THREAD:
             l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
@@ -472,18 +479,18 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         tma_store(x.o, [tile.b, tile.h, tile.row0 + 64 * WARPGROUP, 0], stage)
         if c.O_IN_Q:
             tma.store_wait(0)
-            leave(rings.q, slot)
+            release(rings.q, slot)
         t += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, bits, visits, o, lse, tickets, terms, sizes, c):
-    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; bits, visits: see mask_kernels.
+def forward_kernel(q, k, v, bias, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
+    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; bits, tile_list: see mask_kernels.
 
-    tickets: an int32 that is 0, with DYNAMIC.
+    tile_count_semaphore: an int32 that is 0, with DYNAMIC.
     """
-    x = Sources(q, k, v, bias, bits, visits, o, tickets)
+    x = Operands(q, k, v, bias, bits, tile_list, o, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
@@ -494,11 +501,11 @@ def forward_kernel(q, k, v, bias, bits, visits, o, lse, tickets, terms, sizes, c
         stage = q_ring.slots
     else:
         stage = gl.allocate_shared_memory(o.dtype, [c.WARPGROUPS, 1, 1, 64, c.BLOCK_DV], o.layout)
-    ticket_ring = Ring(0, 0, 0)
+    index_ring = Ring(0, 0, 0)
     if c.DYNAMIC:
         READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)
-        ticket_ring = new_ring_of_numbers(2, READERS)
-    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, ticket_ring)
+        index_ring = new_ring_of_numbers(2, READERS)
+    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, index_ring)
     fence_async_shared()
     FEW: gl.constexpr = c.LOADING_REGISTERS
     MANY: gl.constexpr = c.COMPUTING_REGISTERS

@@ -20,13 +20,13 @@ def accumulator(rows, columns, warps):
 
 
 @gluon.jit
-def keep_bias_of_keys(x, shared, work, h, sizes, c):
+def keep_bias_of_keys(x, shared, work_tile, h, sizes, c):
     """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)))
-    at = x.bias.pointer + gl.cast(work.b, gl.int64) * x.bias.stride0
-    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work.n0, gl.int64) * x.bias.stride3
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
+    at = x.bias.pointer + gl.cast(work_tile.b, gl.int64) * x.bias.stride0
+    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work_tile.n0, gl.int64) * x.bias.stride3
     at = at + cols.to(gl.int64) * x.bias.stride3
-    bias = gl.load(at, mask=cols < sizes.keys - work.n0, other=0.0)
+    bias = gl.load(at, mask=cols < sizes.keys - work_tile.n0, other=0.0)
     shared.added.store(bias.to(gl.float32) * LOG2E)
     if c.SHARES_KEYS:
         warps_barrier()  # here, or the compiler puts it into the loop
@@ -36,17 +36,17 @@ def keep_bias_of_keys(x, shared, work, h, sizes, c):
 def sums_of(ds, c):
     """The sum of dS over the queries; where warpgroups share the keys [keys, 2], one for each."""
     if c.SHARES_KEYS:
-        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.STRIP_M // 2]), axis=2)
+        return gl.sum(ds.reshape([c.BLOCK_N, 2, c.SUBTILE_M // 2]), axis=2)
     else:
         return sums_of_rows(ds, False)
 
 
 @gluon.jit
-def store_sums(sums, x, work, h, sizes, c):
+def store_sums(sums, x, work_tile, h, sizes, c):
     """dBias of this program's keys by one head's queries."""
-    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS))
+    L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     if c.SHARES_KEYS:
         sums = gl.convert_layout(gl.sum(sums, axis=1), L)
-    cols = work.n0 + gl.arange(0, c.BLOCK_N, L)
-    head = (work.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
+    cols = work_tile.n0 + gl.arange(0, c.BLOCK_N, L)
+    head = (work_tile.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
     gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)

@@ -9,10 +9,10 @@ from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_outp
 from tilewise.backends.gluon.masks import MaskSummary
 from tilewise.backends.gluon.score import Terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
-from tilewise.backends.gluon.sm90.forward_kernel import Compiled, forward_kernel
-from tilewise.backends.gluon.sm90.repair_kernel import Repair, repair_kernel
+from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
+from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
 from tilewise.backends.gluon.tensors import descriptor
-from tilewise.backends.gluon.tile_scheduler import Sizes
+from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
@@ -71,9 +71,9 @@ class Forward:
         q, k, v, bias, mask = inputs
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
-            bits, visits, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
-            tickets = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
-            self.main(q, k, v, bias, bits, visits, o, lse, tickets)
+            bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
+            tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
+            self.main(q, k, v, bias, bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
                 self.repair(q, k, v, bias, mask, o, lse)
         return Outputs(o, lse)
@@ -100,18 +100,18 @@ def score_terms(problem: Problem) -> Terms:
     )
 
 
-def _sizes(problem: Problem, config: Config, programs: int) -> Sizes:
+def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
     p = problem
     row_tiles = -(-p.queries // config.block_m)
     heads = p.heads * p.batch
     at_once = min(-(-WAVES * programs // (row_tiles * p.group)) * p.group, heads)
     last = (heads // at_once - 1) * at_once
-    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * heads, at_once, last)
+    return ForwardSizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * heads, at_once, last)
 
 
-def _compiled(problem: Problem, config: Config, dynamic: bool) -> Compiled:
+def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstants:
     bias, mask = problem.bias, problem.mask
-    values = Compiled(
+    values = ForwardConstants(
         BLOCK_N=config.block_n,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.value_dim),
@@ -122,8 +122,8 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> Compiled:
         BIAS_FIRST=config.bias_first,
         LAZY=config.lazy,
         SUMS_BY_THREAD=config.sums_by_thread,
-        SIDES_APART=config.sides_apart,
-        STEPS_OVER=config.steps_over,
+        PEELED=config.peeled,
+        SKIPS_HIDDEN=config.skips_hidden,
         O_IN_Q=config.o_in_q,
         Q_IN_REGISTERS=config.q_in_registers,
         SCALE_IN_Q=config.scale_in_q,
@@ -141,14 +141,14 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> Compiled:
         ORDER=_order(problem),
         DYNAMIC=dynamic,
     )
-    return Compiled(*(gl.constexpr(x) for x in values))
+    return ForwardConstants(*(gl.constexpr(x) for x in values))
 
 
-def _repair(problem: Problem) -> Repair:
+def _repair(problem: Problem) -> RepairConstants:
     bias, mask = problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
-    values = Repair(
+    values = RepairConstants(
         BLOCK_M=block_m,
         BLOCK_N=32,
         BLOCK_D=block_d,
@@ -161,7 +161,7 @@ def _repair(problem: Problem) -> Repair:
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,
     )
-    return Repair(*(gl.constexpr(x) for x in values))
+    return RepairConstants(*(gl.constexpr(x) for x in values))
 
 
 def hides(problem: Problem) -> bool:

@@ -1,6 +1,6 @@
-"""The products K·Qᵀ and dP of the backward, strip by strip, and the softmax between them.
+"""The products K·Qᵀ and dP of the backward, subtile by subtile, and the softmax between them.
 
-A strip is what is computed at a time of a tile of queries: all of it, or a half.
+A subtile is what is computed at a time of a tile of queries: all of it, or a half.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from tilewise.backends.gluon.sm90.key_bias import accumulator
 
 
 @gluon.jit
-def strip_of(tile, STRIP: gl.constexpr, c):
-    """What belongs to one strip of the queries of a tile in shared memory."""
-    if c.STRIPS == 1:
+def subtile_of(tile, SUBTILE: gl.constexpr, c):
+    """What belongs to one subtile of the queries of a tile in shared memory."""
+    if c.M_SUBTILES == 1:
         return tile
     else:
-        return tile.slice(STRIP * c.STRIP_M, c.STRIP_M, 0)
+        return tile.slice(SUBTILE * c.SUBTILE_M, c.SUBTILE_M, 0)
 
 
 @gluon.jit
-def start_of(rows, step, STRIP: gl.constexpr, terms, c):
-    """The bias of a strip in the units of the scores, transposed."""
+def start_of(rows, step, SUBTILE: gl.constexpr, terms, c):
+    """The bias of a subtile in the units of the scores, transposed."""
     if c.BIAS == "matrix":
-        tile = strip_of(rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N]), STRIP, c)
-        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)), terms.inverse)
+        tile = subtile_of(rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
+        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
     else:
         return step  # of no use
 
 
 @gluon.jit
 def first_start_of(rows, step, needed, terms, c):
-    """Wait for the tiles of a step; `start_of` its first strip."""
+    """Wait for the tiles of a step; `start_of` its first subtile."""
     wait_full(rows.ring, step % c.STAGES, step // c.STAGES, needed)
     return start_of(rows, step, 0, terms, c)
 
 
 @gluon.jit
-def statistics(stats, STRIP: gl.constexpr, c):
-    """The LSE of a strip's queries in base 2, or their -delta."""
-    return strip_of(stats, STRIP, c).load(gl.SliceLayout(0, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)))
+def statistics(stats, SUBTILE: gl.constexpr, c):
+    """The LSE of a subtile's queries in base 2, or their -delta."""
+    return subtile_of(stats, SUBTILE, c).load(gl.SliceLayout(0, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
 
 
 @gluon.jit
-def lse_of(rows, step, STRIP: gl.constexpr, c):
-    return statistics(rows.stats.index(2 * (step % c.STAGES)), STRIP, c)
+def lse_of(rows, step, SUBTILE: gl.constexpr, c):
+    return statistics(rows.stats.index(2 * (step % c.STAGES)), SUBTILE, c)
 
 
 @gluon.jit
 def probabilities(s, start, lse, shared, terms, c):
-    """P of a transposed strip, of which nothing is hidden yet, and the derivative of the softcap."""
+    """P of a transposed subtile, of which nothing is hidden yet, and the derivative of the softcap."""
     slope = 1.0
     if terms.HAS_CAP:
         s = softcap(s * terms.scale, terms.cap)
@@ -72,7 +72,7 @@ def probabilities(s, start, lse, shared, terms, c):
 def operand(tile, IN_REGISTERS: gl.constexpr, c):
     """K or V as the first operand of K·Qᵀ or dP, if it is read into registers; of no use else."""
     if IN_REGISTERS:
-        return tile.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS), 2))
+        return tile.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS), 2))
     else:
         return 0
 
@@ -88,34 +88,34 @@ def slot_of_keys(shared, c):
 
 @gluon.jit
 def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, c):
-    """Issue the product of K or V with a strip of Q or dO, transposed. ``first``: see `operand`."""
+    """Issue the product of K or V with a subtile of Q or dO, transposed. ``first``: see `operand`."""
     if not IN_REGISTERS:
         first = tile.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     return warpgroup_mma(first, rows.permute((1, 0)), start, use_acc=STARTS, is_async=True)
 
 
 @gluon.jit
-def begin(start, rows, shared, step, STRIP: gl.constexpr, terms, c):
-    """Issue K·Qᵀ of a strip of a step whose tiles are there (past the last step, of whatever is)."""
-    q = strip_of(rows.ring.slots.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_D]), STRIP, c)
+def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c):
+    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is)."""
+    q = subtile_of(rows.ring.slots.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
     if not STARTS:
-        start = gl.zeros([c.BLOCK_N, c.STRIP_M], gl.float32, accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS))
+        start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
 
 
 @gluon.jit
 def begin_ahead(rows, shared, step, steps, terms, c):
-    """Issue K·Qᵀ of the first strip of a step, ahead of the others' products; `start_of` it, the product, its LSE."""
+    """Issue K·Qᵀ of the first subtile of a step, ahead of the others' products; `start_of` it, the product, its LSE."""
     start = first_start_of(rows, step, step < steps, terms, c)
     return start, begin(start, rows, shared, step, 0, terms, c), lse_of(rows, step, 0, c)
 
 
 @gluon.jit
-def begin_dp(rows, shared, slot, STRIP: gl.constexpr, c):
-    """Issue dP - delta of a strip, transposed."""
-    minus_delta = statistics(rows.stats.index(2 * slot + 1), STRIP, c)
-    S: gl.constexpr = accumulator(c.BLOCK_N, c.STRIP_M, c.WARPS)
-    minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.STRIP_M], gl.float32, S))
-    do = strip_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), STRIP, c)
+def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, c):
+    """Issue dP - delta of a subtile, transposed."""
+    minus_delta = statistics(rows.stats.index(2 * slot + 1), SUBTILE, c)
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
+    minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S))
+    do = subtile_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     return times(shared.v_operand, shared.v, slot_of_keys(shared, c), do, minus_delta, True, c.V_IN_REGISTERS, c)

@@ -13,15 +13,15 @@ from tilewise.backends.gluon.sm90.backward_scheduler import tile_of_mask
 
 
 @gluon.jit
-def load_bits(x, cut, full, slot, work, h, m, others, sizes, c):
+def load_bits(x, kind, full, slot, work_tile, h, m, others, sizes, c):
     """Load the bits of the mask for a tile that something cuts, and say what its barrier has to wait for: these and so
     many bytes of ``others``."""
-    tile = tile_of_mask(work.b, h, work.n0, sizes, c)
+    tile = tile_of_mask(work_tile.b, h, work_tile.n0, sizes, c)
     if c.MASK_ROWS:
         tile = tile * sizes.row_tiles + m
-    mbarrier.expect(full, others, pred=cut == 0)
-    mbarrier.expect(full, others + x.bits.block_type.nbytes, pred=cut != 0)
-    tma_load(x.bits, [(tile * (2 * c.BLOCK_N)).to(gl.int32)], full, slot, pred=cut != 0)
+    mbarrier.expect(full, others, pred=kind == 0)
+    mbarrier.expect(full, others + x.bits.block_type.nbytes, pred=kind != 0)
+    tma_load(x.bits, [(tile * (2 * c.BLOCK_N)).to(gl.int32)], full, slot, pred=kind != 0)
 
 
 @gluon.jit
@@ -32,20 +32,20 @@ def in_words(x):
 
 
 @gluon.jit
-def visible(p, bits, cut, work, m0, terms, sizes, c):
+def visible(p, bits, kind, work_tile, m0, terms, sizes, c):
     """P without what the band, the mask or the end of the keys hides, where one of them cuts the tile.
 
     ``bits``: one word for each thread, see `mask_kernels`; 0 past the end of the keys.
     """
     if c.MASK or terms.HAS_LO or terms.HAS_HI or c.RAGGED:  # noqa: SIM102  (decided when it is compiled)
-        if cut != 0:
+        if kind != 0:
             S: gl.constexpr = p.type.layout
             rows = gl.arange(0, p.shape[1], gl.SliceLayout(0, S))[None, :]
             cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
             if terms.HAS_LO or terms.HAS_HI:
                 # What of an index differs between the elements of a thread is a constant of each comparison.
                 row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
-                at = (m0 - work.n0) + (rows - row) - (cols - col)
+                at = (m0 - work_tile.n0) + (rows - row) - (cols - col)
                 p = gl.where(in_band(at, col - row, 1 << 30, terms), p, 0.0)
             if c.MASK:
                 bit = in_words(2 * (rows // 8) + rows % 2 + 16 * (cols // 8 % 2))
@@ -57,5 +57,5 @@ def visible(p, bits, cut, work, m0, terms, sizes, c):
                 seen = (words.expand_dims(1).expand_dims(3).expand_dims(5) >> bit) & 1
                 p = gl.convert_layout(gl.where(seen != 0, in_words(p), 0.0).reshape(p.shape), S, assert_trivial=True)
             elif c.RAGGED:
-                p = gl.where(cols < sizes.keys - work.n0, p, 0.0)
+                p = gl.where(cols < sizes.keys - work_tile.n0, p, 0.0)
     return p

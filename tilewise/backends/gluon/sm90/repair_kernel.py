@@ -21,7 +21,7 @@ key_tiles = tiles.key_tiles if knobs.runtime.interpret else triton.jit(tiles.key
 MARK = tl.constexpr(tl.float32 if knobs.runtime.interpret else tl.bfloat16)
 
 
-class Repair(NamedTuple):
+class RepairConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a tl.constexpr."""
 
     BLOCK_M: Any

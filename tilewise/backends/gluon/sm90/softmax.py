@@ -51,7 +51,7 @@ def sums_of_rows(x, BY_THREAD: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.constexpr):
+def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr):
     """``(p, m, l, alpha)``; l and alpha of rows, or of each thread of a row where ``l_i`` is, see `sums_of_rows`.
 
     LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
@@ -62,7 +62,7 @@ def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_BLIND: gl.c
     if LAZY:
         m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # not where m_i is -inf
     base = m_new
-    if MAY_BE_BLIND:
+    if MAY_BE_FULLY_MASKED:
         base = gl.where(m_new == -float("inf"), 0.0, m_new)
     # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
     alpha = gl.exp2((m_i - base) * exponent)
