@@ -79,7 +79,7 @@ def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys,
         for i in range(mine.end - mine.begin):
             m, kind = backward_scheduler.entry_at.fn(i, None, mine, c)
             for m0 in range(m * c.BLOCK_M, (m + 1) * c.BLOCK_M, c.SUBTILE_M):
-                p_tile = mask_tiles.visible.fn(Tile(c.BLOCK_N, c.SUBTILE_M), None, kind, mine, m0, terms, sizes, c)
+                p_tile = mask_tiles.visible.fn(Tile(c.BLOCK_N, c.SUBTILE_M), None, 0, kind, mine, m0, terms, sizes, c)
                 found[mine.n0 : mine.n0 + c.BLOCK_N, m0 : m0 + c.SUBTILE_M] += getattr(p_tile, "ones", p_tile)
     assert torch.equal(found[:keys, :queries], seen.float())
     assert not found[keys:, :queries].any()

@@ -290,7 +290,8 @@ def test_a_program_has_no_work_before_it_runs(monkeypatch):
     gl = SimpleNamespace(to_tensor=lambda x: x)  # a program that stays need not know its number
     stubs = {
         "gl": gl, "let_next_begin": lambda: None, "load_queries": load_queries, "work_tile_count": lambda _: 6,
-        "fetch_tile_index": lambda _: next(tile_indices), "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None),
+        "fetch_tile_index": lambda _: next(tile_indices),
+        "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None),
         "hand_out_tile_index": lambda _, nth, tile_index: handed.append((nth, tile_index)),
     }  # fmt: skip
     for name, stub in stubs.items():

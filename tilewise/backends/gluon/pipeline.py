@@ -12,6 +12,7 @@ from tilewise.backends.gluon.compat import tma_load, warps_barrier
 
 # Hardware barriers from here up are free: Triton takes 0, 1 and one for each of at most six partitions.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
+ABSENT = gl.constexpr(0)  # in the place of what a kernel does without
 
 
 class Ring(NamedTuple):

@@ -29,6 +29,7 @@ from tilewise.backends.gluon.pipeline import (
     warp_scheduler_barrier_arrive,
     warp_scheduler_barrier_sync,
 )
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 WARPGROUPS = gl.constexpr(2)
 
@@ -102,12 +103,6 @@ class Tile(NamedTuple):
     n0: Any
 
 
-@gluon.constexpr_function
-def accumulator(columns):
-    """The layout of wgmma's result, [ROWS, columns] in one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
 def tile_at(i, sizes, k):
     """This program's ``i``-th tile: columns of GROUP_M tiles, so that those that run together share A and B in L2."""
@@ -179,7 +174,7 @@ def issue(acc, rings, step, k, USE_ACC: gl.constexpr, WARPGROUP: gl.constexpr):
 @gluon.jit
 def addend(x, rings, tile, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
     """COLS columns of C from the tile's COL0 on, float32, of a shape that broadcasts to [ROWS, COLS]."""
-    ACC: gl.constexpr = accumulator(COLS)
+    ACC: gl.constexpr = accumulator(64, COLS)
     if k.C == "matrix":
         slot = rings.c.slots.index(WARPGROUP).reshape([k.ROWS, k.BLOCK_N])
         added = slot.slice(COL0, COLS, dim=1).load(ACC)
@@ -202,7 +197,7 @@ def halves(x):
     ROWS: gl.constexpr = x.shape[0]
     COLS: gl.constexpr = x.shape[1] // 2
     left, right = x.reshape([ROWS, 2, COLS]).permute((0, 2, 1)).split()
-    HALF: gl.constexpr = accumulator(COLS)
+    HALF: gl.constexpr = accumulator(64, COLS)
     return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
 
 
@@ -229,7 +224,7 @@ def store(acc, x, rings, tile, alpha, beta, sizes, spread, k, COL0: gl.constexpr
 def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: ROWS rows of each tile of Y. ``beta`` is beta / alpha where C comes first."""
     FIRST: gl.constexpr = k.C != "none" and k.C_FIRST
-    ACC: gl.constexpr = accumulator(k.BLOCK_N)
+    ACC: gl.constexpr = accumulator(64, k.BLOCK_N)
     steps = sizes.summed0 * sizes.summed1 * sizes.k_tiles
     step = 0
     if k.TURNS and WARPGROUP == WARPGROUPS - 1:

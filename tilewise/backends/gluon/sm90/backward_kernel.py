@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.gluon.compat import tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
+    ABSENT,
     Ring,
     border,
     new_ring,
@@ -56,7 +57,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
     signal_stored,
     wait_zeroed,
 )
-from tilewise.backends.gluon.sm90.key_bias import accumulator, keep_bias_of_keys, store_sums, sums_of
+from tilewise.backends.gluon.sm90.key_bias import keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.gluon.sm90.m_subtiles import (
     begin,
     begin_ahead,
@@ -70,6 +71,7 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
 )
 from tilewise.backends.gluon.sm90.mask_tiles import visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
 
@@ -227,7 +229,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
     dbias_tile = rows.bias.index(slot) if c.BIAS_APART else tile if SAME else shared.dbias
 
     s, start, lse, dk, dv, sums = state.s, state.start, state.lse, state.dk, state.dv, state.sums
-    ds_operand = step  # of no use
+    ds_operand = ABSENT
 
     # QK of the first subtile, unless it came ahead, and its dP
     if not c.AHEAD:
@@ -250,7 +252,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
 
         # softmax, under dP
         p, slope = probabilities(s, start, lse, shared, terms, c)
-        p = visible(p, rows.bits.index(slot), kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
+        p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
         if c.SHARES_KEYS:
             # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
             p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
@@ -341,8 +343,8 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         if c.DBIAS == "store" or c.DBIAS == "reduce":
             tma.store_wait(0)  # dBias has left
         release(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
-    if not c.AHEAD:  # of no use
-        s, lse = state.s, state.lse
+    if not c.AHEAD:
+        s, lse = ABSENT, ABSENT
     return State(dk, dv, s, start, lse, sums)
 
 
@@ -382,7 +384,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         for g in range(sizes.group):
             count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
             steps += count
-    s, start, lse = step, step, step  # of no use where nothing comes ahead
+    s, start, lse = ABSENT, ABSENT, ABSENT  # where nothing comes ahead
     if c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step, steps, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
@@ -477,7 +479,7 @@ def backward_kernel(
         do_ring = new_ring(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D, 1)
         do_slots = do_ring.slots
     else:
-        do_ring = Ring(0, 0, 0)
+        do_ring = Ring(ABSENT, ABSENT, ABSENT)
         do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
     dq_ring = new_dq_ring(dq, c)
@@ -487,21 +489,21 @@ def backward_kernel(
     if c.BIAS_APART:
         BIAS_TILE: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, bias.dtype)
         bias_slots = gl.allocate_shared_memory(bias.dtype, [c.STAGES, 1, 1, c.BLOCK_M, c.BLOCK_N], BIAS_TILE)
-    p_slots = ds_slots  # of no use
+    p_slots = ABSENT
     if c.SHARES_KEYS:
         p_slots = gl.allocate_shared_memory(q.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
-    dbias_tile = keys.slots.index(0)  # of no use
+    dbias_tile = ABSENT
     if (c.DBIAS == "store" or c.DBIAS == "reduce") and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
-    added = stats_slots  # of no use
+    added = ABSENT
     if c.BIAS == "cols":
         added = gl.allocate_shared_memory(gl.float32, [c.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bits_slots = stats_slots  # of no use
+    bits_slots = ABSENT
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
     shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added)
-    index_ring = Ring(0, 0, 0)
+    index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         index_ring = new_ring_of_numbers(2, 3)
     tile_indices = TileIndices(index_ring)
@@ -509,7 +511,7 @@ def backward_kernel(
     if c.DBIAS == "reduce":
         slots, arrived = new_slots(dbias_tiles, c)
     else:
-        slots, arrived = 0, 0
+        slots, arrived = ABSENT, ABSENT
     fence_async_shared()
     # All roles but the first have four warps, for which registers are set aside anyway: one without anything to do
     # costs none.

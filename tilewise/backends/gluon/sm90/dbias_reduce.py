@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.backends.gluon.compat import tma_load, warps_barrier
-from tilewise.backends.gluon.pipeline import count_up, wait_count
+from tilewise.backends.gluon.pipeline import ABSENT, count_up, wait_count
 from tilewise.backends.gluon.sm90.backward_scheduler import counters_at, group_before, tile_of_mask, work_tile_of
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
@@ -44,7 +44,7 @@ class DbiasTiles(NamedTuple):
 def dbias_tiles_of(pieces, dbias, states, c):
     """`DbiasTiles`, which are no argument of a kernel: Triton 3.6 takes no descriptor inside a tuple."""
     if not c.MASK:
-        states = 0  # of no use
+        states = ABSENT
     return DbiasTiles(pieces, dbias, states)
 
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.gluon.compat import tma_add, warps_barrier
 from tilewise.backends.gluon.pipeline import (
+    ABSENT,
     Ring,
     count_stored,
     count_up,
@@ -34,8 +35,8 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     tile_list_of,
     work_tile_at,
 )
-from tilewise.backends.gluon.sm90.key_bias import accumulator
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
@@ -54,7 +55,7 @@ class DqRing(NamedTuple):
 @gluon.jit
 def new_dq_ring(dq, c):
     """``dq``: of the sum, a descriptor or a pointer."""
-    ring = Ring(0, 0, 0)
+    ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DQ_BY_TMA:
         slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
         ring = with_barriers(slots, 1, 1)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.gluon.compat import tma_store
 from tilewise.backends.gluon.pipeline import (
+    ABSENT,
     Ring,
     fetch_tile_index,
     fill,
@@ -40,6 +41,7 @@ from tilewise.backends.gluon.sm90.softmax import (
     rescaled,
     sums_of_rows,
 )
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import (
     entry_at,
     first_entry,
@@ -117,12 +119,6 @@ class State(NamedTuple):
     p: Any  # of the last
 
 
-@gluon.constexpr_function
-def accumulator(columns):
-    """The layout of wgmma's result, [64, columns] in one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
 def q_slot(t, WARPGROUP: gl.constexpr, c):
     """Where the queries of a warpgroup of the ``t``-th tile are."""
@@ -176,7 +172,7 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
-    S: gl.constexpr = accumulator(c.BLOCK_N)
+    S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
         slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
         wait_full(rings.bias, slot, step // c.BIAS_STAGES)
@@ -224,7 +220,7 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
     """The bits of the mask for a mixed tile, a word of each of its rows for each thread; of another tile 0."""
     if c.MASK:
-        L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))).type.layout
+        L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))).type.layout
         WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
         key_count = gl.cdiv(sizes.keys, c.BLOCK_N)
         row0 = tile.row0 + 64 * WARPGROUP
@@ -272,7 +268,7 @@ def banded(s, row0, keys, terms, c):
 @gluon.jit
 def start_of(bias, terms, c):
     """What the accumulator of Q·Kᵀ starts from."""
-    S: gl.constexpr = accumulator(c.BLOCK_N)
+    S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS_FIRST and c.SCALE_IN_Q:
         return widened(bias)
     elif c.BIAS_FIRST:
@@ -294,7 +290,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
             f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
         )
     else:
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_DV), 2)
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
         return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
 
 
@@ -302,7 +298,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
 def times_v(p, v, o, c):
     """Issue o + P·V; ``p``: of `rounded`."""
     if c.PEELED:
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_DV), 2)
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
         p = gl.join(p, p).reshape([64, c.BLOCK_N])
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
         p = gl.convert_layout(p.to(v.dtype, bitcast=True), OPERAND, assert_trivial=True)
@@ -325,7 +321,7 @@ def attend(
         bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
     else:
-        start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
+        start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     if FIRST:
         wait_full(rings.k, k_slot, step // c.STAGES)
 
@@ -385,8 +381,8 @@ def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
     """Normalise O and store the LSE; returns O."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
-    ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_DV))
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
+    ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_DV))
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
     inside = rows < sizes.queries
     value = (m_i * terms.exponent + gl.log2(l_i)) * LN2  # a row that saw nothing: m = -inf, l = 0
@@ -412,8 +408,8 @@ def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
-    O: gl.constexpr = accumulator(c.BLOCK_DV)  # noqa: E741
-    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
+    O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     step = 0
     if WARPGROUP == c.WARPGROUPS - 1:
         warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
@@ -425,7 +421,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
         wait_full(rings.q, slot, t // c.Q_STAGES)
         if c.Q_IN_REGISTERS:
-            q = q_shared.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N), 2))
+            q = q_shared.load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
             if c.SCALE_IN_Q:
                 q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
             if not c.O_IN_Q:
@@ -433,7 +429,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         else:
             q = q_shared
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
-        none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
+        none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
         state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
         first = first_entry(tile, terms, c, WARPGROUP)
@@ -494,14 +490,14 @@ def forward_kernel(q, k, v, bias, bits, tile_list, o, lse, tile_count_semaphore,
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
-    bias_ring = Ring(0, 0, 0)
+    bias_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.BIAS == "matrix":
         bias_ring = new_ring(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
     if c.O_IN_Q:
         stage = q_ring.slots
     else:
         stage = gl.allocate_shared_memory(o.dtype, [c.WARPGROUPS, 1, 1, 64, c.BLOCK_DV], o.layout)
-    index_ring = Ring(0, 0, 0)
+    index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)
         index_ring = new_ring_of_numbers(2, READERS)

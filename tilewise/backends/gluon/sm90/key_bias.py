@@ -1,4 +1,4 @@
-"""In the backward, the layout of its products, and a bias over the keys alone, whose gradient is a sum in registers."""
+"""A bias over the keys alone in the backward, whose gradient is a sum in registers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.compat import warps_barrier
 from tilewise.backends.gluon.sm90.softmax import sums_of_rows
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.constexpr_function
-def accumulator(rows, columns, warps):
-    """The layout of wgmma's result [rows, columns]: 64 rows in each warpgroup, or a half of the columns of 64 rows."""
-    if 16 * warps <= rows:
-        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
 
 
 @gluon.jit

@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tilewise.backends.gluon.pipeline import hidden, only_slot, wait_full
+from tilewise.backends.gluon.pipeline import ABSENT, hidden, only_slot, wait_full
 from tilewise.backends.gluon.score import in_units, softcap, softcap_derivative
-from tilewise.backends.gluon.sm90.key_bias import accumulator
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 
 @gluon.jit
@@ -30,7 +30,7 @@ def start_of(rows, step, SUBTILE: gl.constexpr, terms, c):
         tile = subtile_of(rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
         return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
     else:
-        return step  # of no use
+        return ABSENT
 
 
 @gluon.jit
@@ -70,11 +70,11 @@ def probabilities(s, start, lse, shared, terms, c):
 
 @gluon.jit
 def operand(tile, IN_REGISTERS: gl.constexpr, c):
-    """K or V as the first operand of K·Qᵀ or dP, if it is read into registers; of no use else."""
+    """K or V as the first operand of K·Qᵀ or dP, if it is read into registers; absent else."""
     if IN_REGISTERS:
         return tile.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS), 2))
     else:
-        return 0
+        return ABSENT
 
 
 @gluon.jit

@@ -32,10 +32,10 @@ def in_words(x):
 
 
 @gluon.jit
-def visible(p, bits, kind, work_tile, m0, terms, sizes, c):
+def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
     """P without what the band, the mask or the end of the keys hides, where one of them cuts the tile.
 
-    ``bits``: one word for each thread, see `mask_kernels`; 0 past the end of the keys.
+    ``bits``: in each slot one word for each thread, see `mask_kernels`; 0 past the end of the keys.
     """
     if c.MASK or terms.HAS_LO or terms.HAS_HI or c.RAGGED:  # noqa: SIM102  (decided when it is compiled)
         if kind != 0:
@@ -50,7 +50,9 @@ def visible(p, bits, kind, work_tile, m0, terms, sizes, c):
             if c.MASK:
                 bit = in_words(2 * (rows // 8) + rows % 2 + 16 * (cols // 8 % 2))
                 L: gl.constexpr = bit.type.layout
-                words = bits.load(gl.BlockedLayout([1], [32], [c.WARPS], [0])).reshape([c.BLOCK_N // 16, 8, 4])
+                words = (
+                    bits.index(slot).load(gl.BlockedLayout([1], [32], [c.WARPS], [0])).reshape([c.BLOCK_N // 16, 8, 4])
+                )
                 words = gl.convert_layout(
                     words, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(5, L))), assert_trivial=True
                 )

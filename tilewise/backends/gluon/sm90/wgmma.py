@@ -1,0 +1,14 @@
+"""The registers of wgmma's results."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def accumulator(rows, columns, warps=4):
+    """The layout of a result [rows, columns]: 64 rows in each warpgroup, or a half of the columns of 64 rows."""
+    if 16 * warps <= rows:
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
