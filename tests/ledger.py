@@ -5,9 +5,10 @@ program without its comments, docstrings and line numbers, that of every functio
 options, and the versions of Triton and ptxas. And it has, for each case of the tests, the kernels that it launched.
 
     make ledger                            compile every case, and write the ledger anew
+    python tests/ledger.py update FOLDER   take over what some tests have left with TILEWISE_LEDGER=FOLDER
     python tests/ledger.py compare HEAD    which kernels have other machine code than in that commit's ledger
 
-The second is how a change of names and rooms shows that it is one: equal bytes of instructions, without symbols and
+The last is how a change of names and rooms shows that it is one: equal bytes of instructions, without symbols and
 line tables. Where one kernel differs, compile its case again before you believe it, see `Entry.agrees`.
 """
 
@@ -122,8 +123,8 @@ def _values(run: Sequence[Any]) -> Iterator[tuple[object, str]]:
             yield n, repr(x)
 
 
-def renew(folder: Path) -> None:
-    """Write the ledger from what compilers have left in ``folder``, a file each."""
+def read(folder: Path) -> Ledger:
+    """What compilers have left in ``folder``, a file each."""
     found = Ledger({}, {})
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -132,8 +133,7 @@ def renew(folder: Path) -> None:
             for key, entry in kernels:
                 assert found.kernels.setdefault(key, Entry(*entry)).agrees(Entry(*entry)), f"{case}: not as before"
     assert found.cases, f"{folder}: no compiler has left anything"
-    PATH.write_text(dump(found))
-    print(f"{PATH.name}: {len(found.cases)} cases, {len(found.kernels)} kernels")
+    return found
 
 
 def compare(old: Ledger, new: Ledger) -> list[str]:
@@ -156,8 +156,10 @@ def compare(old: Ledger, new: Ledger) -> list[str]:
 
 
 def main(command: str, argument: str) -> int:
-    if command == "renew":
-        renew(Path(argument))
+    if command in ("renew", "update"):
+        old, found = load() if command == "update" else Ledger({}, {}), read(Path(argument))
+        PATH.write_text(dump(Ledger({**old.kernels, **found.kernels}, {**old.cases, **found.cases})))
+        print(f"{PATH.name}: {len(found.cases)} cases, {len(found.kernels)} kernels")
         return 0
     assert command == "compare", command
     where = ["git", "show", f"{argument}:./{PATH.name}"]
