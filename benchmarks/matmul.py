@@ -23,9 +23,9 @@ from torch import Tensor
 from tilewise import matmul
 from tilewise.bench.run import origin
 from tilewise.bench.timing import Clock, calibrate
-from tilewise.blocks.matmul import hopper
-from tilewise.blocks.matmul.config import hopper_config
-from tilewise.blocks.matmul.problem import describe
+from tilewise.ops.matmul import hopper
+from tilewise.ops.matmul.config import hopper_config
+from tilewise.ops.matmul.problem import describe
 
 Step = Callable[[], tuple[Tensor, ...]]
 

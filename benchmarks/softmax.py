@@ -26,9 +26,9 @@ from torch import Tensor
 from tilewise import softmax
 from tilewise.bench.run import origin
 from tilewise.bench.timing import Clock, calibrate
-from tilewise.blocks.softmax import Needs
-from tilewise.blocks.softmax.triton import launch
-from tilewise.blocks.softmax.triton.config import Config, softmax_config
+from tilewise.ops.softmax import Needs
+from tilewise.ops.softmax.triton import launch
+from tilewise.ops.softmax.triton.config import Config, softmax_config
 
 LENGTHS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
 BYTES = 1 << 30  # of a tensor

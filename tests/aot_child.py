@@ -180,8 +180,8 @@ def compile_case(case: Case, backward: bool = True, tf32: bool = False) -> list[
 
 def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     """Every kernel that a softmax and its backward launch on a device of so many multiprocessors."""
-    from tilewise.blocks.softmax import BiasLike, Needs
-    from tilewise.blocks.softmax.triton import launch
+    from tilewise.ops.softmax import BiasLike, Needs
+    from tilewise.ops.softmax.triton import launch
 
     def meta(shape: tuple[int, ...], dtype: torch.dtype = case.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -238,10 +238,10 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
 
     from matmul_helpers import operands
 
-    from tilewise.blocks.matmul.config import hopper_config
-    from tilewise.blocks.matmul.problem import describe
+    from tilewise.ops.matmul.config import hopper_config
+    from tilewise.ops.matmul.problem import describe
 
-    module = importlib.import_module(f"tilewise.blocks.matmul.{backend}")
+    module = importlib.import_module(f"tilewise.ops.matmul.{backend}")
     a, b, c, y = operands(case, "meta")
     product = describe(a, b, c, ())
     assert product is not None

@@ -148,7 +148,7 @@ def test_examples_run(name, capsys):
 
 def test_code_beside_a_formula_is_the_code():
     """The cells of code in the tables "side by side with the code"."""
-    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.glob("blocks/*/**/*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.glob("ops/*/**/*.py"))
     cells = re.findall(r"^\| \$.*\$.* \| `(.*)` \|$", MATHS, re.MULTILINE)
     assert len(cells) == 10
     assert [cell for cell in cells if cell not in source] == []

@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
 BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
-SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and blocks, and none themselves
+SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and operators, and none themselves
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
@@ -38,13 +38,13 @@ ROOMS = {
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,
     "tilewise.plan": {"tilewise.problem"},
-    "tilewise.operators": set(),  # what PyTorch's tools ask of the operators: torch alone is needed to tell them
-    "tilewise.autograd": {"tilewise.operators", "tilewise.plan", "tilewise.tensors", *BACKEND},
-    "tilewise.api": {"tilewise.autograd", "tilewise.operators", "tilewise.plan", *READING, *BACKEND},
-    "tilewise.blocks": set(),
-    "tilewise.blocks.matmul": {
-        "tilewise.blocks",
-        "tilewise.operators",
+    "tilewise.ops.runtime": set(),  # what PyTorch's tools ask of the operators: torch alone is needed to tell them
+    "tilewise.autograd": {"tilewise.ops.runtime", "tilewise.plan", "tilewise.tensors", *BACKEND},
+    "tilewise.api": {"tilewise.autograd", "tilewise.ops.runtime", "tilewise.plan", *READING, *BACKEND},
+    "tilewise.ops": set(),
+    "tilewise.ops.matmul": {
+        "tilewise.ops",
+        "tilewise.ops.runtime",
         "tilewise.backends",
         "tilewise.backends.gluon",
         "tilewise.backends.gluon.sm90",
@@ -52,13 +52,14 @@ ROOMS = {
         "tilewise.tensors",
         *SHARED,
     },
-    "tilewise.blocks.softmax": {"tilewise.blocks", "tilewise.operators", "tilewise.quantities", "tilewise.tensors"},
+    "tilewise.ops.softmax": {"tilewise.ops", "tilewise.ops.runtime", "tilewise.quantities", "tilewise.tensors"},
 }
 TRITON_ROOMS = {
     *SHARED,
     "tilewise.backends.gluon",
     "tilewise.backends.triton",
-    "tilewise.blocks",
+    "tilewise.ops.matmul",
+    "tilewise.ops.softmax",
 }
 
 

@@ -11,12 +11,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import causal_upper_left
 
 from tilewise import matmul
-from tilewise.blocks.matmul import problem
-from tilewise.blocks.matmul import run as running
-from tilewise.blocks.matmul.config import HopperConfig
-from tilewise.blocks.matmul.explanation import explain
-from tilewise.blocks.matmul.plan import choose
-from tilewise.blocks.matmul.run import run
+from tilewise.ops.matmul import problem
+from tilewise.ops.matmul import run as running
+from tilewise.ops.matmul.config import HopperConfig
+from tilewise.ops.matmul.explanation import explain
+from tilewise.ops.matmul.plan import choose
+from tilewise.ops.matmul.run import run
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BATCHES = [
@@ -107,7 +107,7 @@ def test_gradcheck(a, b, c):
 @pytest.mark.parametrize("grads", ["a", "b", "c", "ab", "bc", ""])
 def test_gradients_on_demand(grads, monkeypatch):
     """No product is computed for a gradient that nobody asks for."""
-    from tilewise.blocks.matmul import autograd
+    from tilewise.ops.matmul import autograd
 
     calls = []
     monkeypatch.setattr(autograd, "run", lambda *args: calls.append(args) or run(*args))
@@ -381,7 +381,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
     monkeypatch.setattr(running, "_prepare", lambda a, b, *rest: ((a.shape[0], b.shape[1]), filled))
     matmul(a, b, c=c, backend="triton")
     with monkeypatch.context() as patch:
-        patch.setattr("tilewise.blocks.matmul.api.check_arguments", None)
+        patch.setattr("tilewise.ops.matmul.api.check_arguments", None)
         assert (matmul(a + 1, b, c=c, backend="triton") == 7.0).all()
         for x in (a, b, c):
             x.requires_grad_()

@@ -73,7 +73,7 @@ def test_a_mesh_of_two_axes(fake_devices):
     ],
 )
 def test_groups_of_heads_stay_together(kv_heads, mesh, together):
-    from tilewise.operators.sharding import groups_stay_together  # which the tests above leave to the calls
+    from tilewise.ops.runtime.sharding import groups_stay_together  # which the tests above leave to the calls
 
     assert groups_stay_together(kv_heads, mesh) is together
 

@@ -8,7 +8,7 @@ import torch
 from tilewise import attention, matmul, scaled_dot_product_attention, softmax
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.operators import plain
+from tilewise.ops.runtime import plain
 from tilewise.score.terms import Band, Score
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}

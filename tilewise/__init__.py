@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
-    from tilewise.blocks.matmul.api import matmul
-    from tilewise.blocks.softmax.api import softmax
     from tilewise.explanation import explain
+    from tilewise.ops.matmul.api import matmul
+    from tilewise.ops.softmax.api import softmax
     from tilewise.sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
@@ -28,9 +28,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "attention": "tilewise.api",
     "explain": "tilewise.explanation",
-    "matmul": "tilewise.blocks.matmul.api",
+    "matmul": "tilewise.ops.matmul.api",
     "scaled_dot_product_attention": "tilewise.sdpa",
-    "softmax": "tilewise.blocks.softmax.api",
+    "softmax": "tilewise.ops.softmax.api",
 }
 
 __all__ = ["attention", "explain", "matmul", "scaled_dot_product_attention", "softmax"]
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     if name != "explain":
-        from tilewise.operators.scripting import refuse
+        from tilewise.ops.runtime.scripting import refuse
 
         refuse(value)
     globals()[name] = value

@@ -12,7 +12,7 @@ from tilewise.autocast import autocast, autocast_somewhere
 from tilewise.autograd import attention_op, remember_call, usual_call
 from tilewise.backends import Inputs
 from tilewise.keywords import named_only, unexpected
-from tilewise.operators import is_symbolic, symbolic
+from tilewise.ops.runtime import is_symbolic, symbolic
 from tilewise.plan import check_backend
 from tilewise.problem import check_flag, check_numbers, four_dims
 from tilewise.score.terms import Band, Score

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad, profiler
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, address, empty_output, lse_dtype
-from tilewise.operators import announce, exports_onnx, plain, recorded
+from tilewise.ops.runtime import announce, exports_onnx, plain, recorded
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score

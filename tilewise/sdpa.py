@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.autocast import autocast, autocast_on
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.operators import is_symbolic, symbolic
+from tilewise.ops.runtime import is_symbolic, symbolic
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, check_numbers, missing_axes
 from tilewise.score.terms import Band, Score
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import address, device_of, float32_precision
-from tilewise.blocks.matmul import cpu
-from tilewise.blocks.matmul.plan import choose
-from tilewise.blocks.matmul.problem import broadcast, describe, output_shape
+from tilewise.ops.matmul import cpu
+from tilewise.ops.matmul.plan import choose
+from tilewise.ops.matmul.problem import broadcast, describe, output_shape
 
 # What a call's layout and factors decide, kept under them: the launch of a kernel, None where a kernel cannot read the
 # operands as they lie.
@@ -74,7 +74,7 @@ def _prepare(
     product = describe(a, b, c, summed)
     if product is None:
         return shape, None
-    module = importlib.import_module(f"tilewise.blocks.matmul.{choose(product, backend).backend}")
+    module = importlib.import_module(f"tilewise.ops.matmul.{choose(product, backend).backend}")
     return shape, module.prepare(product, a, b, c, a.new_empty(shape, device="meta"), alpha, beta)
 
 

@@ -11,9 +11,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.backends.gluon.tensors import DTYPES
 from tilewise.backends.launcher import Launch, Strided, bound
-from tilewise.blocks.matmul.config import HopperConfig, c_first, c_spread, hopper_config, lies
-from tilewise.blocks.matmul.hopper_kernel import Compiled, Sizes, Spread, matmul_kernel
-from tilewise.blocks.matmul.problem import Product
+from tilewise.ops.matmul.config import HopperConfig, c_first, c_spread, hopper_config, lies
+from tilewise.ops.matmul.hopper_kernel import Compiled, Sizes, Spread, matmul_kernel
+from tilewise.ops.matmul.problem import Product
 
 
 def prepare(

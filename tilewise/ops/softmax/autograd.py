@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tilewise.blocks.eager import is_eager, refuse_tangents
-from tilewise.blocks.softmax import BiasLike, Needs, cpu
-from tilewise.operators import exports_onnx, plain, recorded
+from tilewise.ops.runtime import exports_onnx, plain, recorded
+from tilewise.ops.runtime.eager import is_eager, refuse_tangents
+from tilewise.ops.softmax import BiasLike, Needs, cpu
 
 Gradients = tuple[Tensor | None, Tensor | None]  # of x and of bias
 
@@ -28,7 +28,7 @@ def _forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, 
     if x.numel() == 0:
         return torch.empty_like(x)
     if x.is_cuda:
-        from tilewise.blocks.softmax.triton import launch
+        from tilewise.ops.softmax.triton import launch
 
         return launch.forward(x, scale, bias, mask, dim)
     return cpu.forward(x, scale, bias, mask, dim)
@@ -44,7 +44,7 @@ def _gradients(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: 
         dbias = p.new_zeros(bias.shape, dtype=bias.dtype) if needs.bias and bias is not None else None
         return dx, dbias
     if p.is_cuda:
-        from tilewise.blocks.softmax.triton import launch
+        from tilewise.ops.softmax.triton import launch
 
         return launch.backward(dp, p, scale, bias, dim, needs)
     return cpu.backward(dp, p, scale, bias, dim, needs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewise.blocks.eager import is_eager
-from tilewise.blocks.matmul.autograd import eager_matmul, matmul_op
-from tilewise.blocks.matmul.problem import BACKENDS, check_arguments
-from tilewise.blocks.matmul.run import ran_before
+from tilewise.ops.matmul.autograd import eager_matmul, matmul_op
+from tilewise.ops.matmul.problem import BACKENDS, check_arguments
+from tilewise.ops.matmul.run import ran_before
+from tilewise.ops.runtime.eager import is_eager
 
 
 def matmul(
@@ -30,7 +30,7 @@ def matmul(
         alpha: multiplies the product; a number within the range of float32. With 0, a and b are not read.
         beta: multiplies c; as alpha. With 0, c is not read.
         backend: "hopper", "triton" or "cpu"; one that cannot run the call is an error. Default, and "auto": the
-            first of them that can, see `tilewise.blocks.matmul.explanation.explain`.
+            first of them that can, see `tilewise.ops.matmul.explanation.explain`.
 
     Returns:
         (..., M, N) in a's dtype, contiguous. On a GPU float32 products use TF32 where PyTorch's own matrix products

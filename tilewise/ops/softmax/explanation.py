@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.blocks.softmax import cpu
-from tilewise.blocks.softmax.checks import check_arguments
-from tilewise.blocks.softmax.triton.axes import broadcast_strides, collapse
-from tilewise.blocks.softmax.triton.config import Config, softmax_config
+from tilewise.ops.softmax import cpu
+from tilewise.ops.softmax.checks import check_arguments
+from tilewise.ops.softmax.triton.axes import broadcast_strides, collapse
+from tilewise.ops.softmax.triton.config import Config, softmax_config
 from tilewise.quantities import count, quantity
 
 

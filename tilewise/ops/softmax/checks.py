@@ -8,7 +8,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from tilewise.blocks.softmax import statistics_dtype
+from tilewise.ops.softmax import statistics_dtype
 from tilewise.tensors import check_tensor
 
 LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it are of 32 bits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewise.blocks.softmax.autograd import softmax_op
-from tilewise.blocks.softmax.checks import check_arguments
+from tilewise.ops.softmax.autograd import softmax_op
+from tilewise.ops.softmax.checks import check_arguments
 
 
 def softmax(
@@ -24,7 +24,7 @@ def softmax(
         mask: bool, broadcastable to x's shape; True = visible.
         dim: the axis.
 
-    `tilewise.blocks.softmax.explanation.explain` tells which kernel takes a call.
+    `tilewise.ops.softmax.explanation.explain` tells which kernel takes a call.
 
     Returns:
         The probabilities, in x's shape and dtype. Computed with float32 statistics (float64 for float64), rounded

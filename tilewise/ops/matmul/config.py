@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.blocks.matmul.problem import Product
+from tilewise.ops.matmul.problem import Product
 
 MULTIPROCESSORS = 132  # of an H100 and an H200; what a grid should at least fill
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilewise.blocks.softmax import BiasLike, Needs, statistics_dtype
+from tilewise.ops.softmax import BiasLike, Needs, statistics_dtype
 
 AT_ONCE = 1 << 19  # elements of a piece; more where a single row has more
 # By this many float32 numbers for each element of a row PyTorch's 16-bit backward widens rows that are not contiguous.

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.blocks.softmax import BiasLike, Needs
-from tilewise.blocks.softmax.triton import backward as backward_kernels
-from tilewise.blocks.softmax.triton import bias_gradient
-from tilewise.blocks.softmax.triton import forward as forward_kernels
-from tilewise.blocks.softmax.triton.axes import Axes, Strides, broadcast_strides, collapse
-from tilewise.blocks.softmax.triton.config import LOOP_TILE, Config, power_of_two, softmax_config
-from tilewise.blocks.softmax.triton.rows import Compiled
+from tilewise.ops.softmax import BiasLike, Needs
+from tilewise.ops.softmax.triton import backward as backward_kernels
+from tilewise.ops.softmax.triton import bias_gradient
+from tilewise.ops.softmax.triton import forward as forward_kernels
+from tilewise.ops.softmax.triton.axes import Axes, Strides, broadcast_strides, collapse
+from tilewise.ops.softmax.triton.config import LOOP_TILE, Config, power_of_two, softmax_config
+from tilewise.ops.softmax.triton.rows import Compiled
 
 LOG2E = math.log2(math.e)
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from tilewise.blocks.eager import is_eager, refuse_tangents
-from tilewise.blocks.matmul.problem import BACKENDS, broadcast, output_shape
-from tilewise.blocks.matmul.run import run
-from tilewise.operators import announce, exports_onnx, plain, recorded
+from tilewise.ops.matmul.problem import BACKENDS, broadcast, output_shape
+from tilewise.ops.matmul.run import run
+from tilewise.ops.runtime import announce, exports_onnx, plain, recorded
+from tilewise.ops.runtime.eager import is_eager, refuse_tangents
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(

@@ -17,15 +17,15 @@ from torch._C._profiler import _RecordFunctionFast
 def announce(*names: str) -> None:
     """Before the operators ``names`` are called by the dispatcher, where a tool may look on."""
     if "torch.utils.flop_counter" in sys.modules and not torch.compiler.is_compiling():
-        from tilewise.operators import flops
+        from tilewise.ops.runtime import flops
 
         flops.tell(names)
     if "torch.distributed.tensor" in sys.modules and "attention" in names:
-        import tilewise.operators.sharding  # noqa: F401
+        import tilewise.ops.runtime.sharding  # noqa: F401
 
 
 def exports_onnx() -> bool:
-    """ONNX knows none of the operators: `tilewise.operators.plain` has them in PyTorch's own."""
+    """ONNX knows none of the operators: `tilewise.ops.runtime.plain` has them in PyTorch's own."""
     return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
 
 

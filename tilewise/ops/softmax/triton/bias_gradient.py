@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.blocks.softmax.triton.backward import score_gradient
+from tilewise.ops.softmax.triton.backward import score_gradient
 
 
 class Compiled(NamedTuple):

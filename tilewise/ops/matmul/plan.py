@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.backends.gluon.sm90 import declines_device
-from tilewise.blocks.matmul.config import declines_tma
-from tilewise.blocks.matmul.problem import Product
+from tilewise.ops.matmul.config import declines_tma
+from tilewise.ops.matmul.problem import Product
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tilewise.backends import float32_precision
 from tilewise.backends.launcher import Launch, Strided
-from tilewise.blocks.matmul.config import c_spread, triton_config
-from tilewise.blocks.matmul.problem import Product
-from tilewise.blocks.matmul.triton_kernel import Compiled, Sizes, matmul_kernel
+from tilewise.ops.matmul.config import c_spread, triton_config
+from tilewise.ops.matmul.problem import Product
+from tilewise.ops.matmul.triton_kernel import Compiled, Sizes, matmul_kernel
 
 
 def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor, alpha: float, beta: float) -> Launch:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.blocks.matmul.problem import broadcast, output_shape
+from tilewise.ops.matmul.problem import broadcast, output_shape
 
 
 def matmul(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...]) -> Tensor:

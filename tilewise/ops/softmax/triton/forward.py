@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.blocks.softmax.triton.rows import again, elements, gather, place, publish, row_numbers, row_start
+from tilewise.ops.softmax.triton.rows import again, elements, gather, place, publish, row_numbers, row_start
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewise.backends import float32_precision
-from tilewise.blocks.matmul.config import c_first, c_spread, hopper_config, triton_config
-from tilewise.blocks.matmul.plan import Choice, choose
-from tilewise.blocks.matmul.problem import Product, check_arguments, describe, output_shape
+from tilewise.ops.matmul.config import c_first, c_spread, hopper_config, triton_config
+from tilewise.ops.matmul.plan import Choice, choose
+from tilewise.ops.matmul.problem import Product, check_arguments, describe, output_shape
 from tilewise.quantities import count, number, quantity
 
 
