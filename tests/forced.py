@@ -11,19 +11,19 @@ from helpers import Case, check
 @contextlib.contextmanager
 def forced_splits(splits: int) -> Iterator[None]:
     """Forwards of few queries run in so many splits, whatever their sizes; what was prepared before is forgotten."""
-    from tilewise import autograd
+    from tilewise import call, dispatch
     from tilewise.backends.triton import launch
 
     chosen = launch.splits
     launch.splits = lambda problem, config: splits if problem.few_queries else 1
-    autograd._forwards.clear()
-    autograd._usual_calls.clear()
+    dispatch.forwards.clear()
+    call._usual_calls.clear()
     try:
         yield
     finally:
         launch.splits = chosen
-        autograd._forwards.clear()
-        autograd._usual_calls.clear()
+        dispatch.forwards.clear()
+        call._usual_calls.clear()
 
 
 def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float]:

@@ -11,8 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import attention, autograd
+from tilewise import attention, autograd, call
 from tilewise.backends import Gradients, Inputs, cpu
+from tilewise.ops.runtime.prepared import Prepared
 from tilewise.score.terms import Band, Score
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -522,7 +523,7 @@ def test_a_usual_call_is_not_read_again(monkeypatch):
     attention(q, k, v, bias=bias, causal=True)
     others = [torch.randn_like(x) for x in (q, k, v, bias)]
     wanted = attention(*others[:3], bias=others[3], causal=True, scale=q.shape[-1] ** -0.5)
-    monkeypatch.setattr(autograd, "_forward_of", None)
+    monkeypatch.setattr(autograd, "forward_of", None)
     assert torch.equal(attention(*others[:3], bias=others[3], causal=True), wanted)
     o, _ = attention(*(x.requires_grad_() for x in others[:3]), bias=others[3], causal=True, return_lse=True)
     assert torch.equal(o, wanted)
@@ -555,7 +556,7 @@ def test_errors_after_a_usual_call():
 
 
 def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(autograd, "_usual_calls", {})
+    monkeypatch.setattr(call, "_usual_calls", Prepared())
     q, k, v = (x.detach() for x in tensors())
     attention(q, k, v)
     torch.use_deterministic_algorithms(True)
@@ -563,7 +564,7 @@ def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
         attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [key[-1] for key in autograd._usual_calls] == [(False, False, None), (False, True, None)]
+    assert [key[-1] for key in call._usual_calls] == [(False, False, None), (False, True, None)]
 
 
 # --- nothing to compute ---

@@ -17,6 +17,7 @@ from tilewise.ops.matmul.config import HopperConfig
 from tilewise.ops.matmul.explanation import explain
 from tilewise.ops.matmul.plan import choose
 from tilewise.ops.matmul.run import run
+from tilewise.ops.runtime.prepared import Prepared
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BATCHES = [
@@ -377,7 +378,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
     """And one that is not quite like it is."""
     a, b, c = torch.randn(4, 5), torch.randn(5, 6), torch.randn(4, 6)
     filled = lambda a, b, c, y: y.fill_(7.0)  # noqa: E731
-    monkeypatch.setattr(running, "_launches", {})
+    monkeypatch.setattr(running, "_launches", Prepared())
     monkeypatch.setattr(running, "_prepare", lambda a, b, *rest: ((a.shape[0], b.shape[1]), filled))
     matmul(a, b, c=c, backend="triton")
     with monkeypatch.context() as patch:

@@ -191,9 +191,10 @@ def test_attention_in_pytorchs_own(dtype, heads, terms):
     bias[..., 3] = -torch.inf
     mask[0] = False
     lo, hi, scale, softcap = terms
-    expected = attention_op(Inputs(q, k, v, bias, mask), Score(scale, softcap, Band(lo, hi)), False, "oracle")
+    score = Score(scale, softcap, Band(lo, hi))
+    expected = attention_op(Inputs(q, k, v, bias, mask), score, False, "oracle")
     coarse = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
-    found = plain.attention(q, k, v, bias, mask, *terms)
+    found = plain.attention(q, k, v, bias, mask, score)
     assert [x.dtype for x in found] == [x.dtype for x in expected]
     torch.testing.assert_close(found, expected, rtol=coarse, atol=coarse)
 

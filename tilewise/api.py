@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast, autocast_somewhere
-from tilewise.autograd import attention_op, remember_call, usual_call
+from tilewise.autocast import autocast_somewhere
+from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
+from tilewise.call import Window, cast, check_inputs, read_call, remember_call, usual_call
 from tilewise.keywords import named_only, unexpected
-from tilewise.ops.runtime import is_symbolic, symbolic
-from tilewise.plan import check_backend
-from tilewise.problem import check_flag, check_numbers, four_dims
-from tilewise.score.terms import Band, Score
-from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
-
-Window = tuple[int | None, int | None]
-_EVERYWHERE = Band()
+from tilewise.ops.runtime.tools import is_symbolic, symbolic
+from tilewise.problem import check_flag
 
 
 @overload
@@ -122,11 +116,11 @@ def attention(
         ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         arguments = (causal, ordered, backend)
         if autocast_somewhere():
-            q, k, v = _cast(q, k, v)
+            q, k, v = cast(q, k, v)
         try:
             found = usual_call(Inputs(q, k, v, bias, mask), arguments, return_lse)
         except RuntimeError:
-            _check_inputs(q, k, v, bias, mask)  # a nested tensor has no shape to look a call up by
+            check_inputs(q, k, v, bias, mask)  # a nested tensor has no shape to look a call up by
             raise
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
@@ -144,91 +138,3 @@ def attention(
     if arguments is not None:
         remember_call(Inputs(q, k, v, bias, mask), arguments, *call[1:])
     return (o, lse) if return_lse else o  # type: ignore[return-value]
-
-
-class Call(NamedTuple):
-    """The arguments of a call with their defaults filled in: those of `attention_op`."""
-
-    inputs: Inputs
-    score: Score
-    deterministic: bool
-    backend: str
-
-
-def read_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-    deterministic: bool | None,
-    backend: str | None,
-) -> Call:
-    """The keyword arguments of `attention`, read and checked."""
-    check_numbers(window, scale, softcap, dropout_p)
-    if causal is not True and causal is not False:  # the common case without a call
-        check_flag("causal", causal)
-    if deterministic is not None:
-        check_flag("deterministic", deterministic, "a bool or None")
-    check_backend(backend)
-    _check_inputs(q, k, v, bias, mask)
-    q, k, v = autocast(q, k, v)
-    band = _EVERYWHERE
-    if causal or window is not None:
-        # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
-        diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
-        band = Band.aligned(bool(causal), window, diagonal)
-    if bias is not None:
-        bias, band = _operand("bias", bias, (q, k, v), causal, band)
-    if mask is not None:
-        mask, band = _operand("mask", mask, (q, k, v), causal, band)
-    score = Score(_scale(q, scale), None if softcap is None else float(softcap), band)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return Call(Inputs(q, k, v, bias, mask), score, deterministic, "auto" if backend is None else backend)
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    if scale is not None:
-        return float(scale)
-    dim = q.shape[-1] if q.dim() > 0 else 0
-    return 1.0 / math.sqrt(dim) if dim > 0 else 1.0
-
-
-def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of them, if they are tensors at all."""
-    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    return autocast(q, k, v) if tensors else (q, k, v)
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
-    check_tensor("q", q)
-    check_tensor("k", k)
-    check_tensor("v", v)
-    if bias is not None:
-        check_tensor("bias", bias, may_be_causal=True)
-    if mask is not None:
-        check_tensor("mask", mask, may_be_causal=True)
-        if mask.requires_grad:
-            raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
-
-
-def _operand(
-    name: str, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, band: Band
-) -> tuple[Tensor | None, Band]:
-    """A bias or mask in four dimensions, and the band; PyTorch's CausalBias is a band and no tensor."""
-    q, k, _ = qkv
-    if not is_causal_bias(x):
-        return four_dims(name, x, *qkv), band
-    if causal:
-        raise ValueError(f"{name}: a CausalBias says by itself what is hidden; leave causal=True out")
-    if not q.dim() == k.dim() == 4:
-        return None, band  # the error comes where the Problem is made
-    hi = causal_limit(name, x, q.shape[2], k.shape[2])
-    return None, Band(band.lo, hi if band.hi is None else min(band.hi, hi))

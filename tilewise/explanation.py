@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api import Window, read_call
 from tilewise.backends import lse_dtype
+from tilewise.call import Window, read_call
 from tilewise.keywords import named_only, unexpected
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Operand, Problem, irregular

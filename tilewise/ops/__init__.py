@@ -1,1 +1,1 @@
-"""Building blocks of attention as operators of their own, each with its gradients."""
+"""Attention's parts as operators of their own, each with its gradients, and what all operators share: `runtime`."""

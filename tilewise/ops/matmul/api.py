@@ -51,7 +51,7 @@ def matmul(
     which = "auto" if backend is None else backend
     usual = type(alpha) is float and type(beta) is float and (which == "auto" or which in BACKENDS)
     try:
-        known = usual and is_eager(a, b, c) and ran_before(a, b, c, alpha, beta, which)
+        known = usual and is_eager((a, b, c)) and ran_before(a, b, c, alpha, beta, which)
     except RuntimeError:
         check_arguments(a, b, c, alpha, beta, backend)  # a nested tensor has no shape to look a call up by
         raise

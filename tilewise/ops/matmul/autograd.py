@@ -8,27 +8,40 @@ Python kernel costs tens of microseconds of host time.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
 from tilewise.ops.matmul.problem import BACKENDS, broadcast, output_shape
 from tilewise.ops.matmul.run import run
-from tilewise.ops.runtime import announce, exports_onnx, plain, recorded
-from tilewise.ops.runtime.eager import is_eager, refuse_tangents
-
-_library = torch.library.Library("tilewise", "FRAGMENT")
-_library.define(
-    "matmul(Tensor a, Tensor b, Tensor? c, float alpha, float beta, SymInt[] summed, str backend) -> Tensor"
-)
+from tilewise.ops.runtime import plain
+from tilewise.ops.runtime.eager import apply_of, is_batched, is_differentiated, is_eager
+from tilewise.ops.runtime.operator import Operator
+from tilewise.ops.runtime.tools import announce, recorded
 
 
-def _fake(a, b, c, alpha, beta, summed, backend):
-    return a.new_empty(output_shape(a, b, tuple(summed)))
+class _Call(NamedTuple):
+    a: Tensor
+    b: Tensor
+    c: Tensor | None
+    alpha: float
+    beta: float
+    summed: list[int]
+    backend: str
 
 
-def _setup_context(ctx, inputs, output):
-    a, b, c, ctx.alpha, ctx.beta, _, ctx.backend = inputs
+def _real(call: _Call) -> Tensor:
+    return run(call.a, call.b, call.c, call.alpha, call.beta, tuple(call.summed), call.backend)
+
+
+def _fake(call: _Call) -> Tensor:
+    return call.a.new_empty(output_shape(call.a, call.b, tuple(call.summed)))
+
+
+def _setup(ctx: Any, call: tuple, output: Tensor) -> None:
+    a, b, c, ctx.alpha, ctx.beta, _, ctx.backend = call
     ctx.c = None if c is None else (tuple(c.shape), c.dtype)
     # an operand is kept only for the gradient of the other
     ctx.a_shape, ctx.b_shape = tuple(a.shape), tuple(b.shape)
@@ -36,7 +49,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
-def _backward(ctx, dy):
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY, dC = beta · dY, each summed over what its operand repeats."""
     a, b = ctx.saved_tensors
     da = db = dc = None
@@ -46,7 +59,7 @@ def _backward(ctx, dy):
         db = _product_for(ctx, a.mT, dy, ctx.b_shape)
     if ctx.c is not None and ctx.needs_input_grad[2]:
         dc = _sum_to(dy, ctx.beta, *ctx.c)
-    return da, db, dc, None, None, None, None
+    return da, db, dc
 
 
 def _product_for(ctx, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -79,14 +92,31 @@ def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype)
     return dy if dy.shape == shape else dy.reshape(shape)
 
 
-def _real(a, b, c, alpha, beta, summed, backend):
-    return run(a, b, c, alpha, beta, tuple(summed), backend)
+def _plain(call: _Call) -> Tensor:
+    return plain.matmul(call.a, call.b, call.c, call.alpha, call.beta)
 
 
-_library.impl("matmul", _real, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::matmul", _fake, lib=_library)
-torch.library.register_autograd("tilewise::matmul", _backward, setup_context=_setup_context, lib=_library)
+MATMUL = Operator("matmul", (_Call,), 1, _real, _fake, setup=_setup, backward=_backward, plain=_plain)
 announce("matmul")
+
+
+class _EagerMatmul(torch.autograd.Function):
+    """The arguments of the operator, and its result."""
+
+    @staticmethod
+    def forward(ctx, *call):
+        output = _eager(*call)
+        _setup(ctx, call, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_backward(ctx, dy), None, None, None, None
+
+    jvp = staticmethod(MATMUL.refuse_tangents)
+
+
+_apply = apply_of(_EagerMatmul)
 
 
 def _eager(a, b, c, alpha, beta, summed, backend):
@@ -95,36 +125,21 @@ def _eager(a, b, c, alpha, beta, summed, backend):
     return run(a, b, c, alpha, beta, tuple(summed), backend)
 
 
-class _EagerMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        output = _eager(*args)
-        _setup_context(ctx, args, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _backward(ctx, dy)
-
-
 def matmul_op(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str, summed: list[int] | None = None
 ) -> Tensor:
     """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
-    if is_eager(a, b, c):
+    if is_eager((a, b, c)) and not is_batched(a, b):
         return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
-    refuse_tangents("tilewise.matmul", a, b, c)
-    if summed is None and exports_onnx():
-        return plain.matmul(a, b, c, alpha, beta)
-    announce("matmul")
-    return torch.ops.tilewise.matmul(a, b, c, alpha, beta, summed or [], backend)
+    if summed:
+        return MATMUL(a, b, c, alpha, beta, summed, backend)
+    return MATMUL.watched(a, b, c, alpha, beta, [], backend)
 
 
 def eager_matmul(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: list[int], backend: str
 ) -> Tensor:
     """The same where `is_eager` has said yes."""
-    wanted = a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
-    if wanted and torch.is_grad_enabled():
-        return _EagerMatmul.apply(a, b, c, alpha, beta, summed, backend)
+    if is_differentiated((a, b, c)):
+        return _apply(a, b, c, alpha, beta, summed, backend)
     return _eager(a, b, c, alpha, beta, summed, backend)

@@ -12,10 +12,11 @@ from tilewise.backends import address, device_of, float32_precision
 from tilewise.ops.matmul import cpu
 from tilewise.ops.matmul.plan import choose
 from tilewise.ops.matmul.problem import broadcast, describe, output_shape
+from tilewise.ops.runtime.prepared import Prepared
 
 # What a call's layout and factors decide, kept under them: the launch of a kernel, None where a kernel cannot read the
 # operands as they lie.
-_launches: dict[tuple, tuple] = {}
+_launches: Prepared[tuple] = Prepared()
 
 
 def run(
@@ -31,9 +32,7 @@ def run(
     key = _key(a, b, c, alpha, beta, summed, backend)
     known = _launches.get(key)
     if known is None:
-        if len(_launches) >= 4096:
-            _launches.clear()
-        known = _launches[key] = _prepare(a, b, c, alpha, beta, summed, backend)
+        known = _launches.keep(key, _prepare(a, b, c, alpha, beta, summed, backend))
     shape, launch = known
     if launch is None:
         flat = _two_batch_axes(a, b, c, summed)

@@ -1,43 +1,62 @@
-"""Whether a call may leave the dispatcher out, whose way to a kernel costs tens of microseconds; what it may not do."""
+"""Calls that leave the dispatcher out, whose way to a Python kernel costs tens of microseconds of host time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch.nn import Parameter
+from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as _is_legacy_batched
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_wrapped = _functorch.is_functorch_wrapped_tensor  # by a transform, which it may have outlived
+from tilewise.tensors import PLAIN
+
+_is_tracing = torch._C._is_tracing
+_is_transformed = torch._C._are_functorch_transforms_active
+_NO_COMPLEX = torch.bfloat16  # has no complex numbers, so that no memory holds its negatives; asking takes longer
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Its memory holds its numbers, and not their negatives either (``z.conj().imag``)."""
-    return type(x) in (Tensor, Parameter) and not (x.is_meta or _wrapped(x) or x.is_neg())
+def is_eager(tensors: Sequence[Tensor | None]) -> bool:
+    """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher. It also knows what to do with
+    a tensor that outlived its transform, or whose memory holds its negative (``z.conj().imag``).
 
-
-def is_eager(*tensors: Tensor | None) -> bool:
-    """No compiler, no tracer and no transform looks on, and the tensors are plain: nobody would miss the dispatcher."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x is None or _is_plain(x) for x in tensors)
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-def refuse_tangents(name: str, *tensors: Tensor | None) -> None:
-    """NotImplementedError for what torch.func.jvp follows: the dispatcher would lose its tangents, silently.
-
-    It follows what was computed inside of it, too, with tangents or without.
+    The first tensor is there, and the others are on its device, or the call is none.
     """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return
-    stack = _functorch.get_interpreter_stack() or []
-    forward = {transform.level() for transform in stack if transform.key() == _functorch.TransformType.Jvp}
+    if is_compiling():
+        return False
     for x in tensors:
-        while x is not None and _wrapped(x):
-            if _functorch.maybe_get_level(x) in forward:
-                raise NotImplementedError(f"{name} has no forward-mode derivative, which torch.func.jvp asks for")
-            x = _functorch.get_unwrapped(x)
+        if x is not None and (
+            type(x) not in PLAIN or _is_wrapped(x) or (x.dtype is not _NO_COMPLEX and x.is_neg())
+        ):  # fmt: skip
+            return False
+    first = tensors[0]
+    looks_on = is_in_torch_dispatch_mode() or _is_tracing() or _is_transformed()
+    return not (looks_on or (first is not None and first.is_meta))
+
+
+def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether somebody may ask for a gradient, or has tangents on the way, which autograd.Function refuses."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return forward_ad._current_level >= 0
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its steps for functorch, which `is_eager` leaves to the dispatcher."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def is_batched(*tensors: Tensor | None) -> bool:
+    """One of them stands for a batch, as cotangents do under ``torch.autograd.grad(is_grads_batched=True)``."""
+    return any(x is not None and (_is_wrapped(x) or _is_legacy_batched(x)) for x in tensors)
+
+
+def is_eager_backward(*cotangents: Tensor | None) -> bool:
+    """The backward of an eager call is one too: not itself to be differentiated, not batched, and no mode looks on."""
+    return not (torch.is_grad_enabled() or is_in_torch_dispatch_mode() or is_batched(*cotangents))

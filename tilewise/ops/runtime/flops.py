@@ -33,13 +33,13 @@ _FORMULAS: dict[str, Any] = {"attention": _attention, "attention_backward": _att
 
 
 def tell(names: Sequence[str]) -> None:
-    """Register the formulas of the operators ``names``, with counters at work too."""
+    """Register the formulas of those of the operators ``names`` that have one, with counters at work too."""
     registries = [flop_counter.flop_registry]
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, flop_counter.FlopCounterMode):  # it has a copy, perhaps from before
             registries.append(counter.flop_registry)
-    for name in names:
+    for name in _FORMULAS.keys() & names:
         operator = getattr(torch.ops.tilewise, name)
         if operator not in flop_counter.flop_registry:
             flop_counter.register_flop_formula(operator)(_FORMULAS[name])

@@ -7,12 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.score.terms import Score
+
 Maybe = Tensor | None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe,
-    lo: int | None, hi: int | None, scale: float, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, score: Score
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
     kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
@@ -20,13 +21,14 @@ def attention(
     def grouped(x: Tensor) -> Tensor:
         return x.unsqueeze(2) if x.shape[1] in (1, kv_heads) else x.unflatten(1, (kv_heads, group))
 
-    s = _wide(q.unflatten(1, (kv_heads, group)) @ k.unsqueeze(2).transpose(-1, -2)) * scale
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
+    s = _wide(q.unflatten(1, (kv_heads, group)) @ k.unsqueeze(2).transpose(-1, -2)) * score.scale
+    if score.softcap is not None:
+        s = score.softcap * torch.tanh(s / score.softcap)
     if bias is not None:
         s = s + grouped(bias)
     if mask is not None:
         s = s.masked_fill(~grouped(mask), -torch.inf)
+    lo, hi = score.band.lo, score.band.hi
     if lo is not None or hi is not None:
         distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device).unsqueeze(1)
         for hidden in ([] if lo is None else [distance < lo]) + ([] if hi is None else [distance > hi]):

@@ -76,7 +76,7 @@ def _backward(
     do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None,
     o: Spec, lse: Spec, *terms_and_needs: Any,
 ) -> list[Choice]:  # fmt: skip
-    needs = terms_and_needs[-1]
+    *_, needs = terms_and_needs
     choices: list[Choice] = []
     for at in _layouts(q, k, bias, mask):
         cotangents = [None if x is None else at.q for x in (do, dlse)]

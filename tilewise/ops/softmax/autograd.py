@@ -5,23 +5,37 @@ As in `tilewise.autograd`, an eager call on plain tensors leaves the dispatcher 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd import profiler
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tilewise.ops.runtime import exports_onnx, plain, recorded
-from tilewise.ops.runtime.eager import is_eager, refuse_tangents
+from tilewise.ops.runtime import plain
+from tilewise.ops.runtime.eager import apply_of, is_differentiated, is_eager, is_eager_backward
+from tilewise.ops.runtime.operator import Operator
+from tilewise.ops.runtime.tools import recorded
 from tilewise.ops.softmax import BiasLike, Needs, cpu
 
 Gradients = tuple[Tensor | None, Tensor | None]  # of x and of bias
 
-_library = torch.library.Library("tilewise", "FRAGMENT")
-_library.define("softmax(Tensor x, float scale, Tensor? bias, Tensor? mask, int dim) -> Tensor")
-_library.define(
-    "softmax_backward(Tensor dp, Tensor p, float scale, SymInt[]? bias_shape, ScalarType? bias_dtype, int dim, "
-    "bool[] needs) -> (Tensor, Tensor)"
-)
+
+class _Call(NamedTuple):
+    x: Tensor
+    scale: float
+    bias: Tensor | None
+    mask: Tensor | None
+    dim: int
+
+
+class _BackwardCall(NamedTuple):
+    dp: Tensor
+    p: Tensor
+    scale: float
+    bias_shape: list[int] | None
+    bias_dtype: torch.dtype | None
+    dim: int
+    needs: list[bool]  # see `Needs`
 
 
 def _forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
@@ -32,10 +46,6 @@ def _forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, 
 
         return launch.forward(x, scale, bias, mask, dim)
     return cpu.forward(x, scale, bias, mask, dim)
-
-
-def _forward_fake(x, scale, bias, mask, dim):
-    return torch.empty_like(x)
 
 
 def _gradients(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs) -> Gradients:
@@ -50,58 +60,59 @@ def _gradients(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: 
     return cpu.backward(dp, p, scale, bias, dim, needs)
 
 
-def _backward(dp, p, scale, bias_shape, bias_dtype, dim, wanted):
-    bias = None if bias_shape is None else BiasLike(tuple(bias_shape), bias_dtype)
-    # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
-    return tuple(p.new_empty(0) if g is None else g for g in _gradients(dp, p, scale, bias, dim, Needs(*wanted)))
-
-
-def _backward_fake(dp, p, scale, bias_shape, bias_dtype, dim, wanted):
-    x, bias = wanted
-    return (
-        torch.empty_like(p) if x else p.new_empty(0),
-        p.new_empty(bias_shape, dtype=bias_dtype) if bias else p.new_empty(0),
-    )
-
-
-for _name, _real, _fake in (("softmax", _forward, _forward_fake), ("softmax_backward", _backward, _backward_fake)):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
-
-
-def _setup_context(ctx, inputs, output):
-    _, ctx.scale, bias, _, ctx.dim = inputs
-    ctx.bias = _like(bias)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output)
-
-
 def _like(bias: Tensor | None) -> BiasLike | None:
     return None if bias is None else BiasLike(tuple(bias.shape), bias.dtype)
 
 
-def _autograd_backward(ctx, dp):
+# --- the operators, which the dispatcher calls ---
+
+
+def _backward(call: _BackwardCall) -> tuple[Tensor, ...]:
+    dp, p, scale, shape, dtype, dim, needs = call
+    bias = None if shape is None or dtype is None else BiasLike(tuple(shape), dtype)
+    # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
+    return tuple(p.new_empty(0) if g is None else g for g in _gradients(dp, p, scale, bias, dim, Needs(*needs)))
+
+
+def _backward_fake(call: _BackwardCall) -> tuple[Tensor, Tensor]:
+    p, (x, bias) = call.p, call.needs
+    return (
+        torch.empty_like(p) if x else p.new_empty(0),
+        p.new_empty(call.bias_shape, dtype=call.bias_dtype) if bias else p.new_empty(0),  # type: ignore[arg-type]
+    )
+
+
+def _setup(ctx: Any, call: _Call, output: Tensor) -> None:
+    ctx.scale, ctx.bias, ctx.dim = call.scale, _like(call.bias), call.dim
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output)
+
+
+def _differentiate(ctx: Any, dp: Tensor | None) -> tuple[Tensor | None, ...]:
     if dp is None:
-        return (None,) * 5
-    needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
+        return None, None, None
     (p,) = ctx.saved_tensors
-    dx, dbias = _by_operator(dp, p, ctx.scale, ctx.bias, ctx.dim, needs)
-    return dx, None, dbias, None, None
+    needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
+    dx, dbias = _by_operator(dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, needs)
+    return dx, None, dbias
 
 
 def _by_operator(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs) -> Gradients:
-    like = (None, None) if bias is None else (list(bias.shape), bias.dtype)
-    # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
-    dx, dbias = torch.ops.tilewise.softmax_backward(dp.resolve_neg(), p, scale, *like, dim, list(needs))
+    shape, dtype = (None, None) if bias is None else (list(bias.shape), bias.dtype)
+    dx, dbias = SOFTMAX_BACKWARD(dp, p, scale, shape, dtype, dim, list(needs))
     return dx if needs.x else None, dbias if needs.bias else None
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("tilewise.softmax has no second derivative: its backward cannot be differentiated")
+SOFTMAX = Operator(
+    "softmax", (_Call,), 1, lambda call: _forward(*call), lambda call: torch.empty_like(call.x),
+    setup=_setup, backward=_differentiate, plain=lambda call: plain.softmax(*call),
+)  # fmt: skip
+SOFTMAX_BACKWARD = Operator(
+    "softmax_backward", (_BackwardCall,), 2, _backward, _backward_fake, part_of="softmax"
+)  # fmt: skip
 
 
-torch.library.register_autograd("tilewise::softmax", _autograd_backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("tilewise::softmax_backward", _no_second_derivative, lib=_library)
+# --- eager calls ---
 
 
 class _EagerSoftmax(torch.autograd.Function):
@@ -110,10 +121,7 @@ class _EagerSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, call):
         scale, mask, dim = call
-        if profiler._is_profiler_enabled:
-            p = recorded("tilewise::softmax", (x, bias, mask), _forward, x, scale, bias, mask, dim)
-        else:
-            p = _forward(x, scale, bias, mask, dim)
+        p = _eager(x, scale, bias, mask, dim)
         ctx.scale, ctx.bias, ctx.dim = scale, _like(bias), dim
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(p)
@@ -125,28 +133,30 @@ class _EagerSoftmax(torch.autograd.Function):
             return None, None, None
         (p,) = ctx.saved_tensors
         x_needs, bias_needs, _ = ctx.needs_input_grad
+        # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
         arguments = dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, Needs(x_needs, bias_needs)
-        if torch.is_grad_enabled() or is_in_torch_dispatch_mode():
-            # Watched, or to be differentiated, of which the operator says that it cannot.
-            dx, dbias = _by_operator(*arguments)
-        elif profiler._is_profiler_enabled:
-            dx, dbias = recorded("tilewise::softmax_backward", (dp, p), _gradients, *arguments)
-        else:
-            dx, dbias = _gradients(*arguments)
-        return dx, dbias, None
+        if not is_eager_backward(dp):
+            return *_by_operator(*arguments), None
+        if profiler._is_profiler_enabled:
+            return *recorded("tilewise::softmax_backward", (dp, p), _gradients, *arguments), None
+        return *_gradients(*arguments), None
+
+    jvp = staticmethod(SOFTMAX.refuse_tangents)
 
 
-# _EagerSoftmax.apply without its steps for functorch, which `is_eager` leaves to the dispatcher.
-_apply = super(torch.autograd.Function, _EagerSoftmax).apply
+_apply = apply_of(_EagerSoftmax)
+
+
+def _eager(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
+    if profiler._is_profiler_enabled:
+        return recorded("tilewise::softmax", (x, bias, mask), _forward, x, scale, bias, mask, dim)
+    return _forward(x, scale, bias, mask, dim)
 
 
 def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
     """P of a call that is checked; differentiable in x and bias."""
-    p: Tensor
-    if is_eager(x, bias, mask):
-        p = _apply(x, bias, (scale, mask, dim))
-    else:
-        refuse_tangents("tilewise.softmax", x, bias)
-        arguments = (x, scale, bias, mask, dim)
-        p = plain.softmax(*arguments) if exports_onnx() else torch.ops.tilewise.softmax(*arguments)
-    return p
+    if is_eager((x, bias, mask)):
+        if not is_differentiated((x, bias)):
+            return _eager(x, scale, bias, mask, dim)
+        return _apply(x, bias, (scale, mask, dim))
+    return SOFTMAX.watched(x, scale, bias, mask, dim)

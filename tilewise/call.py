@@ -1,0 +1,159 @@
+"""From a public call's arguments to those of `tilewise.autograd`: read and checked once, remembered for its like."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.autocast import autocast
+from tilewise.autograd import eager_attention
+from tilewise.backends import Inputs, address
+from tilewise.dispatch import Forward, Terms, forward_of, layouts
+from tilewise.ops.runtime.eager import is_eager
+from tilewise.ops.runtime.prepared import Prepared
+from tilewise.plan import check_backend
+from tilewise.problem import check_flag, check_numbers, four_dims
+from tilewise.score.terms import Band, Score
+from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
+
+Window = tuple[int | None, int | None]
+_EVERYWHERE = Band()
+_STRIDED = torch.strided
+
+
+# --- read and check ---
+
+
+class Call(NamedTuple):
+    """The arguments of a call with their defaults filled in: those of `attention_op`."""
+
+    inputs: Inputs
+    score: Score
+    deterministic: bool
+    backend: str
+
+
+def read_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    deterministic: bool | None,
+    backend: str | None,
+) -> Call:
+    """The keyword arguments of `attention`, read and checked."""
+    check_numbers(window, scale, softcap, dropout_p)
+    if causal is not True and causal is not False:  # the common case without a call
+        check_flag("causal", causal)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic, "a bool or None")
+    check_backend(backend)
+    check_inputs(q, k, v, bias, mask)
+    q, k, v = autocast(q, k, v)
+    band = _EVERYWHERE
+    if causal or window is not None:
+        # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
+        diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
+        band = Band.aligned(bool(causal), window, diagonal)
+    if bias is not None:
+        bias, band = _operand("bias", bias, (q, k, v), causal, band)
+    if mask is not None:
+        mask, band = _operand("mask", mask, (q, k, v), causal, band)
+    score = Score(_scale(q, scale), None if softcap is None else float(softcap), band)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return Call(Inputs(q, k, v, bias, mask), score, deterministic, "auto" if backend is None else backend)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    if scale is not None:
+        return float(scale)
+    dim = q.shape[-1] if q.dim() > 0 else 0
+    return 1.0 / math.sqrt(dim) if dim > 0 else 1.0
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
+    check_tensor("q", q)
+    check_tensor("k", k)
+    check_tensor("v", v)
+    if bias is not None:
+        check_tensor("bias", bias, may_be_causal=True)
+    if mask is not None:
+        check_tensor("mask", mask, may_be_causal=True)
+        if mask.requires_grad:
+            raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
+
+
+def _operand(
+    name: str, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, band: Band
+) -> tuple[Tensor | None, Band]:
+    """A bias or mask in four dimensions, and the band; PyTorch's CausalBias is a band and no tensor."""
+    q, k, _ = qkv
+    if not is_causal_bias(x):
+        return four_dims(name, x, *qkv), band
+    if causal:
+        raise ValueError(f"{name}: a CausalBias says by itself what is hidden; leave causal=True out")
+    if not q.dim() == k.dim() == 4:
+        return None, band  # the error comes where the Problem is made
+    hi = causal_limit(name, x, q.shape[2], k.shape[2])
+    return None, Band(band.lo, hi if band.hi is None else min(band.hi, hi))
+
+
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of them, if they are tensors at all."""
+    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    return autocast(q, k, v) if tensors else (q, k, v)
+
+
+# --- remember ---
+
+# The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
+# and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
+_usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
+
+
+def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
+    known = _usual_calls.get(_usual_key(inputs, arguments)) if _is_usual(inputs) else None
+    return None if known is None else eager_attention(inputs, *known, return_lse)
+
+
+def remember_call(
+    inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False
+) -> None:
+    """After a call that went well, with what it was read as; see `usual_call`."""
+    if _is_usual(inputs):
+        terms = Terms.of(score, deterministic, backend, exact)
+        _usual_calls.keep(_usual_key(inputs, arguments), (terms, forward_of(inputs, terms)))
+
+
+def _is_usual(inputs: Inputs) -> bool:
+    q, k, v, bias, mask = inputs
+    return (
+        q is not None and k is not None and v is not None
+        and is_eager(inputs)
+        and q.layout is k.layout is v.layout is _STRIDED
+        and (bias is None or (bias.dim() == 4 and bias.layout is _STRIDED))
+        and (mask is None or (mask.dim() == 4 and mask.layout is _STRIDED))
+    )  # fmt: skip
+
+
+def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
+    q, k, v, bias, mask = inputs
+    return (
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        None if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
+        None if bias is None else layouts(bias), None if mask is None else layouts(mask), arguments,
+    )  # fmt: skip

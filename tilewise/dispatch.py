@@ -1,0 +1,109 @@
+"""From a call to what computes it: its Problem, the plan, and what the plan's backend prepared, kept for the next.
+
+What computes a call is kept under all that a Problem and a backend read of its tensors, and under its `Terms`: a second
+call is one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, address, empty_output, lse_dtype
+from tilewise.ops.runtime.prepared import Prepared
+from tilewise.plan import Plan, make_plan
+from tilewise.problem import Problem, irregular
+from tilewise.score.terms import Band, Score
+
+
+class Terms(NamedTuple):
+    """All of a call but its tensors, as the dispatcher can carry it: arguments of both operators."""
+
+    lo: int | None
+    hi: int | None
+    scale: float
+    softcap: float | None
+    deterministic: bool
+    exact: bool
+    backend: str
+
+    @classmethod
+    def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
+        band = score.band
+        return cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
+
+    @property
+    def score(self) -> Score:
+        return Score(self.scale, self.softcap, Band(self.lo, self.hi))
+
+
+Forward = Callable[[Inputs], Outputs]
+Backward = Callable[[Inputs, Outputs, Outputs], Gradients]
+forwards: Prepared[Forward] = Prepared()
+backwards: Prepared[Backward] = Prepared()
+
+
+def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
+    return Problem.of(*inputs, terms.score, deterministic=terms.deterministic, exact=terms.exact, **more)
+
+
+def forward_of(inputs: Inputs, terms: Terms) -> Forward:
+    """What computes a forward of ``inputs``, and of all that lie as they do."""
+    key = (layouts(*inputs), terms)
+    run = forwards.get(key)
+    if run is None:
+        plan = make_plan(describe(inputs, terms, irregular=_irregular(inputs)), terms.backend)
+        run = forwards.keep(key, _prepare_forward(plan, inputs))
+    return run
+
+
+def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
+    """What computes a backward, likewise."""
+    key = (layouts(*inputs, *outputs, *cotangents), terms, needs)
+    run = backwards.get(key)
+    if run is None:
+        names = _irregular(inputs, cotangents.o)
+        plan = make_plan(describe(inputs, terms, bias_grad=needs.bias, irregular=names), terms.backend)
+        run = backwards.keep(key, _prepare_backward(plan, inputs, outputs, cotangents, needs))
+    return run
+
+
+def layouts(*tensors: Tensor | None) -> tuple:
+    """Their layouts, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    return tuple([
+        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
+        for x in tensors
+    ])  # fmt: skip
+
+
+def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
+    """On the CPU, whose backends read any strides, none."""
+    return () if inputs.q.is_cpu else irregular(*inputs[:4], do)
+
+
+def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
+    if plan.problem.empty:
+        return _empty_forward
+    if hasattr(plan.module, "prepare_forward"):
+        return plan.module.prepare_forward(plan.problem, inputs)
+    return lambda inputs: plan.module.forward(plan.problem, inputs)
+
+
+def _empty_forward(inputs: Inputs) -> Outputs:
+    q = inputs.q
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
+    return Outputs(empty_output(q, inputs.v.shape[3]).zero_(), lse)
+
+
+def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Backward:
+    problem, module = plan.problem, plan.backward_module
+    if problem.empty:
+        return lambda inputs, outputs, cotangents: Gradients(
+            *(torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs, needs, strict=False))
+        )
+    if hasattr(module, "prepare_backward"):
+        return module.prepare_backward(problem, inputs, outputs, cotangents, needs)
+    return lambda inputs, outputs, cotangents: module.backward(problem, inputs, outputs, cotangents, needs)

@@ -1,0 +1,150 @@
+"""An operator of PyTorch's dispatcher, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, get_type_hints
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from tilewise.ops.runtime.tools import announce, exports_onnx
+
+_library = torch.library.Library("tilewise", "DEF")
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", int | None: "SymInt?", float: "float",
+    float | None: "float?", bool: "bool", str: "str", torch.dtype | None: "ScalarType?", list[bool]: "bool[]",
+    list[int]: "SymInt[]", list[int] | None: "SymInt[]?",
+}  # fmt: skip
+
+
+class Operator:
+    """``tilewise::name``, registered with its kernel, its fake kernel and its derivative, and for torch.func.
+
+    Its arguments are the fields of ``records``, named tuples, in their order; the functions that it is made of get
+    them as these.
+
+    Args:
+        records: classes of named tuples.
+        results: how many tensors it returns.
+        real: the kernel, ``(*records) -> results``.
+        fake: the same in shapes, dtypes and strides alone, for compilers and tensors without numbers.
+        setup: ``(ctx, *records, results)``, which keeps in ``ctx`` what ``backward`` reads.
+        backward: ``(ctx, *cotangents) -> gradients`` of the leading arguments. None: it has no derivative.
+        plain: ``real`` in PyTorch's own operators, for ONNX, which knows none but those.
+        part_of: the public function whose backward it is.
+
+    The transforms of torch.func do not know how to differentiate an operator whose derivative is written in Python: of
+    the tangents of torch.func.jvp nothing would be left, without a word. They know autograd.Function with a
+    setup_context, which they get in the operator's place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        records: tuple[type, ...],
+        results: int,
+        real: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup: Callable[..., None] | None = None,
+        backward: Callable[..., Sequence[Tensor | None]] | None = None,
+        plain: Callable[..., Any] | None = None,
+        part_of: str | None = None,
+    ) -> None:
+        self.name, self._function = name, f"tilewise.{part_of or name}"
+        self._records, self._plain = records, plain
+        fields = [f"{_SCHEMA_TYPES[kind]} {field}" for r in records for field, kind in get_type_hints(r).items()]
+        returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        _library.define(f"{name}({', '.join(fields)}) -> {returns}")
+        _library.impl(name, lambda *arguments: real(*self._read(arguments)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilewise::{name}", lambda *a: fake(*self._read(a)), lib=_library)
+        self._packet = getattr(torch.ops.tilewise, name)
+
+        def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+            if setup is not None:
+                setup(ctx, *self._read(inputs), output)
+
+        def differentiate(ctx: Any, *cotangents: Any) -> Any:
+            if backward is None:
+                self._no_second_derivative()
+            gradients = backward(ctx, *cotangents)
+            return *gradients, *(None,) * (len(fields) - len(gradients))
+
+        torch.library.register_autograd(f"tilewise::{name}", differentiate, setup_context=keep, lib=_library)
+        no_tangents = self.refuse_tangents if backward is not None else self._no_second_derivative
+        self._transformed = _transformed(self, self._packet, keep, differentiate, no_tangents)
+
+    def _read(self, arguments: Sequence[Any]) -> list[Any]:
+        """The records that the dispatcher's ``arguments`` are the fields of."""
+        found, at = [], 0
+        for record in self._records:
+            count = len(record._fields)  # type: ignore[attr-defined]
+            found.append(record(*arguments[at : at + count]))
+            at += count
+        return found
+
+    def __call__(self, *arguments: Any) -> Any:
+        """By the dispatcher, or by the transform of torch.func that is at work."""
+        announce(self.name)
+        return self._transformed.apply(*arguments) if _is_transformed() else self._packet(*arguments)
+
+    def watched(self, *arguments: Any) -> Any:
+        """A public call at which a compiler, a tracer or a transform looks on."""
+        if forward_ad._current_level >= 0 and not _is_transformed():
+            # The operator would drop them.
+            tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+            if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+                self.refuse_tangents()
+        if self._plain is not None and exports_onnx():
+            return self._plain(*self._read(arguments))
+        return self(*arguments)
+
+    def refuse_tangents(self, ctx: Any = None, *grad_inputs: Any) -> NoReturn:
+        raise NotImplementedError(f"{self._function} has no forward-mode derivative (torch.func.jvp, forward AD)")
+
+    def _no_second_derivative(self, ctx: Any = None, *grad_inputs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._function} has no second derivative: its backward cannot be differentiated"
+        )  # fmt: skip
+
+
+def _transformed(
+    operator: Operator, packet: Callable, keep: Callable, differentiate: Callable, no_tangents: Callable
+) -> type[torch.autograd.Function]:
+    """The operator as torch.func's transforms know it."""
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments):
+            return packet(*arguments)
+
+        setup_context = staticmethod(keep)
+        backward = staticmethod(differentiate)
+        jvp = staticmethod(no_tangents)
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            return _one_by_one(operator, info.batch_size, in_dims, arguments)
+
+    return Transformed
+
+
+def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequence) -> tuple[Any, Any]:
+    """``call`` for each of ``size`` elements along ``in_dims``, and the results along their dimension 0."""
+    pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(arguments, in_dims, strict=True)]
+    calls = [call(*(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(size)]
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls), 0
+    results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return results, (0,) * len(results)
+
+
+def _is_transformed() -> bool:
+    """A transform of torch.func other than functionalize, which takes operators alone, is at work."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return peek_interpreter_stack().key() != TransformType.Functionalize
