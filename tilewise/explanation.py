@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from torch import Tensor
 from tilewise.backends import lse_dtype
 from tilewise.call import Window, read_call
 from tilewise.keywords import named_only, unexpected
+from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Operand, Problem, irregular
 from tilewise.quantities import duration, number, percent, quantity
@@ -90,7 +89,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Lines):
     """What `explain` found; ``str()`` of it is the same in words.
 
     Attributes:
@@ -116,8 +115,8 @@ class Explanation:
         """What limits the forward; None where the device's limits are not known."""
         return None if self.limits is None else self.limits.bound(self.forward)
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def lines(self) -> Iterator[str]:
+        return _lines(self)
 
 
 @named_only
@@ -175,7 +174,7 @@ def explain(
         irregular=irregular(*call.inputs[:4]),
     )
     if device is not None:
-        problem, name = _on(problem, device), None
+        problem, name = on_device(problem, device), None
     elif q.is_meta:
         raise ValueError("device: needed for tensors on the meta device: 'cpu' or a compute capability such as 'sm_90'")
     else:
@@ -184,16 +183,6 @@ def explain(
     plan = make_plan(problem, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
     return Explanation(plan, tiles, forward_work(problem), backward_work(problem), known)
-
-
-def _on(problem: Problem, device: str) -> Problem:
-    if device == "cpu":
-        return dataclasses.replace(problem, device="cpu", capability=None)
-    capability = re.fullmatch(r"sm_(\d+)(\d)", device) if isinstance(device, str) else None
-    if capability is None:
-        raise ValueError(f"device: must be 'cpu' or a compute capability such as 'sm_90', got {device!r}")
-    major, minor = capability.groups()
-    return dataclasses.replace(problem, device="cuda", capability=(int(major), int(minor)))
 
 
 def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
@@ -269,14 +258,14 @@ def _matrix(problem: Problem) -> int:
 def _lines(e: Explanation) -> Iterator[str]:
     p = e.problem
     where = p.device if p.capability is None else f"{p.device} (compute capability {p.capability[0]}.{p.capability[1]})"
-    yield f"attention on {where}, {_name(p.dtype)}"
+    yield f"attention on {where}, {dtype_name(p.dtype)}"
     yield f"  q ({p.batch}, {p.heads}, {p.queries}, {p.head_dim})"
     yield f"  k ({p.batch}, {p.kv_heads}, {p.keys}, {p.head_dim})"
     yield f"  v ({p.batch}, {p.kv_heads}, {p.keys}, {p.value_dim})"
     for name, x in (("bias", p.bias), ("mask", p.mask)):
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
-            yield f"  {name} {x.shape} {_name(x.dtype)}{grad}"
+            yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}"
     if not p.score.band.unlimited:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
@@ -333,7 +322,3 @@ def _bound(known: Limits | None, work: Work) -> str:
         f"{known.bound(work)}-bound, the break-even is at {number(known.break_even)}; "
         f"at least {duration(known.seconds(work))}"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -110,7 +110,7 @@ def scaled_dot_product_attention(
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     read = Score(float(scale), None, band), torch.are_deterministic_algorithms_enabled(), "auto"
     o, _ = attention_op(inputs, *read, return_lse=False, exact=True)
-    if given is not None and arguments is not None and all(x is y for x, y in zip(inputs, given, strict=True)):
+    if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
         remember_call(given, arguments, *read, exact=True)
     return fold.unfold(o)
 
@@ -221,6 +221,11 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
 
     bias, mask = _bias_and_mask(None if attn_mask is None else fold(attn_mask))
     return Inputs(fold(query), fold(key), fold(value), bias, mask), _Fold(order, lead, rank, as_query)
+
+
+def _same(inputs: Inputs, given: Inputs) -> bool:
+    """Nothing was folded, expanded or negated: what the caller gave reaches the operator."""
+    return all(x is y for x, y in zip(inputs, given, strict=True))
 
 
 def _bias_and_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -137,7 +137,9 @@ def _where(place: str) -> tuple[str, AbstractContextManager]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if re.fullmatch(r"sm_[0-9]{2,3}", place):
+    from tilewise.ops.runtime.explanation import compute_capability
+
+    if compute_capability(place) is not None:
         return "meta", nullcontext()
     if place not in ("cpu", "cuda"):
         raise mistake("--device", f"must be cpu, cuda or a compute capability such as sm_90, got {place!r}")

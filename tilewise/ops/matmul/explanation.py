@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,11 +12,12 @@ from tilewise.backends import float32_precision
 from tilewise.ops.matmul.config import c_first, c_spread, hopper_config, triton_config
 from tilewise.ops.matmul.plan import Choice, choose
 from tilewise.ops.matmul.problem import Product, check_arguments, describe, output_shape
+from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.quantities import count, number, quantity
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Lines):
     """What `explain` found; ``str()`` of it is the same in words.
 
     Attributes:
@@ -34,19 +34,17 @@ class Explanation:
     flops: int
     bytes: int
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[str]:
         p = self.product
         batch = math.prod(p.kept) * math.prod(p.summed)
         matrices = "" if batch == 1 else f"{batch} times "
-        name = str(p.dtype).removeprefix("torch.")
-        lines = [
-            f"product    {matrices}{p.rows} x {p.inner} by {p.inner} x {p.cols}, {name}, C: {c_spread(p)}",
-            f"backend    {self.choice.backend}: {self.tiles}",
-            *(f"           not {name}: {reason}" for name, reason in self.choice.reasons.items()),
-            f"work       {quantity(self.flops, 'FLOP')}, {quantity(self.bytes, 'B')}, "
-            f"{number(self.flops / self.bytes)} FLOP/byte",
-        ]
-        return "\n".join(lines)
+        sizes = f"{p.rows} x {p.inner} by {p.inner} x {p.cols}"
+        yield f"product    {matrices}{sizes}, {dtype_name(p.dtype)}, C: {c_spread(p)}"
+        yield f"backend    {self.choice.backend}: {self.tiles}"
+        for name, reason in self.choice.reasons.items():
+            yield f"           not {name}: {reason}"
+        intensity = number(self.flops / self.bytes)
+        yield f"work       {quantity(self.flops, 'FLOP')}, {quantity(self.bytes, 'B')}, {intensity} FLOP/byte"
 
 
 def explain(
@@ -80,20 +78,11 @@ def explain(
     if product is None:
         raise ValueError("a, b: more than two batch axes remain, so that the operands would be copied first")
     if device is not None:
-        product = _on(product, device)
+        product = on_device(product, device)
     choice = choose(product, "auto" if backend is None else backend)
     operands = sum(x.numel() * x.element_size() for x in (a, b, c) if x is not None)
     moved = operands + math.prod(output_shape(a, b, ())) * a.element_size()
     return Explanation(choice, product, _tiles(product, choice.backend, alpha, beta), product.flops, moved)
-
-
-def _on(product: Product, device: str) -> Product:
-    if device == "cpu":
-        return dataclasses.replace(product, device="cpu", capability=None)
-    capability = re.fullmatch(r"sm_(\d+)(\d)", device)
-    if capability is None:
-        raise ValueError(f"device: must be 'cpu' or a compute capability such as 'sm_90', got {device!r}")
-    return dataclasses.replace(product, device="cuda", capability=(int(capability[1]), int(capability[2])))
 
 
 def _tiles(product: Product, backend: str, alpha: float, beta: float) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilewise.ops.runtime.explanation import Lines, dtype_name
 from tilewise.ops.softmax import cpu
 from tilewise.ops.softmax.checks import check_arguments
 from tilewise.ops.softmax.triton.axes import broadcast_strides, collapse
@@ -16,7 +18,7 @@ from tilewise.quantities import count, quantity
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Lines):
     """What `explain` found; ``str()`` of it is the same in words.
 
     Attributes:
@@ -35,14 +37,10 @@ class Explanation:
     forward_bytes: int
     backward_bytes: int
 
-    def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"softmax    {self.rows} rows of {self.length}, {str(self.dtype).removeprefix('torch.')}",
-                f"forward    {_words(self.forward)}; at least {quantity(self.forward_bytes, 'B')}",
-                f"backward   {_words(self.backward)}; at least {quantity(self.backward_bytes, 'B')}",
-            ]
-        )
+    def lines(self) -> Iterator[str]:
+        yield f"softmax    {self.rows} rows of {self.length}, {dtype_name(self.dtype)}"
+        yield f"forward    {_words(self.forward)}; at least {quantity(self.forward_bytes, 'B')}"
+        yield f"backward   {_words(self.backward)}; at least {quantity(self.backward_bytes, 'B')}"
 
 
 def explain(

@@ -1,0 +1,45 @@
+"""What the explanations of attention, matmul and softmax share."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+
+P = TypeVar("P")
+
+
+class Lines:
+    """``str()`` of it is its lines."""
+
+    def lines(self) -> Iterator[str]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def on_device(problem: P, device: str) -> P:
+    """``problem`` as one of explain's ``device=``: "cpu", or a CUDA compute capability such as "sm_90".
+
+    It is a dataclass with ``device`` and ``capability``.
+    """
+    values: dict[str, Any] = {"device": "cpu", "capability": None}
+    if device != "cpu":
+        values = {"device": "cuda", "capability": compute_capability(device)}
+        if values["capability"] is None:
+            raise ValueError(f"device: must be 'cpu' or a compute capability such as 'sm_90', got {device!r}")
+    return dataclasses.replace(problem, **values)  # type: ignore[type-var]
+
+
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """(9, 0) of "sm_90", (12, 1) of "sm_121"; None of anything else."""
+    found = re.fullmatch(r"sm_([0-9]{1,2})([0-9])", device) if isinstance(device, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
