@@ -77,7 +77,7 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], ter
     return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
 
 
-def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None]) -> None:
     ctx.terms = terms
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output)
@@ -114,10 +114,9 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias, call):
-        inputs, ctx.terms, run, return_lse = call
+        inputs, terms, run, return_lse = call
         o, lse = run(inputs)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, o, lse)
+        _setup(ctx, inputs, terms, (o, lse))
         return (o, lse) if return_lse else o
 
     @staticmethod

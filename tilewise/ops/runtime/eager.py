@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as _is_legacy_batched
 from torch.autograd import forward_ad
@@ -40,7 +40,7 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
 
 def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
     """Whether somebody may ask for a gradient, or has tangents on the way, which autograd.Function refuses."""
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
                 return True
@@ -54,9 +54,12 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def is_batched(*tensors: Tensor | None) -> bool:
     """One of them stands for a batch, as cotangents do under ``torch.autograd.grad(is_grads_batched=True)``."""
-    return any(x is not None and (_is_wrapped(x) or _is_legacy_batched(x)) for x in tensors)
+    for x in tensors:  # noqa: SIM110 (any() takes twice the time)
+        if x is not None and (_is_wrapped(x) or _is_legacy_batched(x)):
+            return True
+    return False
 
 
 def is_eager_backward(*cotangents: Tensor | None) -> bool:
     """The backward of an eager call is one too: not itself to be differentiated, not batched, and no mode looks on."""
-    return not (torch.is_grad_enabled() or is_in_torch_dispatch_mode() or is_batched(*cotangents))
+    return not (is_grad_enabled() or is_in_torch_dispatch_mode() or is_batched(*cotangents))

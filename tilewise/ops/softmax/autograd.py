@@ -82,8 +82,9 @@ def _backward_fake(call: _BackwardCall) -> tuple[Tensor, Tensor]:
     )
 
 
-def _setup(ctx: Any, call: _Call, output: Tensor) -> None:
-    ctx.scale, ctx.bias, ctx.dim = call.scale, _like(call.bias), call.dim
+def _setup(ctx: Any, call: tuple, output: Tensor) -> None:
+    _, ctx.scale, bias, _, ctx.dim = call
+    ctx.bias = _like(bias)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output)
 
@@ -122,9 +123,7 @@ class _EagerSoftmax(torch.autograd.Function):
     def forward(ctx, x, bias, call):
         scale, mask, dim = call
         p = _eager(x, scale, bias, mask, dim)
-        ctx.scale, ctx.bias, ctx.dim = scale, _like(bias), dim
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(p)
+        _setup(ctx, (x, scale, bias, mask, dim), p)
         return p
 
     @staticmethod
