@@ -5,7 +5,7 @@
 
 api          the public function
 checks       its errors
-autograd     torch.autograd and torch.library
+autograd     the operators, and how a call meets autograd
 cpu          torch operators
 triton       kernels for GPUs
 explanation  what a call would do, in words
