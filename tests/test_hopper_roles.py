@@ -117,12 +117,12 @@ class Roles:
     ids=["by TMA", "in order", "in order, counted later", "from registers"],
 )
 @pytest.mark.parametrize(
-    ("work_tiles", "group", "tile_list", "parts"),
+    ("work_tiles", "group", "entries", "parts"),
     [(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 5, 2), (1, 3, 4, 1), (3, 2, 3, 2), (1, 1, 0, 1), (2, 1, 1, 1), (4, 1, 3, 1)],
 )
 @pytest.mark.parametrize("programs", ["stay", "stay, K and V ahead", "have one work", "share a bias"])
 def test_every_part_of_dq_is_added_once(
-    monkeypatch, late, by_tma, ordered, later, programs, work_tiles, group, tile_list, parts
+    monkeypatch, late, by_tma, ordered, later, programs, work_tiles, group, entries, parts
 ):
     """And said to be, when what the other warps store has been stored; K and V come when those of the work before, and
     dK and dV in their place, have left."""
@@ -141,6 +141,8 @@ def test_every_part_of_dq_is_added_once(
         "gl": gl,
         "mbarrier": roles,
         "fill": fill,
+        "slot_of": lambda ring, n: n % len(ring.full.barriers),
+        "use_of": lambda ring, n: n // len(ring.full.barriers),
         "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
         "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
@@ -154,8 +156,8 @@ def test_every_part_of_dq_is_added_once(
         "zero_ahead": lambda *_: None,
         "reduce_earlier_group": lambda *_: None,
         "counters_at": lambda *_: SimpleNamespace(dq_semaphores=1000, ended=2000, done=3000),
-        "tile_list_of": lambda *_: (tile_list, None),
-        "entry_at": lambda i, *_: (tile_list - 1 - i, 0),
+        "tile_list_of": lambda *_: (entries, None),
+        "entry_at": lambda i, *_: (entries - 1 - i, 0),
         "key_tiles": lambda *_: (0, 0, 0, 0),
         "count_up": lambda at: counted.append((at, len(left))),
         "count_stored": lambda at: counted.append((at, len(left))),
@@ -173,13 +175,13 @@ def test_every_part_of_dq_is_added_once(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
         "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, GROUP_PROGRAMS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
     )  # fmt: skip
-    sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=tile_list, queries=64 * tile_list, keys=64)
+    sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    queries = dq_accum.DqRing(Slot(), Barrier(), Barrier(), Barriers(key_stages))
+    queries = dq_accum.DqRing(Slot(), Barrier(), Barrier(), Ring(None, Barriers(key_stages), None))
     x = SimpleNamespace(dq=None, tile_list=None, k="k", v="v", dk="dk", dv="dv")
     shared = SimpleNamespace(k=Slot(), v=Slot())
     tiles = [
-        [(work_tile * group + g) * tile_list + m for g in range(group) for m in reversed(range(tile_list))]
+        [(work_tile * group + g) * entries + m for g in range(group) for m in reversed(range(entries))]
         for work_tile in range(work_tiles)
     ]
 

@@ -18,9 +18,10 @@ ABSENT = gl.constexpr(0)  # in the place of what a kernel does without
 class Ring(NamedTuple):
     """Slots of shared memory that one warp fills and its readers empty, with a pair of barriers for each.
 
-    Numbers are stored there, all else comes by TMA.
-
-    The n-th use of a slot waits for phase ``n & 1`` of `full` to read it, and for the opposite of `empty` to fill it.
+    Numbers are stored there, all else comes by TMA. Whoever uses a ring counts its tiles: the n-th one lies in the slot
+    that `slot_of` names, and comes there for the `use_of`-th time, which waits for phase ``use & 1`` of `full` to read
+    it, and for the opposite of `empty` to fill it. A stage may have a slot for each of several LANES, as each warpgroup
+    has queries of its own.
     """
 
     slots: Any
@@ -51,6 +52,18 @@ def with_barriers(slots, SLOTS: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)
     return Ring(slots, full, empty)
+
+
+@gluon.jit
+def slot_of(ring, n, lane=0, LANES: gl.constexpr = 1):
+    STAGES: gl.constexpr = ring.full.shape[0] // LANES
+    return n % STAGES * LANES + lane
+
+
+@gluon.jit
+def use_of(ring, n, LANES: gl.constexpr = 1):
+    STAGES: gl.constexpr = ring.full.shape[0] // LANES
+    return n // STAGES
 
 
 @gluon.jit

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.problem import Problem
 from tilewise.score import tiles
 
+LOG2E = 1.4426950408889634
 key_tiles = gluon.jit(tiles.key_tiles)
 query_tiles = gluon.jit(tiles.query_tiles)
 
@@ -29,6 +31,23 @@ class Terms(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
+
+
+def score_terms(problem: Problem) -> Terms:
+    score, c = problem.score, gl.constexpr
+    lo, hi = tiles.limits(score.band)
+    capped = score.softcap is not None
+    return Terms(
+        exponent=LOG2E if capped else score.scale * LOG2E,
+        inverse=1.0 if capped else 1.0 / score.scale,
+        scale=score.scale,
+        cap=1.0 if score.softcap is None else score.softcap,
+        lo=lo,
+        hi=hi,
+        HAS_LO=c(score.band.lo is not None),
+        HAS_HI=c(score.band.hi is not None),
+        HAS_CAP=c(capped),
+    )
 
 
 @gluon.jit
@@ -73,6 +92,33 @@ def softcap(s, cap):
 def softcap_derivative(capped, cap):
     t = capped / cap
     return 1 - t * t
+
+
+@gluon.jit
+def score_tile(products, bias, terms, ADDS: gl.constexpr, STORED: gl.constexpr):
+    """Scores of a tile of products of Q and K, of which nothing is hidden yet: softcap, bias. Also the softcap's
+    derivative, of which only a backward makes use; 1 without a softcap.
+
+    ADDS: the bias comes here; not where the accumulator has started from it, where the softmax's exponent takes it in,
+    or where there is none. STORED: as it is stored, else in the units of the scores.
+    """
+    s, slope = products, 1.0
+    if terms.HAS_CAP:
+        s = softcap(s * terms.scale, terms.cap)
+        slope = softcap_derivative(s, terms.cap)
+    if ADDS and STORED:
+        s += in_units(bias, terms.inverse)
+    elif ADDS:
+        s += bias
+    return s, slope
+
+
+@gluon.jit
+def score_tile_gradient(ds, slope, terms):
+    """From dS with respect to the biased score to that with respect to scale·Q Kᵀ."""
+    if terms.HAS_CAP:
+        ds = ds * slope
+    return ds
 
 
 @gluon.jit

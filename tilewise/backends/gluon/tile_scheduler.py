@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.gluon.pipeline import release, wait_full
+from tilewise.backends.gluon.pipeline import release, slot_of, use_of, wait_full
 from tilewise.backends.gluon.score import key_tiles, mask_of
 
 
@@ -52,8 +52,8 @@ def next_tile_index(tile_index, t, rings, c):
     In the backward: which is its ``t``-th, for the first is handed out, too.
     """
     if c.DYNAMIC:
-        slot = t % 2
-        wait_full(rings.tile_indices, slot, t // 2)
+        slot = slot_of(rings.tile_indices, t)
+        wait_full(rings.tile_indices, slot, use_of(rings.tile_indices, t))
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         tile_index = gl.max(rings.tile_indices.slots.index(slot).load(ONE), axis=0)
         release(rings.tile_indices, slot)  # which is filled by an ordinary store: no fence
@@ -65,8 +65,8 @@ def next_tile_index(tile_index, t, rings, c):
 @gluon.jit
 def hand_out_tile_index(rings, t, tile_index):
     """Tell the other roles which tile follows this program's ``t``-th; in a role of one warp."""
-    slot = t % 2
-    mbarrier.wait(rings.tile_indices.empty.index(slot), ((t // 2) & 1) ^ 1)
+    slot = slot_of(rings.tile_indices, t)
+    mbarrier.wait(rings.tile_indices.empty.index(slot), (use_of(rings.tile_indices, t) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rings.tile_indices.slots.index(slot).store(gl.full([1], tile_index, gl.int32, ONE))
     mbarrier.arrive(rings.tile_indices.full.index(slot), count=1)

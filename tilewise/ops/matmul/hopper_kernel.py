@@ -21,13 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.gluon.compat import tma_load, tma_store
 from tilewise.backends.gluon.pipeline import (
+    ABSENT,
     Ring,
     fill,
     new_ring,
+    release,
     release_after_loads,
+    slot_of,
+    use_of,
     wait_full,
     warp_scheduler_barrier_arrive,
     warp_scheduler_barrier_sync,
+    with_barriers,
 )
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
@@ -86,12 +91,10 @@ class Sources(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """A and B of a step have one pair of barriers; C has a slot for each warpgroup; y holds what leaves."""
+    """A and B of a step have one pair of barriers, that of b; C has a slot for each warpgroup; y holds what leaves."""
 
-    a: Any
+    a: Any  # shared memory
     b: Any
-    full: Any
-    empty: Any
     c: Any
     y: Any
 
@@ -137,10 +140,10 @@ def load(x, rings, sizes, spread, k):
             b0 = tile.g0 + r // sizes.summed1
             b1 = tile.g1 + r % sizes.summed1
             for i in range(sizes.k_tiles):
-                slot = step % k.STAGES
+                slot = slot_of(rings.b, step)
                 k0 = i * k.BLOCK_K
-                full = rings.full.index(slot)
-                mbarrier.wait(rings.empty.index(slot), ((step // k.STAGES) & 1) ^ 1)
+                full = rings.b.full.index(slot)
+                mbarrier.wait(rings.b.empty.index(slot), (use_of(rings.b, step) & 1) ^ 1)
                 mbarrier.expect(full, BYTES)
                 for w in gl.static_range(WARPGROUPS):
                     m0 = tile.m0 + w * k.ROWS
@@ -151,23 +154,23 @@ def load(x, rings, sizes, spread, k):
                 at = [b0 * spread.b0, b1 * spread.b1, k0, tile.n0]
                 if not k.B_BY_ROWS:
                     at = [b0 * spread.b0, b1 * spread.b1, tile.n0, k0]
-                tma_load(x.b, at, full, rings.b.index(slot))
+                tma_load(x.b, at, full, rings.b.slots.index(slot))
                 step += 1
 
 
 @gluon.jit
 def issue(acc, rings, step, k, USE_ACC: gl.constexpr, WARPGROUP: gl.constexpr):
     """Begin the product of one step."""
-    slot = step % k.STAGES
-    mbarrier.wait(rings.full.index(slot), (step // k.STAGES) & 1)
+    slot = slot_of(rings.b, step)
+    wait_full(rings.b, slot, use_of(rings.b, step))
     if k.A_BY_ROWS:
         a = rings.a.index(WARPGROUPS * slot + WARPGROUP).reshape([k.ROWS, k.BLOCK_K])
     else:
         a = rings.a.index(WARPGROUPS * slot + WARPGROUP).reshape([k.BLOCK_K, k.ROWS]).permute((1, 0))
     if k.B_BY_ROWS:
-        b = rings.b.index(slot).reshape([k.BLOCK_K, k.BLOCK_N])
+        b = rings.b.slots.index(slot).reshape([k.BLOCK_K, k.BLOCK_N])
     else:
-        b = rings.b.index(slot).reshape([k.BLOCK_N, k.BLOCK_K]).permute((1, 0))
+        b = rings.b.slots.index(slot).reshape([k.BLOCK_N, k.BLOCK_K]).permute((1, 0))
     return warpgroup_mma(a, b, acc, use_acc=USE_ACC, is_async=True)
 
 
@@ -246,9 +249,9 @@ def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
             step += 1
             pending = issue(acc, rings, step, k, True, WARPGROUP)
             acc = warpgroup_mma_wait(1, deps=(pending,))
-            mbarrier.arrive(rings.empty.index((step - 1) % k.STAGES), count=1)
+            release(rings.b, slot_of(rings.b, step - 1))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(rings.empty.index(step % k.STAGES), count=1)
+        release(rings.b, slot_of(rings.b, step))
         step += 1
 
         # One warpgroup stores while the other multiplies: in turns, they come apart once and stay so
@@ -274,16 +277,12 @@ def matmul_kernel(a, b, c, y, alpha, beta, sizes, spread, k):
     b_slots = gl.allocate_shared_memory(
         b.dtype, [k.STAGES, 1, 1, b.block_type.shape[2], b.block_type.shape[3]], b.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [k.STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [k.STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(k.STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=WARPGROUPS)
-    c_ring = Ring(0, 0, 0)
+    b_ring = with_barriers(b_slots, k.STAGES, WARPGROUPS)
+    c_ring = Ring(ABSENT, ABSENT, ABSENT)
     if k.C == "matrix":
         c_ring = new_ring(c, WARPGROUPS, k.ROWS, k.BLOCK_N, 1)
     stage = gl.allocate_shared_memory(y.dtype, [WARPGROUPS * k.STORE_BUFFERS, 1, 1, k.ROWS, k.STORE_COLS], y.layout)
-    rings = Rings(a_slots, b_slots, full, empty, c_ring, stage)
+    rings = Rings(a_slots, b_ring, c_ring, stage)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -35,10 +35,13 @@ from tilewise.backends.gluon.pipeline import (
     new_ring_of_numbers,
     only_slot,
     release,
+    slot_of,
+    use_of,
     wait_count,
     wait_for_previous,
     wait_full,
 )
+from tilewise.backends.gluon.score import score_tile_gradient
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
@@ -214,8 +217,8 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
     gl.static_assert(c.AHEAD or c.DQ_PARTS == 1, "two parts of dQ leave around the next QK")
     gl.static_assert(c.DQ_BY_TMA or not c.ORDERED, "additions from registers have no order")
     gl.static_assert(c.M_SUBTILES == 1 or not (c.SHARES_KEYS or c.MASK), "one subtile has their P, or its bits")
-    slot = step % c.STAGES
-    do_slot = only_slot(c) if c.DO_STAGES == 1 else step % c.DO_STAGES
+    slot = slot_of(rows.ring, step)
+    do_slot = only_slot(c) if c.DO_STAGES == 1 else slot_of(rows.do_ring, step)
     m0 = m * c.BLOCK_M
     tile_of_head = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
@@ -237,7 +240,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
             start = first_start_of(rows, step, True, terms, c)
         s_pending = begin(start, rows, shared, step, 0, terms, c)
     if DO_APART:
-        wait_full(rows.do_ring, do_slot, step // c.DO_STAGES)
+        wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
     dp_pending = begin_dp(rows, shared, do_slot, 0, c)
     if not c.AHEAD:
         lse = lse_of(rows, step, 0, c)
@@ -283,7 +286,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
-        ds_rounded = (ds * slope).to(DTYPE) if terms.HAS_CAP else ds.to(DTYPE)
+        ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
@@ -358,7 +361,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     counters = counters_at(counts, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
-    slot = nth % c.KEY_STAGES
+    slot = slot_of(keys, nth)
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
@@ -367,8 +370,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
             wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
-    wait_full(keys, slot, nth // c.KEY_STAGES)
-    wait_full(values, slot, nth // c.KEY_STAGES)
+    wait_full(keys, slot, use_of(keys, nth))
+    wait_full(values, slot, use_of(values, nth))
     if c.HIDES:
         drop_what_is_not_finite(k_tile, c)
         drop_what_is_not_finite(v_tile, c)

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import MaskSummary
 from tilewise.backends.gluon.preprocess import preprocess_kernel
+from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import BackwardConfig, backward_config, backward_width, most_registers
@@ -23,7 +24,7 @@ from tilewise.backends.gluon.sm90.dbias import (
 from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
 from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
 from tilewise.backends.gluon.sm90.dq_accum import postprocess_kernel
-from tilewise.backends.gluon.sm90.launch import hides, multiprocessors, score_terms
+from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.tensors import boxes, descriptor, vector
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem

@@ -62,7 +62,7 @@ def new_dq_ring(dq, c):
     stored = gl.allocate_shared_memory(gl.int64, [c.KEY_STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(c.KEY_STAGES):
         mbarrier.init(stored.index(slot), count=1)
-    return DqRing(ring.slots, ring.full, ring.empty, stored)
+    return DqRing(ring.slots, ring.full, ring.empty, Ring(ABSENT, stored, ABSENT))
 
 
 @gluon.constexpr_function
@@ -169,7 +169,7 @@ def signal_stored(dq_ring, slot, c):
     if c.DBIAS == "reduce":
         wait_stored(0)
     warps_barrier()
-    mbarrier.arrive(dq_ring.stored.index(slot), count=1)
+    mbarrier.arrive(dq_ring.stored.full.index(slot), count=1)
 
 
 @gluon.jit

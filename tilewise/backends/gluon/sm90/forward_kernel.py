@@ -28,11 +28,13 @@ from tilewise.backends.gluon.pipeline import (
     new_ring_of_numbers,
     release,
     release_after_loads,
+    slot_of,
+    use_of,
     wait_full,
     warp_scheduler_barrier_arrive,
     warp_scheduler_barrier_sync,
 )
-from tilewise.backends.gluon.score import in_band, in_units, mask_of, softcap, widened
+from tilewise.backends.gluon.score import in_band, in_units, mask_of, score_tile, widened
 from tilewise.backends.gluon.sm90.softmax import (
     by_thread,
     changed_rows,
@@ -120,12 +122,6 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def q_slot(t, WARPGROUP: gl.constexpr, c):
-    """Where the queries of a warpgroup of the ``t``-th tile are."""
-    return t % c.Q_STAGES * c.WARPGROUPS + WARPGROUP
-
-
-@gluon.jit
 def load(x, rings, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
@@ -136,13 +132,22 @@ def load(x, rings, terms, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
-            fill(rings.q, q_slot(t, w, c), t // c.Q_STAGES, x.q, tile.b, tile.h, tile.row0 + 64 * w, 0)
+            fill(
+                rings.q,
+                slot_of(rings.q, t, w, c.WARPGROUPS),
+                use_of(rings.q, t, c.WARPGROUPS),
+                x.q,
+                tile.b,
+                tile.h,
+                tile.row0 + 64 * w,
+                0,
+            )
         for i in range(tile.count):
             if c.DYNAMIC and i == tile.count - 1:  # while the ring is full, but not before: others may be done sooner
                 next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
-            fill(rings.k, step % c.STAGES, step // c.STAGES, x.k, tile.b, hk, n0, 0)
-            fill(rings.v, step % c.STAGES, step // c.STAGES, x.v, tile.b, hk, n0, 0)
+            fill(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, tile.b, hk, n0, 0)
+            fill(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, tile.b, hk, n0, 0)
             step += 1
         if c.DYNAMIC:
             hand_out_tile_index(rings, t, next_index)
@@ -160,10 +165,10 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
         for i in range(tile.count):
-            slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
+            slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
             row = tile.row0 + 64 * WARPGROUP
-            fill(rings.bias, slot, step // c.BIAS_STAGES, x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
+            fill(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS), x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
             step += 1
         tile_index = next_tile_index(tile_index, t, rings, c)
         t += 1
@@ -174,8 +179,8 @@ def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.cons
     """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
-        slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
-        wait_full(rings.bias, slot, step // c.BIAS_STAGES)
+        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
     elif c.BIAS == "cols":
         n0 = entry.n * c.BLOCK_N
@@ -192,7 +197,7 @@ def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.cons
 @gluon.jit
 def release_bias(rings, step, c, WARPGROUP: gl.constexpr):
     if c.BIAS == "matrix":
-        release_after_loads(rings.bias, step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP)
+        release_after_loads(rings.bias, slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS))
 
 
 @gluon.jit
@@ -202,10 +207,8 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
     ``words``: of `mask_words`. BAND: tiles may be partial. A branch for these also where all are: without it ptxas
     compares before the product is there, and packs the outcomes into words.
     """
-    if terms.HAS_CAP:
-        s = softcap(s * terms.scale, terms.cap)
-    if (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST:
-        s += in_units(bias, terms.inverse)
+    ADDS: gl.constexpr = (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST
+    s, _ = score_tile(s, bias, terms, ADDS, True)
     if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
         if entry.partial:
             n0 = entry.n * c.BLOCK_N
@@ -314,7 +317,7 @@ def attend(
 
     FIRST: of its tile of queries, where nothing comes before. BAND: see `scores`.
     """
-    k_slot, v_slot = step % c.STAGES, (step - 1) % c.STAGES
+    k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
     entry = entry_at(i, tile, c)
     words = mask_words(x, entry, tile, sizes, c, WARPGROUP)
     if c.BIAS_FIRST:
@@ -323,14 +326,14 @@ def attend(
     else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     if FIRST:
-        wait_full(rings.k, k_slot, step // c.STAGES)
+        wait_full(rings.k, k_slot, use_of(rings.k, step))
 
     # QK, and PV of the tile before
     warp_scheduler_barrier_sync(WARPGROUP)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
     if not FIRST:
-        wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
+        wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
     warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
@@ -349,7 +352,7 @@ def attend(
         changed = changed_rows_once_summed(alpha, l_i)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
-    wait_full(rings.k, (step + 1) % c.STAGES, (step + 1) // c.STAGES, i + 1 < tile.count)
+    wait_full(rings.k, slot_of(rings.k, step + 1), use_of(rings.k, step + 1), i + 1 < tile.count)
 
     # the end of PV
     o = state.o
@@ -368,13 +371,13 @@ def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
     """Leave a tile of keys to the other warpgroups."""
     warp_scheduler_barrier_sync(WARPGROUP)
     warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
-    wait_full(rings.k, step % c.STAGES, step // c.STAGES)
-    release(rings.k, step % c.STAGES)
-    wait_full(rings.v, step % c.STAGES, step // c.STAGES)
-    release(rings.v, step % c.STAGES)
+    wait_full(rings.k, slot_of(rings.k, step), use_of(rings.k, step))
+    release(rings.k, slot_of(rings.k, step))
+    wait_full(rings.v, slot_of(rings.v, step), use_of(rings.v, step))
+    release(rings.v, slot_of(rings.v, step))
     if c.BIAS == "matrix":
-        slot = step % c.BIAS_STAGES * c.WARPGROUPS + WARPGROUP
-        wait_full(rings.bias, slot, step // c.BIAS_STAGES)
+        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
         release(rings.bias, slot)
 
 
@@ -417,9 +420,9 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     tile_index = gl.program_id(0)
     while tile_index < sizes.tiles:
         tile = work_tile_at(tile_index, x, terms, sizes, c)
-        slot = q_slot(t, WARPGROUP, c)
+        slot = slot_of(rings.q, t, WARPGROUP, c.WARPGROUPS)
         q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
-        wait_full(rings.q, slot, t // c.Q_STAGES)
+        wait_full(rings.q, slot, use_of(rings.q, t, c.WARPGROUPS))
         if c.Q_IN_REGISTERS:
             q = q_shared.load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
             if c.SCALE_IN_Q:
@@ -454,8 +457,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
             release(rings.q, slot)
-        v_slot = (step - 1) % c.STAGES
-        wait_full(rings.v, v_slot, (step - 1) // c.STAGES)
+        v_slot = slot_of(rings.v, step - 1)
+        wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
         tile_index = next_tile_index(tile_index, t, rings, c)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.gluon.masks import MaskSummary
-from tilewise.backends.gluon.score import Terms
+from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
@@ -15,9 +15,7 @@ from tilewise.backends.gluon.tensors import descriptor
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Operand, Problem
-from tilewise.score.tiles import limits
 
-LOG2E = 1.4426950408889634
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
@@ -81,23 +79,6 @@ class Forward:
 
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def score_terms(problem: Problem) -> Terms:
-    score, c = problem.score, gl.constexpr
-    lo, hi = limits(score.band)
-    capped = score.softcap is not None
-    return Terms(
-        exponent=LOG2E if capped else score.scale * LOG2E,
-        inverse=1.0 if capped else 1.0 / score.scale,
-        scale=score.scale,
-        cap=1.0 if score.softcap is None else score.softcap,
-        lo=lo,
-        hi=hi,
-        HAS_LO=c(score.band.lo is not None),
-        HAS_HI=c(score.band.hi is not None),
-        HAS_CAP=c(capped),
-    )
 
 
 def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:

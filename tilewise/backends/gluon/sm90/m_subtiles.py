@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tilewise.backends.gluon.pipeline import ABSENT, hidden, only_slot, wait_full
-from tilewise.backends.gluon.score import in_units, softcap, softcap_derivative
+from tilewise.backends.gluon.pipeline import ABSENT, hidden, only_slot, slot_of, use_of, wait_full
+from tilewise.backends.gluon.score import in_units, score_tile
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 
@@ -27,7 +27,7 @@ def subtile_of(tile, SUBTILE: gl.constexpr, c):
 def start_of(rows, step, SUBTILE: gl.constexpr, terms, c):
     """The bias of a subtile in the units of the scores, transposed."""
     if c.BIAS == "matrix":
-        tile = subtile_of(rows.bias.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
+        tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
         return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
     else:
         return ABSENT
@@ -36,7 +36,7 @@ def start_of(rows, step, SUBTILE: gl.constexpr, terms, c):
 @gluon.jit
 def first_start_of(rows, step, needed, terms, c):
     """Wait for the tiles of a step; `start_of` its first subtile."""
-    wait_full(rows.ring, step % c.STAGES, step // c.STAGES, needed)
+    wait_full(rows.ring, slot_of(rows.ring, step), use_of(rows.ring, step), needed)
     return start_of(rows, step, 0, terms, c)
 
 
@@ -48,18 +48,13 @@ def statistics(stats, SUBTILE: gl.constexpr, c):
 
 @gluon.jit
 def lse_of(rows, step, SUBTILE: gl.constexpr, c):
-    return statistics(rows.stats.index(2 * (step % c.STAGES)), SUBTILE, c)
+    return statistics(rows.stats.index(2 * (slot_of(rows.ring, step))), SUBTILE, c)
 
 
 @gluon.jit
 def probabilities(s, start, lse, shared, terms, c):
     """P of a transposed subtile, of which nothing is hidden yet, and the derivative of the softcap."""
-    slope = 1.0
-    if terms.HAS_CAP:
-        s = softcap(s * terms.scale, terms.cap)
-        slope = softcap_derivative(s, terms.cap)
-        if c.BIAS == "matrix":
-            s += start
+    s, slope = score_tile(s, start, terms, c.BIAS == "matrix" and terms.HAS_CAP, False)
     if c.BIAS == "cols":
         added = shared.added.load(gl.SliceLayout(1, s.type.layout))
         p = gl.exp2(s * terms.exponent + (added[:, None] - lse[None, :]))
@@ -97,7 +92,7 @@ def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl
 @gluon.jit
 def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c):
     """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is)."""
-    q = subtile_of(rows.ring.slots.index(step % c.STAGES).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
+    q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))

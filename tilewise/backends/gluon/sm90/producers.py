@@ -14,6 +14,9 @@ from tilewise.backends.gluon.pipeline import (
     fill,
     let_next_begin,
     release,
+    slot_of,
+    use_of,
+    wait_full,
 )
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
@@ -47,9 +50,9 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
             if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not before: others may be done sooner
                 next_index = fetch_tile_index(counters_at(counts, sizes, c).tile_count_semaphore)
             m, kind = entry_at(i, listed, work_tile, c)
-            slot = step % c.STAGES
+            slot = slot_of(rows.ring, step)
             full = rows.ring.full.index(slot)
-            mbarrier.wait(rows.ring.empty.index(slot), ((step // c.STAGES) & 1) ^ 1)
+            mbarrier.wait(rows.ring.empty.index(slot), (use_of(rows.ring, step) & 1) ^ 1)
             BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if DO_APART else DO_BYTES)
             if c.MASK:
                 load_bits(x, kind, full, rows.bits.index(slot), work_tile, h, m, BYTES, sizes, c)
@@ -62,9 +65,9 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
             at_stats = (first_tile + m) * (2 * c.BLOCK_M)
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
             if DO_APART:
-                slot = step % c.DO_STAGES
+                slot = slot_of(rows.do_ring, step)
                 full = rows.do_ring.full.index(slot)
-                mbarrier.wait(rows.do_ring.empty.index(slot), ((step // c.DO_STAGES) & 1) ^ 1)
+                mbarrier.wait(rows.do_ring.empty.index(slot), (use_of(rows.do_ring, step) & 1) ^ 1)
                 mbarrier.expect(full, DO_BYTES)
             tma_load(x.do, [work_tile.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
@@ -99,17 +102,17 @@ def load(x, rows, tile_indices, counts, terms, sizes, c):
 def fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c):
     """K and V of a program's ``nth`` work tile, when dK and dV have left that had their place."""
     work_tile = work_tile_at(tile_index, terms, sizes, c)
-    slot = nth % c.KEY_STAGES
-    fill(keys, slot, nth // c.KEY_STAGES, x.k, work_tile.b, work_tile.hk, work_tile.n0, 0)
-    fill(values, slot, nth // c.KEY_STAGES, x.v, work_tile.b, work_tile.hk, work_tile.n0, 0)
+    slot = slot_of(keys, nth)
+    fill(keys, slot, use_of(keys, nth), x.k, work_tile.b, work_tile.hk, work_tile.n0, 0)
+    fill(values, slot, use_of(values, nth), x.v, work_tile.b, work_tile.hk, work_tile.n0, 0)
 
 
 @gluon.jit
 def store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c):
     """dK and dV of a program's ``nth`` work tile, when they are in shared memory."""
     work_tile = work_tile_at(tile_index, terms, sizes, c)
-    slot = nth % c.KEY_STAGES
-    mbarrier.wait(dq_ring.stored.index(slot), (nth // c.KEY_STAGES) & 1)
+    slot = slot_of(dq_ring.stored, nth)
+    wait_full(dq_ring.stored, slot, use_of(dq_ring.stored, nth))
     fence_async_shared()  # warps have stored, TMA reads
     tma_store(x.dv, [work_tile.b, work_tile.hk, work_tile.n0, 0], shared.v.index(slot))
     tma_store(x.dk, [work_tile.b, work_tile.hk, work_tile.n0, 0], shared.k.index(slot))
@@ -136,8 +139,8 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
             step = add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
             store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c)
             tma.store_wait(0)  # they have left shared memory
-            release(keys, nth % c.KEY_STAGES)
-            release(values, nth % c.KEY_STAGES)
+            release(keys, slot_of(keys, nth))
+            release(values, slot_of(values, nth))
             signal_done(tile_index, counts, terms, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
