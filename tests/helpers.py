@@ -19,7 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import attention
+from tilewise import attention, dispatch
+from tilewise import call as call_module
+from tilewise.backends.protocol import at_once
+from tilewise.ops.runtime.prepared import Prepared
 
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100  # elements of a result
@@ -402,3 +405,13 @@ def _check_exact(case: Case, results: Results, inputs: Tensors, seen: Tensor) ->
 def _largest(x: Tensor) -> float:
     """max|x|, NaN where there is one."""
     return x.abs().max().item() if x.numel() else 0.0
+
+
+def compute_by(monkeypatch, backend, **passes) -> None:
+    """For one test a backend's "forward" or "backward" is another function of the same arguments.
+
+    What is kept of calls before computes by others, and what is kept now goes with the test.
+    """
+    monkeypatch.setattr(backend, "prepare", {**backend.prepare, **{name: at_once(f) for name, f in passes.items()}})
+    for module, name in ((dispatch, "forwards"), (dispatch, "backwards"), (call_module, "_usual_calls")):
+        monkeypatch.setattr(module, name, Prepared())

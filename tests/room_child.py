@@ -96,7 +96,7 @@ def room(case: Case, backend: str | None = None, smallest: bool = False, exact: 
     aot_child._launched.clear()
     with _no_machine_code():
         forward = plan(None, False)
-        run = forward.module.prepare_forward(forward.problem, inputs)
+        run = forward.module.prepare["forward"](forward.problem, inputs)
         shrink(run, inputs)
         run(inputs)
         if any(needs):
@@ -105,7 +105,7 @@ def room(case: Case, backend: str | None = None, smallest: bool = False, exact: 
                 torch.empty(c.B, c.H, c.M, dtype=torch.float32, device="meta"),
             )
             backward = plan(cotangents.o, needs.bias)
-            run = backward.backward_module.prepare_backward(backward.problem, inputs, outputs, cotangents, needs)
+            run = backward.backward_module.prepare["backward"](backward.problem, inputs, outputs, cotangents, needs)
             shrink(run, inputs, outputs, cotangents)
             run(inputs, outputs, cotangents)
     limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024

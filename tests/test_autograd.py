@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import compute_by
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
@@ -197,8 +198,7 @@ class Spy:
             assert tuple(g is not None for g in gradients) == tuple(needs)
             return gradients
 
-        monkeypatch.setattr(cpu, "forward", spied_forward)
-        monkeypatch.setattr(cpu, "backward", spied_backward)
+        compute_by(monkeypatch, cpu, forward=spied_forward, backward=spied_backward)
 
 
 @pytest.fixture
@@ -491,9 +491,11 @@ def test_backends_get_numbers_not_their_negatives(monkeypatch):
     """The memory of ``z.conj().imag`` holds what has to be negated, which a kernel that gets a pointer does not see."""
     seen = []
     forward, backward = cpu.forward, cpu.backward
-    monkeypatch.setattr(cpu, "forward", lambda problem, inputs: seen.extend(inputs[:4]) or forward(problem, inputs))
-    monkeypatch.setattr(
-        cpu, "backward", lambda *call: seen.extend([*call[1][:4], *call[2], *call[3]]) or backward(*call)
+    compute_by(
+        monkeypatch,
+        cpu,
+        forward=lambda problem, inputs: seen.extend(inputs[:4]) or forward(problem, inputs),
+        backward=lambda *call: seen.extend([*call[1][:4], *call[2], *call[3]]) or backward(*call),
     )
 
     def negative(x):

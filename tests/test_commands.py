@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from helpers import compute_by
 from typer.testing import CliRunner
 
 import tilewise
@@ -322,7 +323,7 @@ def test_doctor_ends_with_status_1_when_a_backend_is_wrong(defect, no_gpu, monke
         gradients = backward(*arguments)
         return gradients._replace(bias=2 * gradients.bias)
 
-    monkeypatch.setattr(cpu, "backward", broken)
+    compute_by(monkeypatch, cpu, backward=broken)
     result = command("doctor")
     assert result.exit_code == 1
     found = "wrong: dbias is off by 1.0e+00 of its norm" if defect == "wrong" else "RuntimeError: no such kernel,"
@@ -331,7 +332,7 @@ def test_doctor_ends_with_status_1_when_a_backend_is_wrong(defect, no_gpu, monke
 
 
 def test_doctor_ends_with_status_1_when_no_backend_can_run(no_gpu, monkeypatch):
-    monkeypatch.setattr(cpu, "declines", lambda problem: "it is tired")
+    monkeypatch.setattr(cpu, "declines", lambda problem, work="forward": "it is tired")
     result = command("doctor")
     assert result.exit_code == 1
     assert "backend cpu, float32: cannot run here: it is tired" in result.output

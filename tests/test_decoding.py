@@ -35,8 +35,8 @@ def test_few_queries_are_not_for_hopper(queries, keys):
     assert few.few_queries
     plan = make_plan(few)
     assert plan.backend == "triton"
-    assert dict(plan.declined)["hopper"] == hopper.declines(few)
-    assert hopper.declines(few).endswith(f"too slow for {queries}")
+    assert dict(plan.declined)["hopper"] == hopper.prefers(few)
+    assert hopper.prefers(few).endswith(f"too slow for {queries}")
     assert replace(few, value_dim=8).few_queries
     for many in (replace(few, queries=65, keys=16 * 65), replace(few, keys=16 * queries - 1)):
         assert not many.few_queries

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from helpers import compute_by
 
 import tilewise
 from tilewise import explain
@@ -176,8 +177,7 @@ def test_nothing_is_run(monkeypatch):
     def refuse(*args):
         raise AssertionError("explain ran the backend")
 
-    monkeypatch.setattr(cpu, "forward", refuse)
-    monkeypatch.setattr(cpu, "backward", refuse)
+    compute_by(monkeypatch, cpu, forward=refuse, backward=refuse)
     assert isinstance(explain(*(torch.zeros(x.shape) for x in small())), Explanation)
 
 

@@ -108,7 +108,7 @@ def test_declines_backward(change, reason):
     plan = make_plan(problem)
     assert plan.backend == "hopper"
     assert plan.backward == ("hopper" if reason is None else "triton")
-    assert plan.backward_declined == hopper.declines_backward(problem)
+    assert plan.backward_declined == hopper.declines(problem, "backward")
     assert reason is None or plan.backward_declined.startswith(reason)
 
 

@@ -17,7 +17,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
 # doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
-BACKEND = {"tilewise.backends", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
+PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
+BACKEND = {*PROTOCOL, "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
 SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and operators, and none themselves
 TRITON_BACKEND = {*SHARED, *BACKEND}
@@ -29,7 +30,8 @@ ROOMS = {
     "tilewise.layouts": set(),
     "tilewise.quantities": set(),
     "tilewise.problem": {"tilewise.score"},
-    "tilewise.backends": set(),
+    "tilewise.backends": {"tilewise.backends.protocol"},
+    "tilewise.backends.protocol": {"tilewise.problem"},
     "tilewise.backends.oracle": BACKEND,
     "tilewise.backends.cpu": BACKEND,
     "tilewise.backends.launcher": set(),
@@ -37,7 +39,7 @@ ROOMS = {
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,
-    "tilewise.plan": {"tilewise.problem"},
+    "tilewise.plan": {"tilewise.backends.protocol", "tilewise.problem"},
     "tilewise.ops": set(),
     "tilewise.ops.runtime": {"tilewise.score", "tilewise.tensors"},  # PyTorch alone is needed for what it asks
     "tilewise.ops.matmul": {
@@ -123,7 +125,7 @@ def test_every_backend_has_a_room():
     rooms = {room_of(name) for name in MODULES if name.startswith("tilewise.backends.")}
     assert rooms == {room for room in ROOMS if room.startswith("tilewise.backends.")}
     backends = {backend_module(name).__name__ for name in BACKENDS}
-    assert backends == rooms - SHARED - {"tilewise.backends.gluon"}
+    assert backends == rooms - SHARED - {"tilewise.backends.gluon", "tilewise.backends.protocol"}
     for backend in backends:
         for name in MODULES:
             if inside(name, backend):

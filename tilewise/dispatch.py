@@ -6,13 +6,13 @@ call is one look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, address, empty_output, lse_dtype
+from tilewise.backends import address, empty_output, lse_dtype
+from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
@@ -40,8 +40,6 @@ class Terms(NamedTuple):
         return Score(self.scale, self.softcap, Band(self.lo, self.hi))
 
 
-Forward = Callable[[Inputs], Outputs]
-Backward = Callable[[Inputs, Outputs, Outputs], Gradients]
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()
 
@@ -85,11 +83,7 @@ def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
 
 
 def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
-    if plan.problem.empty:
-        return _empty_forward
-    if hasattr(plan.module, "prepare_forward"):
-        return plan.module.prepare_forward(plan.problem, inputs)
-    return lambda inputs: plan.module.forward(plan.problem, inputs)
+    return _empty_forward if plan.problem.empty else plan.module.prepare["forward"](plan.problem, inputs)
 
 
 def _empty_forward(inputs: Inputs) -> Outputs:
@@ -99,11 +93,9 @@ def _empty_forward(inputs: Inputs) -> Outputs:
 
 
 def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Backward:
-    problem, module = plan.problem, plan.backward_module
+    problem = plan.problem
     if problem.empty:
         return lambda inputs, outputs, cotangents: Gradients(
             *(torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs, needs, strict=False))
         )
-    if hasattr(module, "prepare_backward"):
-        return module.prepare_backward(problem, inputs, outputs, cotangents, needs)
-    return lambda inputs, outputs, cotangents: module.backward(problem, inputs, outputs, cotangents, needs)
+    return plan.backward_module.prepare["backward"](problem, inputs, outputs, cotangents, needs)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from types import ModuleType
+from typing import cast
 
+from tilewise.backends.protocol import Backend
 from tilewise.problem import Problem
 
 # In order of preference. The oracle is for tests: only an explicit backend= reaches it.
@@ -29,18 +30,18 @@ class Plan:
     @cached_property
     def backward_declined(self) -> str | None:
         """Why the backend leaves the gradients to another; None if it does not."""
-        return _declines_backward(self.backend, self.problem)
+        return backend_module(self.backend).declines(self.problem, "backward")
 
     @cached_property
     def backward(self) -> str:
         return self.backend if self.backward_declined is None else GRADIENTS[self.backend]
 
     @property
-    def module(self) -> ModuleType:
+    def module(self) -> Backend:
         return backend_module(self.backend)
 
     @property
-    def backward_module(self) -> ModuleType:
+    def backward_module(self) -> Backend:
         return backend_module(self.backward)
 
 
@@ -51,27 +52,24 @@ def check_backend(name: str | None) -> None:
 
 
 @cache
-def backend_module(name: str) -> ModuleType:
-    """The backend's module: ``declines(problem)``, ``tiles(problem)``, ``forward(...)`` and ``backward(...)``; in
-    `GRADIENTS` also ``declines_backward(problem)``."""
-    return importlib.import_module(f"tilewise.backends.{_MODULES.get(name, name)}")
+def backend_module(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(f"tilewise.backends.{_MODULES.get(name, name)}"))
 
 
 def declines(name: str, problem: Problem) -> str | None:
     """Why the backend cannot run the problem, forward and backward; None if it can."""
-    reason: str | None = backend_module(name).declines(problem)
-    if reason is None and _declines_backward(name, problem) is not None:
-        reason = backend_module(GRADIENTS[name]).declines(problem)
-        if reason is not None:
-            reason = f"takes its gradients from {GRADIENTS[name]}, which declines: {reason}"
-    return reason
-
-
-def _declines_backward(name: str, problem: Problem) -> str | None:
-    if name not in GRADIENTS:
+    backend = backend_module(name)
+    reason = backend.declines(problem)
+    if reason is not None:
+        return reason
+    reason = backend.declines(problem, "backward")
+    if reason is None:
         return None
-    reason: str | None = backend_module(name).declines_backward(problem)
-    return reason
+    other = GRADIENTS.get(name)
+    if other is None:
+        return f"its backward declines: {reason}"
+    reason = backend_module(other).declines(problem, "backward")
+    return None if reason is None else f"takes its gradients from {other}, which declines: {reason}"
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +84,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         return Plan(problem, backend, others)
     declined: list[tuple[str, str]] = []
     for name in AUTOMATIC:
-        reason = declines(name, problem)
+        reason = declines(name, problem) or backend_module(name).prefers(problem)
         if reason is None:
             later = AUTOMATIC[len(declined) + 1 :]
             rest = [(b, declines(b, problem) or f"{name} comes before it") for b in later]

@@ -1,22 +1,7 @@
-"""How a Problem is computed. Each backend is a module (or package) with these functions; one whose backward declines
-a problem takes another's, see `tilewise.plan.GRADIENTS`:
+"""How a Problem is computed: what a backend is (`protocol`), and the little that all of them share.
 
-    declines(problem) -> str | None        why it cannot run the problem; None if it can
-    tiles(problem) -> str                  its tiles in words, for explain()
-    forward(problem, inputs) -> Outputs
-    backward(problem, inputs, outputs, cotangents, needs) -> Gradients
-
-They get validated, non-empty problems; gradients that nobody needs are None. Under torch.compile strides are promised
-before they are known: o has those of `empty_output`, a gradient those of ``torch.empty_like`` of its input. No backend
-imports another.
-
-A backend whose kernels take microseconds has in place of the last two
-
-    prepare_forward(problem, inputs) -> a function of inputs
-    prepare_backward(problem, inputs, outputs, cotangents, needs) -> a function of inputs, outputs, cotangents
-
-that do once for many calls what does not depend on the numbers in the tensors. The functions that they return serve all
-tensors of the same layout, and their caller keeps them by it: shape, dtype, strides, device, and address modulo 16.
+Under torch.compile strides are promised before they are known: o has those of `empty_output`, a gradient those of
+``torch.empty_like`` of its input. No backend imports another.
 """
 
 from __future__ import annotations
@@ -24,50 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilewise.backends.protocol import Gradients, Inputs, Needs, Outputs
+
+__all__ = ["Gradients", "Inputs", "Needs", "Outputs"]
 
 # A tensor's address. Its data_ptr() counts as a write, by which one that is copied on write gets its copy.
 # PyTorch 2.11 has no public name for reading it.
 address: Callable[[Tensor], int]
 address = Tensor.const_data_ptr if hasattr(Tensor, "const_data_ptr") else torch._C._data_address  # type: ignore[attr-defined]
-
-
-class Inputs(NamedTuple):
-    """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    mask: Tensor | None
-
-
-class Outputs(NamedTuple):
-    """o (B, H, M, Dv) in q's dtype and the natural-log LSE (B, H, M) in `lse_dtype`; or their cotangents."""
-
-    o: Tensor
-    lse: Tensor | None
-
-
-class Needs(NamedTuple):
-    """Which inputs want a gradient."""
-
-    q: bool
-    k: bool
-    v: bool
-    bias: bool
-
-
-class Gradients(NamedTuple):
-    """Gradients in the shape and dtype of their inputs; None where `Needs` is False."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

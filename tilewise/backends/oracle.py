@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.score import reference
 
 
-def declines(problem: Problem) -> str | None:
+def declines(problem: Problem, work: Pass = "forward") -> str | None:
+    return None
+
+
+def prefers(problem: Problem) -> str | None:
     return None
 
 
@@ -57,6 +62,9 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         torch.empty_like(v).copy_(_sum_to(dv, problem, v.shape)) if needs.v else None,
         dbias,
     )
+
+
+prepare = {"forward": at_once(forward), "backward": at_once(backward)}
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

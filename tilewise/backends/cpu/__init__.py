@@ -6,12 +6,17 @@ import torch
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs
 from tilewise.backends.cpu import fused, tiled
+from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.quantities import count
 
 
-def declines(problem: Problem) -> str | None:
+def declines(problem: Problem, work: Pass = "forward") -> str | None:
     return None if problem.device == "cpu" else f"it runs on the CPU, and the tensors are on {problem.device}"
+
+
+def prefers(problem: Problem) -> str | None:
+    return None
 
 
 def tiles(problem: Problem) -> str:
@@ -38,3 +43,6 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         if cotangents.lse is None and fused.declines_backward(problem) is None:
             gradients = fused.backward(problem, inputs, outputs, cotangents, needs)
         return tiled.backward(problem, inputs, outputs, cotangents, needs) if gradients is None else gradients
+
+
+prepare = {"forward": at_once(forward), "backward": at_once(backward)}

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, float32_precision
+from tilewise.backends import float32_precision
+from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import Problem
 from tilewise.quantities import count
 
 
-def declines(problem: Problem) -> str | None:
+def declines(problem: Problem, work: Pass = "forward") -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,6 +35,10 @@ def declines(problem: Problem) -> str | None:
     return None
 
 
+def prefers(problem: Problem) -> str | None:
+    return None
+
+
 def tiles(problem: Problem) -> str:
     from tilewise.backends.triton.config import forward_config, splits
 
@@ -46,22 +51,25 @@ def tiles(problem: Problem) -> str:
     return words if parts == 1 else f"{words}; the keys in {parts} splits, merged by their LSE"
 
 
-def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:
-    from tilewise.backends.triton.launch import Forward
+def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
+    from tilewise.backends.triton import launch
 
     if problem.dtype == torch.float32:
-        return _ByPrecision(lambda inputs: Forward(problem, inputs))
-    return Forward(problem, inputs)
+        return _ByPrecision(lambda inputs: launch.Forward(problem, inputs))
+    return launch.Forward(problem, inputs)
 
 
-def prepare_backward(
+def _prepare_backward(
     problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
-) -> Callable[[Inputs, Outputs, Outputs], Gradients]:
-    from tilewise.backends.triton.launch import Backward
+) -> Backward:
+    from tilewise.backends.triton import launch
 
     if problem.dtype == torch.float32:
-        return _ByPrecision(lambda inputs, o, do: Backward(problem, inputs, o, do, needs))
-    return Backward(problem, inputs, outputs, cotangents, needs)
+        return _ByPrecision(lambda inputs, o, do: launch.Backward(problem, inputs, o, do, needs))
+    return launch.Backward(problem, inputs, outputs, cotangents, needs)
+
+
+prepare = {"forward": _prepare_forward, "backward": _prepare_backward}
 
 
 class _ByPrecision:

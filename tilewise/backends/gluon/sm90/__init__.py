@@ -1,4 +1,4 @@
-"""Kernels in Gluon for NVIDIA Hopper GPUs (sm_90a). Gradients that `declines_backward` come from the Triton backend.
+"""Kernels in Gluon for NVIDIA Hopper GPUs (sm_90a). Gradients that it declines come from the Triton backend.
 
 Nothing here imports triton until a problem is run: the plan asks `declines` on machines that have none.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs
+from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import Problem
 from tilewise.quantities import count
 
@@ -31,7 +30,17 @@ def declines_device(device: str, capability: tuple[int, int] | None, dtype: torc
     return None
 
 
-def declines(problem: Problem) -> str | None:
+def declines(problem: Problem, work: Pass = "forward") -> str | None:
+    return _declines_forward(problem) if work == "forward" else _declines_backward(problem)
+
+
+def prefers(problem: Problem) -> str | None:
+    if problem.few_queries:
+        return f"has tiles of 128 queries and does not split the keys: too slow for {problem.queries}"
+    return None
+
+
+def _declines_forward(problem: Problem) -> str | None:
     reason = declines_device(problem.device, problem.capability, problem.dtype)
     if reason is not None:
         return reason
@@ -47,12 +56,10 @@ def declines(problem: Problem) -> str | None:
         )
     if problem.value_dim % 8:
         return f"writes o by TMA, in rows of a multiple of 16 bytes: not {problem.value_dim} elements"
-    if problem.few_queries:
-        return f"has tiles of 128 queries and does not split the keys: too slow for {problem.queries}"
     return None
 
 
-def declines_backward(problem: Problem) -> str | None:
+def _declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
     d, dv = problem.head_dim, problem.value_dim
     if d % 8:
@@ -94,15 +101,18 @@ def tiles(problem: Problem) -> str:
     )
 
 
-def prepare_forward(problem: Problem, inputs: Inputs) -> Callable[[Inputs], Outputs]:
-    from tilewise.backends.gluon.sm90.launch import Forward
+def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
+    from tilewise.backends.gluon.sm90 import launch
 
-    return Forward(problem, inputs)
+    return launch.Forward(problem, inputs)
 
 
-def prepare_backward(
+def _prepare_backward(
     problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
-) -> Callable[[Inputs, Outputs, Outputs], Gradients]:
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+) -> Backward:
+    from tilewise.backends.gluon.sm90 import backward_launch
 
-    return Backward(problem, inputs, outputs, cotangents, needs)
+    return backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
+
+
+prepare = {"forward": _prepare_forward, "backward": _prepare_backward}
