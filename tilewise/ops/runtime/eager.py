@@ -62,4 +62,9 @@ def is_batched(*tensors: Tensor | None) -> bool:
 
 def is_eager_backward(*cotangents: Tensor | None) -> bool:
     """The backward of an eager call is one too: not itself to be differentiated, not batched, and no mode looks on."""
-    return not (is_grad_enabled() or is_in_torch_dispatch_mode() or is_batched(*cotangents))
+    if is_grad_enabled() or is_in_torch_dispatch_mode():
+        return False
+    for x in cotangents:  # noqa: SIM110
+        if x is not None and (_is_wrapped(x) or _is_legacy_batched(x)):
+            return False
+    return True

@@ -117,13 +117,12 @@ SOFTMAX_BACKWARD = Operator(
 
 
 class _EagerSoftmax(torch.autograd.Function):
-    """``x, bias, call -> P``, where call is (scale, mask, dim)."""
+    """``x, bias, call -> P``, where call has the arguments of the operator."""
 
     @staticmethod
     def forward(ctx, x, bias, call):
-        scale, mask, dim = call
-        p = _eager(x, scale, bias, mask, dim)
-        _setup(ctx, (x, scale, bias, mask, dim), p)
+        p = _eager(*call)
+        _setup(ctx, call, p)
         return p
 
     @staticmethod
@@ -157,5 +156,5 @@ def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None
     if is_eager((x, bias, mask)):
         if not is_differentiated((x, bias)):
             return _eager(x, scale, bias, mask, dim)
-        return _apply(x, bias, (scale, mask, dim))
+        return _apply(x, bias, (x, scale, bias, mask, dim))
     return SOFTMAX.watched(x, scale, bias, mask, dim)
