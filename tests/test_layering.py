@@ -18,18 +18,19 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
 # doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
 PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
-BACKEND = {*PROTOCOL, "tilewise.problem", "tilewise.score", "tilewise.quantities"}
+BACKEND = {*PROTOCOL, "tilewise.memory", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
 SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and operators, and none themselves
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
     "tilewise.keywords": set(),
+    "tilewise.memory": set(),
     "tilewise.tensors": set(),
     "tilewise.score": set(),
     "tilewise.layouts": set(),
     "tilewise.quantities": set(),
-    "tilewise.problem": {"tilewise.score"},
+    "tilewise.problem": {"tilewise.memory", "tilewise.score"},
     "tilewise.backends": {"tilewise.backends.protocol"},
     "tilewise.backends.protocol": {"tilewise.problem"},
     "tilewise.backends.oracle": BACKEND,
@@ -47,6 +48,7 @@ ROOMS = {
         "tilewise.backends",
         "tilewise.backends.gluon",
         "tilewise.backends.gluon.sm90",
+        "tilewise.memory",
         "tilewise.quantities",
         "tilewise.tensors",
         *SHARED,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.problem import Operand, Problem
+from tilewise.memory import fits_tma
+from tilewise.problem import BroadcastGroup, Operand, Problem
 from tilewise.score.terms import Band, Score
 
 B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
@@ -400,3 +401,74 @@ def test_zero_sizes_are_empty_problems(axis):
     problem = Problem.of(q, k, k, None, None, Score(1.0, None, Band()))
     assert problem.empty
     assert problem.pairs == problem.flops == 0
+
+
+def with_bias(batch, heads, rows, cols, causal=False, queries=M):
+    bias = Operand(torch.bfloat16, batch, heads, rows, cols)
+    return Problem(
+        device="cpu", capability=None, dtype=torch.float32, batch=B, heads=H, kv_heads=HKV, queries=queries, keys=N,
+        head_dim=D, value_dim=DV, score=Score(1.0, None, Band(hi=0 if causal else None)), bias=bias,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "axes", "itemsize"), [(M, N, "matrix", 2), (M, 1, "rows", 0), (1, N, "cols", 0), (1, 1, "one", 0)]
+)
+def test_axes_of_an_operand(rows, cols, axes, itemsize):
+    problem = with_bias(B, H, rows, cols)
+    assert problem.bias.axes == axes
+    assert problem.bias.matrix_itemsize == problem.bias_itemsize == itemsize
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("heads", [1, HKV, H])
+def test_who_shares_an_operand(batch, heads):
+    """Counted: of the (batch element, head) pairs those that read one matrix."""
+    problem = with_bias(batch, heads, M, N)
+    readers = {}
+    for b in range(B):
+        for h in range(H):
+            readers.setdefault((b % batch, h * heads // H), set()).add((b, h, h // problem.group))
+    (group,) = {
+        BroadcastGroup(*(len({(b, h, kv)[i] for b, h, kv in found}) for i in range(3))) for found in readers.values()
+    }
+    assert problem.broadcast_group(problem.bias) == group
+    assert group.single == ((batch, heads) == (B, H))
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "order"),
+    [
+        ((B, H, M, N), False, "tiles"),
+        ((1, 1, M, N), False, "batch"),
+        ((1, H, M, N), False, "batch"),
+        ((B, 1, M, N), False, "heads"),
+        ((B, HKV, M, N), False, "heads"),
+        ((1, 1, 1, N), False, "tiles"),
+        ((1, 1, M, 1), False, "tiles"),
+        ((1, H, M, N), True, "longest"),
+    ],
+)
+def test_raster_order(shape, causal, order):
+    assert with_bias(*shape, causal=causal).raster_order == order
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "itemsize", "aligned", "fits"),
+    [
+        ((2, 3, 5, 64), (960, 320, 64, 1), 2, True, True),
+        ((2, 3, 5, 64), (960, 320, 64, 1), 2, False, False),
+        ((2, 3, 5, 64), (960, 64, 192, 1), 2, True, True),  # heads last
+        ((2, 3, 5, 13), (195, 65, 13, 1), 2, True, False),  # rows of 26 bytes
+        ((1, 1, 1, 13), (13, 13, 13, 1), 2, True, True),  # which nobody steps over
+        ((1, 1, 5, 1), (40, 40, 8, 5), 2, True, True),
+        ((1, 1, 5, 64), (320, 320, 64, 2), 2, True, False),
+        ((1, 3, 5, 64), (320, 0, 64, 1), 2, True, False),  # expanded
+        ((1, 3, 5, 64), (0, 320, 64, 1), 2, True, True),
+        ((1, 3, 5, 64), (-960, -320, 64, 1), 2, True, False),
+        ((4, 2, 8, 4), (2**38, 32, 4, 1), 4, True, False),  # 2^40 bytes
+        ((1, 1, 2**31, 8), (2**34, 2**34, 8, 1), 2, True, False),  # no index of 32 bits
+    ],
+)
+def test_what_tma_can_describe(shape, strides, itemsize, aligned, fits):
+    assert fits_tma(shape, strides, itemsize, aligned) == fits

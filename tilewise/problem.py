@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tilewise.memory import tensor_fits_tma
 from tilewise.score.terms import Score
 from tilewise.score.tiles import visible_pairs
 
@@ -30,6 +32,36 @@ class Operand:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.heads, self.rows, self.cols
+
+    @property
+    def axes(self) -> Literal["matrix", "rows", "cols", "one"]:
+        """Which axes of queries and keys it is full along: both, the queries, the keys, or neither.
+
+        By its own sizes: one of a call with a single query is "cols", for a vector is what a kernel reads. "rows" and
+        "one" are constant along the keys: as a bias they move the LSE and no probability.
+        """
+        if self.rows == 1:
+            return "one" if self.cols == 1 else "cols"
+        return "rows" if self.cols == 1 else "matrix"
+
+    @property
+    def matrix_itemsize(self) -> int:
+        """Bytes an element of the tile that goes with a tile of scores; 0 for a vector or a number, which have none."""
+        return self.dtype.itemsize if self.axes == "matrix" else 0
+
+
+class BroadcastGroup(NamedTuple):
+    """Who reads the same elements of a bias or mask: so many batch elements, and in each so many query heads, of so
+    many key/value heads."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def single(self) -> bool:
+        """Every (batch element, query head) has its own."""
+        return self.batch * self.heads == 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +103,32 @@ class Problem:
         Up to 64 queries, the rows of the smallest product of a Hopper GPU's tensor cores, with 16 keys for each.
         """
         return self.queries <= 64 and 16 * self.queries <= self.keys
+
+    def broadcast_group(self, x: Operand) -> BroadcastGroup:
+        """Of the bias or the mask."""
+        batch = self.batch if x.batch == 1 else 1
+        if x.heads == 1:
+            return BroadcastGroup(batch, self.heads, self.kv_heads)
+        return BroadcastGroup(batch, self.group if x.heads == self.kv_heads else 1, 1)
+
+    @property
+    def bias_itemsize(self) -> int:
+        """Bytes an element of the bias tile that goes with a tile of scores; 0 where there is none."""
+        return 0 if self.bias is None else self.bias.matrix_itemsize
+
+    @property
+    def raster_order(self) -> Literal["tiles", "longest", "batch", "heads"]:
+        """Which tiles of scores run side by side, and so share the L2 cache.
+
+        "tiles" of one head have its keys and values in common, those of a "batch" or of the "heads" one bias tile. A
+        band makes tiles unlike: the "longest" of some heads come first, so that the last to run are short.
+        """
+        if not self.score.band.unlimited:
+            return "longest"
+        if self.bias is None or self.bias.axes != "matrix":
+            return "tiles"
+        group = self.broadcast_group(self.bias)
+        return "batch" if group.batch > 1 else "heads" if group.heads > 1 else "tiles"
 
     @property
     def pairs(self) -> int:
@@ -128,25 +186,15 @@ class Problem:
 
 
 def irregular(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, do: Tensor | None = None) -> tuple[str, ...]:
-    """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe.
-
-    They need contiguous rows and multiples of 16 bytes: the address, and every other stride, which must not be 0.
-    """
+    """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe, see `memory`."""
     named = (("q", q), ("k", k), ("v", v), ("bias", bias), ("do", do))
-    return tuple(name for name, x in named if x is not None and x.numel() and not _is_regular(x))
+    return tuple(name for name, x in named if x is not None and x.numel() and not tensor_fits_tma(x, _is_aligned(x)))
 
 
-def _is_regular(x: Tensor) -> bool:
-    size = x.element_size()
-    # a tensor of a compiler or tracer has no address
-    address = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * size
-    strides = [s * size for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return (
-        address % 16 == 0
-        and (x.stride(-1) == 1 or x.shape[-1] == 1)
-        and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
-        and max(x.shape) < 2**31
-    )
+def _is_aligned(x: Tensor) -> bool:
+    """To 16 bytes. A tensor of a compiler or tracer has no address, and its storage will begin on such a one."""
+    address = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.element_size()
+    return bool(address % 16 == 0)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -10,7 +10,18 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.score import in_band, query_tiles, softcap, softcap_derivative, softmax_derivative
-from tilewise.backends.triton.tensors import Reads, dot, load_rows, load_scores, matrix_of, program_tile, store_rows
+from tilewise.backends.triton.tensors import (
+    Reads,
+    dot,
+    dq_accum_at,
+    head_at,
+    load_rows,
+    load_scores,
+    matrix_of,
+    program_tile,
+    row_at,
+    store_rows,
+)
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -18,7 +29,7 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_sum, sizes, HAS_DLSE: tl.constexpr, c):
+def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
@@ -29,22 +40,21 @@ def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_sum, sizes, HAS_DLSE: tl.co
     m0 = tile * c.BLOCK_M
     m = m0 + tl.arange(0, c.BLOCK_M)
     inside = m < sizes.queries
-    head = tl.cast(b, tl.int64) * sizes.heads + h
+    head = head_at(b, h, sizes)
     o_tile = load_rows(o, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
     do_tile = load_rows(do, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
     row = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
-    natural = tl.load(lse + head * sizes.queries + m, mask=inside, other=-float("inf"))
+    natural = tl.load(lse + row_at(head, m, sizes.queries), mask=inside, other=-float("inf"))
     left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
-    at_row = head * sizes.padded_queries + m
+    at_row = row_at(head, m, sizes.padded_queries)
     tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · a cotangent that is not finite would be NaN
     tl.store(lse2 + at_row, tl.where(left_out, float("inf"), natural * LOG2E))
     if c.WANT_Q:
-        d = tl.arange(0, c.BLOCK_D)
-        at = dq_sum + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]
-        tl.store(at, tl.zeros([c.BLOCK_D, c.BLOCK_M], tl.float32), mask=(d < sizes.head_dim)[:, None])
+        at, within = dq_accum_at(dq_accum, head, m, sizes, c)
+        tl.store(at, tl.zeros([c.BLOCK_D, c.BLOCK_M], tl.float32), mask=within)
 
 
 @triton.jit
@@ -85,11 +95,11 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
 @triton.jit
 def load_stats(x, b, h, m0, sizes, c):
     """LSE or delta of a tile of queries. By TMA too: as pointers their addresses alone would take 64 registers."""
-    row = tl.cast(b, tl.int64) * sizes.heads + h
+    head = head_at(b, h, sizes)
     if c.TMA:
-        stats = x.load([row.to(tl.int32), m0]).reshape([c.BLOCK_M])
+        stats = x.load([head.to(tl.int32), m0]).reshape([c.BLOCK_M])
     else:
-        stats = tl.load(x + row * sizes.padded_queries + m0 + tl.arange(0, c.BLOCK_M))
+        stats = tl.load(x + row_at(head, 0, sizes.padded_queries) + m0 + tl.arange(0, c.BLOCK_M))
     return stats
 
 
@@ -130,16 +140,14 @@ def tile_gradients(
 
 
 @triton.jit
-def _add_queries(dq, value, b, h, m0, sizes, c):
+def _add_queries(dq_accum, value, b, h, m0, sizes, c):
     """Reduce-add a float32 tile of dQᵀ."""
-    head = tl.cast(b, tl.int64) * sizes.heads + h
+    head = head_at(b, h, sizes)
     if c.DQ_TMA:
-        dq.atomic_add([head.to(tl.int32), 0, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
+        dq_accum.atomic_add([head.to(tl.int32), 0, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
     else:
-        m = m0 + tl.arange(0, c.BLOCK_M)
-        d = tl.arange(0, c.BLOCK_D)
-        at = dq + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]
-        tl.atomic_add(at, value, mask=(d < sizes.head_dim)[:, None], sem="relaxed")
+        at, within = dq_accum_at(dq_accum, head, m0 + tl.arange(0, c.BLOCK_M), sizes, c)
+        tl.atomic_add(at, value, mask=within, sem="relaxed")
 
 
 @triton.jit
@@ -239,12 +247,10 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite
 
 
 @triton.jit
-def finish_kernel(dq_sum, dq, terms, sizes, c):
+def finish_kernel(dq_accum, dq, terms, sizes, c):
     """dQ = scale · (sum of dQᵀ)ᵀ in dQ's dtype."""
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
     m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-    d = tl.arange(0, c.BLOCK_D)
-    head = tl.cast(b, tl.int64) * sizes.heads + h
-    at = dq_sum + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]
-    value = tl.load(at, mask=(d < sizes.head_dim)[:, None], other=0.0)
+    at, within = dq_accum_at(dq_accum, head_at(b, h, sizes), m, sizes, c)
+    value = tl.load(at, mask=within, other=0.0)
     store_rows(dq, tl.trans(value) * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)

@@ -99,9 +99,9 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
         return Config(64, 32, 4, 2) if d <= 64 else Config(32, 16, 4, 1)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(64, 32, 4, 2) if _bias_tile(problem) else Config(128, 64, 4, 2)
+            return Config(64, 32, 4, 2) if problem.bias_itemsize else Config(128, 64, 4, 2)
         return Config(64, 32, 8, 2) if d <= 128 else Config(64, 16, 4, 1)
-    bias_tile = _bias_tile(problem)
+    bias_tile = problem.bias_itemsize
     if d <= 64:
         if _hopper(problem) and not tma:  # tiles that `widths` made wider
             return Config(64, 64, 8, 3)
@@ -137,7 +137,7 @@ def _few_queries_config(problem: Problem) -> Config:
     block_n = max(16, min(stage // (2 * d * size), 128))
     warps = 8 if block_m * d > 64 * 128 else 4
     # Queries stay; keys, values and the tiles of a bias and a mask are in all stages but one.
-    pair = _bias_tile(problem) + (problem.mask is not None and problem.mask.rows > 1 and problem.mask.cols > 1)
+    pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
     most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
     return Config(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), packed=True)
 
@@ -177,9 +177,9 @@ def backward_config(problem: Problem, tma: bool) -> Config:
         return Config(32, 32, 4, 1) if d <= 64 else Config(16, 16, 4, 1)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(32, 64, 8, 2) if _bias_tile(problem) else Config(32, 64, 4, 2)
+            return Config(32, 64, 8, 2) if problem.bias_itemsize else Config(32, 64, 4, 2)
         return Config(16, 64, 4, 1) if d <= 128 else Config(16, 32, 4, 1)
-    bias_tile = _bias_tile(problem)
+    bias_tile = problem.bias_itemsize
     if not tma:
         # Tiles of 32 queries that come by pointers gave wrong dQ on sm_90 (Triton 3.6; the cause is not known).
         if d <= 64:
@@ -210,9 +210,3 @@ def _hopper(problem: Problem) -> bool:
 
 def _blackwell(problem: Problem) -> bool:
     return problem.capability is not None and problem.capability[0] == 10
-
-
-def _bias_tile(problem: Problem) -> int:
-    """Bytes an element of the bias tile that passes through shared memory; 0 where there is none."""
-    bias = problem.bias
-    return 0 if bias is None or bias.rows == 1 or bias.cols == 1 else bias.dtype.itemsize

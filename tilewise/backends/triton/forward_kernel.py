@@ -15,10 +15,12 @@ from tilewise.backends.triton.tensors import (
     Reads,
     Rows,
     dot,
+    head_at,
     load_packed_rows,
     load_rows,
     load_scores,
     program_tile,
+    row_at,
     store_rows,
 )
 
@@ -162,7 +164,7 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     if c.SPLIT:
         b += split * sizes.batch
-    row = (tl.cast(b, tl.int64) * sizes.heads + head) * sizes.queries + m
+    row = row_at(head_at(b, head, sizes), m, sizes.queries)
     tl.store(lse + row, m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
 

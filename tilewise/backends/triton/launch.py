@@ -35,8 +35,9 @@ from tilewise.backends.triton.config import (
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
-from tilewise.backends.triton.tensors import Broadcast, Sizes, broadcast, descriptor, fits_tma, wide
-from tilewise.problem import Problem
+from tilewise.backends.triton.tensors import Broadcast, Sizes, broadcast, descriptor, wide
+from tilewise.memory import tensor_fits_tma
+from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
 
 LOG2E = 1.4426950408889634
@@ -146,7 +147,7 @@ class Backward:
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_programs = m_tiles * problem.heads * problem.batch
         key_programs = n_tiles * problem.kv_heads * problem.batch
-        self.reduction = reduction = bias_reduction(problem, bias) if needs.bias else "none"
+        self.reduction = reduction = bias_reduction(problem) if needs.bias else "none"
         ordered_bias = _ordered(problem, reduction)
 
         stats = _meta(problem.batch, problem.heads, m_tiles * block_m)
@@ -260,17 +261,14 @@ def _ordered(problem: Problem, reduction: str) -> bool:
     return problem.deterministic and reduction not in ("none", "store")
 
 
-def bias_reduction(problem: Problem, bias: Tensor | None) -> str:
-    """How tiles of dS become dBias: "store" each, "add" those that share one, or sum to "rows" or "cols" vectors."""
-    if bias is None:
+def bias_reduction(problem: Problem) -> str:
+    """How tiles of dS become dBias: "store" each, "add" those that share one, or sum to "rows" or "cols" vectors, of
+    which a number is one of the second kind."""
+    if problem.bias is None:
         return "none"
-    b, h, m, n = bias.shape
-    # A single query or key makes no difference: a vector gets no tile, for which `backward_config` leaves no room.
-    if m == 1:
-        return "cols"
-    if n == 1:
-        return "rows"
-    return "store" if (b, h) == (problem.batch, problem.heads) else "add"
+    if problem.bias.axes != "matrix":
+        return "rows" if problem.bias.axes == "rows" else "cols"
+    return "store" if problem.broadcast_group(problem.bias).single else "add"
 
 
 def _terms(problem: Problem) -> Terms:
@@ -315,10 +313,10 @@ def _compiled(
         WIDE=wide(*tensors),
         BIAS=problem.bias is not None,
         MASK=problem.mask is not None,
-        BIAS_HOW=_broadcast(inputs.bias, problem, config),
-        MASK_HOW=_broadcast(inputs.mask, problem, config),
+        BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config),
+        MASK_HOW=_broadcast(inputs.mask, problem.mask, problem, config),
         HIDES=not every_pair_alike(problem),
-        ORDER=_order(problem),
+        ORDER=problem.raster_order,
         PRECISION=precision(problem),
         PACKED=config.packed,
         STAGES_AGAIN=second_walk_stages(problem, tma),
@@ -328,20 +326,12 @@ def _compiled(
     return Compiled(*(x if isinstance(x, Broadcast) else tl.constexpr(x) for x in values))
 
 
-def _order(problem: Problem) -> str:
-    """Which programs run side by side, see `tensors.program_tile`."""
-    bias = problem.bias
-    if not problem.score.band.unlimited:
-        return "balanced"
-    if bias is None or bias.rows == 1 or bias.cols == 1:
-        return "tiles"
-    if bias.batch == 1 and problem.batch > 1:
-        return "batch"
-    return "heads" if bias.heads < problem.heads else "tiles"
-
-
 def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
-    return problem.capability is not None and problem.capability >= (9, 0) and all(fits_tma(x) for x in tensors)
+    return (
+        problem.capability is not None
+        and problem.capability >= (9, 0)
+        and all(tensor_fits_tma(x, x.data_ptr() % 16 == 0) for x in tensors)
+    )
 
 
 def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
@@ -374,11 +364,12 @@ def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> A
     return strided(x)
 
 
-def _broadcast(x: Tensor | None, problem: Problem, config: Config) -> Broadcast | None:
-    if x is None:
+def _broadcast(x: Tensor | None, operand: Operand | None, problem: Problem, config: Config) -> Broadcast | None:
+    if x is None or operand is None:
         return None
-    full = x.shape[2] > 1 and x.shape[3] > 1 and not config.packed  # rows of a packed tile are of several heads
-    return broadcast(x, problem.heads, full and x.dtype is not torch.bool and _uses_tma(problem, x))
+    # Rows of a packed tile are of several heads.
+    tma = operand.axes == "matrix" and not config.packed and x.dtype is not torch.bool and _uses_tma(problem, x)
+    return broadcast(operand, problem.broadcast_group(operand), tma)
 
 
 def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends.launcher import bound
 from tilewise.backends.products import product
+from tilewise.problem import BroadcastGroup, Operand
 
 
 class Broadcast(NamedTuple):
@@ -62,22 +63,9 @@ class Sizes(NamedTuple):
     splits: int = 1  # programs that share the keys of one tile of queries
 
 
-def broadcast(x: Tensor, heads: int, tma: bool) -> Broadcast:
-    b, h, m, n = x.shape
+def broadcast(x: Operand, group: BroadcastGroup, tma: bool) -> Broadcast:
     c = tl.constexpr
-    return Broadcast(c(b > 1), c(heads // h), c(m > 1), c(n > 1), c(tma))
-
-
-def fits_tma(x: Tensor) -> bool:
-    """What a TMA descriptor can hold: contiguous rows, every other stride a positive multiple of 16 bytes."""
-    size = x.element_size()
-    strides = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return (
-        x.data_ptr() % 16 == 0
-        and x.stride(-1) == 1
-        and all(s > 0 and s * size % 16 == 0 and s * size < 2**40 for s in strides)
-        and max(x.shape) < 2**31
-    )
+    return Broadcast(c(x.batch > 1), c(group.heads), c(x.rows > 1), c(x.cols > 1), c(tma))
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -95,14 +83,13 @@ def wide(*tensors: Tensor | None) -> bool:
 
 @triton.jit
 def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
-    """(tile, head, batch) of this program. What varies fastest decides which programs run together and share the L2:
-    the tiles of one head (its keys and values), or the batch elements or heads that read one bias tile."""
+    """(tile, head, batch) of this program: what varies fastest decides which run together, `Problem.raster_order`."""
     pid = tl.program_id(0)
     if ORDER == "tiles":
         tile = pid % tiles
         pid = pid // tiles
         return tile, pid % heads, pid // heads
-    elif ORDER == "balanced":
+    elif ORDER == "longest":
         # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
         # Eight heads' keys and values still fit the L2.
         first = pid // (8 * tiles) * 8
@@ -118,6 +105,28 @@ def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
         h = pid % heads
         pid = pid // heads
         return pid % tiles, h, pid // tiles
+
+
+@triton.jit
+def head_at(b, h, sizes):
+    """The place of a query head among those of all batch elements."""
+    return tl.cast(b, tl.int64) * sizes.heads + h
+
+
+@triton.jit
+def row_at(head, m, length):
+    """The place of query ``m`` of a head, see `head_at`, in numbers of which each head has ``length``: the LSE, or,
+    with `Sizes.padded_queries`, the backward's row statistics."""
+    return head * length + m
+
+
+@triton.jit
+def dq_accum_at(dq_accum, head, m, sizes, c):
+    """Where queries ``m`` of a head are in the sum of dQᵀ, (B, H, D, padded queries), and which dimensions there are:
+    [BLOCK_D, M] and [BLOCK_D, 1]."""
+    d = tl.arange(0, c.BLOCK_D)
+    at = dq_accum + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]
+    return at, (d < sizes.head_dim)[:, None]
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.memory import fits_tma
 from tilewise.ops.matmul.problem import Product
 
 MULTIPROCESSORS = 132  # of an H100 and an H200; what a grid should at least fill
@@ -97,32 +98,28 @@ def c_first(product: Product, alpha: float, beta: float) -> bool:
 
 
 def lies(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
-    """How a matrix of 16-bit numbers lies in memory, by "rows" or by "columns", if TMA can read it so: lines that are
-    contiguous and a positive multiple of 16 bytes apart."""
-    for name, (line, step), (lines, length) in (("rows", strides, sizes), ("columns", strides[::-1], sizes[::-1])):
-        if (step == 1 or length == 1) and (lines == 1 or _even(line, 2)):
+    """How a matrix of 16-bit numbers lies in memory, by "rows" or by "columns", if TMA can read it so."""
+    for name, order in (("rows", 1), ("columns", -1)):
+        if fits_tma(sizes[::order], strides[::order], 2, aligned=True):
             return name
     return None
-
-
-def _even(stride: int, size: int) -> bool:
-    return 0 < stride * size < 2**40 and stride * size % 16 == 0
 
 
 def declines_tma(product: Product) -> str | None:
     """Which operand TMA cannot describe; None if it can describe all."""
     p = product
     names = []
-    for name, strides, sizes, batch, aligned in (
+    for name, strides, sizes, along, aligned in (
         ("a", p.a_strides, (p.rows, p.inner), [axis.a for axis in p.batch], p.aligned[0]),
         ("b", p.b_strides, (p.inner, p.cols), [axis.b for axis in p.batch], p.aligned[1]),
     ):
-        if not aligned or lies(strides, sizes) is None or not all(s == 0 or _even(s, 2) for s in batch):
+        batch = _stepped(p, along)
+        if lies(strides, sizes) is None or not fits_tma((*batch[0], 1), (*batch[1], 1), 2, aligned):
             names.append(name)
     if p.c_strides is not None and p.c_dtype is not None and c_spread(p) == "matrix":
-        size = p.c_dtype.itemsize
-        steps = [p.c_strides[0], *(axis.c for axis in p.batch if axis.c)]
-        if not p.aligned[2] or p.c_strides[1] != 1 or not all(_even(s, size) for s in steps):
+        batch = _stepped(p, [axis.c for axis in p.batch])
+        shape, steps = (*batch[0], p.rows, p.cols), (*batch[1], *p.c_strides)
+        if not fits_tma(shape, steps, p.c_dtype.itemsize, p.aligned[2]):
             names.append("c")
     if names:
         return (
@@ -130,3 +127,9 @@ def declines_tma(product: Product) -> str | None:
             "the address and every other stride a multiple of 16 bytes"
         )
     return None
+
+
+def _stepped(product: Product, strides: list[int]) -> tuple[list[int], list[int]]:
+    """Sizes and strides of the batch axes along which an operand does not repeat."""
+    found = [(axis.size, stride) for axis, stride in zip(product.batch, strides, strict=True) if stride]
+    return [size for size, _ in found], [stride for _, stride in found]
