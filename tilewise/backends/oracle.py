@@ -37,22 +37,19 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     q, k, v, bias, _ = inputs
     s, visible, capped = _scores(problem, inputs)
     p = _probabilities(s, torch.logsumexp(s, dim=-1))
-    # 0 · NaN: what a query that sees nothing holds, and the gradient of its output, take no part.
-    blind = ~visible.any(-1, keepdim=True)
-    seeing_q, do = (x.double().masked_fill(blind, 0.0) for x in (q, cotangents.o))
+    # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
+    fully_masked = ~visible.any(-1, keepdim=True)
+    seeing_q, do = (x.double().masked_fill(fully_masked, 0.0) for x in (q, cotangents.o))
     kh, vh = _per_head(problem, k), _per_head(problem, v)
 
     o = reference.visible_product(p, visible, vh)
     delta = (do * o).sum(-1, keepdim=True)
     if cotangents.lse is not None:
         delta = delta - cotangents.lse.double().unsqueeze(-1)
-    # Pairs that are not visible carry no gradient, whatever NaN stands in their key or value.
-    ds = torch.where(visible, reference.softmax_derivative(p, do @ vh.mT, delta), 0.0)
+    ds, db = _score_gradients(problem, p, do @ vh.mT, delta, visible, capped)
     dbias = None
     if needs.bias and bias is not None:
-        dbias = torch.empty_like(bias).copy_(_sum_to(ds, problem, bias.shape))
-    if problem.score.softcap is not None:
-        ds = torch.where(visible, ds * reference.softcap_derivative(capped, problem.score.softcap), 0.0)
+        dbias = torch.empty_like(bias).copy_(_sum_to(db, problem, bias.shape))
     dq = problem.score.scale * reference.visible_product(ds, visible, kh)
     dk = problem.score.scale * (ds.mT @ seeing_q)
     dv = p.mT @ do
@@ -85,6 +82,19 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         s = s + bias
         visible = visible & (bias != -torch.inf)
     return torch.where(visible, s, -torch.inf), visible, capped
+
+
+def _score_gradients(
+    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, capped: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_scores` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score.
+
+    Pairs that are not visible carry no gradient, whatever NaN stands in their key or value.
+    """
+    db = torch.where(visible, reference.softmax_derivative(p, dp, delta), 0.0)
+    if problem.score.softcap is None:
+        return db, db
+    return torch.where(visible, db * reference.softcap_derivative(capped, problem.score.softcap), 0.0), db
 
 
 def _probabilities(s: Tensor, lse: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
         return None  # a NaN or infinity, perhaps from a hidden key or value
     lse = lse.contiguous()
     if operand.additive is not None and (lse == 0).any():
-        _mark_blind_rows(problem, lse, operand.additive)
+        _mark_fully_masked_rows(problem, lse, operand.additive)
     expected = empty_output(inputs.q, problem.value_dim)
     return Outputs(o if o.stride() == expected.stride() else expected.copy_(o), lse)
 
@@ -81,12 +81,12 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     if huge(outputs.lse):
         return None
     q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
-    lse, blind = outputs.lse, outputs.lse == -torch.inf
-    if blind.any():
+    lse, fully_masked = outputs.lse, outputs.lse == -torch.inf
+    if fully_masked.any():
         # exp(s - inf) = 0 for any s, where exp(-inf - lse) would be NaN.
-        lse = lse.masked_fill(blind, torch.inf)
-        if operand.hides:  # 0 · NaN: what a query that sees nothing holds, and the gradient of its output, take no part
-            q, do = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (q, do))
+        lse = lse.masked_fill(fully_masked, torch.inf)
+        if operand.hides:  # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part
+            q, do = (x.masked_fill(fully_masked.unsqueeze(-1), 0.0) for x in (q, do))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, outputs.o, lse, 0.0, operand.causal, attn_mask=operand.additive, scale=problem.score.scale
     )
@@ -131,7 +131,7 @@ def _unexpanded(x: Tensor) -> Tensor:
     return x
 
 
-def _mark_blind_rows(problem: Problem, lse: Tensor, additive: Tensor) -> None:
+def _mark_fully_masked_rows(problem: Problem, lse: Tensor, additive: Tensor) -> None:
     """Set LSE = -inf in the rows that see nothing: the kernel gives them LSE = 0."""
     additive = additive.expand(problem.batch, problem.heads, problem.queries, problem.keys)
     cols = torch.arange(problem.keys, device=lse.device)

@@ -73,7 +73,7 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
     l_i = torch.zeros_like(m_i)
     acc = q.new_zeros(*q.shape[:2], heads.problem.value_dim)
     for tile in heads.tiles(rows, careful):  # 6, 7
-        s, _ = heads.scores(q, tile)  # 8
+        s, _ = heads.score_tile(q, tile)  # 8
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))  # 9
         p = exp_difference(s, m_new)
         alpha = exp_difference(m_i, m_new)
@@ -126,37 +126,34 @@ def _attend_backward(
 ) -> None:
     """Gradients of a block of rows: Algorithm 2 with its loops exchanged, so that dQ too is written once."""
     heads, dk, dv = part.heads, part.dk, part.dv
-    scale, cap = heads.problem.score.scale, heads.problem.score.softcap
+    scale = heads.problem.score.scale
     q = heads.rows(heads.inputs.q, rows) * scale
     do = heads.rows(cotangents.o, rows)
     lse, delta = heads.row_terms(outputs, cotangents, rows)
-    row, total, blind = lse, None, None
+    row, total, fully_masked = lse, None, None
     if heads.hides and (lse == -torch.inf).any():
-        # 0 · NaN: what a query that sees nothing holds, and the gradient of its output, take no part.
-        blind = lse == -torch.inf
-        q, do = q.masked_fill(blind, 0.0), do.masked_fill(blind, 0.0)
+        # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
+        fully_masked = lse == -torch.inf
+        q, do = q.masked_fill(fully_masked, 0.0), do.masked_fill(fully_masked, 0.0)
     if huge(lse):
         # The rounding of m + log(l) left m: P would sum to l where all keys have a bias of -1e9.
         _, row, total = _attend(heads, rows, part.careful)
     q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
     dq = None
     for tile in heads.tiles(rows, part.careful):
-        s, capped = heads.scores(q, tile)
+        s, capped = heads.score_tile(q, tile)
         p = heads.only_visible(exp_difference(s, row), tile)
         if total is not None:
             p.div_(total)
-        if blind is not None:
-            p.masked_fill_(blind, 0.0)
+        if fully_masked is not None:
+            p.masked_fill_(fully_masked, 0.0)
         if want.v is not None:
             dv[tile.j] = product(do_t, p, dv[tile.j])
         if want.q is None and want.k is None and dbias is None:
             continue
-        dp = product(do, heads.v[tile.j].mT)
-        ds = heads.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
+        ds, db = heads.score_tile_gradient(p, product(do, heads.v[tile.j].mT), delta, capped, tile)
         if dbias is not None:
-            heads.add_to_bias(dbias, tile, ds)
-        if capped is not None and cap is not None:
-            ds = heads.only_visible(ds * reference.softcap_derivative(capped, cap), tile)
+            heads.add_to_bias(dbias, tile, db)
         if want.q is not None:
             dq = heads.weighted_sum(ds, heads.k[tile.j], tile, dq)
         if want.k is not None:
@@ -329,7 +326,7 @@ class _Heads:
         """View of a tile of scores as (batches, heads, G, rows, cols)."""
         return tile.view(*self.grid, -1, tile.shape[-1])
 
-    def scores(self, q: Tensor, tile: _Tile) -> tuple[Tensor, Tensor | None]:
+    def score_tile(self, q: Tensor, tile: _Tile) -> tuple[Tensor, Tensor | None]:
         """Scores for q times the scale, -inf where hidden; and with a softcap the capped ones, before the bias.
 
         The order is that of the pipeline: product, softcap, bias, mask. Without a softcap the bias comes first: the
@@ -348,6 +345,17 @@ class _Heads:
             hide(self._over_heads(s), tile.visible)
         return s, capped
 
+    def score_tile_gradient(
+        self, p: Tensor, dp: Tensor, delta: Tensor, capped: Tensor | None, tile: _Tile
+    ) -> tuple[Tensor, Tensor]:
+        """`score_tile` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score, in the
+        place of ``dp``."""
+        db = self.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
+        cap = self.problem.score.softcap
+        if capped is None or cap is None:
+            return db, db
+        return self.only_visible(db * reference.softcap_derivative(capped, cap), tile), db
+
     def only_visible(self, x: Tensor, tile: _Tile) -> Tensor:
         """``x`` with 0 at hidden pairs of a careful tile; in any other they are 0 or finite."""
         if not tile.careful or tile.visible is None:
@@ -362,11 +370,11 @@ class _Heads:
         out = reference.visible_product(p, visible, x)
         return out if start is None else start.add_(out)
 
-    def add_to_bias(self, dbias: Tensor, tile: _Tile, ds: Tensor) -> None:
-        """``dBias = dS``, summed over the axes along which the bias broadcasts, in rows of `operand_rows`."""
-        ds, place = self._over_heads(ds), self._cols(dbias, tile.j)
+    def add_to_bias(self, dbias: Tensor, tile: _Tile, db: Tensor) -> None:
+        """``dBias = dB``, summed over the axes along which the bias broadcasts, in rows of `operand_rows`."""
+        db, place = self._over_heads(db), self._cols(dbias, tile.j)
         assert self.inputs.bias is not None
         if _is_full(self.problem, self.inputs.bias):
-            place.copy_(ds)
+            place.copy_(db)
         else:
-            place.add_(ds.sum_to_size(place.shape))
+            place.add_(db.sum_to_size(place.shape))
