@@ -146,7 +146,7 @@ USUAL = Case(B=2, H=4, Hkv=2, M=70, N=136, D=64, dtype=torch.bfloat16)
 def test_the_short_way_hands_over_the_same_arguments(compilers, backend, case):
     """What reaches Triton's launcher in C, in every launch of a forward and a backward: pointers by address."""
     names, own, short = zip(*compilers.run(launcher_arguments, "3.6.0", 90, case, backend), strict=True)
-    assert {"forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel"} <= set(names)
+    assert {"forward_kernel", "preprocess_kernel", "backward_kernel", "postprocess_kernel"} <= set(names)
     for name, x, y in zip(names, own, short, strict=True):
         assert x == y, name
     assert any("map" in str(x) for x in own)

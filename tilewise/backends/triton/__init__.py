@@ -44,7 +44,7 @@ def tiles(problem: Problem) -> str:
 
     c = forward_config(problem, bias_tma=True, tma=True)
     rows = f"{c.block_m} queries"
-    if c.packed and problem.group > 1:
+    if c.pack_gqa and problem.group > 1:
         rows = f"{c.block_m} queries of the {problem.group} heads that share keys"
     words = f"{rows} x {c.block_n} keys, {count(c.num_warps, 'warp')}, {count(c.num_stages, 'pipeline stage')}"
     parts = splits(problem, c)

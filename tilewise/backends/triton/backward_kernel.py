@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.score import in_band, query_tiles, softcap, softcap_derivative, softmax_derivative
+from tilewise.backends.triton.score import query_tiles, score_tile, score_tile_gradient, visible_tile
 from tilewise.backends.triton.tensors import (
+    QueryRows,
     Reads,
     dot,
     dq_accum_at,
     head_at,
     load_rows,
-    load_scores,
     matrix_of,
     program_tile,
     row_at,
@@ -29,7 +29,7 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def prepare_kernel(o, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
+def preprocess_kernel(o, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
@@ -111,31 +111,14 @@ def tile_gradients(
 
     PARTIAL: the tile reaches past the band, the keys or the queries.
     """
-    rows = tl.arange(0, c.BLOCK_M)[None, :]
+    at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
-    s = dot(k_tile, q_tile.T, None, c)
-    if c.BIAS:
-        added = load_scores(x.bias, c.BIAS_HOW, b, h, m0, n0, rows, cols, PARTIAL, sizes, c).to(tl.float32)
-    if terms.HAS_CAP:
-        s = softcap(s * terms.scale, terms.cap)
-        slope = softcap_derivative(s, terms.cap)
-        if c.BIAS:
-            s += added
-    elif c.BIAS:
-        s = s * terms.scale + added
+    s, slope, _added = score_tile(dot(k_tile, q_tile.T, None, c), x, at, n0, cols, terms, sizes, PARTIAL, c)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
     if PARTIAL or c.MASK:
-        visible = (n0 + cols < sizes.keys) & (rows >= 0)
-        if PARTIAL:
-            visible &= in_band(m0 + rows, n0 + cols, terms)
-        if c.MASK:
-            visible &= load_scores(x.mask, c.MASK_HOW, b, h, m0, n0, rows, cols, PARTIAL, sizes, c) != 0
-        p = tl.where(visible, p, 0.0)
+        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, PARTIAL, PARTIAL, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
-    db = softmax_derivative(p, dp, delta[None, :])
-    ds = db
-    if terms.HAS_CAP:
-        ds = db * slope
+    ds, db = score_tile_gradient(p, dp, delta[None, :], slope, terms)
     return p, ds, db
 
 
@@ -176,7 +159,9 @@ def _give_bias(dbias, how, db, b, h, m0, n0, sizes, c):
 
 
 @triton.jit
-def _visit(dk, dv, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, tile, n0, PARTIAL: tl.constexpr, c):
+def _attend_backward(
+    dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, tile, n0, PARTIAL: tl.constexpr, c
+):
     """One tile of queries, seen from the keys: every gradient that it takes part in."""
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
@@ -190,7 +175,7 @@ def _visit(dk, dv, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, tile,
     if c.WANT_K:
         dk = dot(ds, q_tile, dk, c)
     if c.WANT_Q:
-        _add_queries(dq, dot(k_tile.T, ds, None, c), b, h, m0, sizes, c)
+        _add_queries(dq_accum, dot(k_tile.T, ds, None, c), b, h, m0, sizes, c)
     if c.DBIAS == "cols":
         dcol += tl.sum(db, 1)
     elif c.DBIAS != "none":
@@ -199,8 +184,8 @@ def _visit(dk, dv, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, tile,
 
 
 @triton.jit
-def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite, dq, dk, dv, dbias,
-                    terms, sizes, c):  # fmt: skip
+def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite, dq_accum, dk, dv,
+                    dbias, terms, sizes, c):  # fmt: skip
     """dK and dV of one tile of keys, its share of dQ, and dBias; walks the query heads of the group."""
     x = Reads(q, k, v, do, lse2, delta, bias, mask)
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
@@ -221,14 +206,14 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite
         h = hk * sizes.group + g
         dcol = tl.zeros([c.BLOCK_N], tl.float32)
         for i in tl.range(full_begin, full_end):
-            dk_sum, dv_sum, dcol = _visit(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, i, n0, False, c
+            dk_sum, dv_sum, dcol = _attend_backward(
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, i, n0, False, c
             )
         left = full_begin - begin
         for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
             t = tl.where(i < left, begin + i, full_end + i - left)
-            dk_sum, dv_sum, dcol = _visit(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq, dbias, terms, sizes, b, h, t, n0, True, c
+            dk_sum, dv_sum, dcol = _attend_backward(
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, True, c
             )
         if c.DBIAS == "cols":
             mb, mh = matrix_of(c.BIAS_HOW, b, h)
@@ -247,7 +232,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite
 
 
 @triton.jit
-def finish_kernel(dq_accum, dq, terms, sizes, c):
+def postprocess_kernel(dq_accum, dq, terms, sizes, c):
     """dQ = scale · (sum of dQᵀ)ᵀ in dQ's dtype."""
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
     m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)

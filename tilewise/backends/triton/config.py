@@ -25,7 +25,7 @@ class Config:
     """Tile of block_m queries by block_n keys, warps a program, stages of the load pipeline.
 
     dq_tma: dQ is reduced by TMA, through shared memory, and not by pointers, from registers.
-    packed: rows of a tile are the query heads of one key/value head, one query after the other.
+    pack_gqa: rows of a tile are the query heads of one key/value head, one query after the other.
     """
 
     block_m: int
@@ -33,7 +33,7 @@ class Config:
     num_warps: int
     num_stages: int
     dq_tma: bool = False
-    packed: bool = False
+    pack_gqa: bool = False
 
     def smaller(self) -> Config | None:
         """The same tiles in less shared memory; None where nothing is left to give up. No number depends on it."""
@@ -139,7 +139,7 @@ def _few_queries_config(problem: Problem) -> Config:
     # Queries stay; keys, values and the tiles of a bias and a mask are in all stages but one.
     pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
     most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
-    return Config(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), packed=True)
+    return Config(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), pack_gqa=True)
 
 
 def splits(problem: Problem, config: Config) -> int:
@@ -149,7 +149,7 @@ def splits(problem: Problem, config: Config) -> int:
     run in waves: one on each multiprocessor, or twice as long two on each, which share its bandwidth. Four waves at
     most, so that the partial results stay small however long the keys are.
     """
-    if not config.packed:
+    if not config.pack_gqa:
         return 1
     p = problem
     units = p.batch * p.kv_heads * -(-p.queries * p.group // config.block_m)

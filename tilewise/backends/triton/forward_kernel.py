@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton import config
-from tilewise.backends.triton.score import in_band, key_tiles, softcap, split_tiles
+from tilewise.backends.triton.score import key_tiles, score_tile, split_tiles, visible_tile
 from tilewise.backends.triton.tensors import (
+    QueryRows,
     Reads,
-    Rows,
     dot,
     head_at,
-    load_packed_rows,
+    load_group_rows,
     load_rows,
-    load_scores,
     program_tile,
     row_at,
     store_rows,
@@ -31,13 +30,6 @@ MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
 @triton.jit
-def _scores(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c):
-    """The tile of a bias or mask; heads of a packed tile that share a matrix read it once."""
-    h = at.first_head if how.GROUP > 1 else at.head
-    return load_scores(x, how, at.b, h, at.m0, n0, at.rows, cols, TAIL, sizes, c)
-
-
-@triton.jit
 def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, c):
     """One tile of keys and values: scores, online softmax, output.
 
@@ -47,26 +39,14 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
     cols = tl.arange(0, c.BLOCK_N)[None, :]
     TAIL: tl.constexpr = PARTIAL or c.RAGGED_M
 
-    # S = Q Kᵀ, then the softcap, then the bias
+    # S = Q Kᵀ
     k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    s = dot(q_tile, k_tile.T, None, c)
-    if c.BIAS:
-        added = _scores(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
-    if terms.HAS_CAP:
-        s = softcap(s * terms.scale, terms.cap)
-        if c.BIAS:
-            s += added
-    elif c.BIAS:
-        s = s * terms.scale + added  # one fused multiply-add: the scale rides on the bias
+    s, _slope, added = score_tile(dot(q_tile, k_tile.T, None, c), x, at, n0, cols, terms, sizes, TAIL, c)
 
     # masks act after the product
     HIDES: tl.constexpr = PARTIAL or c.MASK or (CAREFUL and c.BIAS)
     if HIDES:
-        visible = (n0 + cols < sizes.keys) & (at.rows >= 0)
-        if PARTIAL:
-            visible &= in_band(at.m0 + at.rows, n0 + cols, terms)
-        if c.MASK:
-            visible &= _scores(x.mask, c.MASK_HOW, at, n0, cols, TAIL, sizes, c) != 0
+        visible = visible_tile(x, at, n0, cols, terms, sizes, PARTIAL, TAIL, c)
         if CAREFUL and c.BIAS:
             visible &= added != -float("inf")
         s = tl.where(visible, s, -float("inf"))
@@ -117,7 +97,7 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
     """
     x = Reads(q, k, v, None, None, None, bias, mask)
     tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
-    if c.PACKED:
+    if c.PACK_GQA:
         tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
     if c.SPLIT:
         tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER)
@@ -127,16 +107,16 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
     if terms.HAS_HI:
         tile = tiles - 1 - tile  # the last queries see most keys: the longest programs start first
     m0 = tile * c.BLOCK_M
-    if c.PACKED:  # row r of all: query r // group
+    if c.PACK_GQA:  # row r of all: query r // group
         r = m0 + tl.arange(0, c.BLOCK_M)
         m, head = r // sizes.group, h * sizes.group + r % sizes.group
-        at = Rows(b, h, head[:, None], h * sizes.group, m0 * 0, m[:, None])
-        q_tile = load_packed_rows(q, at, sizes.queries, sizes, c)
+        at = QueryRows(b, h, head[:, None], h * sizes.group, m0 * 0, m[:, None])
+        q_tile = load_group_rows(q, at, sizes.queries, sizes, c)
         first = m0 // sizes.group
         count = tl.minimum((m0 + c.BLOCK_M - 1) // sizes.group + 1, sizes.queries) - first
     else:
         m, head = m0 + tl.arange(0, c.BLOCK_M), h
-        at = Rows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
+        at = QueryRows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
         q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
     begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)

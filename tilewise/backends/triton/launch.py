@@ -21,7 +21,12 @@ from tilewise.backends import (
     empty_output,
 )
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
-from tilewise.backends.triton.backward_kernel import backward_kernel, finish_kernel, finite_kernel, prepare_kernel
+from tilewise.backends.triton.backward_kernel import (
+    backward_kernel,
+    finite_kernel,
+    postprocess_kernel,
+    preprocess_kernel,
+)
 from tilewise.backends.triton.config import (
     Config,
     backward_config,
@@ -35,7 +40,7 @@ from tilewise.backends.triton.config import (
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
-from tilewise.backends.triton.tensors import Broadcast, Sizes, broadcast, descriptor, wide
+from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
 from tilewise.score.tiles import limits
@@ -43,7 +48,7 @@ from tilewise.score.tiles import limits
 LOG2E = 1.4426950408889634
 
 
-class Compiled(NamedTuple):
+class Constexprs(NamedTuple):
     """What a kernel knows when it is compiled; every field is a tl.constexpr."""
 
     BLOCK_M: Any
@@ -64,7 +69,7 @@ class Compiled(NamedTuple):
     PRECISION: Any  # of float32 products
     STAGES_AGAIN: Any  # see config.second_walk_stages
     MARK: Any  # dtype that marks values that are not finite
-    PACKED: Any  # see config.Config
+    PACK_GQA: Any  # see config.Config
     SPLIT: Any = False  # several programs share the keys of a tile of queries
     DQ_TMA: Any = False
     DBIAS: Any = "none"  # see bias_reduction
@@ -86,7 +91,7 @@ class Forward:
     def _prepare(self, config: Config, inputs: Inputs) -> None:
         problem, (q, k, v, bias, mask) = self.problem, inputs
         self.config = config
-        tma = _uses_tma(problem, k, v) if config.packed else _uses_tma(problem, q, k, v)
+        tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         parts = splits(problem, config)
         c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1)
         sizes = _sizes(problem)._replace(splits=parts)
@@ -103,7 +108,7 @@ class Forward:
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         rows, heads = problem.queries, problem.heads
-        if config.packed:
+        if config.pack_gqa:
             rows, heads = rows * problem.group, problem.kv_heads
         self.main = Launch(
             forward_kernel,
@@ -156,10 +161,10 @@ class Backward:
         )
         # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
         summed = needs.q and not problem.deterministic
-        q_sum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
+        dq_accum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
-        self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, q_sum)]
+        self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
 
         dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
         c = _compiled(
@@ -171,10 +176,12 @@ class Backward:
         )  # fmt: skip
         sizes = _sizes(problem, m_tiles * block_m)
         numbers = (_terms(problem), sizes, c)
-        q_sum_layout: Any = POINTER
-        if q_sum is not None and c.DQ_TMA.value:
+        dq_accum_layout: Any = POINTER
+        if dq_accum is not None and c.DQ_TMA.value:
             block = [1, c.BLOCK_D.value, block_m]
-            q_sum_layout = bound(TensorDescriptor(q_sum, list(q_sum.shape), list(q_sum.stride()), block), None)
+            dq_accum_layout = bound(
+                TensorDescriptor(dq_accum, list(dq_accum.shape), list(dq_accum.stride()), block), None
+            )
         dbias_layout: Any = strided(dbias)
         if dbias is not None and dbias_tma:
             dbias_layout = descriptor(dbias, block_m, config.block_n)
@@ -189,17 +196,17 @@ class Backward:
         fewer = options | {"num_stages": min(config.num_stages, 2)}
 
         before = (strided(outputs.o), strided(do), POINTER, strided(None if dlse is None else dlse[..., None]))
-        self.prepare = Launch(
-            prepare_kernel, row_programs, (*before, POINTER, POINTER, POINTER), (sizes, dlse is not None, c), **usual
+        self.preprocess = Launch(
+            preprocess_kernel, row_programs, (*before, POINTER, POINTER, POINTER), (sizes, dlse is not None, c), **usual
         )
-        self.finite = self.main = self.finish = self.query_gradient = self.bias_gradient = None
+        self.finite = self.main = self.postprocess = self.query_gradient = self.bias_gradient = None
         if c.HIDES.value:
             self.finite = Launch(finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual)
         if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
-            after = (strided(k), strided(v), POINTER, q_sum_layout, strided(dk), strided(dv), dbias_layout)
+            after = (strided(k), strided(v), POINTER, dq_accum_layout, strided(dk), strided(dv), dbias_layout)
             self.main = Launch(backward_kernel, key_programs, (*rows, *after), numbers, **options)
-        if q_sum is not None:
-            self.finish = Launch(finish_kernel, row_programs, (POINTER, strided(dq)), numbers, **usual)
+        if dq_accum is not None:
+            self.postprocess = Launch(postprocess_kernel, row_programs, (POINTER, strided(dq)), numbers, **usual)
         elif dq is not None:
             self.query_gradient = Launch(query_gradient_kernel, row_programs, (*rows, strided(dq)), numbers, **fewer)
         if dbias is not None and ordered_bias:
@@ -219,18 +226,18 @@ class Backward:
         do, dlse = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
-            dq, dk, dv, q_sum = [None if make is None else make() for make in self.empty_gradients]
+            dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
-            self.prepare(outputs.o, do, outputs.lse, dlse, delta, lse2, q_sum)
+            self.preprocess(outputs.o, do, outputs.lse, dlse, delta, lse2, dq_accum)
             finite = None
             if self.finite is not None:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             rows = (q, k, v, do, lse2, delta, bias, mask)
             if self.main is not None:
-                self.main(*rows, k, v, finite, q_sum, dk, dv, dbias)
-            if self.finish is not None:
-                self.finish(q_sum, dq)
+                self.main(*rows, k, v, finite, dq_accum, dk, dv, dbias)
+            if self.postprocess is not None:
+                self.postprocess(dq_accum, dq)
             if self.query_gradient is not None:
                 self.query_gradient(*rows, dq)
             if self.bias_gradient is not None:
@@ -287,9 +294,9 @@ def _terms(problem: Problem) -> Terms:
     )
 
 
-def _sizes(problem: Problem, padded_queries: int = 0) -> Sizes:
+def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:
     p = problem
-    return Sizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
+    return ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
 
 
 def _compiled(
@@ -299,16 +306,16 @@ def _compiled(
     tma: bool,
     *tensors: Tensor | None,
     **switches: Any,
-) -> Compiled:
+) -> Constexprs:
     bd, bdv = widths(problem, tma)
-    values = Compiled(
+    values = Constexprs(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=bd,
         BLOCK_DV=bdv,
         EVEN_D=bd == problem.head_dim,
         EVEN_DV=bdv == problem.value_dim,
-        RAGGED_M=problem.queries * (problem.group if config.packed else 1) % config.block_m != 0,
+        RAGGED_M=problem.queries * (problem.group if config.pack_gqa else 1) % config.block_m != 0,
         TMA=tma,
         WIDE=wide(*tensors),
         BIAS=problem.bias is not None,
@@ -318,12 +325,12 @@ def _compiled(
         HIDES=not every_pair_alike(problem),
         ORDER=problem.raster_order,
         PRECISION=precision(problem),
-        PACKED=config.packed,
+        PACK_GQA=config.pack_gqa,
         STAGES_AGAIN=second_walk_stages(problem, tma),
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
         **switches,
     )
-    return Compiled(*(x if isinstance(x, Broadcast) else tl.constexpr(x) for x in values))
+    return Constexprs(*(x if isinstance(x, Broadcast) else tl.constexpr(x) for x in values))
 
 
 def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
@@ -339,9 +346,9 @@ def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
     return descriptor(x, block, cols.value) if tma else strided(x)
 
 
-def _input_layouts(inputs: Inputs, config: Config, c: Compiled, tma: bool) -> tuple[Any, ...]:
+def _input_layouts(inputs: Inputs, config: Config, c: Constexprs, tma: bool) -> tuple[Any, ...]:
     return (
-        _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma and not config.packed),
+        _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma and not config.pack_gqa),
         _rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
         _rows_layout(inputs.v, config.block_n, c.BLOCK_DV, tma),
         _scores_layout(inputs.bias, c.BIAS_HOW, config),
@@ -367,8 +374,8 @@ def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> A
 def _broadcast(x: Tensor | None, operand: Operand | None, problem: Problem, config: Config) -> Broadcast | None:
     if x is None or operand is None:
         return None
-    # Rows of a packed tile are of several heads.
-    tma = operand.axes == "matrix" and not config.packed and x.dtype is not torch.bool and _uses_tma(problem, x)
+    # Rows of a tile with pack_gqa are of several heads.
+    tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
     return broadcast(operand, problem.broadcast_group(operand), tma)
 
 

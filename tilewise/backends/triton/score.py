@@ -1,4 +1,5 @@
-"""The score pipeline on the GPU: jit twins, name by name, of `tilewise.score.reference` and `tilewise.score.tiles`.
+"""The score pipeline on the GPU: jit twins, name by name, of `tilewise.score.reference` and `tilewise.score.tiles`, and
+the order in which a tile takes them: `score_tile`, `visible_tile`, and back `score_tile_gradient`.
 
 Indices are arguments of every helper, so that one helper serves [M, N] tiles (forward) and [N, M] tiles (backward).
 The scale costs no multiply of its own and rounds no operand: it rides on the fused multiply-add that adds the bias or,
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from tilewise.backends.triton.tensors import load_operand
 from tilewise.score import tiles
 
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
@@ -67,3 +69,45 @@ def in_band(rows, cols, terms):
 @triton.jit
 def softmax_derivative(p, dp, delta):
     return p * (dp - delta)
+
+
+@triton.jit
+def score_tile(products, x, at, n0, cols, terms, sizes, TAIL: tl.constexpr, c):
+    """Scores of a tile of raw products: scale, softcap, bias. Also the softcap's derivative, of which only a backward
+    makes use, and the bias; where there is no such term something else, for Triton 3.6 returns no None.
+
+    Without bias and softcap the scale waits for `Terms.exponent`. at, n0, cols, TAIL: see `load_operand`. What is
+    hidden is hidden later, by `visible_tile`.
+    """
+    s, slope, added = products, products, products
+    if c.BIAS:
+        added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
+    if terms.HAS_CAP:
+        s = softcap(s * terms.scale, terms.cap)
+        slope = softcap_derivative(s, terms.cap)
+        if c.BIAS:
+            s += added
+    elif c.BIAS:
+        s = s * terms.scale + added  # one fused multiply-add: the scale rides on the bias
+    return s, slope, added
+
+
+@triton.jit
+def visible_tile(x, at, n0, cols, terms, sizes, PARTIAL: tl.constexpr, TAIL: tl.constexpr, c):
+    """Which pairs of a tile are visible: inside the keys, in the band, by the mask. PARTIAL: the band may cut it."""
+    visible = (n0 + cols < sizes.keys) & (at.rows >= 0)
+    if PARTIAL:
+        visible &= in_band(at.m0 + at.rows, n0 + cols, terms)
+    if c.MASK:
+        visible &= load_operand(x.mask, c.MASK_HOW, at, n0, cols, TAIL, sizes, c) != 0
+    return visible
+
+
+@triton.jit
+def score_tile_gradient(p, dp, delta, slope, terms):
+    """`score_tile` backwards, the softmax first: dS with respect to scale·Q Kᵀ, and to the biased score."""
+    db = softmax_derivative(p, dp, delta)
+    ds = db
+    if terms.HAS_CAP:
+        ds = db * slope
+    return ds, db

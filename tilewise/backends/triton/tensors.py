@@ -40,18 +40,21 @@ class Reads(NamedTuple):
     mask: Any
 
 
-class Rows(NamedTuple):
-    """The queries of a tile, built inside a kernel. A packed tile holds the query heads of one key/value head."""
+class QueryRows(NamedTuple):
+    """The queries of a tile, built inside a kernel. With PACK_GQA a tile holds the query heads of one key/value head.
+
+    rows: [BLOCK_M, 1], or [1, BLOCK_M] for a transposed tile.
+    """
 
     b: Any
     kv_head: Any
-    head: Any  # query head, or one for each row, [BLOCK_M, 1], where the tile is packed
+    head: Any  # query head, or with PACK_GQA one for each row, [BLOCK_M, 1]
     first_head: Any  # of the tile
     m0: Any  # query of row r: m0 + rows[r]
-    rows: Any  # [BLOCK_M, 1]
+    rows: Any
 
 
-class Sizes(NamedTuple):
+class ProblemSizes(NamedTuple):
     batch: int
     heads: int
     group: int
@@ -116,7 +119,7 @@ def head_at(b, h, sizes):
 @triton.jit
 def row_at(head, m, length):
     """The place of query ``m`` of a head, see `head_at`, in numbers of which each head has ``length``: the LSE, or,
-    with `Sizes.padded_queries`, the backward's row statistics."""
+    with `ProblemSizes.padded_queries`, the backward's row statistics."""
     return head * length + m
 
 
@@ -162,7 +165,7 @@ def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TM
 
 
 @triton.jit
-def load_packed_rows(x, at, row_end, sizes, c):
+def load_group_rows(x, at, row_end, sizes, c):
     """The tile [BLOCK_M, padded head dim] of q, each row of its own head; 0 outside the tensor."""
     cols = tl.arange(0, c.BLOCK_D)[None, :]
     row = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(at.head, tl.int64) * x.stride1
@@ -173,7 +176,7 @@ def load_packed_rows(x, at, row_end, sizes, c):
 
 @triton.jit
 def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
-    """Store [rows, COLS] into a `Strided`, in its dtype; what lies past the ends is dropped. h: as `Rows.head`."""
+    """Store [rows, COLS] into a `Strided`, in its dtype; what lies past the ends is dropped. h: as `QueryRows.head`."""
     cols = tl.arange(0, COLS)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
@@ -189,13 +192,14 @@ def matrix_of(how, b, h):
 
 
 @triton.jit
-def load_scores(x, how, b, h, m0, n0, rows, cols, TAIL: tl.constexpr, sizes, c):
-    """The tile of a bias or mask at (m0, n0), of a shape that broadcasts to [rows, cols]; 0 outside the tensor.
+def load_operand(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c):
+    """The tile of a bias or mask, of a shape that broadcasts to that of the scores; 0 outside the tensor.
 
-    ``rows`` and ``cols`` count from 0 and are two-dimensional, [BM, 1] and [1, BN] or, for a transposed tile, [1, BM]
-    and [BN, 1]. ``h`` is a number or, for a packed tile, [BM, 1].
+    at: `QueryRows`. cols count from 0, [1, BLOCK_N] or, for a transposed tile, [BLOCK_N, 1]. TAIL: the tile may reach
+    past the tensor. Heads of a tile that share a matrix read it once.
     """
-    mb, mh = matrix_of(how, b, h)
+    m0, rows = at.m0, at.rows
+    mb, mh = matrix_of(how, at.b, at.first_head if how.GROUP > 1 else at.head)
     if how.TMA:
         BM: tl.constexpr = rows.numel
         BN: tl.constexpr = cols.numel
