@@ -111,3 +111,63 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 def _problem_of(case: Case, x: Tensors) -> Problem:
     score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
     return Problem.of(x.q, x.k, x.v, x.bias, x.mask, score, deterministic=case.deterministic)
+
+
+def _sparse(mask: Tensor) -> None:
+    """Of blocks of 128 x 64 leave some as they are, hide a quarter, and show the others."""
+    block = (torch.arange(mask.shape[2])[:, None] // 128 + torch.arange(mask.shape[3]) // 64) % 4
+    mask[:] = torch.where(block == 0, mask, block != 1)
+
+
+def mask_lists(case: Case, backward: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, int], Tensor]:
+    """What the triton backend's forward, or backward, knows of a case's mask: of each tile, by rows and by keys; the
+    size of its tiles; and the mask, of which some tiles are hidden and some whole."""
+    from tilewise.backends.triton.config import backward_config, forward_config
+    from tilewise.backends.triton.masks import MaskLists
+
+    x = tensors(case)
+    _sparse(x.mask)
+    problem = _problem_of(case, x)
+    config = backward_config(problem, False) if backward else forward_config(problem, False, False)
+    found = MaskLists(problem, config, x.mask, by_rows=True, by_keys=True, even=backward)(x.mask)
+    rows, keys = (y.view(-1, *y.shape[-2:]) for y in (found.by_rows, found.by_keys))
+    return found.states, rows, keys, (config.block_m, config.block_n), x.mask
+
+
+class _Turned:
+    """Lists of a mask, after which the mask is turned round in all tiles that are hidden or whole."""
+
+    def __init__(self, lists, config, mask: Tensor):
+        self.lists, self.config, self.mask, self.before, self.tiles = lists, config, mask, mask.clone(), 0
+
+    def __call__(self, mask: Tensor):
+        found = self.lists(mask)
+        c = self.config
+        for at in (found.states.view(*mask.shape[:2], *found.states.shape[1:]) != 1).nonzero().tolist():
+            b, h, m, n = at
+            tile = mask[b, h, m * c.block_m : (m + 1) * c.block_m, n * c.block_n : (n + 1) * c.block_n]
+            tile.logical_not_()
+            self.tiles += 1
+        return found
+
+
+def turn_mask(case: Case) -> tuple[Results, Results, int]:
+    """Results of the triton backend, and those of a mask that is `_Turned`; in how many tiles."""
+    from tilewise.backends import Inputs, Needs, Outputs
+    from tilewise.backends.triton.launch import Backward, Forward
+
+    x = tensors(case)
+    _sparse(x.mask)
+    problem, inputs = _problem_of(case, x), Inputs(x.q, x.k, x.v, x.bias, x.mask)
+    needs, cotangents = Needs(True, True, True, x.bias is not None), Outputs(x.do, x.dlse)
+    forward = Forward(problem, inputs)
+    outputs = forward(inputs)
+    backward = Backward(problem, inputs, outputs, cotangents, needs)
+    before = Results(*outputs, *backward(inputs, outputs, cotangents))
+    turned, results = 0, []
+    for passed, arguments in ((forward, (inputs,)), (backward, (inputs, outputs, cotangents))):
+        passed.masked = _Turned(passed.masked, passed.config, x.mask)
+        results += passed(*arguments)
+        x.mask[:] = passed.masked.before
+        turned += passed.masked.tiles
+    return before, Results(*results), turned

@@ -63,6 +63,41 @@ def test_traffic_of_a_mask():
     assert masked.forward.bytes - plain.forward.bytes == B * M * N
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(B, H, M, N), (1, HKV, 1, N), (B, 1, M, 1)])
+def test_what_a_mask_leaves(causal, shape):
+    """Counted element by element; a mask without elements says nothing."""
+    M, N = 200, 300
+    q, k, v = meta(B, H, M, D), meta(B, HKV, N, D), meta(B, HKV, N, DV)
+    mask = torch.rand(*(n if size > 1 else 1 for n, size in zip((B, shape[1], M, N), shape, strict=True))) < 0.5
+    mask[..., : mask.shape[2] // 2, mask.shape[3] // 3 :] = False
+    bare, known = (
+        explain(*(torch.zeros(x.shape) for x in (q, k, v)), causal=causal, **more) for more in ({}, {"mask": mask})
+    )
+    every = torch.ones(M, N, dtype=torch.bool).tril(N - M if causal else N)
+    seen = mask.expand(B, -1, M, N).repeat_interleave(H // mask.shape[1], 1) & every
+    assert known.mask.pairs == pytest.approx(int(seen.sum()) / (B * H * int(every.sum())))
+    assert known.forward.flops == 2 * int(seen.sum()) * (D + DV)
+    assert known.backward.flops == 2 * int(seen.sum()) * (3 * D + 2 * DV)
+
+    def tiles(x):
+        return sum(bool(part.any()) for rows in x.split(128, -2) for part in rows.split(128, -1))
+
+    found = sum(tiles(of_head) for of_batch in seen for of_head in of_batch)
+    assert known.mask.tiles == pytest.approx(found / (B * H * tiles(every)))
+    of, where = ("these", "their tiles") if causal else ("the scores", "tiles")
+    line = f"  mask: leaves {percent(known.mask.pairs)} of {of}, in {percent(known.mask.tiles)} of {where} of 128 x 128"
+    assert line in str(known).splitlines()
+    assert bare.mask is None
+    assert explain(q, k, v, mask=meta(*mask.shape, dtype=torch.bool), device="cpu").mask is None
+
+
+def test_a_mask_that_leaves_nothing():
+    e = explain(*(torch.zeros(x.shape) for x in small()), mask=torch.zeros(1, 1, M, 1, dtype=torch.bool))
+    assert e.mask == (0, 0)
+    assert str(e).splitlines()[-1] == "no query sees a key: o is 0 and lse -inf"
+
+
 def test_what_the_band_hides_is_neither_computed_nor_read():
     """Causal, bottom-right, with a left window of one: query i sees keys i and i + 1 of six, so all keys are seen."""
     bias = meta(H, M, N)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Operand, Problem, irregular
 from tilewise.quantities import duration, number, percent, quantity
+from tilewise.score.reference import in_band
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
 
@@ -72,7 +73,8 @@ class Work:
     """What one pass has to do.
 
     Attributes:
-        flops: of the products alone, 2 for a multiply and an add; pairs that causal or window hide are not counted.
+        flops: of the products alone, 2 for a multiply and an add; pairs that causal, window or a mask hides are not
+            counted, but those of a mask whose elements are not known.
         bytes: the least traffic with the device's memory: each input read once and each result written once.
         unfused_bytes: what an implementation that stores the score matrix and its softmax (or their gradients) writes
             and reads in addition, in q's dtype: `FORWARD_PASSES` or `BACKWARD_PASSES`.
@@ -88,6 +90,16 @@ class Work:
         return self.flops / self.bytes if self.bytes else 0.0
 
 
+class MaskShare(NamedTuple):
+    """What a mask leaves of the scores that causal and window leave: of these a share, and of their tiles one."""
+
+    pairs: float
+    tiles: float  # of `TILE` queries and keys, in which it leaves some score
+
+
+TILE = 128
+
+
 @dataclass(frozen=True)
 class Explanation(Lines):
     """What `explain` found; ``str()`` of it is the same in words.
@@ -98,6 +110,7 @@ class Explanation(Lines):
         forward: the forward's work.
         backward: the backward's work, with gradients of q, k and v, and of the bias if that requires grad.
         limits: of the device, or None if they are not known.
+        mask: what the mask leaves; None where there is none, or a tensor without elements (on the meta device).
     """
 
     plan: Plan
@@ -105,6 +118,7 @@ class Explanation(Lines):
     forward: Work
     backward: Work
     limits: Limits | None
+    mask: MaskShare | None = None
 
     @property
     def problem(self) -> Problem:
@@ -141,8 +155,8 @@ def explain(
 ) -> Explanation:
     """What `tilewise.attention` would do with these arguments: backend, tiles, FLOPs, bytes, and what limits them.
 
-    Nothing is computed; the tensors' shapes, dtypes, device and requires_grad are all that is read. Under
-    `torch.autocast` q, k and v are cast, as they are for the call.
+    Nothing is computed; of the tensors their shapes, dtypes, device and requires_grad are read, and of the mask its
+    elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
 
     Args:
         q, k, v, bias, mask, causal, window, scale, softcap, dropout_p, deterministic, backend: as for
@@ -182,7 +196,35 @@ def explain(
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
     plan = make_plan(problem, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
-    return Explanation(plan, tiles, forward_work(problem), backward_work(problem), known)
+    forward, backward, share = forward_work(problem), backward_work(problem), _mask_share(problem, call.inputs.mask)
+    if share is not None:
+        forward, backward = (replace(x, flops=round(x.flops * share.pairs)) for x in (forward, backward))
+    return Explanation(plan, tiles, forward, backward, known, share)
+
+
+def _mask_share(problem: Problem, mask: Tensor | None) -> MaskShare | None:
+    """None where there is no mask, its elements are not known, or no score is left to it. A few rows at a time."""
+    if type(mask) is not Tensor or mask.is_meta or problem.pairs == 0:
+        return None
+    cols = torch.arange(problem.keys, device=mask.device)
+    pairs = tiles = band_tiles = 0
+    for row0 in range(0, problem.queries, TILE):
+        rows = torch.arange(row0, min(row0 + TILE, problem.queries), device=mask.device)
+        in_reach = in_band(rows[:, None], cols, problem.score.band)
+        band_tiles += _count_tiles(in_reach)
+        for of_batch in mask if mask.shape[2] == 1 else mask[:, :, rows]:
+            seen = of_batch & in_reach
+            pairs += int(seen.sum())
+            tiles += _count_tiles(seen)
+    matrices = mask.shape[0] * mask.shape[1]
+    band_pairs = problem.pairs // (problem.batch * problem.heads)
+    return MaskShare(pairs / (matrices * band_pairs), tiles / (matrices * band_tiles))
+
+
+def _count_tiles(seen: Tensor) -> int:
+    """How many tiles of a row of tiles, (..., up to TILE, N), have something in them."""
+    keys = seen.any(-2)
+    return int(torch.nn.functional.pad(keys, (0, -keys.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).any(-1).sum())
 
 
 def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
@@ -269,6 +311,10 @@ def _lines(e: Explanation) -> Iterator[str]:
     if not p.score.band.unlimited:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
+    if e.mask is not None:
+        of, tiles = ("the scores", "tiles") if p.score.band.unlimited else ("these", "their tiles")
+        pairs, where = percent(e.mask.pairs), f"{percent(e.mask.tiles)} of {tiles} of {TILE} x {TILE}"
+        yield f"  mask: leaves {pairs} of {of}, in {where}"
     yield f"backend {e.plan.backend}: {e.tiles}"
     if e.plan.backward != e.plan.backend:
         yield f"  gradients by {e.plan.backward}: {e.plan.backend} {e.plan.backward_declined}"

@@ -28,7 +28,7 @@ from tilewise.backends.cpu.parts import (
     product,
 )
 from tilewise.problem import Problem
-from tilewise.score import reference
+from tilewise.score import reference, visibility
 from tilewise.score.tiles import key_tiles, limits
 
 # A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
@@ -287,15 +287,17 @@ class _Heads:
             rows.start, rows.stop - rows.start, self.problem.keys, lo, hi, step
         )
         for j in range(begin, end):
-            visible = None
+            visible, state = None, visibility.WHOLE
             if self.inputs.mask is not None:
                 visible = self._operand_tile(self.inputs.mask, rows, j)
                 least, most = visible.view(torch.uint8).aminmax()  # far faster than all() and any()
-                if not most:
-                    continue
-                if least:
-                    visible = None
-            if careful or (self.band_hides and not full_begin <= j < full_end):
+                state = visibility.WHOLE if least else visibility.MIXED if most else visibility.HIDDEN
+            if not visibility.visited(j, begin, end, state):
+                continue
+            kind = visibility.entry(j, full_begin, full_end, state)
+            if not visibility.is_mixed(kind):
+                visible = None
+            if careful or (self.band_hides and visibility.is_cut(kind)):
                 row = torch.arange(rows.start, rows.stop, device=self.inputs.q.device)
                 col = torch.arange(j * step, j * step + self.k[j].shape[1], device=self.inputs.q.device)
                 seen = reference.in_band(row[:, None], col, band)

@@ -22,6 +22,7 @@ from tilewise.backends.triton.tensors import (
     row_at,
     store_rows,
 )
+from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, tile_at
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -105,18 +106,20 @@ def load_stats(x, b, h, m0, sizes, c):
 
 @triton.jit
 def tile_gradients(
-    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, PARTIAL: tl.constexpr, c
-):
+    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, mixed,
+    PARTIAL: tl.constexpr, c,
+):  # fmt: skip
     """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score.
 
-    PARTIAL: the tile reaches past the band, the keys or the queries.
+    PARTIAL: the tile reaches past the band, the keys or the queries, or, where there are lists of tiles, the mask may
+    hide some of it if it is ``mixed``.
     """
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
     s, slope, _added = score_tile(dot(k_tile, q_tile.T, None, c), x, at, n0, cols, terms, sizes, PARTIAL, c)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
-    if PARTIAL or c.MASK:
-        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, PARTIAL, PARTIAL, c), p, 0.0)
+    if PARTIAL or (c.MASK and not c.LISTS):
+        p = tl.where(visible_tile(x, at, n0, cols, mixed, terms, sizes, PARTIAL, PARTIAL, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
     ds, db = score_tile_gradient(p, dp, delta[None, :], slope, terms)
     return p, ds, db
@@ -159,16 +162,17 @@ def _give_bias(dbias, how, db, b, h, m0, n0, sizes, c):
 
 
 @triton.jit
-def _attend_backward(
-    dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, tile, n0, PARTIAL: tl.constexpr, c
-):
+def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, tile, n0, mixed,
+                     PARTIAL: tl.constexpr, c):  # fmt: skip
     """One tile of queries, seen from the keys: every gradient that it takes part in."""
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
     do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
     delta = load_stats(x.delta, b, h, m0, sizes, c)
-    p, ds, db = tile_gradients(k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, PARTIAL, c)
+    p, ds, db = tile_gradients(
+        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, mixed, PARTIAL, c
+    )
     if c.WANT_V:
         dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
     ds = ds.to(q_tile.dtype)
@@ -184,7 +188,7 @@ def _attend_backward(
 
 
 @triton.jit
-def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite, dq_accum, dk, dv,
+def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows, finite, dq_accum, dk, dv,
                     dbias, terms, sizes, c):  # fmt: skip
     """dK and dV of one tile of keys, its share of dQ, and dBias; walks the query heads of the group."""
     x = Reads(q, k, v, do, lse2, delta, bias, mask)
@@ -205,15 +209,19 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, k_rows, v_rows, finite
     for g in range(0, sizes.group):
         h = hk * sizes.group + g
         dcol = tl.zeros([c.BLOCK_N], tl.float32)
-        for i in tl.range(full_begin, full_end):
+        if c.LISTS:  # noqa: SIM108  (one branch is compiled, not both)
+            walk = listed_walk(lists, tile, b, h, True, sizes, c)
+        else:
+            walk = Walk(begin, full_begin, full_end, end, 0)
+        for i in tl.range(walk.full_begin, walk.full_end):
+            t, _mixed = tile_at(walk, i, c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, i, n0, False, c
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, 1, False, c
             )
-        left = full_begin - begin
-        for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
-            t = tl.where(i < left, begin + i, full_end + i - left)
+        for i in tl.range(0, other_count(walk)):
+            t, mixed = tile_at(walk, other_place(walk, i), c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, True, c
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, mixed, True, c
             )
         if c.DBIAS == "cols":
             mb, mh = matrix_of(c.BIAS_HOW, b, h)

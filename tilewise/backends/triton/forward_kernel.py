@@ -22,6 +22,7 @@ from tilewise.backends.triton.tensors import (
     row_at,
     store_rows,
 )
+from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, tile_at
 
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(2.0**27)
@@ -30,10 +31,11 @@ MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
 @triton.jit
-def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, c):
+def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, mixed, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, c):
     """One tile of keys and values: scores, online softmax, output.
 
-    PARTIAL: the tile reaches past the band or the keys. CAREFUL: a value that is not finite counts only where visible.
+    PARTIAL: the tile reaches past the band or the keys, or, where there are lists of tiles, the mask may hide some of
+    it if it is ``mixed``. CAREFUL: a value that is not finite counts only where visible.
     """
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
     cols = tl.arange(0, c.BLOCK_N)[None, :]
@@ -44,9 +46,9 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, PARTIAL: tl.conste
     s, _slope, added = score_tile(dot(q_tile, k_tile.T, None, c), x, at, n0, cols, terms, sizes, TAIL, c)
 
     # masks act after the product
-    HIDES: tl.constexpr = PARTIAL or c.MASK or (CAREFUL and c.BIAS)
+    HIDES: tl.constexpr = PARTIAL or (c.MASK and not c.LISTS) or (CAREFUL and c.BIAS)
     if HIDES:
-        visible = visible_tile(x, at, n0, cols, terms, sizes, PARTIAL, TAIL, c)
+        visible = visible_tile(x, at, n0, cols, mixed, terms, sizes, PARTIAL, TAIL, c)
         if CAREFUL and c.BIAS:
             visible &= added != -float("inf")
         s = tl.where(visible, s, -float("inf"))
@@ -90,8 +92,8 @@ def _start(c):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
-    """O and the LSE of one tile of queries; walks the key tiles that the band leaves, or its part of them.
+def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
+    """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
 
     Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse.
     """
@@ -119,25 +121,30 @@ def forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
         at = QueryRows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
         q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
-    begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
-    if c.SPLIT:
-        begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
+    if c.LISTS:
+        walk = listed_walk(lists, tile, b, h, False, sizes, c)
+    else:
+        begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+        if c.SPLIT:
+            begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
+        walk = Walk(begin, full_begin, full_end, end, 0)
 
     acc, m_i, l_i = _start(c)
-    for n in tl.range(full_begin, full_end):
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, False, False, c)
-    left = full_begin - begin
-    for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
-        n = tl.where(i < left, begin + i, full_end + i - left)
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, True, False, c)
+    for i in tl.range(walk.full_begin, walk.full_end):
+        n, _mixed = tile_at(walk, i, c.LISTS)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, 1, False, False, c)
+    for i in tl.range(0, other_count(walk)):
+        n, mixed = tile_at(walk, other_place(walk, i), c.LISTS)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, mixed, True, False, c)
 
     if c.HIDES:
         # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
         spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # in one step: sm_100 has no code for two
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
-            for n in tl.range(begin, end, num_stages=c.STAGES_AGAIN):
-                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, True, True, c)
+            for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN):
+                n, mixed = tile_at(walk, i, c.LISTS)
+                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, mixed, True, True, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
     # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf

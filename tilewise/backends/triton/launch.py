@@ -38,6 +38,7 @@ from tilewise.backends.triton.config import (
     widths,
 )
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
+from tilewise.backends.triton.masks import MaskLists, MaskTiles, lists_pay
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
 from tilewise.backends.triton.score import INTERPRET, Terms
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
@@ -70,6 +71,7 @@ class Constexprs(NamedTuple):
     STAGES_AGAIN: Any  # see config.second_walk_stages
     MARK: Any  # dtype that marks values that are not finite
     PACK_GQA: Any  # see config.Config
+    LISTS: Any = False  # with a mask, of the tiles to visit: see visibility
     SPLIT: Any = False  # several programs share the keys of a tile of queries
     DQ_TMA: Any = False
     DBIAS: Any = "none"  # see bias_reduction
@@ -93,7 +95,11 @@ class Forward:
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         parts = splits(problem, config)
-        c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1)
+        lists = mask is not None and lists_pay(problem, config)
+        self.masked = None
+        if mask is not None and lists:
+            self.masked = MaskLists(problem, config, mask, by_rows=True, by_keys=False, even=False)
+        c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1, LISTS=lists)
         sizes = _sizes(problem)._replace(splits=parts)
         o = target = empty_output(q, problem.value_dim, "meta")
         lse = q.new_empty(q.shape[:3], dtype=torch.float32, device="meta")
@@ -113,7 +119,7 @@ class Forward:
         self.main = Launch(
             forward_kernel,
             triton.cdiv(rows, config.block_m) * heads * problem.batch * parts,
-            (*_input_layouts(inputs, config, c, tma), strided(target), POINTER),
+            (*_input_layouts(inputs, config, c, tma), POINTER, strided(target), POINTER),
             (_terms(problem), sizes, c),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -122,12 +128,13 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
             o, lse = self.empty_o(), self.empty_lse()
+            lists = None if self.masked is None or inputs.mask is None else self.masked(inputs.mask).by_rows
             try:
                 if self.merge is None:
-                    self.main(*inputs, o, lse)
+                    self.main(*inputs, lists, o, lse)
                 else:
                     parts, part_lse = (empty() for empty in self.empty_parts)
-                    self.main(*inputs, parts, part_lse)
+                    self.main(*inputs, lists, parts, part_lse)
                     self.merge(parts, part_lse, o, lse)
             except OutOfResources as error:
                 self._prepare(_smaller(self.config, error), inputs)
@@ -162,6 +169,10 @@ class Backward:
         # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
         summed = needs.q and not problem.deterministic
         dq_accum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
+        lists = mask is not None and lists_pay(problem, config)
+        self.masked = None
+        if mask is not None and lists:
+            self.masked = MaskLists(problem, config, mask, by_rows=needs.q and not summed, by_keys=True, even=True)
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
         self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
@@ -169,6 +180,7 @@ class Backward:
         dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
         c = _compiled(
             problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias,
+            LISTS=lists,
             DQ_TMA=tma and config.dq_tma,
             DBIAS="none" if ordered_bias else reduction,
             DBIAS_TMA=dbias_tma,
@@ -203,16 +215,20 @@ class Backward:
         if c.HIDES.value:
             self.finite = Launch(finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual)
         if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
-            after = (strided(k), strided(v), POINTER, dq_accum_layout, strided(dk), strided(dv), dbias_layout)
+            after = (POINTER, strided(k), strided(v), POINTER, dq_accum_layout, strided(dk), strided(dv), dbias_layout)
             self.main = Launch(backward_kernel, key_programs, (*rows, *after), numbers, **options)
         if dq_accum is not None:
             self.postprocess = Launch(postprocess_kernel, row_programs, (POINTER, strided(dq)), numbers, **usual)
         elif dq is not None:
-            self.query_gradient = Launch(query_gradient_kernel, row_programs, (*rows, strided(dq)), numbers, **fewer)
+            self.query_gradient = Launch(
+                query_gradient_kernel, row_programs, (*rows, POINTER, strided(dq)), numbers, **fewer
+            )
         if dbias is not None and ordered_bias:
             b, h, m, n = dbias.shape
             programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
-            self.bias_gradient = Launch(bias_gradient_kernel, programs, (*rows, strided(dbias)), numbers, **fewer)
+            self.bias_gradient = Launch(
+                bias_gradient_kernel, programs, (*rows, POINTER, strided(dbias)), numbers, **fewer
+            )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         try:
@@ -234,14 +250,15 @@ class Backward:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             rows = (q, k, v, do, lse2, delta, bias, mask)
+            found = MaskTiles(None, None, None) if self.masked is None or mask is None else self.masked(mask)
             if self.main is not None:
-                self.main(*rows, k, v, finite, dq_accum, dk, dv, dbias)
+                self.main(*rows, found.by_keys, k, v, finite, dq_accum, dk, dv, dbias)
             if self.postprocess is not None:
                 self.postprocess(dq_accum, dq)
             if self.query_gradient is not None:
-                self.query_gradient(*rows, dq)
+                self.query_gradient(*rows, found.by_rows, dq)
             if self.bias_gradient is not None:
-                self.bias_gradient(*rows, dbias)
+                self.bias_gradient(*rows, found.states, dbias)
             if dbias is not None and bias is not None:
                 dbias = dbias.to(bias.dtype)
         return Gradients(dq, dk, dv, dbias)
@@ -384,5 +401,6 @@ def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, 
     if reduction == "none" or bias is None:
         return None
     dtype = bias.dtype if reduction == "store" else torch.float32
-    fill = torch.empty if reduction == "store" and problem.score.band.unlimited else torch.zeros
+    everywhere = reduction == "store" and problem.score.band.unlimited and problem.mask is None
+    fill = torch.empty if everywhere else torch.zeros
     return fill(bias.shape, dtype=dtype, device=device)

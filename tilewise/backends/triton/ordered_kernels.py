@@ -11,6 +11,7 @@ import triton.language as tl
 from tilewise.backends.triton.backward_kernel import load_stats, tile_gradients
 from tilewise.backends.triton.score import key_tiles
 from tilewise.backends.triton.tensors import Reads, dot, load_rows, program_tile, store_rows
+from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, state_of, tile_at
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _clean(tile, HIDES: tl.constexpr):
 
 
 @triton.jit
-def _score_gradients(rows, x, terms, sizes, b, h, m0, n, PARTIAL: tl.constexpr, c):
+def _score_gradients(rows, x, terms, sizes, b, h, m0, n, mixed, PARTIAL: tl.constexpr, c):
     """The tile of keys, dSᵀ with respect to scale·Q Kᵀ, and to the biased score; ``rows`` come from `_load_queries`."""
     n0 = tl.cast(n, tl.int32) * c.BLOCK_N
     hk = h // sizes.group
@@ -37,14 +38,15 @@ def _score_gradients(rows, x, terms, sizes, b, h, m0, n, PARTIAL: tl.constexpr, 
     v_tile = load_rows(x.v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
     k_tile = _clean(k_tile, c.HIDES)
     _, ds, db = tile_gradients(
-        k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, terms, sizes, b, h, m0, n0, PARTIAL, c
-    )
+        k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, terms, sizes, b, h, m0, n0, mixed,
+        PARTIAL, c,
+    )  # fmt: skip
     return k_tile, ds, db
 
 
 @triton.jit
-def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dq, terms, sizes, c):
-    """dQ of one tile of queries; walks the key tiles that the band leaves."""
+def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, lists, dq, terms, sizes, c):
+    """dQ of one tile of queries; walks the key tiles that it sees."""
     x = Reads(q, k, v, do, lse2, delta, bias, mask)
     tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
     tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
@@ -52,27 +54,31 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dq, terms, sizes
         tile = tiles - 1 - tile
     m0 = tile * c.BLOCK_M
     rows = _load_queries(x, b, h, m0, sizes, c)
-    begin, full_begin, full_end, end = key_tiles(
-        m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
-    )
-    if m0 + c.BLOCK_M > sizes.queries:  # queries past the end: a bias or mask tile reaches past its tensor
-        full_begin = begin
-        full_end = begin
+    if c.LISTS:
+        walk = listed_walk(lists, tile, b, h, False, sizes, c)
+    else:
+        begin, full_begin, full_end, end = key_tiles(
+            m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
+        )
+        if m0 + c.BLOCK_M > sizes.queries:  # queries past the end: a bias or mask tile reaches past its tensor
+            full_begin = begin
+            full_end = begin
+        walk = Walk(begin, full_begin, full_end, end, 0)
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-    for n in tl.range(full_begin, full_end):
-        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, c)
+    for i in tl.range(walk.full_begin, walk.full_end):
+        n, _mixed = tile_at(walk, i, c.LISTS)
+        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, 1, False, c)
         acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
-    left = full_begin - begin
-    for i in tl.range(0, left + end - full_end):  # the partial tiles on both sides of the full ones
-        n = tl.where(i < left, begin + i, full_end + i - left)
-        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
+    for i in tl.range(0, other_count(walk)):
+        n, mixed = tile_at(walk, other_place(walk, i), c.LISTS)
+        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, mixed, True, c)
         acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
     m = m0 + tl.arange(0, c.BLOCK_M)
     store_rows(dq, acc * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
 
 
 @triton.jit
-def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dbias, terms, sizes, c):
+def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, states, dbias, terms, sizes, c):
     """One tile of a broadcast dBias; walks every batch element, head, query and key tile that shares it."""
     x = Reads(q, k, v, do, lse2, delta, bias, mask)
     m_tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
@@ -102,8 +108,16 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, dbias, terms, siz
                     begin = tl.maximum(begin, tn)
                     end = tl.minimum(end, tn + 1)
                 for n in range(begin, end):
-                    _k_tile, _ds, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, True, c)
-                    acc += db
+                    if c.LISTS:
+                        state = state_of(states, b, h, tm + i, n, sizes, c)
+                        if state > 0:
+                            _k_tile, _ds, db = _score_gradients(
+                                rows, x, terms, sizes, b, h, m0, n, (state == 1).to(tl.int32), True, c
+                            )
+                            acc += db
+                    else:
+                        _k_tile, _ds, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, 1, True, c)
+                        acc += db
     m = tm * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     n = tn * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
     base = dbias.pointer + tl.cast(mb, tl.int64) * dbias.stride0 + tl.cast(mh, tl.int64) * dbias.stride1

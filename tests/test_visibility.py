@@ -1,0 +1,157 @@
+"""score/visibility.py against a mask written out, and the lists that Triton's kernels make of it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import interpreter_child
+import pytest
+import torch
+from helpers import Case
+
+from tilewise.score import visibility
+from tilewise.score.terms import Band
+from tilewise.score.tiles import key_tiles, limits, query_tiles
+from tilewise.score.visibility import HIDDEN, MIXED, WHOLE
+
+BANDS = [Band(), Band(hi=0), Band(lo=-3), Band(lo=-4, hi=1), Band(lo=2, hi=5), Band(hi=-4)]
+
+
+def matrix(M, N, band):
+    """Which of M x N pairs the band shows."""
+    return [
+        [(band.lo is None or j - i >= band.lo) and (band.hi is None or j - i <= band.hi) for j in range(N)]
+        for i in range(M)
+    ]
+
+
+def kind(pairs, mask):
+    """(visited, cut, mixed) of a tile: of all its pairs whether the band shows them, and whether the mask does."""
+    if not any(mask) or not any(pairs):
+        return False, None, None
+    return True, not all(pairs), not all(mask)
+
+
+def state(mask):
+    return WHOLE if all(mask) else MIXED if any(mask) else HIDDEN
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_entries(band, by_keys):
+    """Of every tile of sizes around a tile's: what is visited, in which order, and of which kind."""
+    lo, hi = limits(band)
+    BLOCK_M, BLOCK_N = 3, 4
+    for M, N in itertools.product((1, 2, 3, 7, 9), (1, 4, 5, 11)):
+        seen = matrix(M, N, band)
+        mask = [[(7 * (i // 2) + 5 * (j // 3) + i * j // 9) % 3 > 0 for j in range(N)] for i in range(M)]
+        rows = [range(a, min(a + BLOCK_M, M)) for a in range(0, M, BLOCK_M)]
+        cols = [range(a, min(a + BLOCK_N, N)) for a in range(0, N, BLOCK_N)]
+        for own in cols if by_keys else rows:
+            if by_keys:
+                interval = query_tiles(own.start, len(own), M, lo, hi, BLOCK_M)
+                pairs = [[(i, j) for i in other for j in own] for other in rows]
+            else:
+                interval = key_tiles(own.start, len(own), N, lo, hi, BLOCK_N)
+                pairs = [[(i, j) for i in own for j in other] for other in cols]
+            size = BLOCK_M if by_keys else BLOCK_N
+            masks = [[mask[i][j] for i, j in tile] for tile in pairs]
+            bands = [[seen[i][j] for i, j in tile] for tile in pairs]
+            whole_tile = [len(tile) // len(own) == size for tile in pairs]
+            for states, of_mask in (([state(m) for m in masks], masks), (None, [[True] * len(m) for m in masks])):
+                found = visibility.entries(*interval, states)
+                kinds = {n: kind(bands[n], of_mask[n]) for n in range(len(pairs))}
+                # An interval may hold a tile that a narrow band misses, between two that it meets: none here.
+                expected = {n for n, (visited, _, _) in kinds.items() if visited}
+                assert {visibility.tile_of(x) for x in found} == expected
+                assert len(found) == len(expected)
+                for x in found:
+                    _, cut, mixed = kinds[visibility.tile_of(x)]
+                    assert visibility.is_cut(x) == (cut or not whole_tile[visibility.tile_of(x)])
+                    assert visibility.is_mixed(x) == mixed
+                full = [not (visibility.is_cut(x) or visibility.is_mixed(x)) for x in found]
+                assert full == sorted(full, reverse=True)
+                for part in (True, False):
+                    numbers = [visibility.tile_of(x) for x, f in zip(found, full, strict=True) if f == part]
+                    assert numbers == sorted(numbers)
+
+
+def test_the_example_of_the_docstring():
+    states = [WHOLE, HIDDEN, WHOLE, MIXED]
+    interval = key_tiles(128, 128, 256, *limits(Band(hi=0)), 64)
+    assert interval == (0, 0, 2, 4)
+    found = visibility.entries(*interval, states)
+    assert [(visibility.tile_of(x), visibility.is_cut(x), visibility.is_mixed(x)) for x in found] == [
+        (0, False, False), (2, True, False), (3, True, True),
+    ]  # fmt: skip
+
+
+USUAL = Case(B=2, H=4, Hkv=2, M=200, N=330, D=16, mask="bhmn")
+LISTED = [
+    USUAL,
+    replace(USUAL, mask="1kmn", causal=True),
+    replace(USUAL, mask="b1mn", window=(90, 20)),
+    replace(USUAL, mask="11mn", M=330, N=200, causal=True),
+    replace(USUAL, mask="b11n"),
+    replace(USUAL, mask="1hm1", causal=True),
+    replace(USUAL, mask="1111", M=129, N=127),
+    replace(USUAL, mask="bhmn", M=3, N=129),
+    replace(USUAL, mask="b1mn", M=129, N=129, dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", LISTED, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_lists_of_a_mask(interpreter, case, backward):
+    """Of every matrix of the mask, in both directions: what `visibility.entries` lists of what is left of its tiles."""
+    states, by_rows, by_keys, (block_m, block_n), mask = interpreter(interpreter_child.mask_lists, case, backward)
+    lo, hi = limits(Band.aligned(case.causal, case.window, case.N - case.M))
+    full = mask.expand(*mask.shape[:2], case.M, case.N).flatten(0, 1)
+    tiles = [list(part.split(block_n, 2)) for part in full.split(block_m, 1)]
+    for x in range(full.shape[0]):
+        of = [[state(t[x].flatten().tolist()) for t in part] for part in tiles]
+        rows = states[x].expand(len(of), len(of[0])) if 1 in states[x].shape else states[x]
+        assert rows.tolist() == of
+        for m, part in enumerate(of):
+            rows_left = min(block_m, case.M - m * block_m)
+            interval = key_tiles(m * block_m, rows_left, case.N, lo, hi, block_n)
+            check_list(by_rows[x, m].tolist(), interval, part, backward and rows_left < block_m)
+        for n in range(len(of[0])):
+            cols_left = min(block_n, case.N - n * block_n)
+            interval = query_tiles(n * block_n, cols_left, case.M, lo, hi, block_m)
+            check_list(by_keys[x, n].tolist(), interval, [part[n] for part in of], backward and cols_left < block_n)
+
+
+def check_list(found, interval, states, none_full):
+    begin, full_begin, full_end, end = interval
+    if none_full:
+        full_begin = full_end = begin
+    expected = visibility.entries(begin, full_begin, full_end, end, states)
+    assert found[0] == len(expected)
+    assert found[1] == sum(x % 4 == 0 for x in expected)
+    assert found[2 : 2 + len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        USUAL,
+        replace(USUAL, mask="b1mn", causal=True, bias="1hmn"),
+        replace(USUAL, mask="1h1n", bias="bhmn", dtype=torch.float32),
+        replace(USUAL, mask="b1m1", bias="b11n", softcap=2.0),
+        replace(USUAL, mask="1kmn", bias="1hmn", deterministic=True),
+        replace(USUAL, mask="b11n", bias="111n", deterministic=True, causal=True),
+        replace(USUAL, mask="b1mn", bias="1hm1", deterministic=True),
+    ],
+    ids=str,
+)
+def test_the_mask_is_read_where_it_is_mixed(interpreter, case):
+    """Hidden tiles are not visited and whole ones not masked: after the lists are made the mask is turned round in
+    both, and nothing changes, not a bit."""
+    before, after, turned = interpreter(interpreter_child.turn_mask, case)
+    assert turned > 0
+    for name, x, y in zip(before._fields, before, after, strict=True):
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert torch.equal(x, y), name
