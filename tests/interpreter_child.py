@@ -7,7 +7,7 @@ import warnings
 from types import SimpleNamespace
 
 import torch
-from helpers import Case, Results, Tensors, check, run, tensors, visible
+from helpers import Case, Results, Tensors, check, hold, run, tensors, visible
 from torch import Tensor
 
 from tilewise.problem import Problem
@@ -132,6 +132,18 @@ def mask_lists(case: Case, backward: bool) -> tuple[Tensor, Tensor, Tensor, tupl
     found = MaskLists(problem, config, x.mask, by_rows=True, by_keys=True, even=backward)(x.mask)
     rows, keys = (y.view(-1, *y.shape[-2:]) for y in (found.by_rows, found.by_keys))
     return found.states, rows, keys, (config.block_m, config.block_n), x.mask
+
+
+def check_sparse(case: Case) -> None:
+    """`helpers.check` with a mask of hidden and whole tiles; the last keys are hidden from all queries, and NaN."""
+    clean = tensors(case)
+    _sparse(clean.mask)
+    k, v = clean.k.clone(), clean.v.clone()
+    if case.mask[3] == "n":
+        hidden = min(70, case.N // 2)
+        clean.mask[..., case.N - hidden :] = False
+        k[:, :, case.N - hidden :] = v[:, :, case.N - hidden :] = float("nan")
+    hold(case, run(case, "triton", inputs=clean._replace(k=k, v=v)), inputs=clean)
 
 
 class _Turned:

@@ -155,3 +155,36 @@ def test_the_mask_is_read_where_it_is_mixed(interpreter, case):
         assert (x is None) == (y is None), name
         if x is not None:
             assert torch.equal(x, y), name
+
+
+LENGTHS = [(1, 3), (3, 1), (127, 129), (129, 127), (1, 129), (260, 3)]
+SPARSE = Case(B=2, H=4, Hkv=2, M=129, N=200, D=16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            replace(
+                SPARSE,
+                mask="".join(axes),
+                bias=(None, "1hmn", "b11n")[n % 3],
+                dtype=(torch.float16, torch.float32)[n % 2],
+                causal=n % 4 == 1,
+                softcap=2.0 if n % 5 == 2 else None,
+                deterministic=n % 3 == 2,
+            )
+            for n, axes in enumerate(itertools.product("b1", "hk1", "m1", "n1"))
+        ),
+        *(
+            replace(SPARSE, M=M, N=N, mask="b1mn")
+            for M, N in ((1, 3), (3, 1), (127, 129), (129, 127), (1, 129), (260, 3))
+        ),
+        replace(SPARSE, mask="1kmn", bias="bhmn", deterministic=True, causal=True, M=200, N=130),
+        replace(SPARSE, mask="bhmn", bias="1hm1", deterministic=True, window=(60, 9)),
+        replace(SPARSE, mask="b1mn", bias="1111", deterministic=True),
+    ],
+    ids=str,
+)
+def test_masks_of_hidden_and_whole_tiles(interpreter, case):
+    interpreter(interpreter_child.check_sparse, case)
