@@ -11,7 +11,7 @@ import torch
 from tilewise import explain
 from tilewise.backends import triton
 from tilewise.backends.gluon import sm90 as hopper
-from tilewise.backends.triton.config import MOST_SPLITS, forward_config, splits
+from tilewise.backends.triton.config import MOST_SPLITS, best_splits, forward_config, splits
 from tilewise.plan import make_plan
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
@@ -27,6 +27,21 @@ CAPABILITIES = [None, (8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (13, 0)]
 
 def count(problem):
     return splits(problem, forward_config(problem, bias_tma=True, tma=True))
+
+
+@pytest.mark.parametrize("multiprocessors", [84, 132])
+def test_no_number_of_splits_is_better(multiprocessors):
+    """Of all that there may be."""
+    for units in (*range(1, 40), 66, 84, 131, 132, 133, 500, 1056, 1057, 5000):
+        for tiles in (*range(40), 63, 64, 65, 127, 255, 256, 257, 512, 4099):
+
+            def time(splits, units=units, tiles=tiles):
+                programs = units * splits
+                waves = 1 if programs <= multiprocessors else 2 * -(-programs // (2 * multiprocessors))
+                return waves * (-(-tiles // splits) + 3)
+
+            most = max(min(tiles, 8 * multiprocessors // units, MOST_SPLITS), 1)
+            assert best_splits(units, tiles, multiprocessors) == min(range(1, most + 1), key=time), (units, tiles)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 16), (1, 32768), (16, 256), (64, 1024)])

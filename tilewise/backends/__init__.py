@@ -6,9 +6,10 @@ Under torch.compile strides are promised before they are known: o has those of `
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ __all__ = ["Gradients", "Inputs", "Needs", "Outputs"]
 # PyTorch 2.11 has no public name for reading it.
 address: Callable[[Tensor], int]
 address = Tensor.const_data_ptr if hasattr(Tensor, "const_data_ptr") else torch._C._data_address  # type: ignore[attr-defined]
+
+
+def has_triton() -> bool:
+    """Whether triton is installed; looked for once, because plans of new shapes ask again and again."""
+    return _is_found(importlib.util.find_spec)
+
+
+@cache
+def _is_found(find_spec: Callable[[str], object]) -> bool:
+    """By the function that looks, so that a test with another is told what that one finds."""
+    return find_spec("triton") is not None
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,21 +5,20 @@ Nothing here imports triton until a problem is run: the plan asks `declines` on 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewise.backends import float32_precision
+from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import Problem
 from tilewise.quantities import count
 
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if problem.device != "cuda" and not interpreted:

@@ -154,15 +154,22 @@ def splits(problem: Problem, config: Config) -> int:
     p = problem
     units = p.batch * p.kv_heads * -(-p.queries * p.group // config.block_m)
     begin, _, _, end = key_tiles(0, p.queries, p.keys, *limits(p.score.band), config.block_n)
-    multiprocessors = _MULTIPROCESSORS.get(p.capability or (8, 0), 128)
+    return best_splits(units, end - begin, _MULTIPROCESSORS.get(p.capability or (8, 0), 128))
+
+
+def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
+    """`splits` for so many programs of so many key tiles each: of those that fill a number of waves the most, and the
+    fewest that do as well."""
 
     def time(splits: int) -> int:
         programs = units * splits
         waves = 1 if programs <= multiprocessors else 2 * -(-programs // (2 * multiprocessors))
-        return waves * (-(-(end - begin) // splits) + 3)
+        return waves * (-(-tiles // splits) + 3)
 
-    most = min(end - begin, 8 * multiprocessors // units, MOST_SPLITS)
-    return min(range(1, max(most, 1) + 1), key=time)
+    most = min(tiles, 8 * multiprocessors // units, MOST_SPLITS)
+    full = [min(waves * multiprocessors // units, most) for waves in (1, 2, 4, 6, 8)]
+    found = [-(-tiles // -(-tiles // splits)) for splits in full if splits > 0]
+    return min([1, *found], key=lambda splits: (time(splits), splits))
 
 
 def backward_config(problem: Problem, tma: bool) -> Config:

@@ -5,11 +5,11 @@ Nothing here imports triton until a problem is run: the plan asks `declines` on 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
 
+from tilewise.backends import has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import Problem
 from tilewise.quantities import count
@@ -17,7 +17,7 @@ from tilewise.quantities import count
 
 def declines_device(device: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
     """Why no kernel in Gluon for Hopper runs there, whatever it computes; None if one may."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter does not run Gluon"
