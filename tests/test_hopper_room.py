@@ -24,7 +24,6 @@ from tilewise.backends.gluon.sm90.config import (
     SHARED_MEMORY,
     backward_config,
     backward_width,
-    bias_tile,
     forward_config,
 )
 from tilewise.backends.gluon.sm90.dbias import reduction
@@ -42,7 +41,7 @@ def forward_bytes(problem: Problem) -> int:
     d, dv, n, size = c.BLOCK_D.value, c.BLOCK_DV.value, config.block_n, problem.dtype.itemsize
     queries = config.q_stages * config.block_m * d * size
     keys = config.stages * n * (d + dv) * size
-    bias = config.bias_stages * config.block_m * n * bias_tile(problem)
+    bias = config.bias_stages * config.block_m * n * problem.bias_itemsize
     o = 0 if config.o_in_q else config.block_m * dv * size
     return queries + keys + bias + o
 
@@ -55,7 +54,7 @@ def backward_bytes(problem: Problem, dynamic: bool) -> int:
     keys = 2 * c.KEY_STAGES.value * n * d * size
     queries = (config.stages + config.do_stages) * m * d * size + 2 * config.stages * m * 4
     dq = m * d // config.dq_parts * 4 if config.dq_by_tma else 0
-    tile, apart = bias_tile(problem), c.BIAS_APART.value
+    tile, apart = problem.bias_itemsize, c.BIAS_APART.value
     ds = (config.stages if tile and not apart else 1) * m * n * size
     bias = config.stages * m * n * tile if apart else 0
     p = m * n * size if config.shares_keys else 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 
 import torch
 
+from tilewise.backends import has_triton
 from tilewise.backends.gluon.sm90 import declines_device
 from tilewise.ops.matmul.config import declines_tma
 from tilewise.ops.matmul.problem import Product
@@ -47,7 +47,7 @@ def declines_cpu(product: Product) -> str | None:
 
 
 def declines_triton(product: Product) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if product.device != "cuda" and not interpreted:

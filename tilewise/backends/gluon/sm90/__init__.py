@@ -47,7 +47,7 @@ def _declines_forward(problem: Problem) -> str | None:
     bias = problem.bias
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
-    by_pointers = bias is not None and (bias.rows == 1 or bias.cols == 1)
+    by_pointers = bias is not None and bias.axes != "matrix"
     irregular = [name for name in problem.irregular if name != "do" and (name != "bias" or not by_pointers)]
     if irregular:
         return (
@@ -71,7 +71,7 @@ def _declines_backward(problem: Problem) -> str | None:
     mask, bias = problem.mask, problem.bias
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
         return "counts the words of the mask's bits in 32 bits"
-    if bias is None or bias.rows == 1 or bias.cols == 1:
+    if bias is None or bias.axes != "matrix":
         return None
     if max(d, dv) > 128 and bias.dtype != problem.dtype and problem.deterministic:
         return (
@@ -80,7 +80,7 @@ def _declines_backward(problem: Problem) -> str | None:
         )
     if problem.bias_grad and bias.cols * bias.dtype.itemsize % 16:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
-    shared = (bias.batch, bias.heads) != (problem.batch, problem.heads)
+    shared = not problem.broadcast_group(bias).single
     capped = problem.score.softcap is not None
     if max(d, dv) > 128 and problem.bias_grad and shared and capped and problem.deterministic:
         return (

@@ -218,7 +218,12 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
     gl.static_assert(c.DQ_BY_TMA or not c.ORDERED, "additions from registers have no order")
     gl.static_assert(c.M_SUBTILES == 1 or not (c.SHARES_KEYS or c.MASK), "one subtile has their P, or its bits")
     slot = slot_of(rows.ring, step)
-    do_slot = only_slot(c) if c.DO_STAGES == 1 else slot_of(rows.do_ring, step)
+    if not DO_APART:
+        do_slot = slot
+    elif c.DO_STAGES == 1:
+        do_slot = only_slot(c)
+    else:
+        do_slot = slot_of(rows.do_ring, step)
     m0 = m * c.BLOCK_M
     tile_of_head = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])

@@ -72,12 +72,6 @@ def padded(n: int) -> int:
     return max(32, 1 << (n - 1).bit_length())
 
 
-def bias_tile(problem: Problem) -> int:
-    """Bytes an element of the bias that passes through shared memory; 0 where there is none."""
-    bias = problem.bias
-    return 0 if bias is None or bias.rows == 1 or bias.cols == 1 else bias.dtype.itemsize
-
-
 def _scales_exactly(problem: Problem) -> bool:
     """Whether queries can be multiplied by the scale without rounding: by a power of two, if their exponents have room
     for it. Those of bfloat16 have, down to elements of 2^-110; smaller ones may lose 2^-134 each, as if they had been
@@ -89,7 +83,7 @@ def _scales_exactly(problem: Problem) -> bool:
 def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
-    bias = bias_tile(problem)
+    bias = problem.bias_itemsize
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
     # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
     # which a softcap or the masks of a band need too: half the keys.
@@ -208,11 +202,11 @@ def _head_swizzle(problem: Problem) -> int:
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
-    tile, along_keys = bias_tile(problem) > 0, bias is not None and bias.rows == 1 and bias.cols > 1
+    tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
     swizzle = _head_swizzle(problem)
     later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype
-    shared = tile and bias is not None and bias.batch * bias.heads < problem.batch * problem.heads
+    shared = tile and bias is not None and not problem.broadcast_group(bias).single
     if d == 256:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
         # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ, or a tile
@@ -220,7 +214,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
         one = problem.deterministic or apart or (shared and problem.score.softcap is not None)
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
-            dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if bias_tile(problem) == 4 else 8192,
+            dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if problem.bias_itemsize == 4 else 8192,
             dynamic=not (along_keys or (tile and problem.score.softcap is not None)),  # these would spill
             head_swizzle=swizzle, deferred_release=later,
         )  # fmt: skip
@@ -231,7 +225,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
-    wide = bias_tile(problem) == 4
+    wide = problem.bias_itemsize == 4
     plain = band.lo is None and not (capped or masked or along_keys)  # subtiles fit
     if d == 32:
         small = band.unlimited and not (capped or wide or along_keys)

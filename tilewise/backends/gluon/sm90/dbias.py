@@ -22,11 +22,11 @@ class BroadcastGroup(NamedTuple):
 
 
 def bias_axes(problem: Problem) -> str:
-    """Which axes of queries and keys the bias is full along: "matrix", "cols" or "rows"; one of neither is "rows"."""
-    bias = problem.bias
-    if bias is None:
+    """`Operand.axes` of the bias, but "rows" for "one" as well: both are constant along the keys and move the LSE
+    alone. "none" without a bias."""
+    if problem.bias is None:
         return "none"
-    return "rows" if bias.cols == 1 else "cols" if bias.rows == 1 else "matrix"
+    return "rows" if problem.bias.axes == "one" else problem.bias.axes
 
 
 def reduction(problem: Problem) -> str:
@@ -36,16 +36,15 @@ def reduction(problem: Problem) -> str:
         return "none"
     if axes == "cols":
         return "sum"
-    return "store" if (bias.batch, bias.heads) == (problem.batch, problem.heads) else "reduce"
+    return "store" if problem.broadcast_group(bias).single else "reduce"
 
 
 def broadcast_group(problem: Problem) -> BroadcastGroup:
     bias = problem.bias
     if bias is None or bias_axes(problem) != "matrix":
         return BroadcastGroup(1, 1, 1)
-    batch = problem.batch if bias.batch == 1 else 1
-    heads = problem.kv_heads if bias.heads == 1 else 1
-    return BroadcastGroup(batch, heads, math.gcd(batch * heads, MOST_PROGRAMS))
+    group = problem.broadcast_group(bias)
+    return BroadcastGroup(group.batch, group.kv_heads, math.gcd(group.batch * group.kv_heads, MOST_PROGRAMS))
 
 
 def adds(problem: Problem) -> bool:

@@ -9,12 +9,13 @@ from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_outp
 from tilewise.backends.gluon.masks import MaskSummary
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
+from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
 from tilewise.backends.gluon.tensors import descriptor
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.launcher import POINTER, Launch, strided
-from tilewise.problem import Operand, Problem
+from tilewise.problem import Problem
 
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
@@ -110,7 +111,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         SCALE_IN_Q=config.scale_in_q,
         COMPUTING_REGISTERS=config.registers[0],
         LOADING_REGISTERS=config.registers[1],
-        BIAS=_spread(bias),
+        BIAS=bias_axes(problem),
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         MASK=mask is not None,
@@ -119,7 +120,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         MASK_ROWS=mask is not None and mask.rows > 1,
         RAGGED=problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER=_order(problem),
+        ORDER=problem.raster_order,
         DYNAMIC=dynamic,
     )
     return ForwardConstants(*(gl.constexpr(x) for x in values))
@@ -148,25 +149,4 @@ def _repair(problem: Problem) -> RepairConstants:
 def hides(problem: Problem) -> bool:
     """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
     all_pairs = problem.batch * problem.heads * problem.queries * problem.keys
-    return problem.mask is not None or _spread(problem.bias) in ("matrix", "cols") or problem.pairs != all_pairs
-
-
-def _spread(bias: Operand | None) -> str:
-    """Which axes of queries and keys a bias is full along."""
-    if bias is None:
-        return "none"
-    if bias.cols == 1:
-        return "rows"
-    return "cols" if bias.rows == 1 else "matrix"
-
-
-def _order(problem: Problem) -> str:
-    """See schedule.tile_at."""
-    bias = problem.bias
-    if not problem.score.band.unlimited:
-        return "longest"
-    if bias is None or _spread(bias) != "matrix":
-        return "tiles"
-    if bias.batch == 1 and problem.batch > 1:
-        return "batch"
-    return "heads" if bias.heads < problem.heads else "tiles"
+    return problem.mask is not None or bias_axes(problem) in ("matrix", "cols") or problem.pairs != all_pairs
