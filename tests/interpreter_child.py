@@ -53,6 +53,20 @@ def check_integers(case: Case, backend: str) -> None:
         _watch_overflow(False)
 
 
+def check_without_atomics(case: Case, backend: str) -> None:
+    """`helpers.check`, where an atomic addition is an error."""
+    from triton.runtime import interpreter
+
+    def refuse(*_) -> None:
+        raise AssertionError("an atomic, in whose order nothing is fixed")
+
+    interpreter.interpreter_builder.create_atomic_rmw = refuse
+    try:
+        check(case, backend)
+    finally:
+        del interpreter.interpreter_builder.create_atomic_rmw
+
+
 def largest_plus(n: int) -> int:
     """2³¹ - 1 + n in 32 bits, by a kernel, where integers that overflow are an error."""
     import triton

@@ -211,6 +211,20 @@ def test_a_gradient_where_p_is_zero_takes_no_part(dtype, dim, scale):
     assert error.max() < (1e-2 if dtype.itemsize == 2 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [BRAIN, FLOAT])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_visible_gradient_that_is_not_finite_leaves_alone_where_p_is_zero(dtype, scale):
+    """It makes delta NaN, and with it what is visible of its row: 0 · NaN is no gradient of what is hidden."""
+    x, dp = torch.zeros(3, 40, dtype=dtype), torch.ones(3, 40, dtype=dtype)
+    x[:, 7::5] = -math.inf
+    hidden = x.isinf()
+    dp[1, 0] = math.nan
+    (dx,) = torch.autograd.grad(softmax(x.requires_grad_(), scale=scale), x, dp)
+    assert (dx[hidden] == 0).all()
+    assert torch.equal((dx.isnan() | hidden).all(1), torch.tensor([False, True, False]))
+    assert dx[::2].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [BRAIN, HALF])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_statistics_of_16_bits_are_of_32(dtype, dim):

@@ -60,7 +60,16 @@ def test_transforms(name):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0, 0), (0, None, None, None, None), (None, None, None, 0, None)])
+@pytest.mark.parametrize(
+    "in_dims",
+    [
+        (0, 0, 0, 0, 0),
+        (0, None, None, None, None),
+        (None, None, None, 0, None),
+        (1, 4, None, 3, 2),
+        (2, None, 1, -1, -2),
+    ],
+)
 @pytest.mark.parametrize("order", ["values", "gradients of each", "gradient of all"])
 def test_vmap(order, in_dims):
     def transformed(f):
@@ -70,7 +79,7 @@ def test_vmap(order, in_dims):
             return torch.vmap(torch.func.grad(loss_of(f), argnums=(0, 1, 2, 3)), in_dims)
         return torch.func.grad(loss_of(torch.vmap(f, in_dims)), argnums=(0, 1, 2, 3))
 
-    inputs = [x[0] if dim is None else x for x, dim in zip(samples(3), in_dims, strict=True)]
+    inputs = [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(samples(3), in_dims, strict=True)]
     found, expected = (transformed(f)(*inputs) for f in (tiled, plain))
     torch.testing.assert_close(found, expected)
 

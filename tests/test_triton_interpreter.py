@@ -116,6 +116,20 @@ def test_bias_gradient_without_the_lse(interpreter, case):
     interpreter(check, case, "triton")
 
 
+ORDERED = Case(H=4, Hkv=2, M=20, N=67, D=16, deterministic=True)
+
+
+@each(replace(ORDERED, bias=bias) for bias in (None, "bhmn", "1hmn", "b1mn", "bk1n", "1hm1", "1111"))
+def test_what_has_an_order_has_no_atomics(interpreter, case):
+    """Here programs run one after the other, so that sums by atomics repeat bit by bit too."""
+    interpreter(interpreter_child.check_without_atomics, case, "triton")
+
+
+def test_atomics_are_found(interpreter):
+    with pytest.raises(Exception, match="an atomic, in whose order nothing is fixed"):
+        interpreter(interpreter_child.check_without_atomics, replace(ORDERED, deterministic=False), "triton")
+
+
 @each(
     Case(H=4 if mask[1] == "k" else 2, Hkv=2, M=20, N=67, D=16, mask=mask, bias=("1hmn", None)[n % 2])
     for n, mask in enumerate(BROADCASTS)

@@ -1,0 +1,137 @@
+"""What the Hopper kernels are told of a call, and what they make of a score: the kernels' own functions as Python.
+
+No CPU runs the kernels: a lost scale, a bias of another head or a sum that keeps an old maximum would show on a GPU
+only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.problem import Operand, Problem
+from tilewise.score import reference
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.hopper import backward_launch, config, launch, score, strips
+
+B, H, KV_HEADS, M, N = 2, 6, 2, 130, 140
+BROADCASTS = list(itertools.product((1, B), (1, KV_HEADS, H), (1, M), (1, N)))
+CAPS = [None, 1.5]
+
+
+def problem(bias=None, mask=None, scale=0.3, cap=None):
+    return Problem(
+        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=KV_HEADS, queries=M, keys=N,
+        head_dim=64, value_dim=64, score=Score(scale, cap, Band()), bias_grad=bias is not None,
+        bias=None if bias is None else Operand(torch.bfloat16, *bias),
+        mask=None if mask is None else Operand(torch.bool, *mask),
+    )  # fmt: skip
+
+
+def compiled(p):
+    """What the forward, the kernel that repairs rows and the backward know of it, in plain numbers."""
+    chosen = config.backward_config(p)
+    found = (
+        launch._compiled(p, config.forward_config(p), False),
+        launch._repair(p),
+        backward_launch._compiled(p, chosen, config.backward_width(p), False),
+    )
+    return [SimpleNamespace(**{name: x.value for name, x in c._asdict().items()}) for c in found]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The functions of the kernels as Python functions, of tensors."""
+    gl = SimpleNamespace(
+        exp2=torch.exp2, abs=torch.abs, where=torch.where, maximum=torch.maximum, sum=torch.sum, int64=None,
+        max=lambda x, axis: x.amax(axis), cast=lambda x, dtype: x,
+    )  # fmt: skip
+    monkeypatch.setattr(score, "gl", gl)
+    monkeypatch.setattr(strips, "gl", gl)
+    monkeypatch.setattr(score, "REDUCES_IN_TREES", False)
+    monkeypatch.setattr(score, "SLACK", score.SLACK.value)
+    for name in ("maxima_of_rows", "sums_of_rows"):
+        monkeypatch.setattr(score, name, getattr(score, name).fn)
+    for name in ("softcap", "softcap_derivative"):
+        monkeypatch.setattr(strips, name, getattr(score, name).fn)
+
+
+@pytest.mark.parametrize("shape", BROADCASTS, ids=str)
+def test_a_bias_and_a_mask_are_those_of_the_head(shape):
+    b, h, rows, cols = *shape[:2], shape[2] > 1, shape[3] > 1
+    which = torch.arange(b * h).view(b, h)
+    expected = (which if h == H else which.repeat_interleave(H // h, 1)).expand(B, H)
+    heads = list(itertools.product(range(B), range(H)))
+    for c in compiled(problem(bias=shape)):
+        of_batches = getattr(c, "BIAS_BATCH", b > 1)
+        assert all(which[i if of_batches else 0, j // c.BIAS_GROUP] == expected[i, j] for i, j in heads)
+    forward, repair, backward = compiled(problem(mask=shape))
+    for c in (forward, backward):
+        assert all(score.mask_of.fn(i, j, H, c) == expected[i, j] for i, j in heads)
+        assert rows == c.MASK_ROWS
+    assert (H // h, cols) == (repair.MASK_GROUP, repair.MASK_COLS)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("scale", [0.3, 1.0, 40.0])
+def test_scores_in_the_units_of_the_kernels(scale, cap):
+    """Of a product x and a bias b: 2^(exponent · (x + inverse · b)) is e^(scale · x + b)."""
+    terms = launch.score_terms(problem(scale=scale, cap=cap))
+    assert (terms.scale, terms.cap if cap else None, terms.HAS_CAP.value) == (scale, cap, cap is not None)
+    x, bias = 0.7, -1.3
+    if cap is None:
+        assert terms.exponent * (x + terms.inverse * bias) == pytest.approx((scale * x + bias) / math.log(2))
+    else:  # the softcap has applied the scale
+        assert terms.exponent * (x + terms.inverse * bias) == pytest.approx((x + bias) / math.log(2))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_tiles_of_a_row_add_up_to_its_softmax(lazy):
+    """Its sum and its output follow the maximum as it grows; a row that sees nothing has a sum of 0."""
+    torch.manual_seed(0)
+    s = 30 * torch.randn(64, 4, 16)
+    s[0] = -math.inf
+    s[1, :2] = -math.inf  # what it sees comes late
+    exponent = launch.score_terms(problem()).exponent
+    v = torch.randn(4, 16, 8)
+    m, l, o = torch.full((64,), -math.inf), torch.zeros(64), torch.zeros(64, 8)  # noqa: E741
+    for tile in range(4):
+        p, m, l, alpha = score.online_softmax.fn(s[:, tile], m, l, exponent, lazy, True)  # noqa: E741
+        o = o * alpha[:, None] + p @ v[tile]
+    exact = (s.flatten(1).double() * exponent * math.log(2))[1:]
+    assert (m[0], l[0]) == (-math.inf, 0)
+    assert not o[0].any()
+    torch.testing.assert_close((m * exponent * math.log(2) + l.log())[1:], exact.logsumexp(1).float())
+    expected = exact.softmax(1) @ v.flatten(0, 1).double()
+    torch.testing.assert_close((o / l[:, None])[1:], expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("bias", ["none", "matrix"])
+def test_probabilities_of_the_backward(cap, bias):
+    """And the derivative of the softcap, of the score before its bias. Without a softcap the product starts from it."""
+    torch.manual_seed(0)
+    p = problem(cap=cap)
+    terms = launch.score_terms(p)
+    terms = terms._replace(HAS_CAP=terms.HAS_CAP.value)
+    product = (4 * torch.randn(16, 64)).requires_grad_()
+    added = torch.randn(16, 64) if bias == "matrix" else torch.zeros(16, 64)
+    scaled = product * terms.scale
+    capped = scaled if cap is None else reference.softcap(scaled, cap)
+    exact = (capped + added).softmax(0)
+    lse = (capped + added).logsumexp(0).detach() / math.log(2)
+    start = added * terms.inverse
+    s = product.detach() if cap is not None else product.detach() + start
+    found, slope = strips.probabilities.fn(s, start, lse, None, terms, SimpleNamespace(BIAS=bias))
+    torch.testing.assert_close(found, exact.detach())
+    (expected,) = torch.autograd.grad(capped.sum(), product)
+    torch.testing.assert_close(torch.as_tensor(slope * terms.scale).expand(16, 64), expected)
