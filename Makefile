@@ -19,7 +19,7 @@ VERSIONS := .versions
 AOT := tests/test_hopper_aot.py tests/test_matmul_aot.py tests/test_triton_aot.py tests/test_softmax_triton.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all ledger lint test-versions
+.PHONY: demo test test-all ledger lint mutants test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -55,6 +55,10 @@ $(TEST_TORCHES): test-torch-%: $(VERSIONS)/.ready-torch-%
 
 $(TEST_TRITONS): test-triton-%: $(READY) $(VERSIONS)/.ready-triton-%
 	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT)
+
+# Plants faults, one at a time, and looks whether a test fails: about ten minutes of two cores.
+mutants: $(READY) $(READY_360)
+	$(BIN)/python tests/mutants.py -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

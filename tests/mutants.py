@@ -1,0 +1,348 @@
+"""Faults that a careless hand could make, planted one at a time: does a test of the short run fail?
+
+    python tests/mutants.py [words]     # all, or those whose file, text or test contains one of the words
+
+Each is planted in a copy of the tree, and the test that should notice is run there. A fault is caught if a test fails;
+if nothing fails, or nothing can be collected, the tests are weaker than they look. tests/test_mutants.py holds in every
+run that the list is true: each text occurs once in its file, and each test exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("tilewise", "tests", "pyproject.toml")
+LONGEST = 600  # seconds; a fault may make a program that never ends
+
+
+class Fault(NamedTuple):
+    """file: below tilewise. text: occurs once in it. becomes: the fault. wrong: what goes wrong. test: below tests."""
+
+    file: str
+    text: str
+    becomes: str
+    wrong: str
+    test: str
+
+
+FAULTS = [
+    # --- what is computed, and where ---
+    Fault(
+        "score/reference.py", "(capped / cap).square()", "(capped / cap).abs()",
+        "the softcap's derivative is not its derivative",
+        "test_score.py::test_softcap_derivative",
+    ),
+    Fault(
+        "score/reference.py", "distance <= band.hi", "distance < band.hi",
+        "the band is one key too narrow",
+        "test_score.py::test_in_band",
+    ),
+    Fault(
+        "score/tiles.py", "min(max(row0 + rows - 1 + lo, 0), N)", "min(max(row0 + lo, 0), N)",
+        "tiles that a window's left side cuts pass for full ones",
+        "test_tiles.py::test_key_tiles",
+    ),
+    Fault(
+        "score/tiles.py", "min(part, longer) + begin", "min(part, longer)",
+        "the pieces of a split begin at the first key, whatever the band leaves",
+        "test_tiles.py::test_split_tiles",
+    ),
+    # --- from a call to a backend ---
+    Fault(
+        "problem.py", "all(0 < s < 2**40", "all(0 <= s < 2**40",
+        "TMA is asked to read an axis that repeats, with a stride of 0",
+        "test_hopper.py",
+    ),
+    Fault(
+        "plan.py", 'raise ValueError(f"backend: {backend!r} cannot', 'return make_plan(problem)  # f"{backend!r} can',
+        "a backend that was asked for and declines is replaced without a word",
+        "test_problem.py::test_explicit_backend_that_declines_is_an_error",
+    ),
+    Fault(
+        "sdpa.py", "None, diagonal=0)", "None, key.shape[-2] - query.shape[-2])",
+        "is_causal is aligned bottom-right, as PyTorch's is not",
+        "test_sdpa.py::test_causal_is_top_left",
+    ),
+    Fault(
+        "sdpa.py", "return (-query, -scale) if", "return (query, -scale) if",
+        "a negative scale loses its sign",
+        "test_sdpa.py::test_scale",
+    ),
+    Fault(
+        "api.py", "hi if band.hi is None else min(band.hi, hi)", "hi",
+        "a CausalBias takes the place of the window's right side",
+        "test_doors.py::test_a_causal_bias_beside_other_terms",
+    ),
+    Fault(
+        "api.py", "arguments = (causal, ordered, backend)", "arguments = (causal, backend)",
+        "calls are remembered without what they said of determinism",
+        "test_autograd.py::test_a_usual_call_follows_the_determinism_that_is_asked_for",
+    ),
+    Fault(
+        "autograd.py", "*cotangents), terms, needs)", "*cotangents), terms)",
+        "a prepared backward answers calls that need other gradients",
+        "test_autograd.py::test_gradients_only_for_what_asks_for_one",
+    ),
+    Fault(
+        "autograd.py", "else x.select(dim, i)", "else x.select(0, i)",
+        "vmap takes the elements along the first axis, whatever in_dims says",
+        "test_transforms.py::test_vmap",
+    ),
+    # --- the CPU ---
+    Fault(
+        "backends/cpu/tiled.py", "l_i = alpha * l_i + p", "l_i = l_i + p",
+        "the softmax's sum keeps the scale of an earlier maximum",
+        "test_cpu.py::test_lengths",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "if cotangents.lse is not None:", "if False:",
+        "the gradient of the LSE is dropped",
+        "test_cpu.py::test_lengths",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "x.unflatten(1, (p.kv_heads, p.group)) if", "x.unflatten(1, (p.group, p.kv_heads)) if",
+        "query heads read the bias of another head of their group",
+        "test_cpu.py::test_groups",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "heads.only_visible(dp.sub_(delta).mul_(p), tile)", "dp.sub_(delta).mul_(p)",
+        "NaN in a hidden value leaks into the gradients",
+        "test_cpu.py::test_hidden_keys_may_hold_anything",
+    ),
+    Fault(
+        "backends/cpu/fused.py", "and (lse == 0).any()", "and False",
+        "a query that sees nothing has an LSE of 0, not of -inf",
+        "test_cpu.py::test_rows_that_see_nothing",
+    ),
+    Fault(
+        "backends/cpu/parts.py", "if _is_huge(row):", "if False:",
+        "where all keys have a bias of -1e9 the exponentials are off by any factor",
+        "test_cpu.py::test_a_row_at_a_very_negative_bias_is_a_mean",
+    ),
+    # --- Triton ---
+    Fault(
+        "backends/triton/forward_kernel.py", "LN2) + tl.log2(l_i) * LN2", "LN2) + tl.log2(l_i)",
+        "a part of the LSE is in base 2",
+        "test_triton_interpreter.py::test_lengths",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "base + tl.log2(total) * LN2", "base + tl.log2(total)",
+        "a part of the LSE of a split forward is in base 2",
+        "test_triton_interpreter.py::test_few_queries",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)", "v_tile += 0.0",
+        "NaN in a hidden value leaks into the output",
+        "test_triton_interpreter.py::test_hidden_keys_that_are_not_finite",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "m.to(tl.int64) * dlse.stride2", "m.to(tl.int64)",
+        "the gradient of the LSE is read as if its rows were contiguous",
+        "test_triton_interpreter.py::test_layouts",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "ds = db * slope", "ds = db",
+        "the softcap's derivative is left out",
+        "test_triton_interpreter.py::test_head_dimensions",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "tl.sum(db, 0), mask=m < ", "tl.sum(db, 1), mask=m < ",
+        "the gradient of a bias of rows is summed over the queries",
+        "test_triton_interpreter.py::test_bias_broadcasts",
+    ),
+    Fault(
+        "backends/triton/ordered_kernels.py", "h = mh * c.BIAS_HOW.GROUP + jh", "h = mh + jh * matrices",
+        "the ordered gradient of a shared bias is summed over other heads than share it",
+        "test_triton_interpreter.py::test_bias_broadcasts",
+    ),
+    Fault(
+        "backends/triton/launch.py", 'problem.deterministic and reduction not in ("none", "store")', "False",
+        "a gradient that should be summed in one order is summed by atomics",
+        "test_triton_interpreter.py::test_what_has_an_order_has_no_atomics",
+    ),
+    Fault(
+        "backends/triton/config.py", "(room - block_m * d * size - 4096)", "(room - 4096)",
+        "a program of few queries takes more shared memory than there is",
+        "test_triton_room.py::test_few_wide_queries",
+    ),
+    # --- Hopper, as far as a CPU can run it ---
+    Fault(
+        "backends/hopper/query_sums.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
+        "dQ is summed in another order than it is read in",
+        "test_hopper_query_sums.py",
+    ),
+    Fault(
+        "backends/hopper/query_sums.py", "(step * c.DQ_PARTS + PART) & 1) ^ 1)", "(step * c.DQ_PARTS + PART) & 1))",
+        "dQ is stored before the tile ahead of it has left, or never",
+        "test_hopper_roles.py",
+    ),
+    Fault(
+        "backends/hopper/mask_kernels.py", "    if cols < c.BLOCK_N:\n        full_begin = end\n", "",
+        "keys past the end pass for keys that every query sees",
+        "test_hopper_mask.py::test_summary_by_keys",
+    ),
+    Fault(
+        "backends/hopper/row_kernels.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
+        "a bias of the queries is taken out of an LSE in another base",
+        "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
+    ),
+    Fault(
+        "backends/hopper/repair_kernel.py", "(distance <= terms.hi)", "(distance < terms.hi)",
+        "rows that are computed again do not see the last key of the band",
+        "test_hopper_rows.py::test_rows_are_computed_again",
+    ),
+    Fault(
+        "backends/hopper/work.py", "head // parts // alone", "head // parts % alone",
+        "a program works for the batch element of another",
+        "test_hopper_work.py::test_every_tile_has_one_program_and_sharers_are_one_group",
+    ),
+    Fault(
+        "backends/hopper/schedule.py", "64 * (WARPGROUP + 1) - 1 + terms.hi", "64 * WARPGROUP + terms.hi",
+        "a warpgroup leaves out tiles that all but its first query see",
+        "test_hopper_schedule.py::test_what_a_warpgroup_leaves_out_or_does_not_mask",
+    ),
+    Fault(
+        "backends/hopper/score.py", "seen = cols <= last", "seen = cols < last",
+        "the band is one key too narrow",
+        "test_hopper_bands.py",
+    ),
+    Fault(
+        "backends/hopper/config.py", "do_stages=1 if one else 2", "do_stages=2",
+        "a backward of 256 dimensions takes more shared memory than there is",
+        "test_hopper_room.py::test_every_structure_has_room",
+    ),
+    Fault(
+        "backends/hopper/launch.py", "1.0 if capped else 1.0 / score.scale", "1.0 if capped else score.scale",
+        "a bias is multiplied by the scale twice, not divided by it",
+        "test_hopper_terms.py::test_scores_in_the_units_of_the_kernels",
+    ),
+    Fault(
+        "backends/hopper/launch.py", "is not None and bias.batch > 1", "is not None and problem.batch > 1",
+        "a bias that all batch elements share is read past its end",
+        "test_hopper_terms.py::test_a_bias_and_a_mask_are_those_of_the_head",
+    ),
+    Fault(
+        "backends/hopper/score.py", "l_i * alpha + sums_of_rows", "l_i + sums_of_rows",
+        "the softmax's sum keeps the scale of an earlier maximum",
+        "test_hopper_terms.py::test_tiles_of_a_row_add_up_to_its_softmax",
+    ),
+    Fault(
+        "backends/hopper/strips.py", "softcap_derivative(s, terms.cap)", "softcap_derivative(s + start, terms.cap)",
+        "the softcap's derivative is taken behind the bias",
+        "test_hopper_terms.py::test_probabilities_of_the_backward",
+    ),
+    Fault(
+        "backends/hopper/forward_kernel.py", "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(2,",
+        "the softmax reads scores before their product is done",
+        "test_hopper_aot.py",
+    ),
+    # --- a product and a softmax of their own ---
+    Fault(
+        "blocks/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
+        "beta is lost",
+        "test_matmul_interpreter.py::test_triton",
+    ),
+    Fault(
+        "blocks/matmul/problem.py", "any(o != inner.size * i for", "any(o < inner.size * i for",
+        "axes are merged that do not follow each other in memory",
+        "test_matmul.py::test_merged_axes",
+    ),
+    Fault(
+        "blocks/softmax/cpu.py", "ds.masked_fill_(hidden, 0.0)", "pass",
+        "where a visible dP is NaN so is the gradient of what is hidden",
+        "test_softmax.py::test_a_visible_gradient_that_is_not_finite_leaves_alone_where_p_is_zero",
+    ),
+    Fault(
+        "blocks/softmax/triton/backward.py", "(ds * scale).to(", "ds.to(",
+        "dx loses the scale",
+        "test_softmax_triton.py::test_axes_and_layouts",
+    ),
+    # --- around them ---
+    Fault(
+        "backends/launcher.py", "is not None and aligned == self._aligned", "is not None",
+        "a kernel that was compiled for aligned addresses gets others",
+        "test_launcher.py::test_another_alignment_is_asked_for",
+    ),
+    Fault(
+        "operators/sharding.py", "return Partial() if split and", "return Replicate() if split and",
+        "a gradient that is a sum over the devices passes for the same on each",
+        "test_sharding.py",
+    ),
+    Fault(
+        "layouts/operand.py", "self.atom_bytes * self._along(self.grid)[0]", "self.atom_bytes * self.grid[0]",
+        "the leading byte offset of an MN-major operand counts atoms along the wrong side",
+        "test_layouts_operand.py::test_laws",
+    ),
+    Fault(
+        "integrations/transformers.py", "(attention_mask.shape[1] - 1, 0)", "(attention_mask.shape[1], 0)",
+        "a sliding window is one key too wide",
+        "integrations/test_transformers.py",
+    ),
+    Fault(
+        "explanation.py", "if problem.bias and problem.bias_grad else 0", "if problem.bias else 0",
+        "the traffic counts a bias gradient that nobody asked for",
+        "test_explain.py::test_traffic_of_a_bias",
+    ),
+    Fault(
+        "bench/reference.py", "if not e <= tolerance", "if e > tolerance",
+        "NaN passes for a right answer",
+        "test_bench.py::test_a_wrong_answer_is_not_timed",
+    ),
+]  # fmt: skip
+
+
+def run(fault: Fault) -> tuple[str, float]:
+    """What came of it: "caught", or why not; and how many seconds the test took."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="tilewise-mutant-") as folder:
+        for name in COPIED:
+            source, to = ROOT / name, Path(folder, name)
+            if source.is_dir():
+                shutil.copytree(source, to, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, to)
+        path = Path(folder, "tilewise", fault.file)
+        source_text = path.read_text(encoding="utf-8")
+        assert source_text.count(fault.text) == 1, f"{fault.file}: {fault.text!r} does not occur once"
+        path.write_text(source_text.replace(fault.text, fault.becomes), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{fault.test}"]
+        environment = os.environ | {"PYTHONPATH": folder}
+        try:
+            done = subprocess.run(command, cwd=folder, env=environment, timeout=LONGEST, capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            return f"no end in {LONGEST} s", time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    # 1: some test failed. An error before any test ran is one as well with -x, but no "failed" in the last line.
+    if done.returncode == 1 and re.search(r"\b[1-9]\d* failed\b", done.stdout):
+        return "caught", seconds
+    return {0: "SURVIVED"}.get(done.returncode, f"no test ran (status {done.returncode})"), seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant each fault and run the test that should notice.")
+    parser.add_argument("words", nargs="*", help="only faults whose file, text or test contains one of these")
+    parser.add_argument("-n", type=int, default=1, help="faults at a time")
+    arguments = parser.parse_args()
+    chosen = [x for x in FAULTS if not arguments.words or any(w in " ".join(x) for w in arguments.words)]
+    left = 0
+    with ThreadPoolExecutor(arguments.n) as pool:
+        for fault, (found, seconds) in zip(chosen, pool.map(run, chosen), strict=True):
+            left += found != "caught"
+            print(f"{found:10} {seconds:6.1f} s  {fault.file}: {fault.wrong}  [{fault.test}]", flush=True)
+    print(f"{len(chosen) - left} of {len(chosen)} caught")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
