@@ -9,6 +9,10 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+# Short operators in several threads wait for each other more than they work, and pytest-xdist's processes take each
+# other's cores: half of the time of many a file.
+torch.set_num_threads(1)
+
 
 def pytest_collection_finish(session):
     """What is imported and collected stays: the collector of garbage need not look through it again and again, which

@@ -46,14 +46,6 @@ class Silent:
         self.rows.append(report.one_line(found, row))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def small_pictures(monkeypatch):
     monkeypatch.setattr(plot, "DPI", 20)

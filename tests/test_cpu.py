@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from helpers import LAYOUTS, Case, check, hold, reference, run, tensors, visible
+from pairwise import pairwise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import attention
@@ -29,16 +30,10 @@ def tiles_only(monkeypatch):
         monkeypatch.setattr(fused, name, lambda problem: "the test wants tiles")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Short operators in several threads wait for each other more than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+ROUTES = ("as chosen", "tiles", "small tiles")
 
 
-@pytest.fixture(params=["as chosen", "tiles", "small tiles"])
+@pytest.fixture(params=ROUTES)
 def route(request, monkeypatch):
     """PyTorch's kernel where it serves, tiles for everything, and tiles so small that short rows need many."""
     if request.param != "as chosen":
@@ -46,6 +41,11 @@ def route(request, monkeypatch):
     if request.param == "small tiles":
         small_tiles(monkeypatch)
     return request.param
+
+
+def each_pair(names, *options):
+    """Cases in which each pair of values of two options occurs; the first option is the route."""
+    return pytest.mark.parametrize(names, pairwise(ROUTES, *options), indirect=["route"], ids=str)
 
 
 def small_tiles(monkeypatch):
@@ -66,10 +66,10 @@ def test_lengths(M, N):
     check(case(B=1, M=M, N=N, D=8, bias=bias, **terms), "cpu")
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("bias", [None, "bhmn", "1hmn"])
-@pytest.mark.parametrize(
-    "terms",
+@each_pair(
+    "route, dtype, bias, terms",
+    FLOATS,
+    [None, "bhmn", "1hmn"],
     [
         {},
         {"causal": True},
@@ -82,14 +82,16 @@ def test_lengths(M, N):
         {"scale": 0.3},
         {"Dv": 5},
     ],
-    ids=str,
 )
 def test_terms(route, dtype, bias, terms):
     check(case(**{**SMALL, **terms}, dtype=dtype, bias=bias), "cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", ["".join(x) for x in itertools.product("b1", "hk1", "m1", "n1")])
+@each_pair(
+    "route, bias, dtype",
+    ["".join(x) for x in itertools.product("b1", "hk1", "m1", "n1")],
+    [torch.float32, torch.bfloat16],
+)
 def test_gradient_of_every_bias(route, bias, dtype):
     check(case(**FULL, bias=bias, dtype=dtype), "cpu")
 
@@ -99,10 +101,13 @@ def test_every_mask(route, mask):
     check(case(**FULL, mask=mask, bias="1hmn" if "m" in mask else None), "cpu")
 
 
-@pytest.mark.parametrize(("H", "Hkv"), [(6, 6), (6, 3), (6, 2), (6, 1)])
-@pytest.mark.parametrize("terms", [{}, {"bias": "bhmn", "causal": True}, {"bias": "1k1n", "mask": "bkmn"}], ids=str)
-def test_groups(route, H, Hkv, terms):
-    check(case(B=2, H=H, Hkv=Hkv, M=41, N=70, D=8, **terms), "cpu")
+@each_pair(
+    "route, Hkv, terms",
+    (6, 3, 2, 1),
+    [{}, {"bias": "bhmn", "causal": True}, {"bias": "1k1n", "mask": "bkmn"}],
+)
+def test_groups(route, Hkv, terms):
+    check(case(B=2, H=6, Hkv=Hkv, M=41, N=70, D=8, **terms), "cpu")
 
 
 def test_groups_in_ordinary_tiles():
@@ -112,8 +117,7 @@ def test_groups_in_ordinary_tiles():
     check(case(B=1, H=2, Hkv=1, M=M, N=N, D=16, bias="1hmn", dtype=torch.bfloat16, window=(300, 20)), "cpu")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("terms", [{}, {"bias": "bhmn"}, {"mask": "bhmn", "causal": True}, {"bias": "b1mn"}], ids=str)
+@each_pair("route, layout, terms", LAYOUTS, [{}, {"bias": "bhmn"}, {"mask": "bhmn", "causal": True}, {"bias": "b1mn"}])
 def test_layouts(route, layout, terms):
     check(case(**SMALL, **terms, layout=layout), "cpu")
 
@@ -133,8 +137,7 @@ def test_rows_that_are_not_contiguous(route, bias):
         torch.testing.assert_close(repeated, plain)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias", [None, "1hmn"])
+@each_pair("route, layout, bias", LAYOUTS, [None, "1hmn"])
 def test_results_lie_as_the_operators_say(route, layout, bias):
     """O as q, LSE contiguous, gradients as torch.empty_like: torch.compile was told so."""
     c = case(**SMALL, bias=bias, layout=layout, lse=False, grads="qkv")
@@ -222,8 +225,7 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("terms", HIDDEN, ids=str)
+@each_pair("route, planted, terms", [math.nan, math.inf, -math.inf], HIDDEN)
 def test_hidden_keys_may_hold_anything(route, terms, planted):
     """Keys that nobody sees; the results are those of the same call with ordinary numbers there."""
     check(case(**{**SMALL, **terms}, planted=planted), "cpu")
@@ -232,11 +234,13 @@ def test_hidden_keys_may_hold_anything(route, terms, planted):
         check(case(**{**SMALL, **terms}, planted=planted, softcap=2.0), "cpu")
 
 
-@pytest.mark.parametrize(("which", "value"), [("k", math.nan), ("v", math.nan), ("v", math.inf), ("v", -math.inf)])
-@pytest.mark.parametrize(
-    "terms", [{"causal": True, "M": 53}, {"mask": "b1mn"}, {"bias": "bhmn", "bias_hides": True}], ids=str
+@each_pair(
+    "route, spoiled, terms",
+    [("k", math.nan), ("v", math.nan), ("v", math.inf), ("v", -math.inf)],
+    [{"causal": True, "M": 53}, {"mask": "b1mn"}, {"bias": "bhmn", "bias_hides": True}],
 )
-def test_a_bad_key_shows_where_it_is_seen_and_only_there(route, terms, which, value):
+def test_a_bad_key_shows_where_it_is_seen_and_only_there(route, spoiled, terms):
+    which, value = spoiled
     c = case(**{**SMALL, **terms})
     t = tensors(c)
     clean = run(c, "cpu")
@@ -257,12 +261,11 @@ def test_a_bad_key_shows_where_it_is_seen_and_only_there(route, terms, which, va
         torch.testing.assert_close(result[apart], expected[apart])
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "terms",
+@each_pair(
+    "route, dtype, terms",
+    FLOATS,
     [{"mask": "b1mn"}, {"mask": "bhmn", "bias": "1hmn"}, {"bias": "b1mn"}, {"bias": "bhmn", "causal": True, "M": 53},
      {"M": 70, "N": 30, "causal": True}, {"M": 200, "N": 7, "causal": True, "bias": "1h11"}],
-    ids=str,
 )  # fmt: skip
 def test_rows_that_see_nothing(route, dtype, terms):
     check(case(**{**SMALL, **terms}, dtype=dtype, blind=True), "cpu")
@@ -510,10 +513,14 @@ def test_results_repeat_bit_by_bit(route):
 def test_the_number_of_threads_changes_the_tiles_only():
     c = case(B=1, H=1, M=700, N=600, D=8, bias="1hmn", causal=True)
     p, _, _ = problem(B=1, H=1, M=4000, N=4000, D=8)
-    for n in (1, 2, 4):
-        torch.set_num_threads(n)
-        assert tiled.tiling(p) == (1, 512 * n, 512)
-        check(c, "cpu")
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 4):
+            torch.set_num_threads(n)
+            assert tiled.tiling(p) == (1, 512 * n, 512)
+            check(c, "cpu")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_short_sequences_share_tiles():

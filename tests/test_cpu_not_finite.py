@@ -1,17 +1,22 @@
 """NaN and infinity on the CPU backend where nothing hides them, or where a query sees nothing; see docs/maths.md."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from helpers import Case, run, tensors, visible
+from pairwise import pairwise
 
 from tilewise.backends.cpu import fused, tiled
 
 SMALL = {"B": 2, "H": 2, "M": 37, "N": 53, "D": 8, "dtype": torch.float32}
 
 
-@pytest.fixture(params=["as chosen", "tiles", "small tiles"], autouse=True)
+ROUTES = ("as chosen", "tiles", "small tiles")
+
+
+@pytest.fixture
 def route(request, monkeypatch):
     """PyTorch's kernel where it serves, tiles for everything, and tiles so small that short rows need many."""
     if request.param != "as chosen":
@@ -22,8 +27,9 @@ def route(request, monkeypatch):
             monkeypatch.setattr(tiled, name, size)
 
 
+@pytest.mark.parametrize("route", ROUTES, indirect=True)
 @pytest.mark.parametrize("terms", [{}, {"mask": "b1mn"}, {"bias": "1hmn"}, {"causal": True, "M": 53}], ids=str)
-def test_an_infinite_key_whose_score_is_minus_infinity_weighs_nothing(terms):
+def test_an_infinite_key_whose_score_is_minus_infinity_weighs_nothing(route, terms):
     """As a hidden one, but for dQ = dS K, where the key is seen: 0 · inf is not finite, as it is not in PyTorch."""
     c = Case(**{**SMALL, **terms})
     t = tensors(c)
@@ -54,11 +60,21 @@ BLIND = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
-@pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("terms", BLIND, ids=str)
-def test_nothing_comes_from_a_row_that_sees_nothing(terms, planted, backend):
+PLANTED = (math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize(("route", "terms", "planted"), pairwise(ROUTES, BLIND, PLANTED), indirect=["route"], ids=str)
+def test_nothing_comes_from_a_row_that_sees_nothing(route, terms, planted):
     """Neither its query nor the gradient of its output reaches a gradient, whatever stands there: 0 · NaN is NaN."""
+    nothing_comes_from_blind_rows(terms, planted, "cpu")
+
+
+@pytest.mark.parametrize(("terms", "planted"), list(itertools.product(BLIND, PLANTED)), ids=str)
+def test_nothing_comes_from_such_a_row_in_the_oracle(terms, planted):
+    nothing_comes_from_blind_rows(terms, planted, "oracle")
+
+
+def nothing_comes_from_blind_rows(terms, planted, backend):
     for more in ({}, {"lse": False, "grads": "qkv"}):
         of_batches = "b11n" in terms.values()
         c = Case(**{**SMALL, **terms, **more, "blind": not of_batches and "causal" not in terms})

@@ -44,15 +44,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(memory, "CPU", TINY_MEMORY)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors gain nothing from more, and threads that outnumber free cores wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # The command line
 
 

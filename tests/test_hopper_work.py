@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from tilewise.problem import Operand, Problem
 from tilewise.score import tiles
@@ -240,9 +241,12 @@ def test_no_program_waits_for_a_later_one():
         assert dbias.broadcast_group(p).programs == c.GROUP_PROGRAMS
 
 
-@pytest.mark.parametrize("mask", ["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"])
-@pytest.mark.parametrize("bias", ["1hmn", "b1mn", "11mn", "bkmn"])
-def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask):
+@pytest.mark.parametrize(
+    ("mask", "bias", "band"),
+    pairwise(["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"], ["1hmn", "b1mn", "11mn", "bkmn"], BANDS),
+    ids=str,
+)
+def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, mask, bias, band):
     """The state that `stored_by` reads is that of the tile which that program visits."""
     gl = SimpleNamespace(**vars(scheduler.gl), cast=lambda x, dtype: x, int32=torch.int32, int64=None, sum=torch.sum)
     gl.arange = lambda start, end, layout: torch.arange(start, end)
@@ -259,7 +263,7 @@ def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, bias, mask
     monkeypatch.setattr(dbias_reduce, "work_tile_of", scheduler.work_tile_of)
     monkeypatch.setattr(scheduler, "mask_of", score.mask_of.fn)
     generator = torch.Generator().manual_seed(0)
-    for (B, group, Hkv), band in itertools.product([(4, 1, 3), (3, 2, 2), (1, 4, 8), (16, 1, 2)], BANDS):
+    for B, group, Hkv in [(4, 1, 3), (3, 2, 2), (1, 4, 8), (16, 1, 2)]:
         p = problem(B, group * Hkv, Hkv, 239, 432, bias, band, mask=mask)
         if dbias.reduction(p) != "reduce":
             continue
