@@ -56,7 +56,7 @@ $(TEST_TORCHES): test-torch-%: $(VERSIONS)/.ready-torch-%
 $(TEST_TRITONS): test-triton-%: $(READY) $(VERSIONS)/.ready-triton-%
 	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT)
 
-# Plants faults, one at a time, and looks whether a test fails: about ten minutes of two cores.
+# Plants faults, one at a time, and looks whether a test fails: some minutes.
 mutants: $(READY) $(READY_360)
 	$(BIN)/python tests/mutants.py -n 2
 

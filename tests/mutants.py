@@ -323,7 +323,7 @@ def run(fault: Fault) -> tuple[str, float]:
         except subprocess.TimeoutExpired:
             return f"no end in {LONGEST} s", time.perf_counter() - start
     seconds = time.perf_counter() - start
-    # 1: some test failed. An error before any test ran is one as well with -x, but no "failed" in the last line.
+    # An error in a fixture ends with 1 as well, but then nothing has failed.
     if done.returncode == 1 and re.search(r"\b[1-9]\d* failed\b", done.stdout):
         return "caught", seconds
     return {0: "SURVIVED"}.get(done.returncode, f"no test ran (status {done.returncode})"), seconds
