@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from durations import pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  (hooks)
 
 # Short operators in several threads wait for each other more than they work, and pytest-xdist's processes take each
 # other's cores: half of the time of many a file.
