@@ -60,7 +60,7 @@ FAULTS = [
     ),
     # --- from a call to a backend ---
     Fault(
-        "problem.py", "all(0 < s < 2**40", "all(0 <= s < 2**40",
+        "memory.py", "all(0 < line < 2**40", "all(0 <= line < 2**40",
         "TMA is asked to read an axis that repeats, with a stride of 0",
         "test_hopper.py",
     ),
@@ -80,7 +80,7 @@ FAULTS = [
         "test_sdpa.py::test_scale",
     ),
     Fault(
-        "api.py", "hi if band.hi is None else min(band.hi, hi)", "hi",
+        "call.py", "hi if band.hi is None else min(band.hi, hi)", "hi",
         "a CausalBias takes the place of the window's right side",
         "test_doors.py::test_a_causal_bias_beside_other_terms",
     ),
@@ -90,12 +90,12 @@ FAULTS = [
         "test_autograd.py::test_a_usual_call_follows_the_determinism_that_is_asked_for",
     ),
     Fault(
-        "autograd.py", "*cotangents), terms, needs)", "*cotangents), terms)",
+        "dispatch.py", "*cotangents), terms, needs)", "*cotangents), terms)",
         "a prepared backward answers calls that need other gradients",
         "test_autograd.py::test_gradients_only_for_what_asks_for_one",
     ),
     Fault(
-        "autograd.py", "else x.select(dim, i)", "else x.select(0, i)",
+        "ops/runtime/operator.py", "else x.select(dim, i)", "else x.select(0, i)",
         "vmap takes the elements along the first axis, whatever in_dims says",
         "test_transforms.py::test_vmap",
     ),
@@ -116,7 +116,7 @@ FAULTS = [
         "test_cpu.py::test_groups",
     ),
     Fault(
-        "backends/cpu/tiled.py", "heads.only_visible(dp.sub_(delta).mul_(p), tile)", "dp.sub_(delta).mul_(p)",
+        "backends/cpu/tiled.py", "self.only_visible(dp.sub_(delta).mul_(p), tile)", "dp.sub_(delta).mul_(p)",
         "NaN in a hidden value leaks into the gradients",
         "test_cpu.py::test_hidden_keys_may_hold_anything",
     ),
@@ -152,7 +152,7 @@ FAULTS = [
         "test_triton_interpreter.py::test_layouts",
     ),
     Fault(
-        "backends/triton/backward_kernel.py", "ds = db * slope", "ds = db",
+        "backends/triton/score.py", "ds = db * slope", "ds = db",
         "the softcap's derivative is left out",
         "test_triton_interpreter.py::test_head_dimensions",
     ),
@@ -178,93 +178,93 @@ FAULTS = [
     ),
     # --- Hopper, as far as a CPU can run it ---
     Fault(
-        "backends/hopper/query_sums.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
+        "backends/gluon/sm90/dq_accum.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
         "dQ is summed in another order than it is read in",
         "test_hopper_query_sums.py",
     ),
     Fault(
-        "backends/hopper/query_sums.py", "(step * c.DQ_PARTS + PART) & 1) ^ 1)", "(step * c.DQ_PARTS + PART) & 1))",
+        "backends/gluon/sm90/dq_accum.py", "(step * c.DQ_PARTS + PART) & 1) ^ 1)", "(step * c.DQ_PARTS + PART) & 1))",
         "dQ is stored before the tile ahead of it has left, or never",
         "test_hopper_roles.py",
     ),
     Fault(
-        "backends/hopper/mask_kernels.py", "    if cols < c.BLOCK_N:\n        full_begin = end\n", "",
+        "backends/gluon/mask_kernels.py", "    if cols < c.BLOCK_N:\n        full_begin = end\n", "",
         "keys past the end pass for keys that every query sees",
         "test_hopper_mask.py::test_summary_by_keys",
     ),
     Fault(
-        "backends/hopper/row_kernels.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
+        "backends/gluon/preprocess.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
         "a bias of the queries is taken out of an LSE in another base",
         "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
     ),
     Fault(
-        "backends/hopper/repair_kernel.py", "(distance <= terms.hi)", "(distance < terms.hi)",
+        "backends/gluon/sm90/repair_kernel.py", "(distance <= terms.hi)", "(distance < terms.hi)",
         "rows that are computed again do not see the last key of the band",
         "test_hopper_rows.py::test_rows_are_computed_again",
     ),
     Fault(
-        "backends/hopper/work.py", "head // parts // alone", "head // parts % alone",
+        "backends/gluon/sm90/backward_scheduler.py", "head // parts // alone", "head // parts % alone",
         "a program works for the batch element of another",
         "test_hopper_work.py::test_every_tile_has_one_program_and_sharers_are_one_group",
     ),
     Fault(
-        "backends/hopper/schedule.py", "64 * (WARPGROUP + 1) - 1 + terms.hi", "64 * WARPGROUP + terms.hi",
+        "backends/gluon/tile_scheduler.py", "64 * (WARPGROUP + 1) - 1 + terms.hi", "64 * WARPGROUP + terms.hi",
         "a warpgroup leaves out tiles that all but its first query see",
         "test_hopper_schedule.py::test_what_a_warpgroup_leaves_out_or_does_not_mask",
     ),
     Fault(
-        "backends/hopper/score.py", "seen = cols <= last", "seen = cols < last",
+        "backends/gluon/score.py", "seen = cols <= last", "seen = cols < last",
         "the band is one key too narrow",
         "test_hopper_bands.py",
     ),
     Fault(
-        "backends/hopper/config.py", "do_stages=1 if one else 2", "do_stages=2",
+        "backends/gluon/sm90/config.py", "do_stages=1 if one else 2", "do_stages=2",
         "a backward of 256 dimensions takes more shared memory than there is",
         "test_hopper_room.py::test_every_structure_has_room",
     ),
     Fault(
-        "backends/hopper/launch.py", "1.0 if capped else 1.0 / score.scale", "1.0 if capped else score.scale",
+        "backends/gluon/score.py", "1.0 if capped else 1.0 / score.scale", "1.0 if capped else score.scale",
         "a bias is multiplied by the scale twice, not divided by it",
         "test_hopper_terms.py::test_scores_in_the_units_of_the_kernels",
     ),
     Fault(
-        "backends/hopper/launch.py", "is not None and bias.batch > 1", "is not None and problem.batch > 1",
+        "backends/gluon/sm90/launch.py", "is not None and bias.batch > 1", "is not None and problem.batch > 1",
         "a bias that all batch elements share is read past its end",
         "test_hopper_terms.py::test_a_bias_and_a_mask_are_those_of_the_head",
     ),
     Fault(
-        "backends/hopper/score.py", "l_i * alpha + sums_of_rows", "l_i + sums_of_rows",
+        "backends/gluon/sm90/softmax.py", "l_i * alpha + sums_of_rows", "l_i + sums_of_rows",
         "the softmax's sum keeps the scale of an earlier maximum",
         "test_hopper_terms.py::test_tiles_of_a_row_add_up_to_its_softmax",
     ),
     Fault(
-        "backends/hopper/strips.py", "softcap_derivative(s, terms.cap)", "softcap_derivative(s + start, terms.cap)",
+        "backends/gluon/score.py", "softcap_derivative(s, terms.cap)", "softcap_derivative(s + bias, terms.cap)",
         "the softcap's derivative is taken behind the bias",
         "test_hopper_terms.py::test_probabilities_of_the_backward",
     ),
     Fault(
-        "backends/hopper/forward_kernel.py", "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(2,",
+        "backends/gluon/sm90/forward_kernel.py", "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(2,",
         "the softmax reads scores before their product is done",
         "test_hopper_aot.py",
     ),
     # --- a product and a softmax of their own ---
     Fault(
-        "blocks/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
+        "ops/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
         "beta is lost",
         "test_matmul_interpreter.py::test_triton",
     ),
     Fault(
-        "blocks/matmul/problem.py", "any(o != inner.size * i for", "any(o < inner.size * i for",
+        "ops/matmul/problem.py", "any(o != inner.size * i for", "any(o < inner.size * i for",
         "axes are merged that do not follow each other in memory",
         "test_matmul.py::test_merged_axes",
     ),
     Fault(
-        "blocks/softmax/cpu.py", "ds.masked_fill_(hidden, 0.0)", "pass",
+        "ops/softmax/cpu.py", "ds.masked_fill_(hidden, 0.0)", "pass",
         "where a visible dP is NaN so is the gradient of what is hidden",
         "test_softmax.py::test_a_visible_gradient_that_is_not_finite_leaves_alone_where_p_is_zero",
     ),
     Fault(
-        "blocks/softmax/triton/backward.py", "(ds * scale).to(", "ds.to(",
+        "ops/softmax/triton/backward.py", "(ds * scale).to(", "ds.to(",
         "dx loses the scale",
         "test_softmax_triton.py::test_axes_and_layouts",
     ),
@@ -275,7 +275,7 @@ FAULTS = [
         "test_launcher.py::test_another_alignment_is_asked_for",
     ),
     Fault(
-        "operators/sharding.py", "return Partial() if split and", "return Replicate() if split and",
+        "ops/runtime/sharding.py", "return Partial() if split and", "return Replicate() if split and",
         "a gradient that is a sum over the devices passes for the same on each",
         "test_sharding.py",
     ),

@@ -21,7 +21,8 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.hopper import backward_launch, config, launch, score, strips
+from tilewise.backends.gluon import score
+from tilewise.backends.gluon.sm90 import backward_launch, config, launch, m_subtiles, softmax
 
 B, H, KV_HEADS, M, N = 2, 6, 2, 130, 140
 BROADCASTS = list(itertools.product((1, B), (1, KV_HEADS, H), (1, M), (1, N)))
@@ -53,16 +54,17 @@ def plain(monkeypatch):
     """The functions of the kernels as Python functions, of tensors."""
     gl = SimpleNamespace(
         exp2=torch.exp2, abs=torch.abs, where=torch.where, maximum=torch.maximum, sum=torch.sum, int64=None,
-        max=lambda x, axis: x.amax(axis), cast=lambda x, dtype: x,
+        max=lambda x, axis: x.amax(axis), cast=lambda x, dtype: x, constexpr=score.gl.constexpr,
     )  # fmt: skip
-    monkeypatch.setattr(score, "gl", gl)
-    monkeypatch.setattr(strips, "gl", gl)
-    monkeypatch.setattr(score, "REDUCES_IN_TREES", False)
-    monkeypatch.setattr(score, "SLACK", score.SLACK.value)
+    for module in (score, softmax, m_subtiles):
+        monkeypatch.setattr(module, "gl", gl)
+    monkeypatch.setattr(softmax, "REDUCES_IN_TREES", False)
+    monkeypatch.setattr(softmax, "SLACK", softmax.SLACK.value)
     for name in ("maxima_of_rows", "sums_of_rows"):
-        monkeypatch.setattr(score, name, getattr(score, name).fn)
+        monkeypatch.setattr(softmax, name, getattr(softmax, name).fn)
     for name in ("softcap", "softcap_derivative"):
-        monkeypatch.setattr(strips, name, getattr(score, name).fn)
+        monkeypatch.setattr(score, name, getattr(score, name).fn)
+    monkeypatch.setattr(m_subtiles, "score_tile", score.score_tile.fn)
 
 
 @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
@@ -85,7 +87,7 @@ def test_a_bias_and_a_mask_are_those_of_the_head(shape):
 @pytest.mark.parametrize("scale", [0.3, 1.0, 40.0])
 def test_scores_in_the_units_of_the_kernels(scale, cap):
     """Of a product x and a bias b: 2^(exponent · (x + inverse · b)) is e^(scale · x + b)."""
-    terms = launch.score_terms(problem(scale=scale, cap=cap))
+    terms = score.score_terms(problem(scale=scale, cap=cap))
     assert (terms.scale, terms.cap if cap else None, terms.HAS_CAP.value) == (scale, cap, cap is not None)
     x, bias = 0.7, -1.3
     if cap is None:
@@ -101,11 +103,11 @@ def test_tiles_of_a_row_add_up_to_its_softmax(lazy):
     s = 30 * torch.randn(64, 4, 16)
     s[0] = -math.inf
     s[1, :2] = -math.inf  # what it sees comes late
-    exponent = launch.score_terms(problem()).exponent
+    exponent = score.score_terms(problem()).exponent
     v = torch.randn(4, 16, 8)
     m, l, o = torch.full((64,), -math.inf), torch.zeros(64), torch.zeros(64, 8)  # noqa: E741
     for tile in range(4):
-        p, m, l, alpha = score.online_softmax.fn(s[:, tile], m, l, exponent, lazy, True)  # noqa: E741
+        p, m, l, alpha = softmax.online_softmax.fn(s[:, tile], m, l, exponent, lazy, True)  # noqa: E741
         o = o * alpha[:, None] + p @ v[tile]
     exact = (s.flatten(1).double() * exponent * math.log(2))[1:]
     assert (m[0], l[0]) == (-math.inf, 0)
@@ -121,7 +123,7 @@ def test_probabilities_of_the_backward(cap, bias):
     """And the derivative of the softcap, of the score before its bias. Without a softcap the product starts from it."""
     torch.manual_seed(0)
     p = problem(cap=cap)
-    terms = launch.score_terms(p)
+    terms = score.score_terms(p)
     terms = terms._replace(HAS_CAP=terms.HAS_CAP.value)
     product = (4 * torch.randn(16, 64)).requires_grad_()
     added = torch.randn(16, 64) if bias == "matrix" else torch.zeros(16, 64)
@@ -131,7 +133,7 @@ def test_probabilities_of_the_backward(cap, bias):
     lse = (capped + added).logsumexp(0).detach() / math.log(2)
     start = added * terms.inverse
     s = product.detach() if cap is not None else product.detach() + start
-    found, slope = strips.probabilities.fn(s, start, lse, None, terms, SimpleNamespace(BIAS=bias))
+    found, slope = m_subtiles.probabilities.fn(s, start, lse, None, terms, SimpleNamespace(BIAS=bias))
     torch.testing.assert_close(found, exact.detach())
     (expected,) = torch.autograd.grad(capped.sum(), product)
     torch.testing.assert_close(torch.as_tensor(slope * terms.scale).expand(16, 64), expected)
