@@ -61,7 +61,7 @@ def test_names_are_looked_up():
     assert exists("backends.oracle")
     assert exists("backends.triton.declines")
     assert exists("problem.Problem.flops")
-    assert exists("backends.Inputs.q")
+    assert exists("backends.protocol.Inputs.q")
     assert not exists("score.tiles.tiles_of_keys")
     assert not exists("problem.Problem.flop")
     assert not exists("backends.metal.forward")

@@ -20,7 +20,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
 BACKEND = {*PROTOCOL, "tilewise.memory", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
-SHARED = {"tilewise.backends.launcher", "tilewise.backends.products"}  # by backends and operators, and none themselves
+# What backends and operators import, and is none itself.
+SHARED = {f"tilewise.backends.{name}" for name in ("launcher", "products", "score")}
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
@@ -37,6 +38,7 @@ ROOMS = {
     "tilewise.backends.cpu": BACKEND,
     "tilewise.backends.launcher": set(),
     "tilewise.backends.products": set(),
+    "tilewise.backends.score": {"tilewise.score"},
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,

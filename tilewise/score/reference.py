@@ -1,7 +1,7 @@
 """Value and derivative of each score term in plain torch: the truth the kernels are held to.
 
 Every function takes the indices it needs as arguments and computes none, so that it serves a whole matrix as well as
-one tile. The jit twins carry the same names (``backends/triton/score.py``).
+one tile. The jit twins carry the same names (``backends/score.py``).
 """
 
 from __future__ import annotations

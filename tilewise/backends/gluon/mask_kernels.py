@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from tilewise.score import tiles
-
-# The host's own functions, compiled; Triton's interpreter, in which these kernels are tested, runs them as they are.
-key_tiles = tiles.key_tiles if knobs.runtime.interpret else triton.jit(tiles.key_tiles)
-query_tiles = tiles.query_tiles if knobs.runtime.interpret else triton.jit(tiles.query_tiles)
+from tilewise.backends.score import key_tiles, query_tiles
 
 
 class MaskConstants(NamedTuple):

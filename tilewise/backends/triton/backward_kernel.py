@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.score import query_tiles, score_tile, score_tile_gradient, visible_tile
+from tilewise.backends.score import query_tiles
+from tilewise.backends.triton.score import score_tile, score_tile_gradient, visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.score import key_tiles, split_tiles
 from tilewise.backends.triton import config
-from tilewise.backends.triton.score import key_tiles, score_tile, split_tiles, visible_tile
+from tilewise.backends.triton.score import score_tile, visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,

@@ -21,6 +21,7 @@ from tilewise.backends import (
     empty_output,
 )
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
+from tilewise.backends.score import INTERPRET
 from tilewise.backends.triton.backward_kernel import (
     backward_kernel,
     finite_kernel,
@@ -40,7 +41,7 @@ from tilewise.backends.triton.config import (
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.masks import MaskLists, MaskTiles, lists_pay
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
-from tilewise.backends.triton.score import INTERPRET, Terms
+from tilewise.backends.triton.score import Terms
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem

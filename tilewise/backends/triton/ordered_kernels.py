@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.score import key_tiles
 from tilewise.backends.triton.backward_kernel import load_stats, tile_gradients
-from tilewise.backends.triton.score import key_tiles
 from tilewise.backends.triton.tensors import Reads, dot, load_rows, program_tile, store_rows
 from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, state_of, tile_at
 

@@ -1,7 +1,5 @@
-"""The score pipeline on the GPU: jit twins, name by name, of `tilewise.score.reference` and `tilewise.score.tiles`, and
-the order in which a tile takes them: `score_tile`, `visible_tile`, and back `score_tile_gradient`.
+"""The order in which a tile of scores takes its terms: `score_tile`, `visible_tile`, and back `score_tile_gradient`.
 
-Indices are arguments of every helper, so that one helper serves [M, N] tiles (forward) and [N, M] tiles (backward).
 The scale costs no multiply of its own and rounds no operand: it rides on the fused multiply-add that adds the bias or,
 without a bias, on the one that the exponential needs anyway. (An accumulator that starts from the bias would cost the
 same number of instructions, but Triton pipelines no load that feeds an accumulator.)
@@ -13,17 +11,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton import knobs
 
+from tilewise.backends.score import in_band, softcap, softcap_derivative, softmax_derivative
 from tilewise.backends.triton.tensors import load_operand
-from tilewise.score import tiles
-
-INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
-
-# The host's own functions, compiled; the interpreter runs them as they are.
-key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
-query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
-split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
 
 
 class Terms(NamedTuple):
@@ -37,38 +27,6 @@ class Terms(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
-
-
-@triton.jit
-def softcap(s, cap):
-    x = s / cap
-    u = tl.exp2(-2.8853900817779268 * tl.abs(x))  # e^(-2|x|): no overflow, and tanh is odd
-    far = (1 - u) / (1 + u)
-    x2 = x * x
-    near = tl.abs(x) * (1 - x2 * (0.33333333 - x2 * (0.13333333 - x2 * 0.05396825)))  # 1 - u cancels near 0
-    t = tl.where(x2 < 0.01, near, far)
-    return tl.where(x < 0, -t, t) * cap
-
-
-@triton.jit
-def softcap_derivative(capped, cap):
-    t = capped / cap
-    return 1 - t * t
-
-
-@triton.jit
-def in_band(rows, cols, terms):
-    seen = (rows >= 0) & (cols >= 0)
-    if terms.HAS_LO:
-        seen &= cols - rows >= terms.lo
-    if terms.HAS_HI:
-        seen &= cols - rows <= terms.hi
-    return seen
-
-
-@triton.jit
-def softmax_derivative(p, dp, delta):
-    return p * (dp - delta)
 
 
 @triton.jit

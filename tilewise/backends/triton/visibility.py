@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.score import INTERPRET, key_tiles, query_tiles
+from tilewise.backends.score import INTERPRET, key_tiles, query_tiles
 from tilewise.backends.triton.tensors import matrix_of
 from tilewise.score import visibility
 

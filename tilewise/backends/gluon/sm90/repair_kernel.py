@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from tilewise.score import tiles
+from tilewise.backends.score import INTERPRET, key_tiles, softcap
 
 LN2 = tl.constexpr(0.6931471805599453)
-# Triton's interpreter, in which this kernel is tested, runs the host's own function as it is, and its product of
-# bfloat16 is wrong.
-key_tiles = tiles.key_tiles if knobs.runtime.interpret else triton.jit(tiles.key_tiles)
-MARK = tl.constexpr(tl.float32 if knobs.runtime.interpret else tl.bfloat16)
+# Triton's interpreter, in which this kernel is tested, computes bfloat16 products wrongly.
+MARK = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
 
 
 class RepairConstants(NamedTuple):
@@ -55,13 +52,6 @@ def _load_scores(x, b, h, rows, cols, sizes, COLS: tl.constexpr):
 
 
 @triton.jit
-def _softcap(s, cap):
-    u = tl.exp2(-2.8853900817779268 * tl.abs(s / cap))
-    t = (1 - u) / (1 + u)
-    return tl.where(s < 0, -t, t) * cap
-
-
-@triton.jit
 def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
     """The rows of one tile whose LSE is NaN."""
     rows = m0 + tl.arange(0, r.BLOCK_M)
@@ -81,7 +71,7 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
         k_tile = _load(k, b, hk, cols, sizes.keys, dims, head_dim)
         s = tl.dot(q_tile, k_tile.T) * terms.scale
         if terms.HAS_CAP:
-            s = _softcap(s, terms.cap)
+            s = softcap(s, terms.cap)
         distance = cols[None, :] - rows[:, None]
         visible = (cols < sizes.keys)[None, :] & (distance >= terms.lo) & (distance <= terms.hi)
         if r.BIAS:
