@@ -39,9 +39,10 @@ ledger: $(READY) $(READY_360)
 	TILEWISE_LEDGER=$(COMPILED) $(BIN)/python -m pytest -n 2 --dist worksteal $(AOT)
 	$(BIN)/python tests/ledger.py renew $(COMPILED)
 
-# `make test` compiles what has no entry in the ledger, and few of the rest; this, all.
+# `make test` compiles what has no entry in the ledger, and few of the rest; this, all. And it asks whether tests notice.
 test-all: ledger
 	$(MAKE) test
+	$(MAKE) mutants
 
 # All that a CPU can test of every version that is promised: 14 GB, and more than an hour of two cores. Each torch comes
 # with the Triton that it pins, and runs what needs no compiler; then each Triton compiles every case ahead of time.

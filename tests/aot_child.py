@@ -350,5 +350,6 @@ def _read(name: str, kernel: Any, log: str) -> ledger.Entry:
         warnings=warnings,
         wgmma=wgmma_lint.count(sass),
         hazards=[list(x) for x in wgmma_lint.lint(sass)],
+        ptx=ledger.ptx_instructions(name, kernel.asm["ptx"]),
         code=ledger.instructions(kernel.asm["cubin"]),
     )

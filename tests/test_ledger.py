@@ -30,8 +30,15 @@ def test_what_is_committed_can_be_read_and_written_again():
 
 
 def test_a_comparison_names_what_has_other_instructions():
-    entry = ledger.Entry("forward_kernel", 1, 0, 168, 0, {}, [], 0, [], "old")
+    entry = ledger.Entry("forward_kernel", 1, 0, 168, 0, {}, [], 0, [], "old", "")
     old = ledger.Ledger({"a": entry}, {"case": ["a"]})
     assert not ledger.compare(old, ledger.Ledger({"b": entry._replace(name="other")}, {"case": ["b"]}))
-    slower = ledger.Ledger({"b": entry._replace(code="new", registers=255)}, {"case": ["b"]})
+    slower = ledger.Ledger({"b": entry._replace(ptx="new", registers=255)}, {"case": ["b"]})
     assert ledger.compare(old, slower) == ["case: forward_kernel has other instructions: registers 168 -> 255"]
+
+
+def test_instructions_have_no_names_and_no_lines():
+    ptx = "// by LLVM\n.entry {0}(\n.param .u64 {0}_param_0)\n{1}\tadd.s32 %r1, %r2, 1; // added\n\t.section .debug {0}"
+    one = ledger.ptx_instructions("f", ptx.format("f", "$L__tmp1:\n\t.loc 1 2 3\n"))
+    assert one == ledger.ptx_instructions("longer", ptx.format("longer", ""))
+    assert one != ledger.ptx_instructions("f", ptx.replace("1;", "2;").format("f", ""))

@@ -65,7 +65,7 @@ SPILLS: dict[tuple[str, int, int, str], dict[str, int]] = {
     ("3.6.0", 90, 128, "shared bias"): {"backward_kernel": 216},
     ("3.6.0", 90, 64, "bias of keys"): {"backward_kernel": 12},
     ("3.6.0", 90, 128, "by pointers, causal, shared bias"): {"forward_kernel": 288, "backward_kernel": 380},
-    ("3.6.0", 90, 256, "shared bias, mask"): {"forward_kernel": 104, "backward_kernel": 384},
+    ("3.6.0", 90, 256, "shared bias, mask"): {"forward_kernel": 100, "backward_kernel": 160},
     ("3.6.0", 120, 128, "causal"): {"forward_kernel": 84, "backward_kernel": 488},
     ("installed", 80, 64, "shared bias"): {"backward_kernel": 4},
     ("installed", 100, 256, "shared bias"): {"forward_kernel": 284},
