@@ -152,7 +152,7 @@ FAULTS = [
         "test_triton_interpreter.py::test_layouts",
     ),
     Fault(
-        "backends/triton/score.py", "ds = db * slope", "ds = db",
+        "backends/score.py", "ds = db * slope", "ds = db",
         "the softcap's derivative is left out",
         "test_triton_interpreter.py::test_head_dimensions",
     ),

@@ -1,6 +1,11 @@
-"""The terms of the score in Triton: jit twins, name by name, of `tilewise.score.reference` and `tilewise.score.tiles`.
+"""The terms of the score in Triton, jit twins, name by name, of `tilewise.score.reference` and `tilewise.score.tiles`;
+and the order in which a tile takes them, `score_tile`, and back `score_tile_gradient`. Every kernel written in Triton
+calls these, those of the Hopper backend too.
 
 Indices are arguments of every helper, so that one helper serves [M, N] tiles (forward) and [N, M] tiles (backward).
+The scale costs no multiply of its own and rounds no operand: it rides on the fused multiply-add that adds the bias or,
+without a bias, on the one that the exponential needs anyway. (An accumulator that starts from the bias would cost the
+same number of instructions, but Triton pipelines no load that feeds an accumulator.)
 """
 
 from __future__ import annotations
@@ -49,3 +54,32 @@ def in_band(rows, cols, terms):
 @triton.jit
 def softmax_derivative(p, dp, delta):
     return p * (dp - delta)
+
+
+@triton.jit
+def score_tile(products, added, terms, BIAS: tl.constexpr):
+    """Scores of a tile of raw products: scale, softcap, bias. Also the softcap's derivative, of which only a backward
+    makes use; where there is no softcap something else, for Triton 3.6 returns no None.
+
+    added: the bias in float32, anything where there is none. Without bias and softcap the scale waits for the exponent.
+    What is hidden is hidden later.
+    """
+    s, slope = products, products
+    if terms.HAS_CAP:
+        s = softcap(s * terms.scale, terms.cap)
+        slope = softcap_derivative(s, terms.cap)
+        if BIAS:
+            s += added
+    elif BIAS:
+        s = s * terms.scale + added  # one fused multiply-add: the scale rides on the bias
+    return s, slope
+
+
+@triton.jit
+def score_tile_gradient(p, dp, delta, slope, terms):
+    """`score_tile` backwards, the softmax first: dS with respect to scale·Q Kᵀ, and to the biased score."""
+    db = softmax_derivative(p, dp, delta)
+    ds = db
+    if terms.HAS_CAP:
+        ds = db * slope
+    return ds, db

@@ -9,14 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import query_tiles
-from tilewise.backends.triton.score import score_tile, score_tile_gradient, visible_tile
+from tilewise.backends.score import query_tiles, score_tile, score_tile_gradient
+from tilewise.backends.triton.score import visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,
     dot,
     dq_accum_at,
     head_at,
+    load_operand,
     load_rows,
     matrix_of,
     program_tile,
@@ -117,7 +118,11 @@ def tile_gradients(
     """
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
-    s, slope, _added = score_tile(dot(k_tile, q_tile.T, None, c), x, at, n0, cols, terms, sizes, PARTIAL, c)
+    products = dot(k_tile, q_tile.T, None, c)
+    added = products
+    if c.BIAS:
+        added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, PARTIAL, sizes, c).to(tl.float32)
+    s, slope = score_tile(products, added, terms, c.BIAS)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
     if PARTIAL or (c.MASK and not c.LISTS):
         p = tl.where(visible_tile(x, at, n0, cols, mixed, terms, sizes, PARTIAL, PARTIAL, c), p, 0.0)

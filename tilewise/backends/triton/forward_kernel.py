@@ -9,15 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import key_tiles, split_tiles
+from tilewise.backends.score import key_tiles, score_tile, split_tiles
 from tilewise.backends.triton import config
-from tilewise.backends.triton.score import score_tile, visible_tile
+from tilewise.backends.triton.score import visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,
     dot,
     head_at,
     load_group_rows,
+    load_operand,
     load_rows,
     program_tile,
     row_at,
@@ -44,7 +45,11 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, mixed, PARTIAL: tl
 
     # S = Q Kᵀ
     k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    s, _slope, added = score_tile(dot(q_tile, k_tile.T, None, c), x, at, n0, cols, terms, sizes, TAIL, c)
+    products = dot(q_tile, k_tile.T, None, c)
+    added = products
+    if c.BIAS:
+        added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
+    s, _slope = score_tile(products, added, terms, c.BIAS)
 
     # masks act after the product
     HIDES: tl.constexpr = PARTIAL or (c.MASK and not c.LISTS) or (CAREFUL and c.BIAS)

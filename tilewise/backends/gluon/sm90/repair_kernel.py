@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import INTERPRET, key_tiles, softcap
+from tilewise.backends.score import INTERPRET, key_tiles, score_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter, in which this kernel is tested, computes bfloat16 products wrongly.
 MARK = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
 
@@ -62,6 +63,9 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
     acc = tl.zeros([r.BLOCK_M, r.BLOCK_DV], tl.float32)
     m_i = tl.full([r.BLOCK_M], -float("inf"), tl.float32)
     l_i = tl.zeros([r.BLOCK_M], tl.float32)
+    exponent = LOG2E
+    if not (r.BIAS or terms.HAS_CAP):  # see `score_tile`
+        exponent = LOG2E * terms.scale
     begin, _, _, end = key_tiles(
         m0, tl.minimum(r.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, r.BLOCK_N
     )
@@ -69,22 +73,22 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
         cols = n * r.BLOCK_N + tl.arange(0, r.BLOCK_N)
         q_tile = _load(q, b, h, rows, sizes.queries, dims, head_dim)
         k_tile = _load(k, b, hk, cols, sizes.keys, dims, head_dim)
-        s = tl.dot(q_tile, k_tile.T) * terms.scale
-        if terms.HAS_CAP:
-            s = softcap(s, terms.cap)
+        products = tl.dot(q_tile, k_tile.T)
+        added = products
+        if r.BIAS:
+            added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, r.BIAS_COLS).to(tl.float32)
+        s, _slope = score_tile(products, added, terms, r.BIAS)
         distance = cols[None, :] - rows[:, None]
         visible = (cols < sizes.keys)[None, :] & (distance >= terms.lo) & (distance <= terms.hi)
         if r.BIAS:
-            added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, r.BIAS_COLS).to(tl.float32)
-            s += added
             visible &= added != -float("inf")
         if r.MASK:
             visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, r.MASK_COLS) != 0
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
-        alpha = tl.exp2((m_i - base) * 1.4426950408889634)
-        p = tl.exp2((s - base[:, None]) * 1.4426950408889634)
+        alpha = tl.exp2((m_i - base) * exponent)
+        p = tl.exp2((s - base[:, None]) * exponent)
         l_i = l_i * alpha + tl.sum(p, 1)
         v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim)
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
@@ -98,7 +102,7 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
         m_i = m_new
     acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan")) / tl.where(l_i == 0, 1.0, l_i)[:, None]
     spoilt = old != old
-    tl.store(at_lse, m_i + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
+    tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
     at = o.pointer + tl.cast(b, tl.int64) * o.stride0 + tl.cast(h, tl.int64) * o.stride1
     at = at + rows.to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
