@@ -17,6 +17,7 @@ TORCHES := 2.11.0 2.15.0
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 VERSIONS := .versions
 AOT := tests/test_hopper_aot.py tests/test_matmul_aot.py tests/test_triton_aot.py tests/test_softmax_triton.py
+ROOMS := tests/test_hopper_room.py tests/test_triton_room.py
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all ledger lint mutants test-versions
@@ -36,7 +37,7 @@ COMPILED := $(abspath build)/ledger
 ledger: $(READY) $(READY_360)
 	rm -rf $(COMPILED)
 	mkdir -p $(COMPILED)
-	TILEWISE_LEDGER=$(COMPILED) $(BIN)/python -m pytest -n 2 --dist worksteal $(AOT)
+	TILEWISE_LEDGER=$(COMPILED) $(BIN)/python -m pytest -n 2 --dist worksteal $(AOT) $(ROOMS)
 	$(BIN)/python tests/ledger.py renew $(COMPILED)
 
 # `make test` compiles what has no entry in the ledger, and few of the rest; this, all. And it asks whether tests notice.

@@ -60,7 +60,7 @@ _launched: list[tuple[str, Any]] = []  # name, kernel: Triton's, or the fingerpr
 _logs: dict[str, str] = {}  # what ptxas said of a kernel, by its hash: several cases may share one
 _fingerprints: dict[str, str] = {}  # of a kernel, by its hash
 _entries: dict[str, ledger.Entry] = {}  # of this process, by fingerprint
-_known: dict[str, ledger.Entry] = {}  # what need not be compiled, by fingerprint
+_known: dict[str, Any] = {}  # what need not be compiled, by fingerprint: the ledger's entry, or room
 
 
 def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> None:
@@ -151,6 +151,36 @@ def with_ledger(function: Any, name: str, folder: str | None, again: bool, case:
         with (Path(folder) / f"{os.getpid()}.jsonl").open("a") as file:
             print(json.dumps([name, kernels]), file=file)
     return found
+
+
+def with_rooms(function: Any, name: str, folder: str | None, again: bool, case: Any, *more: Any) -> Any:
+    """The same of `room_child.room`, which reads the memory of each kernel by `memory_of`."""
+    known: dict[str, Any] = {} if folder else ledger.load().rooms
+    _known.clear()
+    _known.update({} if again else known)
+    try:
+        found = function(case, *more)
+        rooms = [(_fingerprint(kernel), memory_of(kernel)) for _, kernel in _launched]
+    finally:
+        _known.clear()
+    for key, memory in rooms:
+        if known.get(key, memory) != memory:
+            raise AssertionError(f"the ledger has {known[key]}, compiled was {memory}: see tests/ledger.py")
+    if folder:
+        with (Path(folder) / f"{os.getpid()}.jsonl").open("a") as file:
+            print(json.dumps([ledger.ROOM, rooms]), file=file)
+    return found
+
+
+def memory_of(kernel: Any) -> list[int]:
+    """Bytes of shared memory, columns of tensor memory."""
+    if isinstance(kernel, str):
+        return _known[kernel]
+    return [kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", 0) or 0]
+
+
+def _fingerprint(kernel: Any) -> str:
+    return kernel if isinstance(kernel, str) else _fingerprints[kernel.hash]
 
 
 def triton_version() -> str:

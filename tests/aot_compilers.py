@@ -47,6 +47,11 @@ class Compilers:
         folder = os.environ.get("TILEWISE_LEDGER")
         return self._submit(triton, target, aot_child.with_ledger, function, name, folder, again, case, *more)
 
+    def rooms(self, function, triton: str, target: int, case: object, *more, again: bool = False):
+        """The same of `room_child.room`."""
+        folder = os.environ.get("TILEWISE_LEDGER")
+        return self._submit(triton, target, aot_child.with_rooms, function, "", folder, again, case, *more)
+
     def _submit(self, triton: str, target: int, function, *arguments):
         if EACH is None and triton == "3.6.0" and not TRITON_360.is_dir():
             pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")

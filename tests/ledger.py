@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 PATH = Path(__file__).parent / "aot_ledger.json"
 DIGITS = 16  # of a hash
+ROOM = "room"  # in the place of a case
 SIZES = ("B", "H", "M", "N", "K", "shape")
 
 
@@ -55,15 +56,20 @@ class Entry(NamedTuple):
 class Ledger(NamedTuple):
     kernels: dict[str, Entry]  # by fingerprint
     cases: dict[str, list[str]]  # fingerprints of what a case launches, in order
+    rooms: dict[str, list[int]]  # shared and tensor memory of kernels that were compiled no further than to know these
+
+    @classmethod
+    def empty(cls) -> Ledger:
+        return cls({}, {}, {})
 
 
 def parse(text: str) -> Ledger:
     read = json.loads(text)
-    return Ledger({key: Entry(**x) for key, x in read["kernels"].items()}, read["cases"])
+    return Ledger({key: Entry(**x) for key, x in read["kernels"].items()}, read["cases"], read.get("rooms", {}))
 
 
 def load() -> Ledger:
-    return parse(PATH.read_text()) if PATH.exists() else Ledger({}, {})
+    return parse(PATH.read_text()) if PATH.exists() else Ledger.empty()
 
 
 def dump(ledger: Ledger) -> str:
@@ -75,7 +81,8 @@ def dump(ledger: Ledger) -> str:
 
     used = {key for keys in ledger.cases.values() for key in keys}
     kernels = {key: x._asdict() for key, x in ledger.kernels.items() if key in used}
-    return f"{{\n{block('cases', ledger.cases)},\n{block('kernels', kernels)}\n}}\n"
+    blocks = {"cases": ledger.cases, "kernels": kernels, "rooms": ledger.rooms}
+    return "{\n" + ",\n".join(block(*x) for x in blocks.items()) + "\n}\n"
 
 
 def program(source: str) -> str:
@@ -135,14 +142,17 @@ def _values(run: Sequence[Any]) -> Iterator[tuple[object, str]]:
 
 def read(folder: Path) -> Ledger:
     """What compilers have left in ``folder``, a file each."""
-    found = Ledger({}, {})
+    found = Ledger.empty()
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             case, kernels = json.loads(line)
+            if case == ROOM:
+                found.rooms.update(kernels)
+                continue
             found.cases[case] = [key for key, _ in kernels]
             for key, entry in kernels:
                 assert found.kernels.setdefault(key, Entry(*entry)).agrees(Entry(*entry)), f"{case}: not as before"
-    assert found.cases, f"{folder}: no compiler has left anything"
+    assert found.cases or found.rooms, f"{folder}: no compiler has left anything"
     return found
 
 
@@ -167,8 +177,8 @@ def compare(old: Ledger, new: Ledger) -> list[str]:
 
 def main(command: str, argument: str) -> int:
     if command in ("renew", "update"):
-        old, found = load() if command == "update" else Ledger({}, {}), read(Path(argument))
-        PATH.write_text(dump(Ledger({**old.kernels, **found.kernels}, {**old.cases, **found.cases})))
+        old, found = load() if command == "update" else Ledger.empty(), read(Path(argument))
+        PATH.write_text(dump(Ledger(*({**a, **b} for a, b in zip(old, found, strict=True)))))
         print(f"{PATH.name}: {len(found.cases)} cases, {len(found.kernels)} kernels")
         return 0
     assert command == "compare", command

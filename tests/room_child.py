@@ -110,6 +110,7 @@ def room(case: Case, backend: str | None = None, smallest: bool = False, exact: 
             run(inputs, outputs, cotangents)
     limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024
     return [
-        Room(name, kernel.metadata.shared, limit, getattr(kernel.metadata, "tmem_size", 0) or 0)
+        Room(name, shared, limit, columns)
         for name, kernel in aot_child._launched
+        for shared, columns in [aot_child.memory_of(kernel)]
     ]

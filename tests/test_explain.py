@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from helpers import compute_by
+from torch._subclasses import FakeTensorMode
 
 import tilewise
 from tilewise import explain
@@ -334,3 +335,11 @@ def test_words_of_the_field():
     assert "tiles of 1 query x 1 key, 1 head at a time" in explain(few, few, few, device="cpu").tiles
     one_stage = explain(*(meta(4, 16, 4096, 128, dtype=torch.float32),) * 3, device="sm_90").tiles
     assert one_stage.endswith("4 warps, 1 pipeline stage")
+
+
+def test_a_mask_without_numbers_says_nothing():
+    with FakeTensorMode():
+        q = torch.zeros(1, 2, 8, 16)
+        e = explain(q, q, q, mask=torch.ones(8, 8, dtype=torch.bool))
+    assert e.mask is None
+    assert "  mask: leaves" not in str(e)

@@ -109,7 +109,7 @@ COMPILED = [
 
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_the_sum_is_what_a_compiler_takes(compilers, case):
-    found = {x.name: x.shared for x in compilers.run(room, "3.6.0", 90, case, "hopper")}
+    found = {x.name: x.shared for x in compilers.rooms(room, "3.6.0", 90, case, "hopper")}
     bias, mask = (
         (Operand(dtype, *case.shape(x)) if x else None) for dtype, x in ((BRAIN, case.bias), (torch.bool, case.mask))
     )

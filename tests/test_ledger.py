@@ -31,9 +31,9 @@ def test_what_is_committed_can_be_read_and_written_again():
 
 def test_a_comparison_names_what_has_other_instructions():
     entry = ledger.Entry("forward_kernel", 1, 0, 168, 0, {}, [], 0, [], "old", "")
-    old = ledger.Ledger({"a": entry}, {"case": ["a"]})
-    assert not ledger.compare(old, ledger.Ledger({"b": entry._replace(name="other")}, {"case": ["b"]}))
-    slower = ledger.Ledger({"b": entry._replace(ptx="new", registers=255)}, {"case": ["b"]})
+    old = ledger.Ledger({"a": entry}, {"case": ["a"]}, {})
+    assert not ledger.compare(old, ledger.Ledger({"b": entry._replace(name="other")}, {"case": ["b"]}, {}))
+    slower = ledger.Ledger({"b": entry._replace(ptx="new", registers=255)}, {"case": ["b"]}, {})
     assert ledger.compare(old, slower) == ["case: forward_kernel has other instructions: registers 168 -> 255"]
 
 

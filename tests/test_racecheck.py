@@ -20,7 +20,7 @@ REPORT = """========= COMPUTE-SANITIZER
 
 
 def line(file, text):
-    lines = (KERNELS / "backends" / "hopper" / file).read_text(encoding="utf-8").splitlines()
+    lines = (KERNELS / "backends" / "gluon" / "sm90" / file).read_text(encoding="utf-8").splitlines()
     return next(n for n, found in enumerate(lines, 1) if text in found)
 
 

@@ -36,7 +36,7 @@ WIDE_ROWS = Case(B=3, H=2, M=48, N=3184, D=256, dtype=FLOAT, bias="1hmn", mask="
 
 @pytest.mark.parametrize("case", [WIDE_ROWS, replace(WIDE_ROWS, M=1)], ids=str)
 def test_few_wide_queries(compilers, case):
-    hold(compilers.run(room, "installed", 86, case, "triton"))
+    hold(compilers.rooms(room, "installed", 86, case, "triton"))
 
 
 # Blackwell: what is summed over the heads of a group took more than there is.
@@ -48,12 +48,12 @@ GROUPS = [
 
 @pytest.mark.parametrize("case", GROUPS, ids=str)
 def test_heads_of_a_group_on_blackwell(compilers, case):
-    hold(compilers.run(room, "3.6.0", 100, case, "triton"))
+    hold(compilers.rooms(room, "3.6.0", 100, case, "triton"))
 
 
 @pytest.mark.parametrize("case", ONE_QUERY, ids=str)
 def test_one_query_or_key_with_a_bias(compilers, case):
-    hold(compilers.run(room, "3.6.0", 90, case, "triton"))
+    hold(compilers.rooms(room, "3.6.0", 90, case, "triton", again=True))
 
 
 def drawn(target: int) -> list[soak.Drawn]:
@@ -66,7 +66,7 @@ def drawn(target: int) -> list[soak.Drawn]:
     [pytest.param(target, x, id=f"sm_{target}, {x.case}") for target in TARGETS for x in drawn(target)],
 )
 def test_problems_at_random(compilers, target, problem):
-    hold(compilers.run(room, TARGETS[target], target, problem.case, problem.backend if target == 90 else "triton"))
+    hold(compilers.rooms(room, TARGETS[target], target, problem.case, problem.backend if target == 90 else "triton"))
 
 
 # What needs most: full tiles of everything, in the widest types, and three products of TF32.
@@ -80,7 +80,7 @@ GREEDY = [
 
 @pytest.mark.parametrize(("target", "case"), [pytest.param(*run, id=f"sm_{run[0]}, {run[1]}") for run in GREEDY])
 def test_the_shortest_pipeline_leaves_a_quarter_of_the_room(compilers, target, case):
-    found = compilers.run(room, TARGETS[target], target, case, "triton", True)
+    found = compilers.rooms(room, TARGETS[target], target, case, "triton", True)
     assert all(x.shared <= 0.75 * x.limit for x in found), found
 
 
@@ -88,7 +88,7 @@ def test_the_shortest_pipeline_leaves_a_quarter_of_the_room(compilers, target, c
 def test_what_stands_in_for_tf32_fits(compilers, D):
     """Three products of TF32 for one, to 128 dimensions: at 256 they took 112 KiB of 99, and spilled 32."""
     case = Case(B=2, H=2, M=512, N=512, D=D, dtype=FLOAT, bias="1hmn")
-    hold(compilers.run(room, TARGETS[86], 86, case, "triton", False, True))
+    hold(compilers.rooms(room, TARGETS[86], 86, case, "triton", False, True))
 
 
 def hold(found):

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
 from tilewise.call import Window, read_call
@@ -204,7 +205,7 @@ def explain(
 
 def _mask_share(problem: Problem, mask: Tensor | None) -> MaskShare | None:
     """None where there is no mask, its elements are not known, or no score is left to it. A few rows at a time."""
-    if type(mask) is not Tensor or mask.is_meta or problem.pairs == 0:
+    if mask is None or mask.is_meta or is_fake(mask) or problem.pairs == 0:
         return None
     cols = torch.arange(problem.keys, device=mask.device)
     pairs = tiles = band_tiles = 0
