@@ -180,7 +180,7 @@ FAULTS = [
     Fault(
         "backends/gluon/sm90/dq_accum.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
         "dQ is summed in another order than it is read in",
-        "test_hopper_query_sums.py",
+        "test_hopper_dq_accum.py",
     ),
     Fault(
         "backends/gluon/sm90/dq_accum.py", "(step * c.DQ_PARTS + PART) & 1) ^ 1)", "(step * c.DQ_PARTS + PART) & 1))",
