@@ -34,7 +34,7 @@ class QueryTile(NamedTuple):
     last: Any
     full_begin: Any
     full_end: Any
-    tile_list: Any  # with a mask, what visits_kernel lists of them
+    tile_list: Any  # with a mask, what tile_list_kernel lists of them
 
 
 class Entry(NamedTuple):

@@ -2,7 +2,7 @@
 
 Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
 passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds, in an order
-that nothing fixes, see `query_sums`; dBias leaves the shared memory of dS by a TMA store, see `shared_bias` for
+that nothing fixes, see `dq_accum`; dBias leaves the shared memory of dS by a TMA store, see `dbias_reduce` for
 one that is shared.
 
 Two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once for 128 queries, which are
@@ -122,7 +122,7 @@ class BackwardConstants(NamedTuple):
 class Operands(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
-    dq: of its sum, see `query_sums`; a pointer unless it leaves by TMA.
+    dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA.
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
     is the ring of `DbiasTiles`. bits, tile_list: of a mask, see mask_kernels; None without one.
     """

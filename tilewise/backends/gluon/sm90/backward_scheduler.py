@@ -20,7 +20,7 @@ class BackwardSizes(NamedTuple):
     key_tiles: int
     broadcast_batch: int  # batch elements, and key/value heads, that share a bias
     broadcast_heads: int
-    ring: int  # groups of programs whose dS is kept for `shared_bias`
+    ring: int  # groups of programs whose dS is kept for `dbias_reduce`
     lag: int  # groups back that one adds up
     zeroed: int  # key/value heads whose sum of dQ is zeroed before; of others the head so many before does it
 

@@ -33,7 +33,7 @@ class Config:
         stages: tiles in the rings of K and V.
         bias_stages: tiles in the ring of the bias, for each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
-        lazy: O is rescaled only where a row's maximum has grown by more than `score.SLACK` powers of two.
+        lazy: O is rescaled only where a row's maximum has grown by more than `softmax.SLACK` powers of two.
         sums_by_thread: each thread sums up what it has of a row, and threads of a row meet at its end only.
         peeled: the tiles of keys that a band cuts come first and have a loop of their own; else a branch.
         skips_hidden: a warpgroup leaves tiles out of which it sees nothing, and another something.
