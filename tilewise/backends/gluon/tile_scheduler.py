@@ -20,7 +20,7 @@ class ForwardSizes(NamedTuple):
     keys: int
     row_tiles: int  # tiles of queries of one head
     tiles: int  # of all heads and batch elements
-    at_once: int  # heads whose tiles run together, see tile_at
+    at_once: int  # heads whose tiles run together, see work_tile_at
     last: int  # the first head of the last of them
 
 

@@ -8,9 +8,8 @@ one that is shared.
 Two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once for 128 queries, which are
 computed in two subtiles. Other warps load, add dQ, and let dK and dV out, see `producers`. A work tile is a tile of
 keys with all queries that see it; a program has one, or stays and takes the next that is left. Past 128 dimensions dK
-and dV of 64
-keys are all that their registers hold: both warpgroups have the same keys, and each half of the columns of whatever is
-computed. Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
+and dV of 64 keys are all that their registers hold: both warpgroups have the same keys, and each half of the columns of
+whatever is computed. Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class ForwardConstants(NamedTuple):
     MASK_ROWS: Any  # the mask differs between queries
     RAGGED: Any  # the last tile of keys reaches past their end
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
-    ORDER: Any  # see tile_at
+    ORDER: Any  # see work_tile_at
     DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
 
 
