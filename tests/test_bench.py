@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import tilewise
 from tilewise import cli
 from tilewise.bench import __main__ as plain
-from tilewise.bench import blocks, cases, plot, reference, report, results, run, timing
+from tilewise.bench import cases, operators, plot, reference, report, results, run, timing
 from tilewise.bench.cases import Case
 from tilewise.bench.providers import Provider, Steps, _score_mod, providers
 from tilewise.bench.results import Calibration, Results, ResultsError, Row, Timing
@@ -405,7 +405,7 @@ def test_the_report_has_the_numbers():
 
 def test_the_report_leaves_out_what_nobody_measured():
     found = stored()
-    softmax = blocks.SoftmaxCase("softmax", 1000, 1000)
+    softmax = operators.SoftmaxCase("softmax", 1000, 1000)
     rows = [timed(softmax.name, "tilewise-softmax", 1e-5, 6e-6), replace(found.rows[3], memory_bytes=-5)]
     rows += [Row("tiny D64", "sdpa-cudnn", "declined", "too tiny")]
     text = report.markdown(replace(found, cases=[*found.cases, softmax], rows=rows), "x.json", [])

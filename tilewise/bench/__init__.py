@@ -1,7 +1,7 @@
 """``tilewise bench``: tilewise beside what one would use instead, in one run, against the device's own limits.
 
-cases       what is computed: named shapes
-blocks      the same of the building blocks, softmax and matmul, and who computes them
+cases       what is computed: named shapes of attention
+operators   the same of the other operators, softmax and matmul, and who computes them
 providers   who computes it: tilewise's backends and their peers
 reference   the right answer, which everybody is held to before the clock starts
 timing      the clock, the memory gauge and the calibration

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bench import blocks
+from tilewise.bench import operators
 from tilewise.problem import Operand, Problem
 from tilewise.score.terms import Band, Score
 
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of attention; the building blocks' are in `blocks`. Those of a ``family`` are one curve over their
+    """One shape of attention; the other operators' are in `operators`. Those of a ``family`` are one curve over their
     lengths in a picture.
 
     Attributes:
@@ -219,10 +219,10 @@ def _cpu_quick() -> Iterator[Case]:
     yield tiny("float32", bias=True)
 
 
-AnyCase = Case | blocks.SoftmaxCase | blocks.MatmulCase
+AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase
 
 
 def cases(device: str, quick: bool = False) -> list[AnyCase]:
     """The cases of a device type ("cuda" or "cpu"), in the order in which they are run."""
     attention = (_gpu_quick if quick else _gpu) if device == "cuda" else (_cpu_quick if quick else _cpu)
-    return [*attention(), *blocks.cases(device, quick)]
+    return [*attention(), *operators.cases(device, quick)]

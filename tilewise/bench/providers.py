@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench import blocks
+from tilewise.bench import operators
 from tilewise.bench.cases import Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
@@ -82,11 +82,11 @@ def providers(device: torch.device) -> list[Provider]:
             lambda case: None if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
             _cudnn_graph,
         ),
-        *(_block(*computer) for computer in blocks.computers()),
+        *(_of_operator(*computer) for computer in operators.computers()),
     ]
 
 
-def _block(operator: str, name: str, make: Callable[[Any, blocks.Inputs], Callable[[], Tensor]]) -> Provider:
+def _of_operator(operator: str, name: str, make: Callable[[Any, operators.Inputs], Callable[[], Tensor]]) -> Provider:
     return Provider(name, None, lambda case: None, lambda case, x: _autograd(make(case, x), x), operator)
 
 
@@ -99,7 +99,7 @@ def _missing(module: str, distribution: str) -> str | None:
         return f"{distribution} cannot be imported: {error}"
 
 
-def _autograd(forward: Callable[[], Tensor], x: Inputs | blocks.Inputs, context: Any = nullcontext) -> Steps:
+def _autograd(forward: Callable[[], Tensor], x: Inputs | operators.Inputs, context: Any = nullcontext) -> Steps:
     return Steps(forward, lambda o: torch.autograd.grad(o, x.leaves, x.do, retain_graph=True), context)
 
 

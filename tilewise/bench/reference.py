@@ -93,7 +93,7 @@ def wrong(errors: dict[str, float], case: AnyCase) -> str:
 def _error(found: Tensor, right: Tensor, by_row: bool) -> float:
     if found.shape != right.shape:
         raise ValueError(f"the shape is {tuple(found.shape)}, not {tuple(right.shape)}")
-    # a matrix of a building block is one head
+    # a matrix of softmax or matmul is one head
     found, right = (x.flatten(0, 1) if x.dim() == 4 else x[None] for x in (found.detach(), right))
     at_once = max((1 << 27) // max(right[0].numel(), 1), 1)
     dims = (-1,) if by_row else (-2, -1)

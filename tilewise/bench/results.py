@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewise.bench import blocks
+from tilewise.bench import operators
 from tilewise.bench.cases import AnyCase, Case
 from tilewise.bench.providers import is_ours
 from tilewise.explanation import Limits, Work, backward_work, forward_work
@@ -206,7 +206,7 @@ def _case(fields: dict[str, Any]) -> AnyCase:
     operator = fields.get("operator", Case.operator)
     if operator == Case.operator:
         return Case(**{**fields, "bias": fields["bias"] and tuple(fields["bias"])})
-    return {"softmax": blocks.SoftmaxCase, "matmul": blocks.MatmulCase}[operator](**fields)
+    return {"softmax": operators.SoftmaxCase, "matmul": operators.MatmulCase}[operator](**fields)
 
 
 def _checked(results: Results) -> Results:

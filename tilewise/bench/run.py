@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 import tilewise
-from tilewise.bench import blocks, reference
+from tilewise.bench import operators, reference
 from tilewise.bench.cases import AnyCase, Case, Inputs, cases
 from tilewise.bench.providers import Provider, Steps, is_ours, providers, wants_cuda
 from tilewise.bench.results import Results, Row, Timing, left_out
@@ -134,13 +134,11 @@ def run(
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device", "torch sees no CUDA device here; use --device cpu")
     chosen = chosen_cases(options) if todo is None else list(todo)
-    operators = {case.operator for case in chosen}
-    crew = [provider for provider in chosen_providers(options) if provider.operator in operators]
+    computed = {case.operator for case in chosen}
+    crew = [provider for provider in chosen_providers(options) if provider.operator in computed]
     if not crew:
-        raise UsageError(
-            "--providers", f"none of those computes the cases, which are {' and '.join(sorted(operators))}"
-        )
-    ready = {name: [p for p in crew if p.unavailable is None and p.operator == name] for name in operators}
+        raise UsageError("--providers", f"none of those computes the cases, which are {' and '.join(sorted(computed))}")
+    ready = {name: [p for p in crew if p.unavailable is None and p.operator == name] for name in computed}
     device = torch.device(options.device)
     rounds = _ROUNDS[device.type]
     unavailable = {provider.name: provider.unavailable for provider in crew if provider.unavailable is not None}
@@ -206,7 +204,7 @@ class _Measured:
 
     def __init__(self, case: AnyCase, clock: Clock) -> None:
         self.case, self.clock = case, clock
-        self.inputs: Inputs | blocks.Inputs | None = None
+        self.inputs: Inputs | operators.Inputs | None = None
         self.right: dict[str, torch.Tensor] = {}
         self.rounds: dict[str, list[tuple[Timing, Timing | None]]] = {}  # of each provider forward and backward
 
@@ -260,12 +258,12 @@ class _Measured:
             backward=over_rounds(backwards) if backwards else None,
         )
 
-    def _measure_again(self, provider: Provider, x: Inputs | blocks.Inputs, row: Row) -> Row:
+    def _measure_again(self, provider: Provider, x: Inputs | operators.Inputs, row: Row) -> Row:
         steps = provider.prepare(self.case, x)
         with steps.context():
             return self._time(provider, steps, row)
 
-    def _measure(self, provider: Provider, x: Inputs | blocks.Inputs) -> Row:
+    def _measure(self, provider: Provider, x: Inputs | operators.Inputs) -> Row:
         case, clock = self.case, self.clock
         start = time.perf_counter()
         steps = provider.prepare(case, x)

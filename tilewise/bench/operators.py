@@ -1,4 +1,4 @@
-"""The cases of the building blocks, softmax and matmul: tensors, right answers, work, and who computes them.
+"""The cases of the operators beside attention, softmax and matmul: tensors, right answers, work, and who computes them.
 
 They are measured as attention's cases are, beside PyTorch's own.
 """
@@ -124,10 +124,7 @@ def _normal(device: torch.device, seed: int, dtype: str, *shapes: tuple[int, ...
     return [torch.empty(shape, device=device, dtype=kind).normal_(generator=generator) for shape in shapes]
 
 
-Block = SoftmaxCase | MatmulCase
-
-
-def cases(device: str, quick: bool) -> Iterator[Block]:
+def cases(device: str, quick: bool) -> Iterator[SoftmaxCase | MatmulCase]:
     """On a GPU tensors of 1 GiB for the softmax."""
     if device == "cuda":
         for dtype in ("bfloat16", "float32"):

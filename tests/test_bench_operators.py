@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.bench import blocks, cases, reference, report, results, run
-from tilewise.bench.blocks import MatmulCase, SoftmaxCase
+from tilewise.bench import cases, operators, reference, report, results, run
 from tilewise.bench.cases import Case
+from tilewise.bench.operators import MatmulCase, SoftmaxCase
 from tilewise.bench.results import Calibration
 from tilewise.explanation import Work
 
@@ -82,6 +82,6 @@ def test_every_device_has_cases_of_both(device):
     for quick in (False, True):
         names = {case.operator for case in cases.cases(device, quick)}
         assert names == {"attention", "softmax", "matmul"}
-    assert {case.keys for case in blocks.cases("cuda", quick=False) if case.operator == "softmax"} == {
+    assert {case.keys for case in operators.cases("cuda", quick=False) if case.operator == "softmax"} == {
         1 << n for n in (10, 12, 13, 14, 15, 16, 17)
     }
