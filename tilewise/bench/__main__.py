@@ -15,15 +15,9 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name has one of these parts, by commas")
     parser.add_argument("--providers", default="", help="only providers whose name has one of these parts")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which nothing new is begun")
-    parser.add_argument("--json", type=Path, help="write the results here, after every case")
-    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+    add_results(parser)
     arguments = parser.parse_args()
-    if arguments.json is not None:
-        folder = arguments.json.absolute().parent
-        if not folder.is_dir():
-            parser.error(f"--json: there is no folder {folder}")
-        if arguments.json.is_dir() or not os.access(folder, os.W_OK):
-            parser.error(f"--json: cannot write {arguments.json}")
+    check_results(parser, arguments)
     if not arguments.budget >= 0:
         parser.error(f"--budget: must be 0 or more, got {arguments.budget:g}")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the profiler's announcements
@@ -32,8 +26,8 @@ def main() -> int:
     options = run.Options(
         device=arguments.device or run.default_device(),
         quick=arguments.quick,
-        cases=_names(parser, "--cases", arguments.cases),
-        providers=_names(parser, "--providers", arguments.providers),
+        cases=names(parser, "--cases", arguments.cases),
+        providers=names(parser, "--providers", arguments.providers),
         budget=arguments.budget,
         commit=arguments.commit,
     )
@@ -49,7 +43,24 @@ def main() -> int:
     return 0 if run.ours_are_right(found) else 1
 
 
-def _names(parser: argparse.ArgumentParser, option: str, text: str) -> tuple[str, ...]:
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Where results are written, and what they are results of."""
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+
+
+def check_results(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Before anything is measured: the results can be written."""
+    if arguments.json is None:
+        return
+    folder = arguments.json.absolute().parent
+    if not folder.is_dir():
+        parser.error(f"--json: there is no folder {folder}")
+    if arguments.json.is_dir() or not os.access(folder, os.W_OK):
+        parser.error(f"--json: cannot write {arguments.json}")
+
+
+def names(parser: argparse.ArgumentParser, option: str, text: str) -> tuple[str, ...]:
     found = tuple(name.strip() for name in text.split(",") if name.strip())
     if text and not found:
         parser.error(f"{option}: names separated by commas are needed, got {text!r}")

@@ -160,11 +160,15 @@ def _median(row: Row, which: Pass) -> float:
 
 
 def write(results: Results, path: Path) -> None:
-    """Write JSON to ``path``, in whole: a run that is killed meanwhile leaves the file as it was before."""
-    part = path.with_name(path.name + ".part")
     document = {"schema": SCHEMA, **asdict(results)}
     for row in document["rows"]:  # a wrong answer may be NaN, which JSON has not
         row["errors"] = {name: error if math.isfinite(error) else None for name, error in row["errors"].items()}
+    write_document(document, path)
+
+
+def write_document(document: dict[str, Any], path: Path) -> None:
+    """Write JSON to ``path``, in whole: a run that is killed meanwhile leaves the file as it was before."""
+    part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 

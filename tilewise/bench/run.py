@@ -366,14 +366,15 @@ def driver() -> str:
 
 
 def cpu_name() -> str:
-    """As the kernel names it, with the instructions that decide a product's speed."""
+    """As the kernel names it, which may not say which, with the instructions that decide a product's speed."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor() or platform.machine()
     lines = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
     fields = {name.strip(): value.strip() for name, value in lines}
     flags = [x for x in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if x in fields.get("flags", "").split()]
-    return " ".join([fields.get("model name", platform.machine()), *flags])
+    family = [f"family {fields['cpu family']} model {fields['model']}"] if "cpu family" in fields else []
+    return " ".join([fields.get("model name", platform.machine()), *family, *flags])
 
 
 def versions() -> dict[str, str]:
