@@ -253,7 +253,7 @@ def copy_speed() -> float:
 
 def softmax(options: Options) -> dict[str, Any]:
     copy = copy_speed()
-    print(f"{torch.cuda.get_device_name(GPU)}: copy {copy / 1e12:.3f} TB/s", flush=True)
+    print(f"copy {copy / 1e12:.3f} TB/s", flush=True)
     rows = []
     for dtype in (torch.bfloat16,) if options.registers else (torch.bfloat16, torch.float32):
         for length in LENGTHS:

@@ -142,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device("cpu" if sweep.capability is None else "cuda")
     document = {"sweep": options.sweep, **origin(device, options.commit)}
+    print(f"{document['device']['name']}; torch {torch.__version__}", flush=True)
     found = getattr(module, sweep.function)(options)
     rows = found.get("rows", [])
     if not (rows or found.get("cases")):

@@ -20,7 +20,7 @@ def test_documents_hold_what_their_results_say():
     names = set()
     for file in sorted((REPOSITORY / "benchmarks" / "results").glob("*.json")):
         if "schema" not in json.loads(file.read_text()):
-            continue  # measured before there was a bench
+            continue  # of a sweep
         pictures = [(words, f"images/{name}") for words, name in report.picture_names(file)]
         drawn = [(document.parent / name).is_file() for _, name in pictures]
         assert all(drawn) or not any(drawn), f"{file.name} has some of its pictures"

@@ -45,7 +45,9 @@ def hopper(monkeypatch, sweep):
     """A GPU, as far as the command line asks about it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    monkeypatch.setattr(sweep, "origin", lambda device, commit: {"commit": commit, "device": {"type": device.type}})
+    monkeypatch.setattr(
+        sweep, "origin", lambda device, commit: {"commit": commit, "device": {"type": device.type, "name": "X"}}
+    )
     monkeypatch.setattr(sweep, "calibrate", lambda clock, dtypes: Calibration(dict.fromkeys(dtypes, 1e11), 1e10))
 
 
