@@ -162,6 +162,16 @@ FAULTS = [
         "test_triton_interpreter.py::test_bias_broadcasts",
     ),
     Fault(
+        "backends/triton/visibility.py", "(found >> 1) & 1", "(found >> 1) & 0",
+        "a mixed tile is computed without its mask",
+        "test_visibility.py::test_masks_of_hidden_and_whole_tiles",
+    ),
+    Fault(
+        "backends/triton/visibility.py", "fulls + tl.cumsum(other, 0)", "fulls + tl.cumsum(full, 0)",
+        "tiles that are not full are listed one over the other",
+        "test_visibility.py::test_lists_of_a_mask",
+    ),
+    Fault(
         "backends/triton/ordered_kernels.py", "h = mh * c.BIAS_HOW.GROUP + jh", "h = mh + jh * matrices",
         "the ordered gradient of a shared bias is summed over other heads than share it",
         "test_triton_interpreter.py::test_bias_broadcasts",
