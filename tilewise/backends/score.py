@@ -10,11 +10,14 @@ same number of instructions, but Triton pipelines no load that feeds an accumula
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton import knobs
 
 from tilewise.score import tiles
+from tilewise.score.terms import Score
 
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
 
@@ -22,6 +25,21 @@ INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as 
 key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
 query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
 split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
+
+
+def numbers(score: Score) -> dict[str, Any]:
+    """What kernels are told of a score, in Triton and in Gluon: fields of their `Terms`, beside their exponents. A
+    switch that is off compiles its term away."""
+    lo, hi = tiles.limits(score.band)
+    return {
+        "scale": score.scale,
+        "cap": 1.0 if score.softcap is None else score.softcap,
+        "lo": lo,
+        "hi": hi,
+        "HAS_LO": tl.constexpr(score.band.lo is not None),
+        "HAS_HI": tl.constexpr(score.band.hi is not None),
+        "HAS_CAP": tl.constexpr(score.softcap is not None),
+    }
 
 
 @triton.jit

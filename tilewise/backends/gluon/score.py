@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.score import numbers
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -34,19 +35,11 @@ class Terms(NamedTuple):
 
 
 def score_terms(problem: Problem) -> Terms:
-    score, c = problem.score, gl.constexpr
-    lo, hi = tiles.limits(score.band)
-    capped = score.softcap is not None
+    score, capped = problem.score, problem.score.softcap is not None
     return Terms(
         exponent=LOG2E if capped else score.scale * LOG2E,
         inverse=1.0 if capped else 1.0 / score.scale,
-        scale=score.scale,
-        cap=1.0 if score.softcap is None else score.softcap,
-        lo=lo,
-        hi=hi,
-        HAS_LO=c(score.band.lo is not None),
-        HAS_HI=c(score.band.hi is not None),
-        HAS_CAP=c(capped),
+        **numbers(score),
     )
 
 

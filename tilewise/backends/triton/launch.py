@@ -21,7 +21,7 @@ from tilewise.backends import (
     empty_output,
 )
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
-from tilewise.backends.score import INTERPRET
+from tilewise.backends.score import INTERPRET, numbers
 from tilewise.backends.triton.backward_kernel import (
     backward_kernel,
     finite_kernel,
@@ -45,7 +45,6 @@ from tilewise.backends.triton.score import Terms
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
-from tilewise.score.tiles import limits
 
 LOG2E = 1.4426950408889634
 
@@ -297,19 +296,9 @@ def bias_reduction(problem: Problem) -> str:
 
 
 def _terms(problem: Problem) -> Terms:
-    score, c = problem.score, tl.constexpr
-    lo, hi = limits(score.band)
+    score = problem.score
     scaled = score.softcap is not None or problem.bias is not None
-    return Terms(
-        exponent=LOG2E if scaled else score.scale * LOG2E,
-        scale=score.scale,
-        cap=1.0 if score.softcap is None else score.softcap,
-        lo=lo,
-        hi=hi,
-        HAS_LO=c(score.band.lo is not None),
-        HAS_HI=c(score.band.hi is not None),
-        HAS_CAP=c(score.softcap is not None),
-    )
+    return Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **numbers(score))
 
 
 def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:
