@@ -52,6 +52,7 @@ def test_few_queries_are_not_for_hopper(queries, keys):
     assert plan.backend == "triton"
     assert dict(plan.declined)["hopper"] == hopper.prefers(few)
     assert hopper.prefers(few).endswith(f"too slow for {queries}")
+    assert make_plan(few, "hopper").backend == "hopper"  # asked for by name: slow, and no error
     assert replace(few, value_dim=8).few_queries
     for many in (replace(few, queries=65, keys=16 * 65), replace(few, keys=16 * queries - 1)):
         assert not many.few_queries

@@ -1,14 +1,17 @@
 """The shape of the house: which module may import which, what importing tilewise costs, how long a module may be."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import tilewise
+from tilewise.backends.protocol import Backend, Pass
 from tilewise.plan import BACKENDS, backend_module
 
 PACKAGE = Path(tilewise.__file__).parent
@@ -135,6 +138,17 @@ def test_every_backend_has_a_room():
             if inside(name, backend):
                 found = [i for i in imports(MODULES[name]) if room_of(i) in backends - {backend}]
                 assert not found, f"{name} imports {found}"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_has_what_the_protocol_says(name):
+    """With the same parameters: modules are taken for `Backend` without a look."""
+    backend = backend_module(name)
+    for member in ("declines", "prefers", "tiles"):
+        _, *expected = inspect.signature(getattr(Backend, member)).parameters.values()
+        found = inspect.signature(getattr(backend, member)).parameters.values()
+        assert [(x.name, x.default) for x in found] == [(x.name, x.default) for x in expected], member
+    assert set(backend.prepare) == set(get_args(Pass))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -27,7 +27,7 @@ query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
 split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
 
 
-def numbers(score: Score) -> dict[str, Any]:
+def score_numbers(score: Score) -> dict[str, Any]:
     """What kernels are told of a score, in Triton and in Gluon: fields of their `Terms`, beside their exponents. A
     switch that is off compiles its term away."""
     lo, hi = tiles.limits(score.band)

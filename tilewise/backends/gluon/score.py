@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.score import numbers
+from tilewise.backends.score import score_numbers
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -39,7 +39,7 @@ def score_terms(problem: Problem) -> Terms:
     return Terms(
         exponent=LOG2E if capped else score.scale * LOG2E,
         inverse=1.0 if capped else 1.0 / score.scale,
-        **numbers(score),
+        **score_numbers(score),
     )
 
 

@@ -21,7 +21,7 @@ from tilewise.backends import (
     empty_output,
 )
 from tilewise.backends.launcher import POINTER, Launch, bound, strided
-from tilewise.backends.score import INTERPRET, numbers
+from tilewise.backends.score import INTERPRET, score_numbers
 from tilewise.backends.triton.backward_kernel import (
     backward_kernel,
     finite_kernel,
@@ -169,10 +169,12 @@ class Backward:
         # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
         summed = needs.q and not problem.deterministic
         dq_accum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
+        by_keys = summed or needs.k or needs.v or not (ordered_bias or reduction == "none")
         lists = mask is not None and lists_pay(problem, config)
         self.masked = None
         if mask is not None and lists:
-            self.masked = MaskLists(problem, config, mask, by_rows=needs.q and not summed, by_keys=True, even=True)
+            by_rows = needs.q and not summed
+            self.masked = MaskLists(problem, config, mask, by_rows=by_rows, by_keys=by_keys, even=True)
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
         self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
@@ -214,7 +216,7 @@ class Backward:
         self.finite = self.main = self.postprocess = self.query_gradient = self.bias_gradient = None
         if c.HIDES.value:
             self.finite = Launch(finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual)
-        if c.WANT_Q.value or c.WANT_K.value or c.WANT_V.value or c.DBIAS.value != "none":
+        if by_keys:
             after = (POINTER, strided(k), strided(v), POINTER, dq_accum_layout, strided(dk), strided(dv), dbias_layout)
             self.main = Launch(backward_kernel, key_programs, (*rows, *after), numbers, **options)
         if dq_accum is not None:
@@ -298,7 +300,7 @@ def bias_reduction(problem: Problem) -> str:
 def _terms(problem: Problem) -> Terms:
     score = problem.score
     scaled = score.softcap is not None or problem.bias is not None
-    return Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **numbers(score))
+    return Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **score_numbers(score))
 
 
 def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:
