@@ -9,6 +9,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import attention, matmul, scaled_dot_product_attention, softmax
+from tilewise.backends import address, storage_and_offset
 
 
 def tensors(B=2, H=4, Hkv=2, M=5, N=7, D=8, Dv=8, dtype=torch.float32, requires_grad=True):
@@ -61,6 +62,16 @@ def test_matmul_leaves_tensors_shared():
     y = matmul(a, b, c=c, beta=0.5)
     y.backward(torch.randn_like(y))
     assert all(torch._C._is_cow_tensor(x) for x in (a, b, c))
+
+
+@pytest.mark.parametrize("of", {address, storage_and_offset})
+def test_an_address_is_that_of_the_first_element(of):
+    x = torch.randn(4, 6)
+    for view in (x, x[1:], x[:, 3:], x.flatten()[1:].view(-1)):
+        assert of(view) == view.data_ptr()
+    lazy, there = torch._lazy_clone(x), of(x)
+    assert of(lazy) == there
+    assert torch._C._is_cow_tensor(lazy)
 
 
 # --- the profiler ---

@@ -18,10 +18,15 @@ from tilewise.backends.protocol import Gradients, Inputs, Needs, Outputs
 
 __all__ = ["Gradients", "Inputs", "Needs", "Outputs"]
 
+
+def storage_and_offset(x: Tensor) -> int:
+    """`address` where PyTorch has no const_data_ptr, as 2.11 has not: the address it then tells is the storage's."""
+    return int(torch._C._data_address(x)) + x.storage_offset() * x.element_size()  # type: ignore[attr-defined]
+
+
 # A tensor's address. Its data_ptr() counts as a write, by which one that is copied on write gets its copy.
-# PyTorch 2.11 has no public name for reading it.
 address: Callable[[Tensor], int]
-address = Tensor.const_data_ptr if hasattr(Tensor, "const_data_ptr") else torch._C._data_address  # type: ignore[attr-defined]
+address = Tensor.const_data_ptr if hasattr(Tensor, "const_data_ptr") else storage_and_offset  # type: ignore[attr-defined]
 
 
 def has_triton() -> bool:
