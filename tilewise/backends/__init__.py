@@ -21,7 +21,8 @@ __all__ = ["Gradients", "Inputs", "Needs", "Outputs"]
 
 def storage_and_offset(x: Tensor) -> int:
     """`address` where PyTorch has no const_data_ptr, as 2.11 has not: the address it then tells is the storage's."""
-    return int(torch._C._data_address(x)) + x.storage_offset() * x.element_size()  # type: ignore[attr-defined]
+    storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]
+    return storage + int(x.storage_offset()) * x.element_size()
 
 
 # A tensor's address. Its data_ptr() counts as a write, by which one that is copied on write gets its copy.
