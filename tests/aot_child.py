@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import descriptor_lint
@@ -75,6 +76,8 @@ def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> N
     from triton.runtime import driver
     from triton.runtime.jit import JITCallable, JITFunction
 
+    from tilewise.backends import launcher
+
     assert triton_path is None or Path(triton.__file__).is_relative_to(triton_path)
     warnings.simplefilter("error")  # as in the tests' own process: here a version says what the next will not have
 
@@ -126,6 +129,8 @@ def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> N
         return self.hash
 
     driver.set_active(Target())
+    # Every case asks for its kernels anew.
+    launcher._kernels = SimpleNamespace(get=lambda wants: None, setdefault=lambda wants, kernel: kernel)
     run, JITFunction.run = JITFunction.run, compile_only
     compile, JITFunction._do_compile = JITFunction._do_compile, compile_unknown
     cache_key, JITCallable.cache_key = JITCallable.cache_key.fget, property(program_key)

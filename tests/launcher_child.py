@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import aot_child
 import torch
 from helpers import Case, tensors
+from room_child import launches
+from soak import problems
 
 
 def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
@@ -72,3 +75,27 @@ def _by_address(args: Any) -> Any:
     if isinstance(args, torch.Tensor):
         return args.data_ptr()
     return args if isinstance(args, (int, float, str, type(None))) else str(args)
+
+
+def wanted(kernels: Sequence[int], count: int) -> list[tuple[str, str]]:
+    """For every launch of ``count`` problems of each of the soak's kernels: what it wants, and all that Triton chooses
+    a kernel by. Nothing is compiled."""
+    from tilewise.backends import launcher
+
+    found: list[tuple[str, str]] = []
+
+    def ask(launch: launcher.Launch, *tensors: torch.Tensor | None) -> None:
+        aligned = [x is not None and x.data_ptr() % 16 == 0 for x in tensors]
+        kernel = launch.kernel
+        *_, bind = kernel.device_caches[0]
+        _, chosen, options = bind(*launch._arguments(tensors), debug=False, instrumentation_mode="", **launch.options)
+        found.append((str(launch.wants(tensors, aligned)), f"{kernel.__name__} {chosen} {options}"))
+
+    through_triton, launcher.Launch.__call__ = launcher.Launch.__call__, ask
+    try:
+        for n in kernels:
+            for case, backend in problems(n, count):
+                launches(case, backend)
+    finally:
+        launcher.Launch.__call__ = through_triton
+    return found

@@ -280,9 +280,19 @@ FAULTS = [
     ),
     # --- around them ---
     Fault(
-        "backends/launcher.py", "is not None and aligned == self._aligned", "is not None",
+        "backends/launcher.py", "self._compiled if aligned == self._aligned else None", "self._compiled",
         "a kernel that was compiled for aligned addresses gets others",
         "test_launcher.py::test_another_alignment_is_asked_for",
+    ),
+    Fault(
+        "backends/launcher.py", "(self._wants, *kinds, *aligned)", "(self._wants, *kinds)",
+        "the same, where another launch has asked before",
+        "test_launcher.py::test_another_alignment_is_asked_for",
+    ),
+    Fault(
+        "backends/launcher.py", "return _kind(layout[1:])", "return None",
+        "strides that 16 does not divide get the kernel of those that it divides",
+        "test_launcher.py::test_a_kernel_is_shared_where_triton_would_choose_the_same",
     ),
     Fault(
         "ops/runtime/sharding.py", "return Partial() if split and", "return Replicate() if split and",

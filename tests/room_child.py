@@ -54,8 +54,21 @@ def _no_machine_code() -> Iterator[None]:
 
 def room(case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False) -> list[Room]:
     """Of every kernel that a case launches, forward and the gradients that it asks for, in the plan's backend or in the
-    one that is named. smallest: in the triton backend, with the shortest pipeline that is tried. exact: the problem is,
-    and torch's setting for float32 is TF32."""
+    one that is named. See `launches`."""
+    aot_child._launched.clear()
+    with _no_machine_code():
+        launches(case, backend, smallest, exact)
+    limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024
+    return [
+        Room(name, shared, limit, columns)
+        for name, kernel in aot_child._launched
+        for shared, columns in [aot_child.memory_of(kernel)]
+    ]
+
+
+def launches(case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False) -> None:
+    """Launch what computes a case and the gradients that it asks for, on meta tensors. smallest: in the triton backend,
+    with the shortest pipeline that is tried. exact: the problem is, and torch's setting for float32 is TF32."""
     from tilewise.backends import Inputs, Needs, Outputs, empty_output
     from tilewise.backends.triton import launch
     from tilewise.plan import make_plan
@@ -93,24 +106,16 @@ def room(case: Case, backend: str | None = None, smallest: bool = False, exact: 
         while smallest and isinstance(run, (launch.Forward, launch.Backward)) and run.config.smaller() is not None:
             run._prepare(run.config.smaller(), *tensors)
 
-    aot_child._launched.clear()
-    with _no_machine_code():
-        forward = plan(None, False)
-        run = forward.module.prepare["forward"](forward.problem, inputs)
-        shrink(run, inputs)
-        run(inputs)
-        if any(needs):
-            outputs = Outputs(
-                empty_output(inputs.q, c.value_dim, "meta"),
-                torch.empty(c.B, c.H, c.M, dtype=torch.float32, device="meta"),
-            )
-            backward = plan(cotangents.o, needs.bias)
-            run = backward.backward_module.prepare["backward"](backward.problem, inputs, outputs, cotangents, needs)
-            shrink(run, inputs, outputs, cotangents)
-            run(inputs, outputs, cotangents)
-    limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024
-    return [
-        Room(name, shared, limit, columns)
-        for name, kernel in aot_child._launched
-        for shared, columns in [aot_child.memory_of(kernel)]
-    ]
+    forward = plan(None, False)
+    run = forward.module.prepare["forward"](forward.problem, inputs)
+    shrink(run, inputs)
+    run(inputs)
+    if any(needs):
+        outputs = Outputs(
+            empty_output(inputs.q, c.value_dim, "meta"),
+            torch.empty(c.B, c.H, c.M, dtype=torch.float32, device="meta"),
+        )
+        backward = plan(cotangents.o, needs.bias)
+        run = backward.backward_module.prepare["backward"](backward.problem, inputs, outputs, cotangents, needs)
+        shrink(run, inputs, outputs, cotangents)
+        run(inputs, outputs, cotangents)

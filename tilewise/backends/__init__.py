@@ -21,6 +21,8 @@ __all__ = ["Gradients", "Inputs", "Needs", "Outputs"]
 
 def storage_and_offset(x: Tensor) -> int:
     """`address` where PyTorch has no const_data_ptr, as 2.11 has not: the address it then tells is the storage's."""
+    if x.is_cuda:  # where a launch takes its data_ptr() all the same
+        return x.data_ptr()
     storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]
     return storage + int(x.storage_offset()) * x.element_size()
 

@@ -13,7 +13,9 @@ find the compiled kernel. What a call's layout decides is therefore settled once
 
 The first call of a `Launch` is Triton's own and compiles. Later ones take the kernel that it found, which is right for
 tensors of the same layout: shape, dtype, strides and device. Alignment is looked at here: where a pointer is not a
-multiple of 16 and the first one was, Triton is asked again.
+multiple of 16 and the first one was, another kernel is looked for. A kernel is kept under all that Triton chooses one
+by (`Launch.wants`), so that a `Launch` for other sizes, of a cache that grows or the next batch, asks Triton only where
+no earlier one wanted the same. Constants make most of that: say them by `constants`, and they are compared by identity.
 
 On Triton 3.6 later calls also leave out Triton's Python around its launcher in C, and keep the descriptors of the
 addresses seen last. Other versions, and launches that hooks watch (profilers set them), go through `CompiledKernel`.
@@ -28,10 +30,11 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -56,6 +59,25 @@ class Strided(NamedTuple):
 
 POINTER = "pointer"
 
+T = TypeVar("T", bound=tuple)
+_constants: dict[tuple, tuple] = {}
+_known_constants: set[int] = set()  # by identity, those among the values of `_constants`, which live on
+_kernels: dict[tuple, CompiledKernel] = {}  # by what a launch wants of one
+
+
+def constants(values: T) -> T:
+    """What a kernel knows when it is compiled: ``values``, a named tuple, with a tl.constexpr for each.
+
+    Equal values give the same object. Fields have one type each: 1 and True are equal.
+    """
+    key = (type(values), *values)
+    found = _constants.get(key)
+    if found is None:
+        fields = (constants(x) if isinstance(x, tuple) else tl.constexpr(x) for x in values)
+        found = _constants.setdefault(key, type(values)(*fields))
+        _known_constants.add(id(found))
+    return found  # type: ignore[return-value]
+
 
 def strided(x: Tensor | None) -> Strided:
     """The layout of a tensor that is read by pointer."""
@@ -64,15 +86,33 @@ def strided(x: Tensor | None) -> Strided:
     return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
-def bound(layout: Any, x: Tensor | None) -> Any:
-    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor."""
+_templates: dict[tuple, Any] = {}
+
+
+def boxed(kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any) -> Any:
+    """The layout of a tensor that is read by TMA in boxes, a descriptor of ``kind`` without its tensor.
+
+    The first with such a box passes the descriptor's checks; of another tensor only sizes and strides are new, and
+    those `tilewise.memory` has looked at.
+    """
+    key = (kind, x.dtype, *box)
+    template = _templates.get(key)
+    if template is None:
+        _templates[key] = template = bound(kind(x, list(x.shape), list(strides), list(box), *shared), None)
+    return bound(template, None, shape=list(x.shape), strides=list(strides))
+
+
+def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
+    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor.
+
+    other: what a descriptor gets beside it.
+    """
     if layout is POINTER:
         return x
     if isinstance(layout, Strided):
         return Strided(x, *layout[1:])
     copy = object.__new__(type(layout))  # a descriptor, without the checks that the layout has passed already
-    copy.__dict__.update(layout.__dict__)
-    copy.base = x
+    copy.__dict__.update(layout.__dict__, base=x, **other)
     return copy
 
 
@@ -96,6 +136,7 @@ class Launch:
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
         self.layouts, self.numbers = tuple(layouts), tuple(numbers)
+        self._wants: tuple | None = None
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
         self._short: _Short | None = None
@@ -104,17 +145,75 @@ class Launch:
         if self._short is not None and not _watched() and self._short.launch(tensors):
             return
         _bind_context(tensors)
-        args = (*map(bound, self.layouts, tensors), *self.numbers)
-        aligned = tuple(x is not None and x.data_ptr() % 16 == 0 for x in tensors)
-        if self._compiled is not None and aligned == self._aligned:
-            self._compiled[self.programs, 1, 1](*args)
-            return
+        aligned = tuple([x is not None and x.data_ptr() % 16 == 0 for x in tensors])
+        compiled = self._compiled if aligned == self._aligned else None
+        if compiled is None:
+            wants = self.wants(tensors, aligned)
+            compiled = _kernels.get(wants)
+            if compiled is None:
+                compiled = self._ask(tensors, wants)
+                self._keep(compiled, aligned, tensors)
+                return
+            self._keep(compiled, aligned, tensors)
+            if self._short is not None and not _watched() and self._short.launch(tensors):
+                return
+        compiled[self.programs, 1, 1](*self._arguments(tensors))
+
+    def wants(self, tensors: Sequence[Tensor | None], aligned: Sequence[bool]) -> tuple:
+        """All that Triton looks at to choose a kernel for tensors in these layouts, ``aligned`` to 16 bytes or not.
+
+        Of an integer whether it is 1, whether 16 divides it, and its width; the value of what is a constant; of a float
+        nothing; dtypes, boxes and their layouts in shared memory.
+        """
+        if self._wants is None:
+            named = getattr(self.kernel, "params", ())[len(self.layouts) :]  # none of an interpreted one
+            fixed = [p.is_constexpr for p in named] or [False] * len(self.numbers)
+            numbers = [x if known else _kind(x) for x, known in zip(self.numbers, fixed, strict=True)]
+            layouts = [_layout_kind(x) for x in self.layouts]
+            self._wants = (self.kernel, *self.options.items(), *layouts, *numbers)
+        kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
+        return (self._wants, *kinds, *aligned)
+
+    def _arguments(self, tensors: Sequence[Tensor | None]) -> tuple:
+        return (*map(bound, self.layouts, tensors), *self.numbers)
+
+    def _ask(self, tensors: Sequence[Tensor | None], wants: tuple) -> CompiledKernel | None:
+        """Triton, which launches too. The interpreter compiles nothing."""
         with assembler(self.kernel):
-            compiled = self.kernel[(self.programs,)](*args, **self.options)
-        if self._compiled is None and isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
+            compiled = self.kernel[(self.programs,)](*self._arguments(tensors), **self.options)
+        if not isinstance(compiled, CompiledKernel):
+            return None
+        return _kernels.setdefault(wants, compiled)
+
+    def _keep(
+        self, compiled: CompiledKernel | None, aligned: tuple[bool, ...], tensors: Sequence[Tensor | None]
+    ) -> None:
+        """The first that is found: addresses that are aligned otherwise are rare, and ask each time."""
+        if self._compiled is None and compiled is not None:
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
                 self._short = _Short(self, compiled, tensors)
+
+
+def _kind(x: Any) -> Any:
+    """Of a number, or a tuple of them, what Triton looks at."""
+    if isinstance(x, tuple):
+        if id(x) in _known_constants:
+            return "constants", id(x)
+        return tuple([_kind(y) for y in x])
+    if isinstance(x, float):
+        return float
+    if isinstance(x, int) and not isinstance(x, bool) and x != 1:
+        return x % 16 == 0, -(2**31) <= x < 2**31
+    return x
+
+
+def _layout_kind(layout: Any) -> Any:
+    if layout is POINTER:
+        return None
+    if isinstance(layout, Strided):
+        return _kind(layout[1:])
+    return tuple(layout.block_shape), getattr(layout, "layout", None), getattr(layout, "padding", None)
 
 
 def _chooses_assembler(kernel: Any) -> bool:

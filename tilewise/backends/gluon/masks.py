@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from tilewise.backends import allocation
 from tilewise.backends.gluon.mask_kernels import MaskConstants, summary_kernel, tile_list_kernel
-from tilewise.backends.launcher import POINTER, Launch, strided
+from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
 
@@ -44,7 +43,7 @@ class MaskSummary:
             self.states = workspace(chunks, key_tiles, dtype=torch.int8)
         self.tile_list = workspace(programs, 1 + (2 if ordered else 1) * others)
         values = (block_n, warpgroups, rows > 1, 1 << (others - 1).bit_length(), by_keys, ordered)
-        c = MaskConstants(*(gl.constexpr(x) for x in values))
+        c = constants(MaskConstants(*values))
         self.summarise = Launch(
             summary_kernel, batch * heads * chunks * key_tiles, (strided(mask), POINTER, POINTER),
             (heads, rows, p.keys, c), num_warps=4,

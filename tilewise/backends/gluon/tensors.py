@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.backends.launcher import POINTER, bound
+from tilewise.backends.launcher import POINTER, boxed
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
 
@@ -28,13 +29,14 @@ def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
 
 def boxes(x: Tensor, box: list[int], strides: Sequence[int]) -> TensorDescriptor:
     """The same for boxes of any shape."""
-    return bound(TensorDescriptor(x, list(x.shape), list(strides), box, _shared(box, x.dtype)), None)
+    return boxed(TensorDescriptor, x, strides, box, _shared(tuple(box), x.dtype))
 
 
 def vector(x: Tensor, length: int) -> TensorDescriptor:
     """The layout of a contiguous tensor of one dimension that is read by TMA, ``length`` elements at a time."""
-    return bound(TensorDescriptor(x, list(x.shape), [1], [length], _shared([length], x.dtype)), None)
+    return boxed(TensorDescriptor, x, (1,), (length,), _shared((length,), x.dtype))
 
 
-def _shared(box: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(box, DTYPES[dtype])
+@cache
+def _shared(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])

@@ -20,7 +20,7 @@ from tilewise.backends import (
     device_of,
     empty_output,
 )
-from tilewise.backends.launcher import POINTER, Launch, bound, strided
+from tilewise.backends.launcher import POINTER, Launch, boxed, constants, strided
 from tilewise.backends.score import INTERPRET, score_numbers
 from tilewise.backends.triton.backward_kernel import (
     backward_kernel,
@@ -193,9 +193,7 @@ class Backward:
         dq_accum_layout: Any = POINTER
         if dq_accum is not None and c.DQ_TMA.value:
             block = [1, c.BLOCK_D.value, block_m]
-            dq_accum_layout = bound(
-                TensorDescriptor(dq_accum, list(dq_accum.shape), list(dq_accum.stride()), block), None
-            )
+            dq_accum_layout = boxed(TensorDescriptor, dq_accum, dq_accum.stride(), block)
         dbias_layout: Any = strided(dbias)
         if dbias is not None and dbias_tma:
             dbias_layout = descriptor(dbias, block_m, config.block_n)
@@ -339,7 +337,7 @@ def _compiled(
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
         **switches,
     )
-    return Constexprs(*(x if isinstance(x, Broadcast) else tl.constexpr(x) for x in values))
+    return constants(values)
 
 
 def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
@@ -369,8 +367,8 @@ def _stats_layout(x: Tensor, block: int, tma: bool) -> Any:
     """LSE or delta as its kernel argument: a descriptor, or else a plain pointer."""
     if not tma:
         return POINTER
-    rows = x.shape[0] * x.shape[1]
-    return bound(TensorDescriptor(x, [rows, x.shape[2]], [x.shape[2], 1], [1, block]), None)
+    x = x.flatten(0, 1)
+    return boxed(TensorDescriptor, x, x.stride(), [1, block])
 
 
 def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> Any:

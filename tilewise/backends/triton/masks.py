@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends import allocation
-from tilewise.backends.launcher import POINTER, Launch, strided
+from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.visibility import Masking, list_kernel, summary_kernel
 from tilewise.problem import Problem
@@ -60,7 +59,7 @@ class MaskLists:
                 config.block_m, config.block_n, of.rows > 1, of.cols > 1, keys,
                 triton.next_power_of_2(others), even,
             )  # fmt: skip
-            return Masking(*(tl.constexpr(x) for x in values))
+            return constants(Masking(*values))
 
         def lists(keys: bool) -> Launch:
             return Launch(

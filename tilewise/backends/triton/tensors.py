@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends.launcher import bound
+from tilewise.backends.launcher import boxed
 from tilewise.backends.products import product
 from tilewise.problem import BroadcastGroup, Operand
 
@@ -67,8 +67,7 @@ class ProblemSizes(NamedTuple):
 
 
 def broadcast(x: Operand, group: BroadcastGroup, tma: bool) -> Broadcast:
-    c = tl.constexpr
-    return Broadcast(c(x.batch > 1), c(group.heads), c(x.rows > 1), c(x.cols > 1), c(tma))
+    return Broadcast(x.batch > 1, group.heads, x.rows > 1, x.cols > 1, tma)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -76,7 +75,7 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     outside the tensor and writes nothing there."""
     row = (x.shape[3] * x.element_size() + 15) // 16 * 16 // x.element_size()
     strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return bound(TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, cols]), None)
+    return boxed(TensorDescriptor, x, (*strides[:3], 1), (1, 1, rows, cols))
 
 
 def wide(*tensors: Tensor | None) -> bool:

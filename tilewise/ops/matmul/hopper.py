@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.backends.gluon.tensors import DTYPES
-from tilewise.backends.launcher import Launch, Strided, bound
+from tilewise.backends.launcher import Launch, Strided, bound, constants
 from tilewise.ops.matmul.config import HopperConfig, c_first, c_spread, hopper_config, lies
 from tilewise.ops.matmul.hopper_kernel import Compiled, Sizes, Spread, matmul_kernel
 from tilewise.ops.matmul.problem import Product
@@ -38,12 +38,12 @@ def prepare(
     kept0, kept1 = p.kept
     m_tiles, n_tiles = -(-p.rows // (2 * k.rows)), -(-p.cols // k.block_n)
     tiles = m_tiles * n_tiles * kept0 * kept1
-    compiled = Compiled(
+    compiled = constants(Compiled(
         ROWS=k.rows, BLOCK_N=k.block_n, BLOCK_K=k.block_k, STAGES=k.stages, STORE_COLS=k.store_cols,
         STORE_BUFFERS=k.store_buffers, TURNS=k.turns, GROUP_M=k.group_m,
         COMPUTING_REGISTERS=k.registers[0], LOADING_REGISTERS=k.registers[1], A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows,
         C=spread_of_c, C_FIRST=first,
-    )  # fmt: skip
+    ))  # fmt: skip
     return Launch(
         matmul_kernel,
         min(tiles, _multiprocessors(a.device)),
@@ -58,7 +58,7 @@ def prepare(
             beta / alpha if first else beta,
             Sizes(p.rows, p.cols, m_tiles, n_tiles, tiles, -(-p.inner // k.block_k), kept1, *p.summed),
             Spread(*(int(stride > 0) for stride in (one.a, two.a, one.b, two.b, one.c, two.c))),
-            Compiled(*(gl.constexpr(x) for x in compiled)),
+            compiled,
         ),
         num_warps=4,
     )

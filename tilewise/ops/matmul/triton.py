@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends import float32_precision
-from tilewise.backends.launcher import Launch, Strided
+from tilewise.backends.launcher import Launch, Strided, constants
 from tilewise.ops.matmul.config import c_spread, triton_config
 from tilewise.ops.matmul.problem import Product
 from tilewise.ops.matmul.triton_kernel import Compiled, Sizes, matmul_kernel
@@ -43,7 +42,7 @@ def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor,
         matmul_kernel,
         tiles * kept0 * kept1,
         [Strided(None, *s) for s in strides.values()],
-        (alpha, beta, sizes, Compiled(*(tl.constexpr(x) for x in values))),
+        (alpha, beta, sizes, constants(values)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import MaskSummary
@@ -17,8 +16,8 @@ from tilewise.backends.gluon.sm90.dbias import (
     adds,
     bias_axes,
     bias_gradient,
+    bias_gradient_allocation,
     broadcast_group,
-    empty_bias_gradient,
     reduction,
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
@@ -26,7 +25,7 @@ from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
 from tilewise.backends.gluon.sm90.dq_accum import postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.tensors import boxes, descriptor, vector
-from tilewise.backends.launcher import POINTER, Launch, strided
+from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.problem import Problem
 
 
@@ -52,7 +51,8 @@ class Backward:
             row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
         )
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
-        dbias = empty_bias_gradient(problem, bias, torch.device("meta"))
+        self.empty_dbias = bias_gradient_allocation(problem, bias)
+        dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
         # the ring of dS of a bias that is shared
         ring = None
         if bias is not None and reduction(problem) == "reduce":
@@ -137,7 +137,7 @@ class Backward:
         with device_of(q):
             stats, dq_accum, counts = self.empty_stats(), self.empty_dq_accum(), self.empty_counts()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
-            dbias = empty_bias_gradient(self.problem, bias, q.device)
+            dbias = None if self.empty_dbias is None else self.empty_dbias(device=q.device)
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts)
             ring = None if self.empty_ring is None else self.empty_ring()
             masking: tuple[Tensor | None, ...] = (None, None, None)
@@ -217,4 +217,4 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         KEY_STAGES=config.key_stages if dynamic else 1,
         DYNAMIC=dynamic,
     )
-    return BackwardConstants(*(gl.constexpr(x) for x in values))
+    return constants(values)

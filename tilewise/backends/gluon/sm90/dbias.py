@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,18 +55,18 @@ def adds(problem: Problem) -> bool:
     return reduction(problem) == "reduce" and found.batch * found.heads > found.programs
 
 
-def empty_bias_gradient(problem: Problem, bias: Tensor | None, device: torch.device) -> Tensor | None:
-    """What the kernels write: dBias in its own dtype where every element is stored once, else a float32 sum of its
-    shape; for a bias over the keys the sums of each head, float32 (B, H, N)."""
+def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[..., Tensor] | None:
+    """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
+    else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N)."""
     how = reduction(problem)
     if how == "none" or bias is None:
         return None
     if how == "sum":
-        return torch.empty(problem.batch, problem.heads, problem.keys, dtype=torch.float32, device=device)
+        return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
     # With a mask a program stores the tiles that it visits; where tiles are shared, what adds them up stores all.
     everywhere = problem.score.band.unlimited and not adds(problem) and (problem.mask is None or how == "reduce")
     fill = torch.empty if everywhere else torch.zeros
-    return fill(bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype, device=device)
+    return partial(fill, bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype)
 
 
 def bias_gradient(

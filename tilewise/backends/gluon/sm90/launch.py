@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.gluon.masks import MaskSummary
@@ -14,7 +13,7 @@ from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forwar
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
 from tilewise.backends.gluon.tensors import descriptor
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
-from tilewise.backends.launcher import POINTER, Launch, strided
+from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.problem import Problem
 
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
@@ -123,7 +122,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         ORDER=problem.raster_order,
         DYNAMIC=dynamic,
     )
-    return ForwardConstants(*(gl.constexpr(x) for x in values))
+    return constants(values)
 
 
 def _repair(problem: Problem) -> RepairConstants:
@@ -143,7 +142,7 @@ def _repair(problem: Problem) -> RepairConstants:
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,
     )
-    return RepairConstants(*(gl.constexpr(x) for x in values))
+    return constants(values)
 
 
 def hides(problem: Problem) -> bool:
