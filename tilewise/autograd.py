@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
-from tilewise.dispatch import Forward, Terms, backward_of, describe, forward_of
+from tilewise.dispatch import Forward, backward_of, describe, forward_of
 from tilewise.ops.runtime import plain
 from tilewise.ops.runtime.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.ops.runtime.operator import Operator
 from tilewise.ops.runtime.tools import announce, recorded
-from tilewise.score.terms import Score
+from tilewise.score.terms import Score, Terms
 
 
 class _Cotangents(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -11,15 +10,14 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.autograd import eager_attention
 from tilewise.backends import Inputs, address
-from tilewise.dispatch import Forward, Terms, forward_of, layouts
+from tilewise.dispatch import Forward, forward_of, layouts
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
-from tilewise.problem import check_flag, check_numbers, four_dims
-from tilewise.score.terms import Band, Score
+from tilewise.problem import check_flag, four_dims
+from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
 
-Window = tuple[int | None, int | None]
 _EVERYWHERE = Band()
 _STRIDED = torch.strided
 
@@ -45,14 +43,13 @@ def read_call(
     mask: Tensor | None,
     causal: bool,
     window: Window | None,
-    scale: float | None,
-    softcap: float | None,
     dropout_p: float,
     deterministic: bool | None,
     backend: str | None,
+    **numbers: Unpack[Numbers],
 ) -> Call:
-    """The keyword arguments of `attention`, read and checked."""
-    check_numbers(window, scale, softcap, dropout_p)
+    """The keyword arguments of `attention`, read and checked; ``numbers``: those of `Score.of`."""
+    check_numbers(window, dropout_p=dropout_p, **numbers)
     if causal is not True and causal is not False:  # the common case without a call
         check_flag("causal", causal)
     if deterministic is not None:
@@ -69,17 +66,10 @@ def read_call(
         bias, band = _operand("bias", bias, (q, k, v), causal, band)
     if mask is not None:
         mask, band = _operand("mask", mask, (q, k, v), causal, band)
-    score = Score(_scale(q, scale), None if softcap is None else float(softcap), band)
+    score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, **numbers)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Call(Inputs(q, k, v, bias, mask), score, deterministic, "auto" if backend is None else backend)
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    if scale is not None:
-        return float(scale)
-    dim = q.shape[-1] if q.dim() > 0 else 0
-    return 1.0 / math.sqrt(dim) if dim > 0 else 1.0
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:

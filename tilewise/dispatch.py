@@ -6,7 +6,7 @@ call is one look-up.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,29 +16,7 @@ from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Nee
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
-from tilewise.score.terms import Band, Score
-
-
-class Terms(NamedTuple):
-    """All of a call but its tensors, as the dispatcher can carry it: arguments of both operators."""
-
-    lo: int | None
-    hi: int | None
-    scale: float
-    softcap: float | None
-    deterministic: bool
-    exact: bool
-    backend: str
-
-    @classmethod
-    def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
-        band = score.band
-        return cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
-
-    @property
-    def score(self) -> Score:
-        return Score(self.scale, self.softcap, Band(self.lo, self.hi))
-
+from tilewise.score.terms import Terms
 
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()

@@ -6,20 +6,21 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
-from tilewise.call import Window, read_call
+from tilewise.call import read_call
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Operand, Problem, irregular
 from tilewise.quantities import duration, number, percent, quantity
 from tilewise.score.reference import in_band
+from tilewise.score.terms import Numbers, Window
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
 
@@ -134,7 +135,7 @@ class Explanation(Lines):
         return _lines(self)
 
 
-@named_only
+@partial(named_only, more=get_type_hints(Numbers), after="window")
 def explain(
     q: Tensor,
     k: Tensor,
@@ -144,15 +145,13 @@ def explain(
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
     device: str | None = None,
     limits: tuple[float, float] | None = None,
-    **unknown: Any,
+    **numbers: Unpack[Numbers],
 ) -> Explanation:
     """What `tilewise.attention` would do with these arguments: backend, tiles, FLOPs, bytes, and what limits them.
 
@@ -160,7 +159,7 @@ def explain(
     elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
 
     Args:
-        q, k, v, bias, mask, causal, window, scale, softcap, dropout_p, deterministic, backend: as for
+        q, k, v, bias, mask, causal, window, dropout_p, deterministic, backend, and the score's numbers: as for
             `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
@@ -175,11 +174,11 @@ def explain(
 
     Source: the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009).
     """
-    if unknown:
+    if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
         raise unexpected("explain", unknown)
     call = read_call(
-        q, k, v, bias=bias, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap,
-        dropout_p=dropout_p, deterministic=deterministic, backend=backend,
+        q, k, v, bias=bias, mask=mask, causal=causal, window=window, dropout_p=dropout_p,
+        deterministic=deterministic, backend=backend, **numbers,
     )  # fmt: skip
     problem = Problem.of(
         *call.inputs,

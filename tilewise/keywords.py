@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 _BIAS_OR_MASK = "mask= (bool, True = attend) or bias= (float, added to the scores)"
 _WINDOW = "window=(left, right), with None for no limit"
@@ -41,9 +42,16 @@ def unexpected(function: str, names: Iterable[str]) -> TypeError:
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def named_only(function: F) -> F:
-    """``function``, whose ``**unknown`` is there to be refused by `unexpected` and no part of its signature."""
+def named_only(function: F, more: Mapping[str, Any] = MappingProxyType({}), after: str = "") -> F:
+    """``function``, whose ``**unknown`` is there to be refused by `unexpected` and no part of its signature, but for
+    ``more`` keywords, name and type, which are None by default and stand ``after`` another."""
     signature = inspect.signature(function)
-    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            named.append(parameter)
+        if parameter.name == after:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            named += [inspect.Parameter(name, kind, default=None, annotation=more[name]) for name in more]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
 import torch
@@ -288,33 +286,3 @@ def check_flag(name: str, flag: bool, allowed: str = "a bool") -> None:
     """Raise for what is true or false only by Python's rules: a word such as "top-left" would count as True."""
     if not isinstance(flag, (bool, torch.SymBool)):
         raise TypeError(f"{name}: expected {allowed}, got {flag!r}")
-
-
-def check_numbers(
-    window: tuple[int | None, int | None] | None, scale: float | None, softcap: float | None, dropout_p: float
-) -> None:
-    """Raise for a number that no call accepts; sizes play no part here."""
-    if window is None and scale is None and softcap is None and type(dropout_p) is float and dropout_p == 0.0:
-        return  # the defaults, without a loop over them
-    if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise TypeError(f"window: expected a pair (left, right) of int or None, got {window!r}")
-        for side, width in zip(("left", "right"), window, strict=True):
-            if width is None:
-                continue
-            if isinstance(width, bool) or not isinstance(width, (Integral, torch.SymInt)):
-                raise TypeError(f"window: {side} width must be an int or None, got {width!r}")
-            if width < 0:
-                flash = "; flash-attn's -1 is None here" if width == -1 else ""
-                raise ValueError(f"window: {side} width must be 0 or more (None for no limit), got {width}{flash}")
-    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        if number is None and name != "dropout_p":
-            continue
-        if isinstance(number, bool) or not isinstance(number, (Real, torch.SymFloat, torch.SymInt)):
-            raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-        if name != "dropout_p" and not 0 < number < math.inf:
-            raise ValueError(f"{name}: must be positive and finite, got {number}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: must be a float in [0, 1), got {dropout_p!r}")
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: dropout is not implemented yet, got {dropout_p}")

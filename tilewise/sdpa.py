@@ -14,8 +14,8 @@ from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import cast, remember_call, usual_call
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
-from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, check_numbers, missing_axes
-from tilewise.score.terms import Band, Score
+from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
+from tilewise.score.terms import Band, Score, check_numbers
 from tilewise.tensors import PLAIN, causal_limit, check_tensor, is_causal_bias
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # by autocast, to one of them
@@ -103,12 +103,10 @@ def scaled_dot_product_attention(
     check_flag("enable_gqa", enable_gqa)
     attn_mask, band = _band(query, key, attn_mask, bool(is_causal))
     query, scale = _positive_scale(query, _number(scale))
-    check_numbers(None, scale, None, dropout_p)
-    if scale is None:
-        scale = 1.0 / math.sqrt(query.shape[-1])
+    check_numbers(dropout_p=dropout_p, scale=scale)
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
-    read = Score(float(scale), None, band), torch.are_deterministic_algorithms_enabled(), "auto"
+    read = Score.of(band, query.shape[-1], scale=scale), torch.are_deterministic_algorithms_enabled(), "auto"
     o, _ = attention_op(inputs, *read, return_lse=False, exact=True)
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
         remember_call(given, arguments, *read, exact=True)

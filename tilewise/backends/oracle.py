@@ -35,7 +35,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
     q, k, v, bias, _ = inputs
-    s, visible, capped = _scores(problem, inputs)
+    s, visible, transformed = _scores(problem, inputs)
     p = _probabilities(s, torch.logsumexp(s, dim=-1))
     # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
     fully_masked = ~visible.any(-1, keepdim=True)
@@ -46,7 +46,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     delta = (do * o).sum(-1, keepdim=True)
     if cotangents.lse is not None:
         delta = delta - cotangents.lse.double().unsqueeze(-1)
-    ds, db = _score_gradients(problem, p, do @ vh.mT, delta, visible, capped)
+    ds, db = _score_gradients(problem, p, do @ vh.mT, delta, visible, transformed)
     dbias = None
     if needs.bias and bias is not None:
         dbias = torch.empty_like(bias).copy_(_sum_to(db, problem, bias.shape))
@@ -65,13 +65,10 @@ prepare = {"forward": at_once(forward), "backward": at_once(backward)}
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores with -inf where hidden, which pairs are visible, and the capped scores, for the softcap's derivative."""
+    """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
     q, k, _, bias, mask = inputs
     score = problem.score
-    s = score.scale * (q.double() @ _per_head(problem, k).mT)
-    if score.softcap is not None:
-        s = reference.softcap(s, score.softcap)
-    capped = s
+    s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
     cols = torch.arange(problem.keys, device=q.device)[None, :]
     visible = reference.in_band(rows, cols, score.band).expand(s.shape)
@@ -81,20 +78,19 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         bias = _per_head(problem, bias).double()
         s = s + bias
         visible = visible & (bias != -torch.inf)
-    return torch.where(visible, s, -torch.inf), visible, capped
+    return torch.where(visible, s, -torch.inf), visible, transformed
 
 
 def _score_gradients(
-    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, capped: Tensor
+    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, transformed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`_scores` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score.
 
     Pairs that are not visible carry no gradient, whatever NaN stands in their key or value.
     """
     db = torch.where(visible, reference.softmax_derivative(p, dp, delta), 0.0)
-    if problem.score.softcap is None:
-        return db, db
-    return torch.where(visible, db * reference.softcap_derivative(capped, problem.score.softcap), 0.0), db
+    slope = reference.transform_derivative(transformed, problem.score)
+    return (db if slope is None else torch.where(visible, db * slope, 0.0)), db
 
 
 def _probabilities(s: Tensor, lse: Tensor) -> Tensor:

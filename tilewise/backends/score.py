@@ -10,7 +10,7 @@ same number of instructions, but Triton pipelines no load that feeds an accumula
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,12 +19,31 @@ from triton import knobs
 from tilewise.score import tiles
 from tilewise.score.terms import Score
 
+LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
 
 # The host's own functions, compiled; the interpreter runs them as they are.
 key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
 query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
 split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
+
+
+class Terms(NamedTuple):
+    """What kernels in Triton are told of a score: numbers and switches; one that is off compiles its term away."""
+
+    exponent: float  # logits to base-2 exponents: log2(e), times the scale where neither bias nor softcap applies it
+    scale: float
+    cap: float
+    lo: int
+    hi: int
+    HAS_LO: Any
+    HAS_HI: Any
+    HAS_CAP: Any
+
+
+def score_terms(score: Score, *, scaled: bool) -> Terms:
+    """scaled: `score_tile` applies the scale, which otherwise waits for the exponent."""
+    return Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **score_numbers(score))
 
 
 def score_numbers(score: Score) -> dict[str, Any]:

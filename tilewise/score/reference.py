@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.score.terms import Band
+from tilewise.score.terms import Band, Score
+
+
+def transform(s: Tensor, score: Score) -> Tensor:
+    """Scaled products as they are before the bias: ``s`` itself, or through each function that the score has."""
+    return s if score.softcap is None else softcap(s, score.softcap)
+
+
+def transform_derivative(transformed: Tensor, score: Score) -> Tensor | None:
+    """The derivative, from the value of `transform`; None where that is 1 everywhere."""
+    return None if score.softcap is None else softcap_derivative(transformed, score.softcap)
 
 
 def softcap(s: Tensor, cap: float) -> Tensor:

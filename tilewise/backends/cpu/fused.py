@@ -25,7 +25,7 @@ _CHECKED_ROWS = 256  # rows of the bias that are looked through at a time
 def declines(problem: Problem) -> str | None:
     """Why the kernel does not compute this problem; None if it does."""
     bias, mask, band = problem.bias, problem.mask, problem.score.band
-    if problem.score.softcap is not None:
+    if problem.score.transformed:
         return "PyTorch's fused kernel has no softcap"
     if problem.head_dim != problem.value_dim:
         return "PyTorch's fused kernel needs values as wide as keys"

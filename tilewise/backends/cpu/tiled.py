@@ -329,34 +329,34 @@ class _Heads:
         return tile.view(*self.grid, -1, tile.shape[-1])
 
     def score_tile(self, q: Tensor, tile: _Tile) -> tuple[Tensor, Tensor | None]:
-        """Scores for q times the scale, -inf where hidden; and with a softcap the capped ones, before the bias.
+        """Scores for q times the scale, -inf where hidden; and those before the bias, where it waits for a transform.
 
-        The order is that of the pipeline: product, softcap, bias, mask. Without a softcap the bias comes first: the
+        The order is that of the pipeline: product, softcap, bias, mask. Without a transform the bias comes first: the
         product is accumulated onto it.
         """
-        k, cap, capped, start = self.k[tile.j], self.problem.score.softcap, None, None
+        k, score, transformed, start = self.k[tile.j], self.problem.score, None, None
         if self.inputs.bias is not None:
             start = q.new_empty(*q.shape[:2], k.shape[1])
             self._over_heads(start).copy_(self._operand_tile(self.inputs.bias, tile.rows, tile.j))
-        if cap is None:
+        if not score.transformed:
             s = product(q, k.mT, start)
         else:
-            capped = reference.softcap(product(q, k.mT), cap)
-            s = capped.clone() if start is None else start.add_(capped)
+            transformed = reference.transform(product(q, k.mT), score)
+            s = transformed.clone() if start is None else start.add_(transformed)
         if tile.visible is not None:
             hide(self._over_heads(s), tile.visible)
-        return s, capped
+        return s, transformed
 
     def score_tile_gradient(
-        self, p: Tensor, dp: Tensor, delta: Tensor, capped: Tensor | None, tile: _Tile
+        self, p: Tensor, dp: Tensor, delta: Tensor, transformed: Tensor | None, tile: _Tile
     ) -> tuple[Tensor, Tensor]:
         """`score_tile` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score, in the
         place of ``dp``."""
         db = self.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
-        cap = self.problem.score.softcap
-        if capped is None or cap is None:
+        if transformed is None:
             return db, db
-        return self.only_visible(db * reference.softcap_derivative(capped, cap), tile), db
+        slope = reference.transform_derivative(transformed, self.problem.score)
+        return (db if slope is None else self.only_visible(db * slope, tile)), db
 
     def only_visible(self, x: Tensor, tile: _Tile) -> Tensor:
         """``x`` with 0 at hidden pairs of a careful tile; in any other they are 0 or finite."""

@@ -35,7 +35,7 @@ class Terms(NamedTuple):
 
 
 def score_terms(problem: Problem) -> Terms:
-    score, capped = problem.score, problem.score.softcap is not None
+    score, capped = problem.score, problem.score.transformed
     return Terms(
         exponent=LOG2E if capped else score.scale * LOG2E,
         inverse=1.0 if capped else 1.0 / score.scale,

@@ -21,7 +21,7 @@ from tilewise.backends import (
     empty_output,
 )
 from tilewise.backends.launcher import POINTER, Launch, boxed, constants, strided
-from tilewise.backends.score import INTERPRET, score_numbers
+from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.triton.backward_kernel import (
     backward_kernel,
     finite_kernel,
@@ -41,12 +41,9 @@ from tilewise.backends.triton.config import (
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.masks import MaskLists, MaskTiles, lists_pay
 from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
-from tilewise.backends.triton.score import Terms
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
-
-LOG2E = 1.4426950408889634
 
 
 class Constexprs(NamedTuple):
@@ -296,9 +293,7 @@ def bias_reduction(problem: Problem) -> str:
 
 
 def _terms(problem: Problem) -> Terms:
-    score = problem.score
-    scaled = score.softcap is not None or problem.bias is not None
-    return Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **score_numbers(score))
+    return score_terms(problem.score, scaled=problem.score.transformed or problem.bias is not None)
 
 
 def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:

@@ -1,27 +1,12 @@
-"""What the Triton kernels know of the score, and which pairs of a tile are visible."""
+"""Which pairs of a tile are visible, in the Triton kernels."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tilewise.backends.score import in_band
 from tilewise.backends.triton.tensors import load_operand
-
-
-class Terms(NamedTuple):
-    """Numbers and switches of the score pipeline; a switch that is off compiles its term away."""
-
-    exponent: float  # logits to base-2 exponents: log2(e), times the scale where neither bias nor softcap applies it
-    scale: float
-    cap: float
-    lo: int
-    hi: int
-    HAS_LO: Any
-    HAS_HI: Any
-    HAS_CAP: Any
 
 
 @triton.jit

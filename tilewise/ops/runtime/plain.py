@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.score.reference import transform
 from tilewise.score.terms import Score
 
 Maybe = Tensor | None
@@ -22,8 +23,7 @@ def attention(
         return x.unsqueeze(2) if x.shape[1] in (1, kv_heads) else x.unflatten(1, (kv_heads, group))
 
     s = _wide(q.unflatten(1, (kv_heads, group)) @ k.unsqueeze(2).transpose(-1, -2)) * score.scale
-    if score.softcap is not None:
-        s = score.softcap * torch.tanh(s / score.softcap)
+    s = transform(s, score)
     if bias is not None:
         s = s + grouped(bias)
     if mask is not None:

@@ -81,7 +81,7 @@ def _declines_backward(problem: Problem) -> str | None:
     if problem.bias_grad and bias.cols * bias.dtype.itemsize % 16:
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     shared = not problem.broadcast_group(bias).single
-    capped = problem.score.softcap is not None
+    capped = problem.score.transformed
     if max(d, dv) > 128 and problem.bias_grad and shared and capped and problem.deterministic:
         return (
             "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap, with "

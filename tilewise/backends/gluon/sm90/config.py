@@ -87,7 +87,7 @@ def forward_config(problem: Problem) -> Config:
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
     # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
     # which a softcap or the masks of a band need too: half the keys.
-    band, capped = not problem.score.band.unlimited, problem.score.softcap is not None
+    band, capped = not problem.score.band.unlimited, problem.score.transformed
     masked = problem.mask is not None
     plain = problem.bias is None and not masked
     crowded = problem.bias is not None and (capped or (band and not bias))
@@ -211,16 +211,16 @@ def backward_config(problem: Problem) -> BackwardConfig:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
         # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ, or a tile
         # for dS beside two of the bias, or one for a shared dBias beside dS.
-        one = problem.deterministic or apart or (shared and problem.score.softcap is not None)
+        one = problem.deterministic or apart or (shared and problem.score.transformed)
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
             dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if problem.bias_itemsize == 4 else 8192,
-            dynamic=not (along_keys or (tile and problem.score.softcap is not None)),  # these would spill
+            dynamic=not (along_keys or (tile and problem.score.transformed)),  # these would spill
             head_swizzle=swizzle, deferred_release=later,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and of 64 where tiles do not come in subtiles (H200).
-    capped = problem.score.softcap is not None
+    capped = problem.score.transformed
     band, masked = problem.score.band, problem.mask is not None
     programs = 1
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
