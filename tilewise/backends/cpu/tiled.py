@@ -294,10 +294,9 @@ class _Heads:
                 state = visibility.WHOLE if least else visibility.MIXED if most else visibility.HIDDEN
             if not visibility.visited(j, begin, end, state):
                 continue
-            kind = visibility.entry(j, full_begin, full_end, state)
-            if not visibility.is_mixed(kind):
+            if state != visibility.MIXED:
                 visible = None
-            if careful or (self.band_hides and visibility.is_cut(kind)):
+            if careful or (self.band_hides and visibility.is_cut(j, full_begin, full_end)):
                 row = torch.arange(rows.start, rows.stop, device=self.inputs.q.device)
                 col = torch.arange(j * step, j * step + self.k[j].shape[1], device=self.inputs.q.device)
                 seen = reference.in_band(row[:, None], col, band)

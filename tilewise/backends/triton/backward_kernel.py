@@ -24,7 +24,7 @@ from tilewise.backends.triton.tensors import (
     row_at,
     store_rows,
 )
-from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, tile_at
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -108,13 +108,12 @@ def load_stats(x, b, h, m0, sizes, c):
 
 @triton.jit
 def tile_gradients(
-    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, mixed,
-    PARTIAL: tl.constexpr, c,
+    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr, c,
 ):  # fmt: skip
     """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score.
 
-    PARTIAL: the tile reaches past the band, the keys or the queries, or, where there are lists of tiles, the mask may
-    hide some of it if it is ``mixed``.
+    MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the band, the keys or the queries.
     """
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
@@ -124,8 +123,8 @@ def tile_gradients(
         added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, PARTIAL, sizes, c).to(tl.float32)
     s, slope = score_tile(products, added, terms, c.BIAS)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
-    if PARTIAL or (c.MASK and not c.LISTS):
-        p = tl.where(visible_tile(x, at, n0, cols, mixed, terms, sizes, PARTIAL, PARTIAL, c), p, 0.0)
+    if MASKED or PARTIAL:
+        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, PARTIAL, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
     ds, db = score_tile_gradient(p, dp, delta[None, :], slope, terms)
     return p, ds, db
@@ -168,8 +167,8 @@ def _give_bias(dbias, how, db, b, h, m0, n0, sizes, c):
 
 
 @triton.jit
-def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, tile, n0, mixed,
-                     PARTIAL: tl.constexpr, c):  # fmt: skip
+def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, tile, n0,
+                     MASKED: tl.constexpr, PARTIAL: tl.constexpr, c):  # fmt: skip
     """One tile of queries, seen from the keys: every gradient that it takes part in."""
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
@@ -177,7 +176,7 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, si
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
     delta = load_stats(x.delta, b, h, m0, sizes, c)
     p, ds, db = tile_gradients(
-        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, mixed, PARTIAL, c
+        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, MASKED, PARTIAL, c
     )
     if c.WANT_V:
         dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
@@ -198,6 +197,11 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows,
                     dbias, terms, sizes, c):  # fmt: skip
     """dK and dV of one tile of keys, its share of dQ, and dBias; walks the query heads of the group."""
     x = Reads(q, k, v, do, lse2, delta, bias, mask)
+    FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with dQ among the products a third loop spills
+    # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
+    APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
+    LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
+    CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER)
     n0 = tile * c.BLOCK_N
@@ -215,19 +219,28 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows,
     for g in range(0, sizes.group):
         h = hk * sizes.group + g
         dcol = tl.zeros([c.BLOCK_N], tl.float32)
-        if c.LISTS:  # noqa: SIM108  (one branch is compiled, not both)
-            walk = listed_walk(lists, tile, b, h, True, sizes, c)
+        if c.LISTS:
+            walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)
         else:
-            walk = Walk(begin, full_begin, full_end, end, 0)
-        for i in tl.range(walk.full_begin, walk.full_end):
-            t, _mixed = tile_at(walk, i, c.LISTS)
+            walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
+        listed = walk.first
+        if FULL:
+            for i in tl.range(0, walk.full):
+                t, listed = tile_at(walk, i, listed, c.LISTS)
+                dk_sum, dv_sum, dcol = _attend_backward(
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, False, False, c
+                )
+        if APART:
+            for i in tl.range(walk.full, walk.whole_end):
+                t, listed = tile_at(walk, i, listed, c.LISTS)
+                dk_sum, dv_sum, dcol = _attend_backward(
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, False,
+                    c,
+                )  # fmt: skip
+        for i in tl.range(0, cut_count(walk)):
+            t, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, 1, False, c
-            )
-        for i in tl.range(0, other_count(walk)):
-            t, mixed = tile_at(walk, other_place(walk, i), c.LISTS)
-            dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, mixed, True, c
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, CUT, c
             )
         if c.DBIAS == "cols":
             mb, mh = matrix_of(c.BIAS_HOW, b, h)

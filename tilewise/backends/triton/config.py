@@ -26,6 +26,7 @@ class Config:
 
     dq_tma: dQ is reduced by TMA, through shared memory, and not by pointers, from registers.
     pack_gqa: rows of a tile are the query heads of one key/value head, one query after the other.
+    maxnreg: registers a thread at most, for so many programs to share a multiprocessor; None: as ptxas likes.
     """
 
     block_m: int
@@ -34,6 +35,7 @@ class Config:
     num_stages: int
     dq_tma: bool = False
     pack_gqa: bool = False
+    maxnreg: int | None = None
 
     def smaller(self) -> Config | None:
         """The same tiles in less shared memory; None where nothing is left to give up. No number depends on it."""
@@ -107,11 +109,20 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
             return Config(64, 64, 8, 3)
         if bias_tile:
             return Config(128, 64, 4 if bias_tma else 8, 3)
-        return Config(64, 128, 4, 3) if every_pair_alike(problem) else Config(64, 64, 4, 3)
+        if every_pair_alike(problem):
+            return Config(64, 128, 4, 3)
+        # With a mask ptxas takes 184 to 205 registers, and two programs fit; with 168 three do. Nothing spills: what
+        # wants more is the second walk alone, past values that are not finite.
+        masked = _hopper(problem) and problem.mask is not None
+        return Config(64, 64, 4, 3, maxnreg=168 if masked else None)
     if d <= 128:
         if bias_tile and not bias_tma:
             return Config(128, 32, 8, 3)
-        return Config(128, 64, 8, 3 if bias_tile == 2 else 2) if bias_tile else Config(64, 64, 4, 3)
+        if bias_tile:
+            return Config(128, 64, 8, 3 if bias_tile == 2 else 2)
+        # Two programs of 64 queries fill the shared memory to the last byte; beside tiles of a mask one would be left.
+        mask_tile = tma and _hopper(problem) and problem.mask is not None and problem.mask.matrix_itemsize
+        return Config(128, 64, 8, 3) if mask_tile else Config(64, 64, 4, 3)
     block_n = 64 if bias_tile < 4 else 32
     if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
         return Config(64, block_n, 4, 2)

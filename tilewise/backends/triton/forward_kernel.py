@@ -24,7 +24,7 @@ from tilewise.backends.triton.tensors import (
     row_at,
     store_rows,
 )
-from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, tile_at
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
 
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(2.0**27)
@@ -33,11 +33,12 @@ MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
 @triton.jit
-def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, mixed, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr, c):
+def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+            CAREFUL: tl.constexpr, c):  # fmt: skip
     """One tile of keys and values: scores, online softmax, output.
 
-    PARTIAL: the tile reaches past the band or the keys, or, where there are lists of tiles, the mask may hide some of
-    it if it is ``mixed``. CAREFUL: a value that is not finite counts only where visible.
+    MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the band or the keys. CAREFUL: a value that is
+    not finite counts only where visible; the tile is then PARTIAL too.
     """
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
     cols = tl.arange(0, c.BLOCK_N)[None, :]
@@ -52,9 +53,9 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, mixed, PARTIAL: tl
     s, _slope = score_tile(products, added, terms, c.BIAS)
 
     # masks act after the product
-    HIDES: tl.constexpr = PARTIAL or (c.MASK and not c.LISTS) or (CAREFUL and c.BIAS)
+    HIDES: tl.constexpr = MASKED or PARTIAL
     if HIDES:
-        visible = visible_tile(x, at, n0, cols, mixed, terms, sizes, PARTIAL, TAIL, c)
+        visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
         if CAREFUL and c.BIAS:
             visible &= added != -float("inf")
         s = tl.where(visible, s, -float("inf"))
@@ -104,6 +105,9 @@ def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
     Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse.
     """
     x = Reads(q, k, v, None, None, None, bias, mask)
+    # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
+    APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
+    CUT: tl.constexpr = APART or c.RAGGED_N
     tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
     if c.PACK_GQA:
         tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
@@ -115,6 +119,8 @@ def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
     if terms.HAS_HI:
         tile = tiles - 1 - tile  # the last queries see most keys: the longest programs start first
     m0 = tile * c.BLOCK_M
+    if c.LISTS:  # asked for before the queries, which the program waits for
+        walk = listed_walk(lists, tile, b, h, False, True, APART, sizes, c)
     if c.PACK_GQA:  # row r of all: query r // group
         r = m0 + tl.arange(0, c.BLOCK_M)
         m, head = r // sizes.group, h * sizes.group + r % sizes.group
@@ -127,21 +133,25 @@ def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
         at = QueryRows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
         q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
-    if c.LISTS:
-        walk = listed_walk(lists, tile, b, h, False, sizes, c)
-    else:
+    if not c.LISTS:
         begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
         if c.SPLIT:
             begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
-        walk = Walk(begin, full_begin, full_end, end, 0)
+        walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
 
     acc, m_i, l_i = _start(c)
-    for i in tl.range(walk.full_begin, walk.full_end):
-        n, _mixed = tile_at(walk, i, c.LISTS)
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, 1, False, False, c)
-    for i in tl.range(0, other_count(walk)):
-        n, mixed = tile_at(walk, other_place(walk, i), c.LISTS)
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, mixed, True, False, c)
+    listed = walk.first
+    if c.LISTS:
+        for i in tl.range(0, walk.full):
+            n, listed = tile_at(walk, i, listed, c.LISTS)
+            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, False, False, False, c)
+    if APART:
+        for i in tl.range(walk.full, walk.whole_end):
+            n, listed = tile_at(walk, i, listed, c.LISTS)
+            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, False, False, c)
+    for i in tl.range(0, cut_count(walk)):
+        n, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, CUT, False, c)
 
     if c.HIDES:
         # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
@@ -149,8 +159,10 @@ def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
             for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN):
-                n, mixed = tile_at(walk, i, c.LISTS)
-                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, mixed, True, True, c)
+                n = i
+                if c.LISTS:  # read where it is needed: no pipeline is there to wait, and a step ahead takes a register
+                    n = tl.load(walk.tiles + i)
+                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, True, True, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
     # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf

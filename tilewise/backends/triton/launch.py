@@ -56,6 +56,7 @@ class Constexprs(NamedTuple):
     EVEN_D: Any  # nothing was padded
     EVEN_DV: Any
     RAGGED_M: Any  # the last tile of queries reaches past their end
+    RAGGED_N: Any  # of keys, past theirs
     TMA: Any  # q, k, v, do by descriptor
     WIDE: Any  # offsets inside one tile need 64 bits
     BIAS: Any
@@ -120,6 +121,7 @@ class Forward:
             (_terms(problem), sizes, c),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -318,6 +320,7 @@ def _compiled(
         EVEN_D=bd == problem.head_dim,
         EVEN_DV=bdv == problem.value_dim,
         RAGGED_M=problem.queries * (problem.group if config.pack_gqa else 1) % config.block_m != 0,
+        RAGGED_N=problem.keys % config.block_n != 0,
         TMA=tma,
         WIDE=wide(*tensors),
         BIAS=problem.bias is not None,

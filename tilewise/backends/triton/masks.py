@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends import allocation
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.visibility import Masking, list_kernel, summary_kernel
+from tilewise.backends.triton.visibility import AROUND, Masking, list_kernel, summary_kernel
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
 
@@ -68,8 +68,8 @@ class MaskLists:
             )  # fmt: skip
 
         self.empty_states = workspace(*states, dtype=torch.int8)
-        self.empty_rows = workspace(matrices, m_tiles, n_tiles + 2)
-        self.empty_keys = workspace(matrices, n_tiles, m_tiles + 2)
+        self.empty_rows = workspace(matrices, m_tiles, n_tiles + AROUND.value)
+        self.empty_keys = workspace(matrices, n_tiles, m_tiles + AROUND.value)
         self.summarise = Launch(
             summary_kernel, states[0] * states[1] * states[2], (strided(mask), POINTER),
             (of.heads, p.queries, p.keys, masking(False)), num_warps=4,

@@ -11,7 +11,7 @@ import triton.language as tl
 from tilewise.backends.score import key_tiles
 from tilewise.backends.triton.backward_kernel import load_stats, tile_gradients
 from tilewise.backends.triton.tensors import Reads, dot, load_rows, program_tile, store_rows
-from tilewise.backends.triton.visibility import Walk, listed_walk, other_count, other_place, state_of, tile_at
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, state_of, tile_at
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _clean(tile, HIDES: tl.constexpr):
 
 
 @triton.jit
-def _score_gradients(rows, x, terms, sizes, b, h, m0, n, mixed, PARTIAL: tl.constexpr, c):
+def _score_gradients(rows, x, terms, sizes, b, h, m0, n, MASKED: tl.constexpr, PARTIAL: tl.constexpr, c):
     """The tile of keys, dSᵀ with respect to scale·Q Kᵀ, and to the biased score; ``rows`` come from `_load_queries`."""
     n0 = tl.cast(n, tl.int32) * c.BLOCK_N
     hk = h // sizes.group
@@ -38,7 +38,7 @@ def _score_gradients(rows, x, terms, sizes, b, h, m0, n, mixed, PARTIAL: tl.cons
     v_tile = load_rows(x.v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
     k_tile = _clean(k_tile, c.HIDES)
     _, ds, db = tile_gradients(
-        k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, terms, sizes, b, h, m0, n0, mixed,
+        k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, terms, sizes, b, h, m0, n0, MASKED,
         PARTIAL, c,
     )  # fmt: skip
     return k_tile, ds, db
@@ -48,6 +48,9 @@ def _score_gradients(rows, x, terms, sizes, b, h, m0, n, mixed, PARTIAL: tl.cons
 def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, lists, dq, terms, sizes, c):
     """dQ of one tile of queries; walks the key tiles that it sees."""
     x = Reads(q, k, v, do, lse2, delta, bias, mask)
+    # As in the backward: without a band mixed tiles go with those that are cut.
+    APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
+    CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N
     tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
     tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
     if terms.HAS_HI:
@@ -55,7 +58,7 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, lists, dq, terms
     m0 = tile * c.BLOCK_M
     rows = _load_queries(x, b, h, m0, sizes, c)
     if c.LISTS:
-        walk = listed_walk(lists, tile, b, h, False, sizes, c)
+        walk = listed_walk(lists, tile, b, h, False, True, APART, sizes, c)
     else:
         begin, full_begin, full_end, end = key_tiles(
             m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, c.BLOCK_N
@@ -63,15 +66,22 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, lists, dq, terms
         if m0 + c.BLOCK_M > sizes.queries:  # queries past the end: a bias or mask tile reaches past its tensor
             full_begin = begin
             full_end = begin
-        walk = Walk(begin, full_begin, full_end, end, 0)
+        walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-    for i in tl.range(walk.full_begin, walk.full_end):
-        n, _mixed = tile_at(walk, i, c.LISTS)
-        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, 1, False, c)
-        acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
-    for i in tl.range(0, other_count(walk)):
-        n, mixed = tile_at(walk, other_place(walk, i), c.LISTS)
-        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, mixed, True, c)
+    listed = walk.first
+    if c.LISTS:
+        for i in tl.range(0, walk.full):
+            n, listed = tile_at(walk, i, listed, c.LISTS)
+            k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, False, False, c)
+            acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
+    if APART:
+        for i in tl.range(walk.full, walk.whole_end):
+            n, listed = tile_at(walk, i, listed, c.LISTS)
+            k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, c.MASK, False, c)
+            acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
+    for i in tl.range(0, cut_count(walk)):
+        n, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
+        k_tile, ds, _db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, c.MASK, CUT, c)
         acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
     m = m0 + tl.arange(0, c.BLOCK_M)
     store_rows(dq, acc * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
@@ -111,12 +121,10 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, states, dbias, te
                     if c.LISTS:
                         state = state_of(states, b, h, tm + i, n, sizes, c)
                         if state > 0:
-                            _k_tile, _ds, db = _score_gradients(
-                                rows, x, terms, sizes, b, h, m0, n, (state == 1).to(tl.int32), True, c
-                            )
+                            _k_tile, _ds, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, c.MASK, True, c)
                             acc += db
                     else:
-                        _k_tile, _ds, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, 1, True, c)
+                        _k_tile, _ds, db = _score_gradients(rows, x, terms, sizes, b, h, m0, n, c.MASK, True, c)
                         acc += db
     m = tm * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     n = tn * c.BLOCK_N + tl.arange(0, c.BLOCK_N)

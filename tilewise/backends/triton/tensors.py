@@ -191,12 +191,11 @@ def matrix_of(how, b, h):
 
 
 @triton.jit
-def load_operand(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c, wanted=None):
+def load_operand(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c):
     """The tile of a bias or mask, of a shape that broadcasts to that of the scores; 0 outside the tensor.
 
     at: `QueryRows`. cols count from 0, [1, BLOCK_N] or, for a transposed tile, [BLOCK_N, 1]. TAIL: the tile may reach
-    past the tensor. Heads of a tile that share a matrix read it once. wanted: where it is false nothing is read,
-    and all that is not read is 1.
+    past the tensor. Heads of a tile that share a matrix read it once.
     """
     m0, rows = at.m0, at.rows
     mb, mh = matrix_of(how, at.b, at.first_head if how.GROUP > 1 else at.head)
@@ -224,8 +223,6 @@ def load_operand(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c, wanted=None
         else:
             at = at + rows * 0
             inside = rows >= 0
-        if wanted is not None:
-            inside &= wanted
         if TAIL:  # noqa: SIM108  (one branch is compiled, not both)
             tile = tl.load(at, mask=inside, other=0)
         else:

@@ -2,7 +2,7 @@
 
 Twins of `tilewise.score.visibility`. `summary_kernel` reads the mask once and says of each tile what is left of it;
 `list_kernel` writes for each tile of queries, or of keys, the tiles that it visits. A tile that the mask hides is then
-never read, and one that it leaves whole is computed without the mask.
+never read, and full ones, where they have a loop of their own, are computed without the mask.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from tilewise.score import visibility
 
 # The host's own functions, compiled; the interpreter runs them as they are.
 visited = visibility.visited if INTERPRET else triton.jit(visibility.visited)
+is_cut = visibility.is_cut if INTERPRET else triton.jit(visibility.is_cut)
 is_full = visibility.is_full if INTERPRET else triton.jit(visibility.is_full)
-entry = visibility.entry if INTERPRET else triton.jit(visibility.entry)
+
+# A list: how many tiles are visited, how many of these are full, how many full or mixed; then the tiles; then one word
+# that is read ahead and used for nothing.
+HEAD = tl.constexpr(3)
+AROUND = tl.constexpr(4)
 
 
 class Masking(NamedTuple):
@@ -35,54 +40,69 @@ class Masking(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a program visits: places ``begin .. end - 1``, of full tiles in ``full_begin .. full_end - 1``.
+    """What a program visits: places ``begin .. end - 1``, of them ``whole_begin .. whole_end - 1`` of tiles that are
+    not cut.
 
-    Of an interval a place is the number of its tile, as in `tiles.key_tiles`; of a list it is that of an entry.
+    Of an interval a place is the number of its tile, as in `tiles.key_tiles`; of a list its order in that, and the
+    first ``full`` are those of full tiles.
     """
 
     begin: Any
-    full_begin: Any
-    full_end: Any
+    whole_begin: Any
+    whole_end: Any
     end: Any
-    entries: Any  # of a list, the first
+    full: Any
+    tiles: Any  # of a list: where they are
+    first: Any  # the first of them
 
 
 @triton.jit
-def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, sizes, c):
-    """What `list_kernel` has written for a tile of queries, or BY_KEYS of keys."""
+def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, FULL: tl.constexpr, APART: tl.constexpr, sizes, c):
+    """What `list_kernel` has written for a tile of queries, or BY_KEYS of keys.
+
+    FULL: full tiles have a loop of their own; else they go with the mixed ones. APART: so have mixed tiles, because a
+    band makes those that it cuts dearer; else the two go together.
+    """
     m_tiles, n_tiles = tl.cdiv(sizes.queries, c.BLOCK_M), tl.cdiv(sizes.keys, c.BLOCK_N)
     count, others = (n_tiles, m_tiles) if BY_KEYS else (m_tiles, n_tiles)
     mb, mh = matrix_of(c.MASK_HOW, b, h)
     matrix = tl.cast(mb, tl.int64) * (sizes.heads // c.MASK_HOW.GROUP) + mh
-    at = lists + (matrix * count + tile) * (others + 2)
-    full = 0
-    if not (BY_KEYS and c.WANT_Q):  # with dQ among its products a loop of their own spills: no tile counts as full
+    at = lists + (matrix * count + tile) * (others + AROUND)
+    full, whole = 0, 0
+    if FULL:
         full = tl.load(at + 1)
-    return Walk(0, 0, full, tl.load(at), at + 2)
+        whole = full
+    if APART:
+        whole = tl.load(at + 2)
+    return Walk(0, 0, whole, tl.load(at), full, at + HEAD, tl.load(at + HEAD))
 
 
 @triton.jit
-def other_count(walk):
-    """How many tiles are not full; they lie on both sides of the full ones."""
-    left = walk.full_begin - walk.begin
-    return left + walk.end - walk.full_end
+def cut_count(walk):
+    """How many tiles are cut; they lie on both sides of those that are not."""
+    left = walk.whole_begin - walk.begin
+    return left + walk.end - walk.whole_end
 
 
 @triton.jit
-def other_place(walk, i):
-    """The place of the ``i``-th tile that is not full."""
-    left = walk.full_begin - walk.begin
-    return tl.where(i < left, walk.begin + i, walk.full_end + i - left)
+def cut_place(walk, i):
+    """The place of the ``i``-th tile that is cut."""
+    left = walk.whole_begin - walk.begin
+    return tl.where(i < left, walk.begin + i, walk.whole_end + i - left)
 
 
 @triton.jit
-def tile_at(walk, place, LISTS: tl.constexpr):
-    """The number of the tile at a place, and whether the mask has to be read: of an interval, always."""
+def tile_at(walk, place, listed, LISTS: tl.constexpr):
+    """The number of the tile at a place, and what the list has in the next.
+
+    ``listed`` is what the step before has found for this place, or `Walk.first`. Read in the step that needs it, a
+    number would have to come before its keys and values can be asked for: every step waits for it, or a stage of the
+    pipeline goes to it that keys and values then lack.
+    """
     if LISTS:
-        found = tl.load(walk.entries + place)
-        return found >> 2, (found >> 1) & 1
+        return listed, tl.load(walk.tiles + place + 1)
     else:
-        return place, 1
+        return place, listed
 
 
 @triton.jit
@@ -127,10 +147,9 @@ def summary_kernel(mask, states, heads, queries, keys, c):
 
 @triton.jit
 def list_kernel(states, lists, queries, keys, lo, hi, c):
-    """The walk of one tile of queries over tiles of keys, or BY_KEYS the other way round, as `visibility.entries`.
+    """The walk of one tile of queries over tiles of keys, or BY_KEYS the other way round, as `visibility.kinds`.
 
-    lists: int32 (batch·heads of the mask, tiles, 2 + tiles that may be visited): how many are visited, how many of
-    these are full, then an entry of each.
+    lists: int32 (batch·heads of the mask, tiles, AROUND + tiles that may be visited), each as at HEAD.
     """
     m_tiles, n_tiles = tl.cdiv(queries, c.BLOCK_M), tl.cdiv(keys, c.BLOCK_N)
     m_count = m_tiles if c.ROWS else 1
@@ -157,11 +176,15 @@ def list_kernel(states, lists, queries, keys, lo, hi, c):
     at = states + matrix * m_count * n_count + row * n_count + col
     state = tl.load(at, mask=(n >= begin) & (n < end), other=0).to(tl.int32)
     visits = visited(n, begin, end, state)
+    cut = (visits & is_cut(n, full_begin, full_end)).to(tl.int32)
     full = (visits & is_full(n, full_begin, full_end, state)).to(tl.int32)
-    other = visits.to(tl.int32) - full
+    mixed = visits.to(tl.int32) - full - cut
     fulls = tl.sum(full, 0)
-    place = tl.where(full != 0, tl.cumsum(full, 0), fulls + tl.cumsum(other, 0)) - 1
-    at_list = lists + tl.cast(pid, tl.int64) * (others + 2)
-    tl.store(at_list, fulls + tl.sum(other, 0))
+    whole = fulls + tl.sum(mixed, 0)
+    place = tl.where(mixed != 0, fulls + tl.cumsum(mixed, 0), whole + tl.cumsum(cut, 0))
+    place = tl.where(full != 0, tl.cumsum(full, 0), place) - 1
+    at_list = lists + tl.cast(pid, tl.int64) * (others + AROUND)
+    tl.store(at_list, whole + tl.sum(cut, 0))
     tl.store(at_list + 1, fulls)
-    tl.store(at_list + 2 + place, entry(n, full_begin, full_end, state), mask=visits)
+    tl.store(at_list + 2, whole)
+    tl.store(at_list + HEAD + place, n, mask=visits)
