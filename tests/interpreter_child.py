@@ -161,7 +161,7 @@ def check_sparse(case: Case) -> None:
 
 
 class _Turned:
-    """Lists of a mask, after which the mask is turned round in all tiles that are hidden or whole."""
+    """Lists of a mask, after which the mask is turned round in all tiles that are hidden or, by rows, full."""
 
     def __init__(self, lists, config, mask: Tensor):
         self.lists, self.config, self.mask, self.before, self.tiles = lists, config, mask, mask.clone(), 0
@@ -169,8 +169,17 @@ class _Turned:
     def __call__(self, mask: Tensor):
         found = self.lists(mask)
         c = self.config
-        for at in (found.states.view(*mask.shape[:2], *found.states.shape[1:]) != 1).nonzero().tolist():
-            b, h, m, n = at
+        states = found.states.view(*mask.shape[:2], *found.states.shape[1:])
+        turned = states == 0
+        if found.by_keys is None:  # the forward's
+            m_tiles, others = found.by_rows.shape[1], found.by_rows.shape[2] - 4
+            full = torch.zeros(*mask.shape[:2], m_tiles, others, dtype=torch.bool)
+            for row, listed in zip(full.flatten(0, 2), found.by_rows.flatten(0, 1).tolist(), strict=True):
+                row[listed[3 : 3 + listed[1]]] = True
+            for dim in (2, 3):  # one state for several tiles: they are full all of them
+                full = full if states.shape[dim] == full.shape[dim] else full.all(dim, keepdim=True)
+            turned |= full
+        for b, h, m, n in turned.nonzero().tolist():
             tile = mask[b, h, m * c.block_m : (m + 1) * c.block_m, n * c.block_n : (n + 1) * c.block_n]
             tile.logical_not_()
             self.tiles += 1

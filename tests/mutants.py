@@ -162,13 +162,13 @@ FAULTS = [
         "test_triton_interpreter.py::test_bias_broadcasts",
     ),
     Fault(
-        "backends/triton/visibility.py", "(found >> 1) & 1", "(found >> 1) & 0",
+        "backends/triton/visibility.py", "visits & is_full(n, full_begin, full_end, state)", "visits & (cut == 0)",
         "a mixed tile is computed without its mask",
         "test_visibility.py::test_masks_of_hidden_and_whole_tiles",
     ),
     Fault(
-        "backends/triton/visibility.py", "fulls + tl.cumsum(other, 0)", "fulls + tl.cumsum(full, 0)",
-        "tiles that are not full are listed one over the other",
+        "backends/triton/visibility.py", "whole + tl.cumsum(cut, 0)", "whole + tl.cumsum(full, 0)",
+        "tiles that are cut are listed one over the other",
         "test_visibility.py::test_lists_of_a_mask",
     ),
     Fault(

@@ -39,7 +39,7 @@ def state(mask):
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_entries(band, by_keys):
+def test_kinds(band, by_keys):
     """Of every tile of sizes around a tile's: what is visited, in which order, and of which kind."""
     lo, hi = limits(band)
     BLOCK_M, BLOCK_N = 3, 4
@@ -60,31 +60,20 @@ def test_entries(band, by_keys):
             bands = [[seen[i][j] for i, j in tile] for tile in pairs]
             whole_tile = [len(tile) // len(own) == size for tile in pairs]
             for states, of_mask in (([state(m) for m in masks], masks), (None, [[True] * len(m) for m in masks])):
-                found = visibility.entries(*interval, states)
-                kinds = {n: kind(bands[n], of_mask[n]) for n in range(len(pairs))}
                 # An interval may hold a tile that a narrow band misses, between two that it meets: none here.
-                expected = {n for n, (visited, _, _) in kinds.items() if visited}
-                assert {visibility.tile_of(x) for x in found} == expected
-                assert len(found) == len(expected)
-                for x in found:
-                    _, cut, mixed = kinds[visibility.tile_of(x)]
-                    assert visibility.is_cut(x) == (cut or not whole_tile[visibility.tile_of(x)])
-                    assert visibility.is_mixed(x) == mixed
-                full = [not (visibility.is_cut(x) or visibility.is_mixed(x)) for x in found]
-                assert full == sorted(full, reverse=True)
-                for part in (True, False):
-                    numbers = [visibility.tile_of(x) for x, f in zip(found, full, strict=True) if f == part]
-                    assert numbers == sorted(numbers)
+                expected = visibility.Kinds([], [], [])
+                for n in range(len(pairs)):
+                    visited, cut, mixed = kind(bands[n], of_mask[n])
+                    if visited:
+                        cut = cut or not whole_tile[n]
+                        (expected.cut if cut else expected.mixed if mixed else expected.full).append(n)
+                assert visibility.kinds(*interval, states) == expected
 
 
 def test_the_example_of_the_docstring():
-    states = [WHOLE, HIDDEN, WHOLE, MIXED]
-    interval = key_tiles(128, 128, 256, *limits(Band(hi=0)), 64)
-    assert interval == (0, 0, 2, 4)
-    found = visibility.entries(*interval, states)
-    assert [(visibility.tile_of(x), visibility.is_cut(x), visibility.is_mixed(x)) for x in found] == [
-        (0, False, False), (2, True, False), (3, True, True),
-    ]  # fmt: skip
+    interval = key_tiles(192, 64, 256, *limits(Band(hi=0)), 64)
+    assert interval == (0, 0, 3, 4)
+    assert visibility.kinds(*interval, [MIXED, HIDDEN, WHOLE, MIXED]) == ([2], [0], [3])
 
 
 USUAL = Case(B=2, H=4, Hkv=2, M=200, N=330, D=16, mask="bhmn")
@@ -105,7 +94,7 @@ LISTED = [
 @pytest.mark.parametrize("case", LISTED, ids=str)
 @pytest.mark.parametrize("backward", [False, True])
 def test_lists_of_a_mask(interpreter, case, backward):
-    """Of every matrix of the mask, in both directions: what `visibility.entries` lists of what is left of its tiles."""
+    """Of every matrix of the mask, in both directions: what `visibility.kinds` makes of what is left of its tiles."""
     states, by_rows, by_keys, (block_m, block_n), mask = interpreter(interpreter_child.mask_lists, case, backward)
     lo, hi = limits(Band.aligned(case.causal, case.window, case.N - case.M))
     full = mask.expand(*mask.shape[:2], case.M, case.N).flatten(0, 1)
@@ -128,10 +117,10 @@ def check_list(found, interval, states, none_full):
     begin, full_begin, full_end, end = interval
     if none_full:
         full_begin = full_end = begin
-    expected = visibility.entries(begin, full_begin, full_end, end, states)
-    assert found[0] == len(expected)
-    assert found[1] == sum(x % 4 == 0 for x in expected)
-    assert found[2 : 2 + len(expected)] == expected
+    full, mixed, cut = visibility.kinds(begin, full_begin, full_end, end, states)
+    tiles = full + mixed + cut
+    assert found[:3] == [len(tiles), len(full), len(full) + len(mixed)]
+    assert found[3 : 3 + len(tiles)] == tiles
 
 
 @pytest.mark.parametrize(
@@ -147,9 +136,9 @@ def check_list(found, interval, states, none_full):
     ],
     ids=str,
 )
-def test_the_mask_is_read_where_it_is_mixed(interpreter, case):
-    """Hidden tiles are not visited and whole ones not masked: after the lists are made the mask is turned round in
-    both, and nothing changes, not a bit."""
+def test_where_the_mask_is_not_read(interpreter, case):
+    """Hidden tiles are not visited, and the forward does not mask full ones: after the lists are made the mask is
+    turned round there, and nothing changes, not a bit."""
     before, after, turned = interpreter(interpreter_child.turn_mask, case)
     assert turned > 0
     for name, x, y in zip(before._fields, before, after, strict=True):
