@@ -25,7 +25,7 @@ import descriptor_lint
 import ledger
 import torch
 import wgmma_lint
-from helpers import Case
+from helpers import Case, rows_of
 from softmax_helpers import Case as SoftmaxCase
 
 
@@ -207,7 +207,7 @@ def compile_case(case: Case, backward: bool = True, tf32: bool = False) -> list[
     launch.Forward(problem, inputs)(inputs)
     if backward:
         outputs, cotangents = Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
-        needs = Needs(True, True, True, case.bias is not None)
+        needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
         launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(launched, limit) for launched in _launched]
@@ -250,7 +250,7 @@ def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
     if backward:
         o = empty_output(inputs.q, case.value_dim)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
-        needs = Needs(True, True, True, case.bias is not None)
+        needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
         outputs = Outputs(o, lse)
         backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
     else:
@@ -309,9 +309,12 @@ def _call(case: Case) -> tuple[Any, Any]:
         meta(c.B, c.kv_heads, c.N, c.value_dim),
         None if c.bias is None else meta(*c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
         mask.mT.contiguous().mT if mask is not None and c.layout == "heads_last" else mask,
+        None if c.sink is None else rows_of(meta(*c.shape(c.sink), dtype=c.sink_dtype or c.dtype)),
     )
     score = Score(c.D**-0.5, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
-    problem = Problem.of(*inputs, score, bias_grad=c.bias is not None, deterministic=c.deterministic)
+    problem = Problem.of(
+        *inputs, score, bias_grad=c.bias is not None, sink_grad=c.sink is not None, deterministic=c.deterministic
+    )
     return dataclasses.replace(problem, device="cuda", capability=_capability), inputs
 
 

@@ -27,7 +27,7 @@ from tilewise.ops.runtime.prepared import Prepared
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100  # elements of a result
 LAYOUTS = ("contiguous", "heads_last", "padded", "sliced", "expanded")
-NAMES = ("o", "lse", "dq", "dk", "dv", "dbias")
+NAMES = ("o", "lse", "dq", "dk", "dv", "dbias", "dsink")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Case:
     layout: of every tensor, see `lay_out`.
     planted: a value put into hidden keys and values (and a hidden bias): whole rows, and single elements of a row.
     bias_hides: a tenth of the bias is -inf. blind: some queries see nothing, by the mask or else the bias.
-    lse: the loss uses the LSE too. grads: the inputs that need a gradient, letters of "qkvb".
+    lse: the loss uses the LSE too. grads: the inputs that need a gradient, letters of "qkvbs".
+    sink: which axes it is full along, "h" or "bhm" to "111". sink_at: what is added to its numbers, which are as large
+    as scores. sink_none: a quarter of them is -inf.
     """
 
     B: int = 2
@@ -62,7 +64,11 @@ class Case:
     blind: bool = False
     lse: bool = True
     deterministic: bool = False
-    grads: str = "qkvb"
+    grads: str = "qkvbs"
+    sink: str | None = None
+    sink_dtype: torch.dtype | None = None
+    sink_at: float = 0.0
+    sink_none: bool = False
 
     @property
     def kv_heads(self) -> int:
@@ -73,7 +79,7 @@ class Case:
         return self.D if self.Dv is None else self.Dv
 
     def shape(self, axes: str) -> tuple[int, ...]:
-        """Shape of a bias or mask."""
+        """Shape of a bias, mask or sink."""
         sizes = {"b": self.B, "h": self.H, "k": self.kv_heads, "m": self.M, "n": self.N, "1": 1}
         return tuple(sizes[axis] for axis in axes)
 
@@ -92,7 +98,8 @@ class Case:
             if isinstance(value, bool):
                 words.append(field.name)
             elif isinstance(value, torch.dtype):
-                words.append(("bias " if field.name == "bias_dtype" else "") + str(value).removeprefix("torch."))
+                of = field.name.partition("dtype")[0].replace("_", " ")
+                words.append(of + str(value).removeprefix("torch."))
             elif field.name == "layout":
                 words.append(value)
             else:
@@ -108,12 +115,21 @@ class Tensors(NamedTuple):
     mask: Tensor | None
     do: Tensor
     dlse: Tensor
+    sink: Tensor | None = None
+
+
+def _seed(case: Case) -> int:
+    """Cases that knew of no sink draw what they drew."""
+    text = repr(case)
+    if case.sink is None:
+        text = text.replace("grads='qkvbs'", "grads='qkvb'").partition(", sink=")[0] + ")"
+    return zlib.crc32(text.encode())
 
 
 def tensors(case: Case, device: str = "cpu", planted: bool = True, draw: int = 0) -> Tensors:
     """Random inputs and cotangents, the same for equal cases and draws; ``planted=False``: without planted values."""
     c = case
-    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(case).encode()) + draw)
+    generator = torch.Generator(device).manual_seed(_seed(case) + draw)
 
     def normal(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
@@ -128,6 +144,11 @@ def tensors(case: Case, device: str = "cpu", planted: bool = True, draw: int = 0
             bias.masked_fill_(hidden, -math.inf)
     if c.mask is not None:
         mask = torch.rand(c.shape(c.mask), generator=generator, device=device) < 0.7
+    sink = None
+    if c.sink is not None:
+        sink = normal(*c.shape(c.sink), dtype=c.sink_dtype or c.dtype).add_(c.sink_at)
+        if c.sink_none:
+            sink.masked_fill_(torch.rand(sink.shape, generator=generator, device=device) < 0.25, -math.inf)
     if c.blind:
         for x, hide in ((mask, False), (bias, -math.inf)):
             if x is not None and x.shape[2] > 1:
@@ -146,8 +167,10 @@ def tensors(case: Case, device: str = "cpu", planted: bool = True, draw: int = 0
         hidden = _hidden_keys(c, bias, mask)
         if planted:
             _plant(c, hidden, k, v, bias if mask is not None and c.mask[3] == "n" else None)
+    if sink is not None and c.layout in ("heads_last", "sliced"):
+        sink = torch.stack([sink, torch.full_like(sink, math.nan)], -1)[..., 0]  # no stride is that of a dense tensor
     made = (q, k, v, bias, mask, do, dlse)
-    return Tensors(*(None if x is None else lay_out(x, c.layout, n) for n, x in enumerate(made)))
+    return Tensors(*(None if x is None else lay_out(x, c.layout, n) for n, x in enumerate(made)), sink)
 
 
 def _hidden_keys(c: Case, bias: Tensor | None, mask: Tensor | None) -> list[int]:
@@ -220,6 +243,11 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def rows_of(sink: Tensor) -> Tensor:
+    """(B|1, H|1, M|1)."""
+    return sink if sink.dim() == 3 else sink[None, :, None]
+
+
 def visible(case: Case, inputs: Tensors) -> Tensor:
     """Bool (B, H, M, N): which key takes part in which query's softmax."""
     seen = _in_band(case, inputs.q.device.type).expand(case.B, case.H, case.M, case.N)
@@ -232,7 +260,7 @@ def visible(case: Case, inputs: Tensors) -> Tensor:
 
 def unfused(case: Case, inputs: Tensors) -> tuple[Tensor, Tensor]:
     """o and lse by plain torch in the inputs' dtype; rows that see nothing are zeros, as plain torch cannot say."""
-    q, k, v, bias, _, _, _ = inputs
+    q, k, v, bias, sink = *inputs[:4], inputs.sink
     scale = 1 / math.sqrt(case.D) if case.scale is None else case.scale
     s = (q @ _of_heads(k, case.H).mT) * scale
     if case.softcap is not None:
@@ -240,10 +268,14 @@ def unfused(case: Case, inputs: Tensors) -> tuple[Tensor, Tensor]:
     if bias is not None:
         s = (s + _of_heads(bias, case.H)).to(q.dtype)  # as `scores += bias` does
     seen = visible(case, inputs)
+    s = s.masked_fill(~seen, -math.inf)
+    if sink is not None:  # one more column, as transformers' eager attention of gpt-oss has it
+        column = rows_of(sink).expand(s.shape[:3])[..., None].to(s.dtype)
+        s, seen = torch.cat([s, column], -1), torch.cat([seen, column != -math.inf], -1)
     blind = ~seen.any(-1)
-    s = s.masked_fill(~seen, -math.inf).masked_fill(blind[..., None], 0.0)
+    s = s.masked_fill(blind[..., None], 0.0)
     p = torch.softmax(s, -1).masked_fill(blind[..., None], 0.0)
-    o = p @ _of_heads(v, case.H)
+    o = p[..., : case.N] @ _of_heads(v, case.H)
     return o, torch.logsumexp(s.float(), -1).masked_fill(blind, -math.inf)
 
 
@@ -256,6 +288,7 @@ class Results(NamedTuple):
     dk: Tensor | None
     dv: Tensor | None
     dbias: Tensor | None
+    dsink: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -272,9 +305,10 @@ def poisoned_memory(device: str = "cpu") -> Iterator[None]:
 
 def differentiate(case: Case, inputs: Tensors, function) -> Results:
     """``function(inputs)`` with o, lse and the gradients that the case asks for."""
-    leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "b": inputs.bias}
+    leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "b": inputs.bias, "s": inputs.sink}
     leaves = {name: None if x is None else x.detach().requires_grad_(name in case.grads) for name, x in leaves.items()}
-    o, lse = function(Tensors(*leaves.values(), *inputs[4:]))
+    q, k, v, bias, sink = leaves.values()
+    o, lse = function(inputs._replace(q=q, k=k, v=v, bias=bias, sink=sink))
     wanted = [name for name, x in leaves.items() if x is not None and x.requires_grad]
     gradients = {}
     if wanted:
@@ -283,7 +317,7 @@ def differentiate(case: Case, inputs: Tensors, function) -> Results:
         outputs, cotangents = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, [leaves[name] for name in wanted], cotangents)
         gradients = dict(zip(wanted, found, strict=True))
-    return Results(o.detach(), lse.detach(), *(gradients.get(name) for name in "qkvb"))
+    return Results(o.detach(), lse.detach(), *(gradients.get(name) for name in "qkvbs"))
 
 
 def run(case: Case, backend: str, device: str = "cpu", inputs: Tensors | None = None) -> Results:
@@ -294,7 +328,7 @@ def run(case: Case, backend: str, device: str = "cpu", inputs: Tensors | None = 
 
 
 def call(case: Case, backend: str, x: Tensors) -> tuple[Tensor, Tensor]:
-    return attention(x.q, x.k, x.v, bias=x.bias, mask=x.mask, **case.terms, return_lse=True,
+    return attention(x.q, x.k, x.v, bias=x.bias, mask=x.mask, sink=x.sink, **case.terms, return_lse=True,
                      deterministic=case.deterministic, backend=backend)  # fmt: skip
 
 
@@ -318,19 +352,21 @@ def hold(case: Case, results: Results, device: str = "cpu", inputs: Tensors | No
     exact = reference(case, clean)
     seen = visible(case, clean)
     _check_exact(case, results, clean, seen)
-    yardstick = _errors(case, unfused_results(case, clean), exact, seen)
+    known = _has_lse(clean, seen)
+    yardstick = _errors(case, unfused_results(case, clean), exact, known)
     results_of = {name: x for name, x in zip(NAMES, exact, strict=True) if x is not None}
     tiny = min(x.numel() for x in results_of.values()) < FEW  # else those of which a band or a mask leaves few
     few = [name for name, x in results_of.items() if tiny or 0 < x.count_nonzero() < FEW]
     if inputs is None and few:
         for draw in range(1, 8):  # the largest of few errors says little about their size: more of them
             again = tensors(case, device, planted=False, draw=draw)
-            errors = _errors(case, unfused_results(case, again), reference(case, again), visible(case, again))
+            errors = _errors(case, unfused_results(case, again), reference(case, again),
+                             _has_lse(again, visible(case, again)))  # fmt: skip
             yardstick |= {name: max(yardstick[name], errors[name]) for name in few}
 
     ratios = {}
-    for name, error in _errors(case, results, exact, seen).items():
-        largest = _largest(_finite_rows(name, getattr(exact, name), seen))
+    for name, error in _errors(case, results, exact, known).items():
+        largest = _largest(_finite_rows(name, getattr(exact, name), known))
         allowed = 2 * yardstick[name] + SLACK * largest
         if name == "dbias" and case.bias[3] == "1":
             allowed += _noise_of_delta(case, exact.o, clean.do, exact.dbias.shape)
@@ -348,21 +384,27 @@ def unfused_results(case: Case, inputs: Tensors) -> Results:
     return differentiate(case, inputs, lambda x: unfused(case, x))
 
 
-def _errors(case: Case, results: Results, exact: Results, seen: Tensor) -> dict[str, float]:
+def _has_lse(inputs: Tensors, seen: Tensor) -> Tensor:
+    """Rows, (B, H, M), that see some key, or a sink."""
+    found = seen.any(-1)
+    return found if inputs.sink is None else found | (rows_of(inputs.sink) != -math.inf)
+
+
+def _errors(case: Case, results: Results, exact: Results, known: Tensor) -> dict[str, float]:
     """Largest difference of each result that the case asks for."""
     errors = {}
     for name, x, y in zip(NAMES, results, exact, strict=True):
         if y is None:
             assert x is None, f"{name}: a gradient that nobody asked for"
             continue
-        errors[name] = _largest(_finite_rows(name, x, seen).double() - _finite_rows(name, y, seen))
+        errors[name] = _largest(_finite_rows(name, x, known).double() - _finite_rows(name, y, known))
         assert math.isfinite(errors[name]), f"{case}: {name} is not finite"
     return errors
 
 
-def _finite_rows(name: str, x: Tensor, seen: Tensor) -> Tensor:
+def _finite_rows(name: str, x: Tensor, known: Tensor) -> Tensor:
     """0 in place of the LSE's -inf; `_check_exact` has compared those."""
-    return x.masked_fill(~seen.any(-1), 0.0) if name == "lse" else x
+    return x.masked_fill(~known, 0.0) if name == "lse" else x
 
 
 def _noise_of_delta(case: Case, o: Tensor, do: Tensor, shape: torch.Size) -> float:
@@ -389,18 +431,23 @@ def _noise_of_cancelling(o: Tensor, inputs: Tensors) -> float:
 
 
 def _check_exact(case: Case, results: Results, inputs: Tensors, seen: Tensor) -> None:
-    o, lse, dq, dk, dv, dbias = results
+    o, lse, dq, dk, dv, dbias, dsink = results
     blind = ~seen.any(-1)
     assert o.shape == (case.B, case.H, case.M, case.value_dim)
     assert lse.shape == (case.B, case.H, case.M)
     assert (o.dtype, lse.dtype) == (case.dtype, torch.float32)
-    for gradient, x in zip(results[2:], inputs[:4], strict=True):
+    for gradient, x in zip(results[2:], (*inputs[:4], inputs.sink), strict=True):
         assert gradient is None or (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
     for name, x in zip(NAMES, results, strict=True):
         if x is not None and name != "lse":
             assert x.isfinite().all(), f"{name}: {int((~x.isfinite()).sum())} of {x.numel()} elements are not finite"
-    assert torch.equal(lse == -math.inf, blind), "lse: -inf is the mark of rows that see nothing, and of no other"
-    assert lse[~blind].isfinite().all(), "lse: not finite"
+    known = _has_lse(inputs, seen)
+    assert torch.equal(lse == -math.inf, ~known), "lse: -inf is the mark of rows that see nothing, and of no other"
+    assert lse[known].isfinite().all(), "lse: not finite"
+    if inputs.sink is not None:
+        sink = rows_of(inputs.sink).expand_as(lse)
+        assert dsink is None or (dsink[inputs.sink == -math.inf] == 0).all(), "dsink: not 0 where there is no sink"
+        torch.testing.assert_close(lse[blind], sink[blind].to(lse.dtype), rtol=1e-6, atol=0)
     assert (o[blind] == 0).all(), "o: not 0 in a row that sees nothing"
     assert dq is None or (dq[blind] == 0).all(), "dq: not 0 in a row that sees nothing"
     unseen = ~seen.any(2).unflatten(1, (case.kv_heads, -1)).any(2)

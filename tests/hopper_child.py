@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from helpers import Case, Results, Tensors, run, tensors, visible
+from helpers import Case, Results, Tensors, rows_of, run, tensors, visible
 from torch import Tensor
 
 from tilewise.backends import Inputs, Needs, Outputs
@@ -14,7 +14,7 @@ from tilewise.score.terms import Band, Score
 
 
 def _call(case: Case, x: Tensors) -> tuple[Problem, Inputs]:
-    inputs = Inputs(*x[:5])
+    inputs = Inputs(*x[:5], None if x.sink is None else rows_of(x.sink))
     scale = case.D**-0.5 if case.scale is None else case.scale
     score = Score(scale, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
     return Problem.of(*inputs, score, bias_grad="b" in case.grads), inputs

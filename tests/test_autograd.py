@@ -41,6 +41,10 @@ OPERATOR_CASES = {
     "values as wide as keys, heads last": {"Dv": 8, "M": 7, "Hkv": 4, "hi": 0, "heads_last": True},
     "heads last": {"heads_last": True, "bias": (1, 1, 5, 7)},
     "sliced and expanded": {"sliced": True, "bias": (1, 4, 5, 7)},
+    "sink of heads": {"sink": (1, 4, 1), "hi": 2},
+    "sink of queries, bias and mask": {"sink": (2, 4, 5), "bias": (1, 4, 5, 7), "mask": (1, 1, 5, 7), "softcap": 3.0},
+    "one sink in half": {"dtype": torch.float16, "sink": (1, 1, 1)},
+    "sink without keys": {"N": 0, "sink": (2, 1, 5)},
     "no queries": {"M": 0, "bias": (1, 4, 1, 7)},
     "no keys": {"N": 0},
 }
@@ -48,7 +52,7 @@ OPERATOR_CASES = {
 
 def operator_arguments(case, requires_grad):
     case = dict(case)
-    bias, mask = case.pop("bias", None), case.pop("mask", None)
+    bias, mask, sink = (case.pop(name, None) for name in ("bias", "mask", "sink"))
     terms = [case.pop(name, default) for name, default in
              (("lo", None), ("hi", None), ("scale", 0.4), ("softcap", None), ("deterministic", False))]  # fmt: skip
     heads_last, sliced = case.pop("heads_last", False), case.pop("sliced", False)
@@ -64,6 +68,7 @@ def operator_arguments(case, requires_grad):
         q, k, v,
         None if bias is None else torch.randn(bias, dtype=bias_dtype, requires_grad=requires_grad),
         None if mask is None else torch.rand(mask) < 0.7,
+        None if sink is None else torch.randn(sink, dtype=bias_dtype, requires_grad=requires_grad),
         *terms, False, "auto",
     )  # fmt: skip
 
@@ -76,13 +81,13 @@ def test_opcheck_forward(case):
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPERATOR_CASES.items()])
 @pytest.mark.parametrize("use_lse", [False, True])
 def test_opcheck_backward(case, use_lse):
-    q, k, v, bias, mask, *terms = operator_arguments(case, requires_grad=False)
-    o, lse = torch.ops.tilewise.attention(q, k, v, bias, mask, *terms)
+    q, k, v, bias, mask, sink, *terms = operator_arguments(case, requires_grad=False)
+    o, lse = torch.ops.tilewise.attention(q, k, v, bias, mask, sink, *terms)
     dlse = torch.randn_like(lse) if use_lse else None
-    needs = [True, use_lse, True, bias is not None]
+    needs = [True, use_lse, True, bias is not None, sink is not None]
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,
-        (torch.randn_like(o), dlse, q, k, v, bias, mask, o, lse, *terms, needs),
+        (torch.randn_like(o), dlse, q, k, v, bias, mask, sink, o, lse, *terms, needs),
     )
 
 
@@ -206,19 +211,19 @@ def spy(monkeypatch):
     return Spy(monkeypatch)
 
 
-@pytest.mark.parametrize("wanted", [(3,), (0,), (1,), (2,), (0, 3), (1, 2), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("wanted", [(3,), (0,), (1,), (2,), (4,), (0, 3), (1, 2), (0, 1, 2), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize("Dv", [6, 8])
 def test_gradients_only_for_what_asks_for_one(spy, wanted, Dv):
-    inputs = [*tensors(Dv=Dv, requires_grad=False), torch.randn(1, 4, 5, 7)]
+    inputs = [*tensors(Dv=Dv, requires_grad=False), torch.randn(1, 4, 5, 7), torch.randn(4)]
     everything = [x.clone().requires_grad_() for x in inputs]
-    o = attention(*everything[:3], bias=everything[3])
+    o = attention(*everything[:3], bias=everything[3], sink=everything[4])
     expected = torch.autograd.grad(o.square().sum(), everything)
     for n in wanted:
         inputs[n].requires_grad_()
-    q, k, v, bias = inputs
-    attention(q, k, v, bias=bias).square().sum().backward()
-    assert spy.needs[-1] == tuple(n in wanted for n in range(4))
-    assert spy.problems[-1].bias_grad == (3 in wanted)
+    q, k, v, bias, sink = inputs
+    attention(q, k, v, bias=bias, sink=sink).square().sum().backward()
+    assert spy.needs[-1] == tuple(n in wanted for n in range(5))
+    assert (spy.problems[-1].bias_grad, spy.problems[-1].sink_grad) == (3 in wanted, 4 in wanted)
     for n, x in enumerate(inputs):
         if n in wanted:
             torch.testing.assert_close(x.grad, expected[n], **TOLERANCE)
@@ -321,8 +326,9 @@ def test_deterministic_reaches_the_problem(spy, deterministic, by_default):
 def test_an_eager_call_is_the_operator():
     """An eager call takes a shorter way: the same numbers, bit for bit."""
     inputs = [*tensors(), torch.randn(1, 4, 5, 7, requires_grad=True), torch.rand(1, 1, 5, 7) < 0.7]
+    inputs.append(torch.randn(1, 4, 1, requires_grad=True))
     score = Score(0.4, 5.0, Band(-3, 2))
-    leaves = inputs[:4]
+    leaves = [x for x in inputs if x.requires_grad]
 
     def loss_of(o, lse):
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()

@@ -319,7 +319,7 @@ def problem(bias=None, mask=None, bias_grad=False, **fields):
     t = tensors(case(bias=bias, mask=mask, **fields))
     band = Band.aligned(fields.get("causal", False), fields.get("window"), t.k.shape[2] - t.q.shape[2])
     score = Score(0.25, fields.get("softcap"), band)
-    inputs = Inputs(t.q, t.k, t.v, t.bias, t.mask)
+    inputs = Inputs(t.q, t.k, t.v, t.bias, t.mask, t.sink)
     return Problem.of(*inputs, score, bias_grad=bias_grad), inputs, t
 
 

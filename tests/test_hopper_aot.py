@@ -44,6 +44,11 @@ DESIGNED = [
     ),
     # two programs on a multiprocessor, tiles of 64 keys; what spills is a number of the whole walk, outside its loops
     ("3.6.0", replace(USUAL, D=32, bias="1hmn", causal=True), 2 * (2 + 4) * 3, 4),
+    # a sink: an epilogue of its own; what spills at 256 dimensions is the sink itself, under the last product
+    ("3.6.0", replace(USUAL, sink="h"), 2 * (8 + 8) * 2, 0),
+    ("3.6.0", replace(USUAL, D=64, causal=True, sink="bhm"), 3 * (4 + 8) * 3, 0),
+    ("installed", replace(USUAL, D=256, causal=True, sink="h"), 2 * (16 + 4) * 3, 8),
+    ("installed", replace(USUAL, mask="b1mn", bias="1hmn", sink="h", sink_dtype=torch.float32), 2 * (8 + 8) * 2, 0),
     ("installed", replace(USUAL, D=32, bias="bhmn", bias_dtype=torch.float32), 2 * (2 + 4) * 2, 0),
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four

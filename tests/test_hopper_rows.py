@@ -32,6 +32,10 @@ REPAIRED = [
     replace(USUAL, mask="b11n", bias="1hm1", planted=math.inf, layout="heads_last"),
     replace(USUAL, bias="1hmn", bias_hides=True, blind=True, scale=0.7),
     replace(USUAL, mask="111n", M=1, N=1),
+    replace(GROUPS, causal=True, N=139, sink="h"),
+    replace(USUAL, causal=True, M=139, sink="h", sink_dtype=FLOAT, sink_at=20.0),  # the first see their sink alone
+    replace(USUAL, mask="bhmn", blind=True, sink="bhm", sink_none=True),
+    replace(USUAL, bias="1hmn", bias_hides=True, blind=True, scale=0.7, sink="1hm", softcap=2.0, sink_at=-3.0),
 ]
 
 

@@ -192,9 +192,10 @@ def test_attention_in_pytorchs_own(dtype, heads, terms):
     mask[0] = False
     lo, hi, scale, softcap = terms
     score = Score(scale, softcap, Band(lo, hi))
-    expected = attention_op(Inputs(q, k, v, bias, mask), score, False, "oracle")
+    sink = torch.randn(2, heads, 5, dtype=dtype) if heads == 4 else None
+    expected = attention_op(Inputs(q, k, v, bias, mask, sink), score, False, "oracle")
     coarse = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
-    found = plain.attention(q, k, v, bias, mask, score)
+    found = plain.attention(q, k, v, bias, mask, sink, score)
     assert [x.dtype for x in found] == [x.dtype for x in expected]
     torch.testing.assert_close(found, expected, rtol=coarse, atol=coarse)
 

@@ -31,7 +31,7 @@ def loss_of(function):
 
 
 def samples(n):
-    """``n`` calls' q, k, v, bias and mask, stacked; every query sees the first key."""
+    """``n`` calls' q, k, v, bias and mask, stacked; every query sees the first key. See `test_sinks` for sinks."""
     torch.manual_seed(0)
     shapes = ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6), (1, 4, 1, 7))
     mask = torch.rand(n, 2, 1, 5, 7) < 0.6

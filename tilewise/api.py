@@ -18,25 +18,28 @@ from tilewise.problem import check_flag
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
-    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
-    return_lse: Literal[False] = ..., deterministic: bool | None = ..., backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
+    dropout_p: float = ..., return_lse: Literal[False] = ..., deterministic: bool | None = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
-    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
-    return_lse: Literal[True], deterministic: bool | None = ..., backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
+    dropout_p: float = ..., return_lse: Literal[True], deterministic: bool | None = ...,
+    backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., causal: bool = ...,
-    window: Window | None = ..., scale: float | None = ..., softcap: float | None = ..., dropout_p: float = ...,
-    return_lse: bool, deterministic: bool | None = ..., backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
+    dropout_p: float = ..., return_lse: bool, deterministic: bool | None = ...,
+    backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -48,6 +51,7 @@ def attention(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    sink: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -70,6 +74,10 @@ def attention(
             summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
             A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for.
         mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``.
+        sink: one more logit in each row's softmax, with no value: it takes its share of the row and adds nothing to o.
+            A logit for each head, (H,), or for each query, broadcastable {B|1} × {H|1} × {M|1}; float16, bfloat16,
+            float32 or float64 (CPU), whatever q's dtype is; natural units, which neither scale nor softcap touches.
+            -inf is no sink. Its gradient has its shape and dtype and is summed in float32.
         causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
@@ -92,16 +100,18 @@ def attention(
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
-        natural logarithm, differentiable. A query that sees no key gives o = 0, lse = -inf and zero gradients, and
-        NaN or infinity in a key or value that a query does not see stays out of its output. NaN or infinity in a query,
-        or in the gradient of its output, does reach the gradients of all keys of its head; on a GPU even if it sees
-        none. An infinite key is not hidden by its infinity: mask it, see docs/maths.md.
+        natural logarithm, differentiable; the denominator's sink is in it. A query that sees no key gives o = 0,
+        lse = -inf and zero gradients, with a sink lse = sink, whose gradient is then lse's. NaN or infinity in a key or
+        value that a query does not see stays out of its output. NaN or infinity in a query,
+        or in the gradient of its output, does reach the gradients of all keys of its head; on a GPU, or beside a sink,
+        even if it sees none. An infinite key is not hidden by its infinity: mask it, see docs/maths.md.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
         NotImplementedError: dropout_p > 0.
 
-    Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; docs/maths.md derives every formula.
+    Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; the sink: StreamingLLM (arXiv 2309.17453) and
+    gpt-oss (arXiv 2508.10925), ``s_aux`` there; docs/maths.md derives every formula.
     """
     if unknown:
         raise unexpected("attention", unknown)
@@ -118,23 +128,23 @@ def attention(
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
         try:
-            found = usual_call(Inputs(q, k, v, bias, mask), arguments, return_lse)
+            found = usual_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)
         except RuntimeError:
-            check_inputs(q, k, v, bias, mask)  # a nested tensor has no shape to look a call up by
+            check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look a call up by
             raise
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
     options: dict[str, Any] = {
-        "bias": bias, "mask": mask, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "dropout_p": dropout_p, "deterministic": deterministic, "backend": backend,
+        "bias": bias, "mask": mask, "sink": sink, "causal": causal, "window": window, "scale": scale,
+        "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
     try:
         call = read_call(q, k, v, **options)
     except TypeError:
-        if is_symbolic(q, k, v, bias, mask):
+        if is_symbolic(q, k, v, bias, mask, sink):
             return symbolic(attention, q, k, v, **options, return_lse=return_lse)
         raise
     o, lse = attention_op(*call, return_lse=return_lse)
     if arguments is not None:
-        remember_call(Inputs(q, k, v, bias, mask), arguments, *call[1:])
+        remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])
     return (o, lse) if return_lse else o  # type: ignore[return-value]

@@ -62,15 +62,15 @@ def _backward(
 def _backward_fake(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    q, k, v, bias, _ = inputs
-    pairs = zip((q, k, v, bias), wanted.needs, strict=True)
+    q, k, v, bias, _, sink = inputs
+    pairs = zip((q, k, v, bias, sink), wanted.needs, strict=True)
     return tuple(torch.empty_like(x) if need else q.new_empty(0) for x, need in pairs)  # type: ignore[arg-type]
 
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:
     """``saved``: the inputs, o and lse. No cotangent of o is one of zeros."""
-    q, k, v, bias, mask, o, lse = saved
-    inputs, outputs = Inputs(q, k, v, bias, mask), Outputs(o, lse)
+    *given, o, lse = saved
+    inputs, outputs = Inputs(*given), Outputs(o, lse)
     # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
@@ -84,10 +84,16 @@ def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor 
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and bias by the operator."""
+    """The gradients of `Inputs`."""
+    q, k, v, bias, _, sink = ctx.needs_input_grad[: len(Inputs._fields)]
+    *dqkvb, dsink = _by_operator(ctx, do, dlse, [q, k, v, bias, sink])
+    return *dqkvb, None, dsink
+
+
+def _by_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: list[bool]) -> tuple[Tensor | None, ...]:
+    """`Gradients` by the operator."""
     if do is None and dlse is None:
-        return None, None, None, None
-    needs = list(ctx.needs_input_grad[:4])
+        return (None,) * len(needs)
     grads = ATTENTION_BACKWARD(do, dlse, *ctx.saved_tensors, *ctx.terms, needs)
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
@@ -100,7 +106,7 @@ ATTENTION = Operator(
     "attention", (Inputs, Terms), 2, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
 )
 ATTENTION_BACKWARD = Operator(
-    "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), 4, _backward, _backward_fake,
+    "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), 5, _backward, _backward_fake,
     part_of="attention",
 )  # fmt: skip
 announce("attention", "attention_backward")
@@ -110,10 +116,10 @@ announce("attention", "attention_backward")
 
 
 class _EagerAttention(torch.autograd.Function):
-    """``q, k, v, bias, call -> o`` or ``o, lse``, where call is (inputs, terms, what computes it, return_lse)."""
+    """``q, k, v, bias, sink, call -> o`` or ``o, lse``, where call is (inputs, terms, what computes it, return_lse)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, call):
+    def forward(ctx, q, k, v, bias, sink, call):
         inputs, terms, run, return_lse = call
         o, lse = run(inputs)
         _setup(ctx, inputs, terms, (o, lse))
@@ -122,10 +128,10 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse=None):
         if not is_eager_backward(do, dlse):
-            return *_differentiate(ctx, do, dlse), None
+            return *_by_operator(ctx, do, dlse, list(ctx.needs_input_grad[:5])), None
         if do is None and dlse is None:
-            return None, None, None, None, None
-        call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:4])
+            return None, None, None, None, None, None
+        call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:5])
         if profiler._is_profiler_enabled:
             return *recorded("tilewise::attention_backward", (do, dlse, *call[2]), _gradients, *call), None
         return *_gradients(*call), None
@@ -139,7 +145,7 @@ _apply = apply_of(_EagerAttention)
 def attention_op(
     inputs: Inputs, score: Score, deterministic: bool, backend: str, *, return_lse: bool = True, exact: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v and bias, through o and lse.
+    """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v, bias and sink, through o and lse.
 
     Without ``return_lse`` nobody looks at the lse, and its place may hold anything. exact: see `Problem`.
     """
@@ -157,6 +163,6 @@ def eager_attention(
         run = partial(recorded, "tilewise::attention", inputs, run)
     if not is_differentiated(inputs):
         return run(inputs)
-    q, k, v, bias, _ = inputs
-    found = _apply(q, k, v, bias, (inputs, terms, run, return_lse))
+    q, k, v, bias, _, sink = inputs
+    found = _apply(q, k, v, bias, sink, (inputs, terms, run, return_lse))
     return found if return_lse else (found, None)

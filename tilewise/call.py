@@ -14,7 +14,7 @@ from tilewise.dispatch import Forward, forward_of, layouts
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
-from tilewise.problem import check_flag, four_dims
+from tilewise.problem import check_flag, four_dims, sink_of_rows
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
 
@@ -41,6 +41,7 @@ def read_call(
     *,
     bias: Tensor | None,
     mask: Tensor | None,
+    sink: Tensor | None,
     causal: bool,
     window: Window | None,
     dropout_p: float,
@@ -55,7 +56,7 @@ def read_call(
     if deterministic is not None:
         check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
-    check_inputs(q, k, v, bias, mask)
+    check_inputs(q, k, v, bias, mask, sink)
     q, k, v = autocast(q, k, v)
     band = _EVERYWHERE
     if causal or window is not None:
@@ -66,13 +67,17 @@ def read_call(
         bias, band = _operand("bias", bias, (q, k, v), causal, band)
     if mask is not None:
         mask, band = _operand("mask", mask, (q, k, v), causal, band)
+    if sink is not None:
+        sink = sink_of_rows(sink, q, k, v)
     score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, **numbers)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Call(Inputs(q, k, v, bias, mask), score, deterministic, "auto" if backend is None else backend)
+    return Call(Inputs(q, k, v, bias, mask, sink), score, deterministic, "auto" if backend is None else backend)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, sink: Tensor | None
+) -> None:
     check_tensor("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
@@ -82,6 +87,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Ten
         check_tensor("mask", mask, may_be_causal=True)
         if mask.requires_grad:
             raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
+    if sink is not None:
+        check_tensor("sink", sink)
 
 
 def _operand(
@@ -115,7 +122,7 @@ _usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
     known = _usual_calls.get(_usual_key(inputs, arguments)) if _is_usual(inputs) else None
-    return None if known is None else eager_attention(inputs, *known, return_lse)
+    return None if known is None else eager_attention(_with_rows(inputs), *known, return_lse)
 
 
 def remember_call(
@@ -124,26 +131,34 @@ def remember_call(
     """After a call that went well, with what it was read as; see `usual_call`."""
     if _is_usual(inputs):
         terms = Terms.of(score, deterministic, backend, exact)
-        _usual_calls.keep(_usual_key(inputs, arguments), (terms, forward_of(inputs, terms)))
+        _usual_calls.keep(_usual_key(inputs, arguments), (terms, forward_of(_with_rows(inputs), terms)))
+
+
+def _with_rows(inputs: Inputs) -> Inputs:
+    """``inputs`` of a call that was checked, with a sink of heads as `sink_of_rows` gives it."""
+    sink = inputs.sink
+    return inputs if sink is None or sink.dim() == 3 else inputs._replace(sink=sink[None, :, None])
 
 
 def _is_usual(inputs: Inputs) -> bool:
-    q, k, v, bias, mask = inputs
+    q, k, v, bias, mask, sink = inputs
     return (
         q is not None and k is not None and v is not None
         and is_eager(inputs)
         and q.layout is k.layout is v.layout is _STRIDED
         and (bias is None or (bias.dim() == 4 and bias.layout is _STRIDED))
         and (mask is None or (mask.dim() == 4 and mask.layout is _STRIDED))
+        and (sink is None or sink.layout is _STRIDED)
     )  # fmt: skip
 
 
 def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
-    q, k, v, bias, mask = inputs
+    q, k, v, bias, mask, sink = inputs
     return (
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,
         v.shape, v.stride(), v.dtype, v.device,
         None if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
-        None if bias is None else layouts(bias), None if mask is None else layouts(mask), arguments,
+        None if bias is None else layouts(bias), None if mask is None else layouts(mask),
+        None if sink is None else layouts(sink), arguments,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends import address, empty_output, lse_dtype
+from tilewise.backends import address, empty_output, lse_dtype, sink_gradient
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
@@ -42,7 +42,9 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Te
     run = backwards.get(key)
     if run is None:
         names = _irregular(inputs, cotangents.o)
-        plan = make_plan(describe(inputs, terms, bias_grad=needs.bias, irregular=names), terms.backend)
+        plan = make_plan(
+            describe(inputs, terms, bias_grad=needs.bias, sink_grad=needs.sink, irregular=names), terms.backend
+        )
         run = backwards.keep(key, _prepare_backward(plan, inputs, outputs, cotangents, needs))
     return run
 
@@ -67,13 +69,27 @@ def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
 def _empty_forward(inputs: Inputs) -> Outputs:
     q = inputs.q
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
+    if inputs.sink is not None:
+        lse.copy_(inputs.sink.expand_as(lse))
     return Outputs(empty_output(q, inputs.v.shape[3]).zero_(), lse)
+
+
+def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    q, k, v, bias, _, sink = inputs
+    dq, dk, dv, dbias = (
+        torch.zeros_like(x) if need and x is not None else None
+        for x, need in zip((q, k, v, bias), needs[:4], strict=True)
+    )
+    dsink = None
+    if needs.sink and sink is not None:
+        assert outputs.lse is not None
+        delta = torch.zeros_like(outputs.lse) if cotangents.lse is None else -cotangents.lse
+        dsink = sink_gradient(sink, outputs.lse, delta)
+    return Gradients(dq, dk, dv, dbias, dsink)
 
 
 def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Backward:
     problem = plan.problem
     if problem.empty:
-        return lambda inputs, outputs, cotangents: Gradients(
-            *(torch.zeros_like(x) if need and x is not None else None for x, need in zip(inputs, needs, strict=False))
-        )
+        return lambda inputs, outputs, cotangents: _empty_backward(inputs, outputs, cotangents, needs)
     return plan.backward_module.prepare["backward"](problem, inputs, outputs, cotangents, needs)

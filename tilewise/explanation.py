@@ -110,7 +110,7 @@ class Explanation(Lines):
         plan: the backend, the problem, and for each other backend why not.
         tiles: the backend's tiles, in words.
         forward: the forward's work.
-        backward: the backward's work, with gradients of q, k and v, and of the bias if that requires grad.
+        backward: the backward's work, with gradients of q, k and v, and of bias and sink if they require grad.
         limits: of the device, or None if they are not known.
         mask: what the mask leaves; None where there is none, or a tensor without elements (on the meta device).
     """
@@ -143,6 +143,7 @@ def explain(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    sink: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
     dropout_p: float = 0.0,
@@ -159,7 +160,7 @@ def explain(
     elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
 
     Args:
-        q, k, v, bias, mask, causal, window, dropout_p, deterministic, backend, and the score's numbers: as for
+        q, k, v, bias, mask, sink, causal, window, dropout_p, deterministic, backend, and the score's numbers: as for
             `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
@@ -177,13 +178,14 @@ def explain(
     if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
         raise unexpected("explain", unknown)
     call = read_call(
-        q, k, v, bias=bias, mask=mask, causal=causal, window=window, dropout_p=dropout_p,
+        q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
         deterministic=deterministic, backend=backend, **numbers,
     )  # fmt: skip
     problem = Problem.of(
         *call.inputs,
         call.score,
         bias_grad=bias is not None and bias.requires_grad,
+        sink_grad=sink is not None and sink.requires_grad,
         deterministic=call.deterministic,
         irregular=irregular(*call.inputs[:4]),
     )
@@ -260,12 +262,13 @@ def backward_work(problem: Problem) -> Work:
     dq = heads * problem.queries * problem.head_dim * size
     dk_dv = problem.batch * problem.kv_heads * problem.keys * (problem.head_dim + problem.value_dim) * size
     dbias = math.prod(problem.bias.shape) * problem.bias.dtype.itemsize if problem.bias and problem.bias_grad else 0
-    traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias
+    dsink = math.prod(problem.sink.shape) * problem.sink.dtype.itemsize if problem.sink and problem.sink_grad else 0
+    traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias + dsink
     return Work(problem.backward_flops, traffic, _stored(problem, BACKWARD_PASSES))
 
 
 def _read(problem: Problem) -> int:
-    """Bytes of q, k, v, bias and mask, of each only what the band lets somebody see."""
+    """Bytes of q, k, v, bias, mask and sink, of each only what the band lets somebody see."""
     M, N = problem.queries, problem.keys
     lo, hi = band_limits(problem.score.band)
     first_key, _, _, last_key = key_tiles(0, M, N, lo, hi, 1)
@@ -273,6 +276,7 @@ def _read(problem: Problem) -> int:
     queries = problem.batch * problem.heads * (last_query - first_query) * problem.head_dim
     keys = problem.batch * problem.kv_heads * (last_key - first_key) * (problem.head_dim + problem.value_dim)
     operands = sum(_operand(problem, x) for x in (problem.bias, problem.mask) if x is not None)
+    operands += 0 if problem.sink is None else math.prod(problem.sink.shape) * problem.sink.dtype.itemsize
     return (queries + keys) * problem.dtype.itemsize + operands
 
 
@@ -308,6 +312,9 @@ def _lines(e: Explanation) -> Iterator[str]:
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
             yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}"
+    if p.sink is not None:
+        grad = ", with its gradient" if p.sink_grad else ""
+        yield f"  sink {p.sink.shape[:3]} {dtype_name(p.sink.dtype)}{grad}: one more logit in each row's softmax"
     if not p.score.band.unlimited:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
@@ -321,7 +328,7 @@ def _lines(e: Explanation) -> Iterator[str]:
     for name, reason in e.plan.declined:
         yield f"  not {name}: {reason}"
     if e.forward.flops == 0:
-        yield "no query sees a key: o is 0 and lse -inf"
+        yield f"no query sees a key: o is 0 and lse {'-inf' if p.sink is None else 'the sink'}"
         return
     for name, work, passes in _passes(e):
         yield f"{name}: {quantity(work.flops, 'FLOP')}, at least {quantity(work.bytes, 'B')} of memory traffic"

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 _BIAS_OR_MASK = "mask= (bool, True = attend) or bias= (float, added to the scores)"
+_SINK = "sink=, (H,) or (B, H, M), which requires grad like any tensor"
 _WINDOW = "window=(left, right), with None for no limit"
 _HINTS = {
     "attn_mask": _BIAS_OR_MASK,
@@ -29,6 +30,9 @@ _HINTS = {
     "return_softmax_lse": "return_lse=",
     "return_attn_probs": "return_lse=; the probabilities are never formed",
     "need_weights": "return_lse=; the probabilities are never formed",
+    "s_aux": _SINK,
+    "learnable_sink": _SINK,
+    "sinks": _SINK,
     "enable_gqa": "k and v with fewer heads as they are",
 }  # fmt: skip
 

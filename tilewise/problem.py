@@ -79,7 +79,9 @@ class Problem:
     score: Score
     bias: Operand | None = None
     mask: Operand | None = None
+    sink: Operand | None = None  # one column: (batch, heads, rows, 1)
     bias_grad: bool = False  # the bias asks for a gradient
+    sink_grad: bool = False
     deterministic: bool = False
     exact: bool = False  # float32 products of a GPU keep float32's precision also where torch's setting says TF32
     irregular: tuple[str, ...] = ()  # of q, k, v, bias and, in a backward, do, those that `irregular` names
@@ -151,9 +153,11 @@ class Problem:
         v: Tensor,
         bias: Tensor | None,
         mask: Tensor | None,
+        sink: Tensor | None,
         score: Score,
         *,
         bias_grad: bool = False,
+        sink_grad: bool = False,
         deterministic: bool = False,
         exact: bool = False,
         irregular: tuple[str, ...] = (),
@@ -176,7 +180,9 @@ class Problem:
             score=score,
             bias=_operand("bias", bias, q, Hkv, N),
             mask=_operand("mask", mask, q, Hkv, N),
+            sink=_sink(sink, q),
             bias_grad=bias_grad,
+            sink_grad=sink_grad,
             deterministic=deterministic,
             exact=exact,
             irregular=irregular,
@@ -250,6 +256,34 @@ def _check_operand(name: str, x: Tensor, q: Tensor, Hkv: int, N: int) -> None:
         )
 
 
+def _sink(x: Tensor | None, q: Tensor) -> Operand | None:
+    if x is None:
+        return None
+    if x.dim() == 1:  # of the operator, which its callers give three
+        raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
+    _check_sink(x, q)
+    batch, heads, rows = x.shape
+    return Operand(x.dtype, batch, heads, rows, 1)
+
+
+def _check_sink(x: Tensor, q: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"sink: must be on q's device {q.device}, got {x.device}")
+    if not _is_sink_of(x, q):
+        B, H, M, _ = q.shape
+        raise ValueError(
+            f"sink: expected one logit for each head, ({H}|1,), or for each query, ({B}|1, {H}|1, {M}|1), got shape "
+            f"{_shape(x)}"
+        )
+
+
+def _is_sink_of(x: Tensor, q: Tensor) -> bool:
+    sizes = (q.shape[1:2], q.shape[:3])[x.dim() == 3]
+    return x.dim() in (1, 3) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+
+
 def _broadcasts(x: Tensor, q: Tensor, Hkv: int, N: int) -> bool:
     """``x``, of at most 4 dimensions, has an allowed size along each."""
     B, H, M, _ = q.shape
@@ -276,6 +310,14 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _check_tensors(q, k, v)
         _check_operand(name, x, q, k.shape[1], k.shape[2])
     return x[(None,) * (4 - x.dim())]
+
+
+def sink_of_rows(sink: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A sink of heads, (H,), as (1, H, 1); an error shows the shape that came."""
+    if q.dim() == 4 and not _is_sink_of(sink, q):
+        _check_tensors(q, k, v)
+        _check_sink(sink, q)
+    return sink[None, :, None] if sink.dim() == 1 else sink
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

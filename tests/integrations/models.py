@@ -36,20 +36,24 @@ KINDS = {
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig",
                SMALL | GQA | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 32, "num_local_experts": 2,
                               "layer_types": ["full_attention", "chunked_attention"]}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig",
+                SMALL | GQA | {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2,
+                               "layer_types": ["full_attention", "sliding_attention"]}),
     "t5": ("T5ForConditionalGeneration", "T5Config",
            {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 32,
             "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}),
 }  # fmt: skip
-NO_SDPA = {"gemma2"}  # transformers' sdpa has no softcap
+NO_SDPA = {"gemma2", "gpt_oss"}  # transformers' sdpa has no softcap, and no sinks
 NO_LEFT_PADDING_IN_EAGER = {
     "llama4"
 }  # its eager mask hides other pairs than its sdpa mask where padding is on the left
-DECODERS = ["bert decoder", "gpt2", "llama", "mistral", "gemma2", "qwen2_moe", "llama4"]
+DECODERS = ["bert decoder", "gpt2", "llama", "mistral", "gemma2", "qwen2_moe", "llama4", "gpt_oss"]
 
 
 def build(kind, implementation, **changes):
     name, config_name, options = KINDS[kind]
     config = getattr(transformers, config_name)(**(options | changes))
+    torch.manual_seed(0)  # vectors stay as they are made: sinks
     model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
     assert model.config._attn_implementation == implementation
     torch.manual_seed(0)

@@ -72,6 +72,15 @@ def test_position_bias_is_trained(calls):
         assert stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 1e-5
 
 
+def test_sinks_are_trained(calls):
+    """Those of gpt-oss, a logit for each head of each layer."""
+    model = build("gpt_oss", "tilewise")
+    run(model, "gpt_oss", None).square().mean().backward()
+    for call, layer in zip(calls, model.model.layers, strict=True):
+        assert call["sink"] is layer.self_attn.sinks
+        assert (layer.self_attn.sinks.grad != 0).all()
+
+
 @pytest.mark.parametrize("side", [None, "right"])
 @pytest.mark.parametrize("kind", ["bert", "llama", "mistral", "gemma2", "t5"])
 def test_no_square_mask(kind, side, calls):
@@ -388,7 +397,7 @@ def test_errors():
             run(model.train(), kind, None)
         run(model.eval(), kind, None)
     q = torch.randn(1, 2, 3, 4)
-    for name in ("s_aux", "sinks", "indices", "block_indices", "cache"):
+    for name in ("sinks", "indices", "block_indices", "cache"):
         with pytest.raises(NotImplementedError, match=f"^{name}: .* is not implemented"):
             integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})

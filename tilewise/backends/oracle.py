@@ -26,17 +26,16 @@ def tiles(problem: Problem) -> str:
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     q, v = inputs.q, inputs.v
     s, visible, _ = _scores(problem, inputs)
-    lse = torch.logsumexp(s, dim=-1)
-    p = _probabilities(s, lse)
+    p, _, lse = _softmax(s, inputs.sink)
     o = reference.visible_product(p, visible, _per_head(problem, v))
     return Outputs(empty_output(q, problem.value_dim).copy_(o), lse.to(lse_dtype(q.dtype)))
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
-    q, k, v, bias, _ = inputs
+    q, k, v, bias, _, sink = inputs
     s, visible, transformed = _scores(problem, inputs)
-    p = _probabilities(s, torch.logsumexp(s, dim=-1))
+    p, p_sink, _ = _softmax(s, sink)
     # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
     fully_masked = ~visible.any(-1, keepdim=True)
     seeing_q, do = (x.double().masked_fill(fully_masked, 0.0) for x in (q, cotangents.o))
@@ -50,6 +49,9 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     dbias = None
     if needs.bias and bias is not None:
         dbias = torch.empty_like(bias).copy_(_sum_to(db, problem, bias.shape))
+    dsink = None
+    if needs.sink and sink is not None:  # its dP is 0, for no value goes with it
+        dsink = torch.empty_like(sink).copy_(-(p_sink * delta).squeeze(-1).sum_to_size(sink.shape))
     dq = problem.score.scale * reference.visible_product(ds, visible, kh)
     dk = problem.score.scale * (ds.mT @ seeing_q)
     dv = p.mT @ do
@@ -58,6 +60,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         torch.empty_like(k).copy_(_sum_to(dk, problem, k.shape)) if needs.k else None,
         torch.empty_like(v).copy_(_sum_to(dv, problem, v.shape)) if needs.v else None,
         dbias,
+        dsink,
     )
 
 
@@ -66,7 +69,7 @@ prepare = {"forward": at_once(forward), "backward": at_once(backward)}
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
-    q, k, _, bias, mask = inputs
+    q, k, _, bias, mask, _ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
@@ -93,10 +96,17 @@ def _score_gradients(
     return (db if slope is None else torch.where(visible, db * slope, 0.0)), db
 
 
-def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """exp(s - lse), but from the scores alone: a row at -1e30 has an LSE without the logarithm of its keys' number. A
-    row that sees nothing has lse = -inf and probabilities 0."""
-    return torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, torch.softmax(s, -1))
+def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities of the keys and, (B, H, M, 1), of the sink, a key without a value; the LSE.
+
+    exp(s - lse), but from the scores alone: a row at -1e30 has an LSE without the logarithm of its keys' number. A row
+    that sees nothing, not even a sink, has lse = -inf and probabilities 0.
+    """
+    none = s.new_tensor(-torch.inf) if sink is None else sink.double().unsqueeze(-1)
+    s = torch.cat([s, none.expand(*s.shape[:-1], 1)], -1)
+    lse = torch.logsumexp(s, dim=-1)
+    p = torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, torch.softmax(s, -1))
+    return p[..., :-1], p[..., -1:], lse
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:

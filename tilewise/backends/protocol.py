@@ -13,13 +13,15 @@ Pass = Literal["forward", "backward"]
 
 
 class Inputs(NamedTuple):
-    """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None."""
+    """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None; sink
+    (B|1, H|1, M|1) or None."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None
     mask: Tensor | None
+    sink: Tensor | None = None
 
 
 class Outputs(NamedTuple):
@@ -36,6 +38,7 @@ class Needs(NamedTuple):
     k: bool
     v: bool
     bias: bool
+    sink: bool = False
 
 
 class Gradients(NamedTuple):
@@ -45,6 +48,7 @@ class Gradients(NamedTuple):
     k: Tensor | None
     v: Tensor | None
     bias: Tensor | None
+    sink: Tensor | None = None
 
 
 Forward = Callable[[Inputs], Outputs]

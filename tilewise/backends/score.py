@@ -113,6 +113,19 @@ def score_tile(products, added, terms, BIAS: tl.constexpr):
 
 
 @triton.jit
+def with_sink(m_i, l_i, sink, exponent):
+    """``(m, l, alpha)`` of rows that have seen all of their keys, and now one more score without a value, in the units
+    of m: what was summed relative to the old maximum is to be multiplied by alpha.
+
+    Subtracted before it is scaled, as in the online softmax: a sink beyond or below all scores overflows nothing.
+    """
+    m_new = tl.maximum(m_i, sink)
+    base = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2((m_i - base) * exponent)
+    return m_new, l_i * alpha + tl.exp2((sink - base) * exponent), alpha
+
+
+@triton.jit
 def score_tile_gradient(p, dp, delta, slope, terms):
     """`score_tile` backwards, the softmax first: dS with respect to scale·Q Kᵀ, and to the biased score."""
     db = softmax_derivative(p, dp, delta)

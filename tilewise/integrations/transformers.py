@@ -5,7 +5,8 @@
     model = AutoModel.from_pretrained(..., attn_implementation="tilewise")
 
 Every model that calls transformers' AttentionInterface runs: encoders, decoders with their caches, sliding windows,
-softcaps, and the T5 family, whose relative position bias goes in as ``bias`` and gets its gradient.
+softcaps, attention sinks (gpt-oss), and the T5 family, whose relative position bias goes in as ``bias`` and gets its
+gradient.
 
 Some models do not call it (Bloom, DeBERTa, Falcon, GPT-J, MPNet, Swin v2 and others). transformers accepts every
 registered name for them; they compute their attention by themselves all the same, or raise a bare KeyError. Here each
@@ -67,8 +68,7 @@ _logger = logging.get_logger(f"transformers.{NAME}")
 
 # What some models pass to change the result, and tilewise.attention does not compute.
 _UNSUPPORTED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks of this form (s_aux, a logit for each head, is taken)",
     "indices": "sparse attention by token indices",
     "block_indices": "sparse attention by block indices",
     "cache": "the paged cache of continuous batching",
@@ -110,6 +110,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as AttentionInterface calls it.
@@ -123,6 +124,7 @@ def attention_forward(
         scaling: multiplies ``query @ key.mT``; default ``1 / sqrt(D)``.
         softcap: as for `tilewise.attention`.
         position_bias: floating, broadcastable to (B, H, M, N), added to the scores; it gets its gradient.
+        s_aux: attention sinks (gpt-oss), floating, (H,): ``sink`` of `tilewise.attention`; it gets its gradient.
         kwargs: what else a model passes. The window is the mask's; what does not change the result is ignored.
 
     Returns:
@@ -150,7 +152,10 @@ def attention_forward(
     else:
         bias = attention_mask if position_bias is None else position_bias + attention_mask
 
-    o = attention(query, key, value, bias=bias, mask=mask, causal=causal, window=window, scale=scaling, softcap=softcap)
+    o = attention(
+        query, key, value, bias=bias, mask=mask, sink=s_aux, causal=causal, window=window, scale=scaling,
+        softcap=softcap,
+    )  # fmt: skip
     return o.transpose(1, 2).contiguous(), None
 
 

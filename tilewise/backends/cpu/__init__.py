@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, sink_gradient
 from tilewise.backends.cpu import fused, tiled
+from tilewise.backends.cpu.parts import row_terms
 from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.quantities import count
@@ -42,7 +43,12 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         gradients = None
         if cotangents.lse is None and fused.declines_backward(problem) is None:
             gradients = fused.backward(problem, inputs, outputs, cotangents, needs)
-        return tiled.backward(problem, inputs, outputs, cotangents, needs) if gradients is None else gradients
+        if gradients is None:
+            gradients = tiled.backward(problem, inputs, outputs, cotangents, needs)
+        if needs.sink and inputs.sink is not None:
+            assert outputs.lse is not None
+            gradients = gradients._replace(sink=sink_gradient(inputs.sink, outputs.lse, row_terms(outputs, cotangents)))
+        return gradients
 
 
 prepare = {"forward": at_once(forward), "backward": at_once(backward)}

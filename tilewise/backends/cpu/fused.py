@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
-from tilewise.backends.cpu.parts import band_hides, finite, hide, huge
+from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide, huge
 from tilewise.problem import Problem
 from tilewise.score import reference
 
@@ -68,6 +68,8 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
     lse = lse.contiguous()
     if operand.additive is not None and (lse == 0).any():
         _mark_fully_masked_rows(problem, lse, operand.additive)
+    if inputs.sink is not None:
+        lse = _share_with_sink(o, lse, inputs.sink)
     expected = empty_output(inputs.q, problem.value_dim)
     return Outputs(o if o.stride() == expected.stride() else expected.copy_(o), lse)
 
@@ -139,6 +141,14 @@ def _mark_fully_masked_rows(problem: Problem, lse: Tensor, additive: Tensor) -> 
         visible = reference.in_band(rows[:, 2, None], cols, problem.score.band)
         visible &= additive[rows.unbind(1)] != -torch.inf
         lse[rows[~visible.any(-1)].unbind(1)] = -torch.inf
+
+
+def _share_with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """The LSE with the sink in it; o, in its place, gets what the sink leaves of each row. In 16 bits o is rounded once
+    more than in the tiles, which is less than what the kernel's own 16-bit probabilities cost."""
+    with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
+    o.mul_(exp_difference(lse.clone(), with_sink).unsqueeze(-1))
+    return with_sink
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewise.backends import lse_dtype
+from tilewise.backends import Outputs, lse_dtype
 from tilewise.problem import Problem
 from tilewise.score.tiles import visible_pairs
 
@@ -80,6 +80,13 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
     if _is_huge(row):
         return s.sub_(row).mul_(LOG2E).exp2_()
     return torch.add(row.mul_(-LOG2E), s, alpha=LOG2E, out=s).exp2_()
+
+
+def row_terms(outputs: Outputs, cotangents: Outputs) -> Tensor:
+    """``rowsum(dO∘O) - dLSE`` of every row, (B, H, M), in the dtype of the LSE."""
+    dtype = lse_dtype(outputs.o.dtype)
+    delta = (cotangents.o.to(dtype) * outputs.o).sum(-1)
+    return delta if cotangents.lse is None else delta.sub_(cotangents.lse)
 
 
 def huge(row: Tensor) -> bool:

@@ -80,6 +80,12 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
         l_i = alpha * l_i + p.sum(-1, keepdim=True)
         acc = heads.weighted_sum(p, heads.v[tile.j], tile, alpha * acc)  # 10
         m_i = m_new
+    if heads.inputs.sink is not None:  # one more score, and no value
+        sink = heads.sink(rows)
+        m_new = torch.maximum(m_i, sink)
+        alpha = exp_difference(m_i, m_new)
+        l_i = alpha * l_i + exp_difference(sink.clone(), m_new)  # it may be the caller's own memory
+        acc, m_i = acc.mul_(alpha), m_new
     l_i.masked_fill_(l_i == 0, 1.0)  # rows that see nothing: O = 0, LSE = -inf
     return acc / l_i, m_i, l_i  # 12
 
@@ -261,6 +267,11 @@ class _Heads:
     def rows(self, x: Tensor, rows: slice) -> Tensor:
         """The tile of q, o or do."""
         return self._row_block(x, rows).flatten(2, 3).flatten(0, 1).to(self.dtype).contiguous()
+
+    def sink(self, rows: slice) -> Tensor:
+        """(T, R, 1); a view where it can be."""
+        assert self.inputs.sink is not None
+        return self.rows(self.inputs.sink.expand(self.inputs.q.shape[:3]).unsqueeze(-1), rows)
 
     def put_rows(self, x: Tensor, rows: slice, tile: Tensor | None) -> None:
         """Write a tile to (B, H, M, D), or (T, R, 1) to (B, H, M); None: zeros."""

@@ -29,6 +29,8 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
         return "has no float64 kernels"
     if problem.bias is not None and problem.bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
+    if problem.sink is not None and problem.sink.dtype == torch.float64:
+        return "reads a sink in float16, bfloat16 or float32, not float64"
     if interpreted and problem.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly"
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import key_tiles, score_tile, split_tiles
+from tilewise.backends.score import key_tiles, score_tile, split_tiles, with_sink
 from tilewise.backends.triton import config
 from tilewise.backends.triton.score import visible_tile
 from tilewise.backends.triton.tensors import (
@@ -20,6 +20,7 @@ from tilewise.backends.triton.tensors import (
     load_group_rows,
     load_operand,
     load_rows,
+    load_sink,
     program_tile,
     row_at,
     store_rows,
@@ -99,10 +100,11 @@ def _start(c):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
+def forward_kernel(q, k, v, bias, mask, sink, lists, o, lse, terms, sizes, c):
     """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
 
-    Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse.
+    Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse. sink: a
+    `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part.
     """
     x = Reads(q, k, v, None, None, None, bias, mask)
     # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
@@ -165,6 +167,11 @@ def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
                 acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, True, True, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
+    if sink is not None:
+        found = load_sink(sink, b, head, m, sizes) / (terms.exponent * LN2)
+        m_i, l_i, alpha = with_sink(m_i, l_i, found, terms.exponent)
+        acc *= alpha[:, None]
+
     # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     if c.SPLIT:
@@ -175,20 +182,27 @@ def forward_kernel(q, k, v, bias, mask, lists, o, lse, terms, sizes, c):
 
 
 @triton.jit
-def merge_kernel(parts, part_lse, o, lse, sizes, c):
+def merge_kernel(parts, part_lse, o, lse, sink, sizes, c):
     """O and the LSE of one query from those of each split, in the order of the splits whichever was done first.
 
         LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
 
     parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A query that no split lets see anything: 0, -inf.
+    sink: a `Strided` or None; to the LSE it is one split more, and to O none.
     """
     query = tl.cast(tl.program_id(0), tl.int64)
     queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
     every = tl.arange(0, MOST_SPLITS)
     found = tl.load(part_lse + every * queries + query, mask=every < sizes.splits, other=-float("inf"))
     top = tl.max(found, 0)
+    if sink is not None:
+        head = query // sizes.queries
+        more = load_sink(sink, head // sizes.heads, head % sizes.heads, query % sizes.queries, sizes)
+        top = tl.maximum(top, more)
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.sum(tl.exp(found - base), 0)  # NaN if any is
+    if sink is not None:
+        total += tl.exp(more - base)
 
     cols = tl.arange(0, c.BLOCK_DV)
     acc = tl.zeros([c.BLOCK_DV], tl.float32)

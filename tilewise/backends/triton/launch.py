@@ -19,8 +19,9 @@ from tilewise.backends import (
     allocation,
     device_of,
     empty_output,
+    sink_gradient,
 )
-from tilewise.backends.launcher import POINTER, Launch, boxed, constants, strided
+from tilewise.backends.launcher import POINTER, Launch, boxed, constants, sink_layout, strided
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.triton.backward_kernel import (
     backward_kernel,
@@ -83,13 +84,13 @@ class Forward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
-        q, k, v, bias, _ = inputs
+        q, k, v, bias, *_ = inputs
         self.problem = problem
         tma = _uses_tma(problem, q, k, v)
         self._prepare(forward_config(problem, bias is not None and _uses_tma(problem, bias), tma), inputs)
 
     def _prepare(self, config: Config, inputs: Inputs) -> None:
-        problem, (q, k, v, bias, mask) = self.problem, inputs
+        problem, (q, k, v, bias, mask, sink) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         parts = splits(problem, config)
@@ -108,7 +109,7 @@ class Forward:
             part_lse = lse.new_empty((parts * problem.batch, *lse.shape[1:]))
             self.empty_parts = allocation(target, q.device), allocation(part_lse, q.device)
             self.merge = Launch(
-                merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER), (sizes, c),
+                merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         rows, heads = problem.queries, problem.heads
@@ -117,7 +118,13 @@ class Forward:
         self.main = Launch(
             forward_kernel,
             triton.cdiv(rows, config.block_m) * heads * problem.batch * parts,
-            (*_input_layouts(inputs, config, c, tma), POINTER, strided(target), POINTER),
+            (
+                *_input_layouts(inputs, config, c, tma),
+                sink_layout(sink if parts == 1 else None),
+                POINTER,
+                strided(target),
+                POINTER,
+            ),
             (_terms(problem), sizes, c),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -133,8 +140,8 @@ class Forward:
                     self.main(*inputs, lists, o, lse)
                 else:
                     parts, part_lse = (empty() for empty in self.empty_parts)
-                    self.main(*inputs, lists, parts, part_lse)
-                    self.merge(parts, part_lse, o, lse)
+                    self.main(*inputs[:5], None, lists, parts, part_lse)
+                    self.merge(parts, part_lse, o, lse, inputs.sink)
             except OutOfResources as error:
                 self._prepare(_smaller(self.config, error), inputs)
                 return self(inputs)
@@ -150,7 +157,7 @@ class Backward:
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
-        problem, needs, (q, k, v, bias, mask) = self.problem, self.needs, inputs
+        problem, needs, (q, k, v, bias, mask, _) = self.problem, self.needs, inputs
         do, dlse = cotangents
         self.config = config
         tma = _uses_tma(problem, q, k, v, do)
@@ -237,7 +244,7 @@ class Backward:
             return self(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask = inputs
+        q, k, v, bias, mask, sink = inputs
         do, dlse = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
@@ -260,7 +267,10 @@ class Backward:
                 self.bias_gradient(*rows, found.states, dbias)
             if dbias is not None and bias is not None:
                 dbias = dbias.to(bias.dtype)
-        return Gradients(dq, dk, dv, dbias)
+            dsink = None
+            if self.needs.sink and sink is not None and outputs.lse is not None:
+                dsink = sink_gradient(sink, outputs.lse, delta[:, :, : self.problem.queries])
+        return Gradients(dq, dk, dv, dbias, dsink)
 
 
 def _smaller(config: Config, error: OutOfResources) -> Config:

@@ -184,6 +184,14 @@ def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
 
 
 @triton.jit
+def load_sink(x, b, h, m, sizes):
+    """The sink of queries ``m``, in float32. x: `Strided`, whose last axis is of size 1; h: as `QueryRows.head`, or of
+    each query."""
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    return tl.load(at + m.to(tl.int64) * x.stride2, mask=m < sizes.queries, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def matrix_of(how, b, h):
     """Batch and head index of the bias or mask matrix that (b, h) uses."""
     mb = b if how.BATCH else b * 0

@@ -14,7 +14,7 @@ Maybe = Tensor | None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, score: Score
+    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, score: Score
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
     kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
@@ -33,6 +33,11 @@ def attention(
         distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device).unsqueeze(1)
         for hidden in ([] if lo is None else [distance < lo]) + ([] if hi is None else [distance > hi]):
             s = s.masked_fill(hidden, -torch.inf)
+    if sink is not None:  # one more column, which no value goes with
+        column = grouped(sink.expand(q.shape[:3]).unsqueeze(-1)).to(s.dtype)
+        s = torch.cat([s, column], -1)
+        lse = torch.logsumexp(s, -1)
+        return (_softmax(s, -1)[..., :-1].to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
     o = _softmax(s, -1).to(v.dtype) @ v.unsqueeze(2)
     return o.flatten(1, 2), torch.logsumexp(s, -1).flatten(1, 2)
 

@@ -1,7 +1,7 @@
 """Where DTensors of attention may lie: split along the batch or along the heads, or whole; along each axis of a mesh.
 
-Inputs that lie otherwise, along a sequence too, are brought there by DTensor first. A bias or a mask is split where it
-has that axis and whole where it broadcasts; the gradient of what is whole is then a sum over the devices, `Partial`,
+Inputs that lie otherwise, along a sequence too, are brought there by DTensor first. A bias, mask or sink is split where
+it has that axis and whole where it broadcasts; the gradient of what is whole is then a sum over the devices, `Partial`,
 in its own dtype.
 
 Whoever imports this module has DTensor, and registers the placements for it.
@@ -26,28 +26,34 @@ Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs
 
 
 class Layout(NamedTuple):
-    """Placements along one axis of a mesh: of what has query heads, of k and v, of bias and mask."""
+    """Placements along one axis of a mesh: of what has query heads, of k and v, of bias, mask and sink."""
 
     q: Placement
     kv: Placement
     bias: Placement | None
     mask: Placement | None
+    sink: Placement | None
 
 
-def _layouts(q: Spec, k: Spec, bias: Spec | None, mask: Spec | None) -> Iterator[Layout]:
+def _layouts(q: Spec, k: Spec, *operands: Spec | None) -> Iterator[Layout]:
+    """operands: bias, mask and sink."""
+
     def operand(x: Spec | None, dim: int) -> Placement | None:
         if x is None:
             return None
         return Replicate() if x.shape[dim] == 1 else Shard(dim)
 
+    def split(dim: int) -> Iterator[Placement | None]:
+        return (operand(x, dim) for x in operands)
+
     whole = Replicate()
-    yield Layout(whole, whole, None if bias is None else whole, None if mask is None else whole)
-    yield Layout(Shard(BATCH), Shard(BATCH), operand(bias, BATCH), operand(mask, BATCH))
+    yield Layout(whole, whole, *(None if x is None else whole for x in operands))
+    yield Layout(Shard(BATCH), Shard(BATCH), *split(BATCH))
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
     if kv_heads == 1 < heads:  # they share one key/value head, which everybody keeps
-        yield Layout(Shard(HEADS), whole, operand(bias, HEADS), operand(mask, HEADS))
+        yield Layout(Shard(HEADS), whole, *split(HEADS))
     elif kv_heads == heads or groups_stay_together(kv_heads, tuple(q.mesh.shape)):
-        yield Layout(Shard(HEADS), Shard(HEADS), operand(bias, HEADS), operand(mask, HEADS))
+        yield Layout(Shard(HEADS), Shard(HEADS), *split(HEADS))
 
 
 def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:
@@ -64,28 +70,31 @@ def _gradient(placement: Placement | None, split: bool) -> Placement:
 
 
 @register_sharding(torch.ops.tilewise.attention.default)
-def _forward(q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None, *terms: Any) -> list[Choice]:
+def _forward(
+    q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None, sink: Spec | None, *terms: Any
+) -> list[Choice]:
     return [
-        ([at.q, at.q], [at.q, at.kv, at.kv, at.bias, at.mask, *(None,) * len(terms)])
-        for at in _layouts(q, k, bias, mask)
+        ([at.q, at.q], [at.q, at.kv, at.kv, at.bias, at.mask, at.sink, *(None,) * len(terms)])
+        for at in _layouts(q, k, bias, mask, sink)
     ]
 
 
 @register_sharding(torch.ops.tilewise.attention_backward.default)
 def _backward(
     do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None,
-    o: Spec, lse: Spec, *terms_and_needs: Any,
+    sink: Spec | None, o: Spec, lse: Spec, *terms_and_needs: Any,
 ) -> list[Choice]:  # fmt: skip
     *_, needs = terms_and_needs
     choices: list[Choice] = []
-    for at in _layouts(q, k, bias, mask):
+    for at in _layouts(q, k, bias, mask, sink):
         cotangents = [None if x is None else at.q for x in (do, dlse)]
-        arguments = [*cotangents, at.q, at.kv, at.kv, at.bias, at.mask, at.q, at.q, *(None,) * len(terms_and_needs)]
+        inputs = [at.q, at.kv, at.kv, at.bias, at.mask, at.sink]
+        arguments = [*cotangents, *inputs, at.q, at.q, *(None,) * len(terms_and_needs)]
         split = at.q != Replicate()
         # A gradient that nobody needs is empty, and the same everywhere.
         gradients: list[Placement | None] = [
             _gradient(placement, split) if need else Replicate()
-            for placement, need in zip((at.q, at.kv, at.kv, at.bias), needs, strict=True)
+            for placement, need in zip((at.q, at.kv, at.kv, at.bias, at.sink), needs, strict=True)
         ]
         choices.append((gradients, arguments))
     return choices

@@ -47,6 +47,11 @@ def _declines_forward(problem: Problem) -> str | None:
     bias = problem.bias
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
+    if problem.sink is not None:
+        if problem.sink.dtype == torch.float64:
+            return "reads a sink in float16, bfloat16 or float32, not float64"
+        if bias is not None and bias.cols == 1:
+            return "takes no sink beside a bias that is constant along the keys"
     by_pointers = bias is not None and bias.axes != "matrix"
     irregular = [name for name in problem.irregular if name != "do" and (name != "bias" or not by_pointers)]
     if irregular:

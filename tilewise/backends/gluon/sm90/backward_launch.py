@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, sink_gradient
 from tilewise.backends.gluon.masks import MaskSummary
 from tilewise.backends.gluon.preprocess import preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
@@ -39,11 +39,12 @@ class Backward:
         self.problem, self.needs = problem, needs
         config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
+        self.block_m = block_m
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         row_programs = sizes.row_tiles * p.heads * p.batch
-        q, k, v, bias, mask = inputs
+        q, k, v, bias, mask, _ = inputs
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
@@ -130,7 +131,7 @@ class Backward:
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask = inputs
+        q, k, v, bias, mask, sink = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs
@@ -153,8 +154,17 @@ class Backward:
                 self.reduce_group(*dbias_tiles)
             if needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
+            dsink = None
+            if needs.sink and sink is not None and lse is not None:
+                tiles = stats.view(*lse.shape[:2], -1, 2, self.block_m)  # of rows, as `before` has left them: -delta
+                delta = tiles[:, :, :, 1].flatten(2)[:, :, : lse.shape[2]].neg()
+                dsink = sink_gradient(sink, lse, delta)
         return Gradients(
-            dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, dbias if needs.bias else None
+            dq if needs.q else None,
+            dk if needs.k else None,
+            dv if needs.v else None,
+            dbias if needs.bias else None,
+            dsink,
         )
 
 

@@ -42,6 +42,7 @@ from tilewise.backends.gluon.sm90.softmax import (
     online_softmax,
     rescaled,
     sums_of_rows,
+    with_sink,
 )
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import (
@@ -97,6 +98,7 @@ class Operands(NamedTuple):
     k: Any
     v: Any
     bias: Any
+    sink: Any  # a `Strided` or None
     bits: Any  # of the mask, see mask_kernels
     tile_list: Any
     o: Any
@@ -382,6 +384,14 @@ def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def load_sink(x, tile, sizes, c, WARPGROUP: gl.constexpr):
+    """The sink of a warpgroup's queries, in float32."""
+    rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
+    at = x.sink.pointer + gl.cast(tile.b, gl.int64) * x.sink.stride0 + gl.cast(tile.h, gl.int64) * x.sink.stride1
+    return gl.load(at + rows.to(gl.int64) * x.sink.stride2, mask=rows < sizes.queries, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
     """Normalise O and store the LSE; returns O."""
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
@@ -462,12 +472,17 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
         tile_index = next_tile_index(tile_index, t, rings, c)
+        if x.sink is not None:  # its way from memory is under the product
+            sink = load_sink(x, tile, sizes, c, WARPGROUP) / (terms.exponent * LN2)
         o = warpgroup_mma_wait(0, deps=(o_pending,))
         release(rings.v, v_slot)
-        l_i = state.l
+        m_i, l_i = state.m, state.l
         if c.SUMS_BY_THREAD:
             l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
-        o = finish(state.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+        if x.sink is not None:
+            m_i, l_i, alpha = with_sink(m_i, l_i, sink, terms.exponent)
+            o *= gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+        o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
 
         # O leaves by TMA, through shared memory
         stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
@@ -484,12 +499,13 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
-    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; bits, tile_list: see mask_kernels.
+def forward_kernel(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
+    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; sink: a `Strided` or None; bits,
+    tile_list: see mask_kernels.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC.
     """
-    x = Operands(q, k, v, bias, bits, tile_list, o, tile_count_semaphore)
+    x = Operands(q, k, v, bias, sink, bits, tile_list, o, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)

@@ -13,7 +13,7 @@ from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forwar
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
 from tilewise.backends.gluon.tensors import descriptor
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
-from tilewise.backends.launcher import POINTER, Launch, constants, strided
+from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
 from tilewise.problem import Problem
 
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
@@ -24,7 +24,7 @@ class Forward:
 
     def __init__(self, problem: Problem, inputs: Inputs):
         config = forward_config(problem)
-        q, k, v, bias, mask = inputs
+        q, k, v, bias, mask, sink = inputs
         programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
         terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > programs)
@@ -42,6 +42,7 @@ class Forward:
                 descriptor(k, config.block_n, c.BLOCK_D.value),
                 descriptor(v, config.block_n, c.BLOCK_DV.value),
                 descriptor(bias, 64, config.block_n) if is_matrix else strided(bias),
+                sink_layout(sink),
                 POINTER,
                 POINTER,
                 descriptor(o, 64, c.BLOCK_DV.value),
@@ -60,20 +61,20 @@ class Forward:
             self.repair = Launch(
                 repair_kernel,
                 min(looks, programs),
-                (*(strided(x) for x in (q, k, v, bias, mask, o)), POINTER),
+                (*(strided(x) for x in (q, k, v, bias, mask)), sink_layout(sink), strided(o), POINTER),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask = inputs
+        q, k, v, bias, mask, sink = inputs
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
             bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
             tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
-            self.main(q, k, v, bias, bits, tile_list, o, lse, tile_count_semaphore)
+            self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
-                self.repair(q, k, v, bias, mask, o, lse)
+                self.repair(q, k, v, bias, mask, sink, o, lse)
         return Outputs(o, lse)
 
 

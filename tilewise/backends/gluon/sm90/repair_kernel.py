@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import INTERPRET, key_tiles, score_tile
+from tilewise.backends.score import INTERPRET, key_tiles, score_tile, with_sink
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -53,7 +53,7 @@ def _load_scores(x, b, h, rows, cols, sizes, COLS: tl.constexpr):
 
 
 @triton.jit
-def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
+def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
     """The rows of one tile whose LSE is NaN."""
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
@@ -100,7 +100,14 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
         acc = tl.dot(tl.where(visible, weight, 0.0).to(MARK), marked, acc * alpha[:, None])
         acc = tl.dot(p.to(v_tile.dtype), tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc)
         m_i = m_new
-    acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan")) / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
+    if sink is not None:
+        at = sink.pointer + tl.cast(b, tl.int64) * sink.stride0 + tl.cast(h, tl.int64) * sink.stride1
+        at = at + rows.to(tl.int64) * sink.stride2
+        found = tl.load(at, mask=rows < sizes.queries, other=0.0).to(tl.float32) / (exponent * LN2)
+        m_i, l_i, alpha = with_sink(m_i, l_i, found, exponent)
+        acc *= alpha[:, None]
+    acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     spoilt = old != old
     tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
     at = o.pointer + tl.cast(b, tl.int64) * o.stride0 + tl.cast(h, tl.int64) * o.stride1
@@ -110,7 +117,7 @@ def _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, b
 
 
 @triton.jit
-def repair_kernel(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r):
+def repair_kernel(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes, r):
     """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch
@@ -128,5 +135,5 @@ def repair_kernel(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, mask, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
+                    _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
                             bh % sizes.heads, m0)  # fmt: skip
