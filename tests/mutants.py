@@ -278,6 +278,27 @@ FAULTS = [
         "dx loses the scale",
         "test_softmax_triton.py::test_axes_and_layouts",
     ),
+    # --- sinks ---
+    Fault(
+        "backends/triton/forward_kernel.py", "m_i, l_i, alpha = with_sink(", "_, l_i, alpha = with_sink(",
+        "the LSE does not know of a sink that is above all scores",
+        "test_sinks.py::test_triton",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "total += tl.exp(more - base)", "pass",
+        "a sink is forgotten where the keys are split",
+        "test_sinks.py::test_few_queries",
+    ),
+    Fault(
+        "backends/__init__.py", ".sum_to_size(sink.shape).neg_()", ".sum_to_size(sink.shape)",
+        "dsink has the wrong sign",
+        "test_sinks.py::test_gradcheck",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "        acc *= alpha[:, None]\n", "",
+        "a row that is computed again keeps the sink's share",
+        "test_hopper_rows.py::test_rows_are_computed_again",
+    ),
     # --- around them ---
     Fault(
         "backends/launcher.py", "self._compiled if aligned == self._aligned else None", "self._compiled",

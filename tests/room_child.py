@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import aot_child
 import torch
-from helpers import Case, lay_out
+from helpers import Case, lay_out, rows_of
 from torch import Tensor
 
 TENSOR_MEMORY = 512  # columns of a Blackwell multiprocessor
@@ -87,11 +87,14 @@ def launches(case: Case, backend: str | None = None, smallest: bool = False, exa
         meta(2, c.B, c.kv_heads, c.N, c.value_dim),
         None if c.bias is None else meta(3, *c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
         None if c.mask is None else meta(4, *c.shape(c.mask), dtype=torch.bool),
+        None if c.sink is None else rows_of(torch.empty(c.shape(c.sink), dtype=c.sink_dtype or c.dtype, device="meta")),
     )
     cotangents = Outputs(
         meta(5, c.B, c.H, c.M, c.value_dim), meta(6, c.B, c.H, c.M, dtype=torch.float32) if c.lse else None
     )
-    needs = Needs(*(x in c.grads for x in "qkv"), c.bias is not None and "b" in c.grads)
+    needs = Needs(
+        *(x in c.grads for x in "qkv"), c.bias is not None and "b" in c.grads, c.sink is not None and "s" in c.grads
+    )
     score = Score(c.D**-0.5 if c.scale is None else c.scale, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
 
     def plan(do: Tensor | None, bias_grad: bool) -> Any:

@@ -19,7 +19,7 @@ SIZES = {"B": 4, "H": 4, "Hkv": 4, "M": 6, "N": 8}
 @dataclass(frozen=True)
 class Case:
     """A call: where its inputs lie, and where ``o`` and the gradients have to; None: anywhere. The gradients of q, k
-    and v lie as o does, but for ``kv_gradient``. Shapes of bias and mask name their axes."""
+    and v lie as o does, but for ``kv_gradient``. Shapes of bias, mask and sink name their axes."""
 
     name: str
     qkv: tuple[Placement, ...]
@@ -34,6 +34,9 @@ class Case:
     causal: bool = False
     lse: bool = False
     frozen: tuple[str, ...] = ()
+    sink: str | None = None
+    sink_at: Placement = WHOLE
+    sink_gradient: Placement | None = None
     door: str = "attention"
 
     def size(self, axis: str) -> int:
@@ -74,15 +77,19 @@ CASES = [
     Case("sequences split", _split(2), causal=True, mask="B 1 1 N", mask_at=Shard(3)),
     Case("dimensions split", _split(3), bias="1 1 M N", bias_at=Shard(3)),
     Case("queries that are still to be summed", (Partial(), Shard(1), Shard(1)), bias="1 H M N"),
+    Case("heads, sinks of heads", _split(1), Shard(1), sink="H", sink_at=Shard(0), sink_gradient=Shard(0), lse=True),
+    Case("heads, sinks of heads that lie whole", _split(1), Shard(1), sink="H", causal=True),
+    Case("batch, sinks of heads", _split(0), Shard(0), sink="H", sink_gradient=Partial(), bias="1 H M N"),
+    Case("batch, sinks of queries", _split(0), Shard(0), sink="B H M", sink_at=Shard(0), sink_gradient=Shard(0)),
     Case("the SDPA door", _split(1), Shard(1), bias="1 H M N", bias_at=Shard(1), bias_gradient=Shard(1), door="sdpa"),
     Case("the SDPA door, batch", _split(0), Shard(0), mask="B 1 1 N", mask_at=Shard(0), door="sdpa"),
 ]  # fmt: skip
 
 
-def _call(case: Case, q, k, v, bias, mask):
+def _call(case: Case, q, k, v, bias, mask, sink):
     if case.door == "sdpa":
         return scaled_dot_product_attention(q, k, v, mask if bias is None else bias), None
-    found = attention(q, k, v, bias=bias, mask=mask, causal=case.causal, return_lse=case.lse)
+    found = attention(q, k, v, bias=bias, mask=mask, sink=sink, causal=case.causal, return_lse=case.lse)
     return found if case.lse else (found, None)
 
 
@@ -92,8 +99,16 @@ def _loss(o, lse):
 
 def check(case: Case, mesh) -> None:
     torch.manual_seed(0)
-    shapes = {"q": "B H M 8", "k": "B Hkv N 8", "v": "B Hkv N 12", "bias": case.bias, "mask": case.mask}
-    places = {**dict(zip("qkv", case.qkv, strict=True)), "bias": case.bias_at, "mask": case.mask_at}
+    shapes = {
+        "q": "B H M 8",
+        "k": "B Hkv N 8",
+        "v": "B Hkv N 12",
+        "bias": case.bias,
+        "mask": case.mask,
+        "sink": case.sink,
+    }
+    places = {**dict(zip("qkv", case.qkv, strict=True)), "bias": case.bias_at, "mask": case.mask_at,
+              "sink": case.sink_at}  # fmt: skip
     plain, spread = {}, {}
     for name, axes in shapes.items():
         if axes is None:
@@ -115,7 +130,8 @@ def check(case: Case, mesh) -> None:
         torch.testing.assert_close(lse.full_tensor(), expected_lse)
     _loss(o, lse).backward()
     _loss(expected_o, expected_lse).backward()
-    at = {"q": case.o, "k": case.kv_gradient or case.o, "v": case.kv_gradient or case.o, "bias": case.bias_gradient}
+    at = {"q": case.o, "k": case.kv_gradient or case.o, "v": case.kv_gradient or case.o, "bias": case.bias_gradient,
+          "sink": case.sink_gradient}  # fmt: skip
     for name, x in plain.items():
         if x is None:
             continue

@@ -17,6 +17,7 @@ from helpers import LAYOUTS, Case, check
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "bk1n", "111n", "1hm1", "bhm1", "1111")
+SINKS = ("h", "h", "bhm", "1hm", "b11", "111")
 MASKS = ("b11n", "b1mn", "1hmn", "bhmn", "11mn", "bk1n", "111n", "11m1", "1111")
 
 
@@ -100,8 +101,16 @@ def kernel(n: int) -> Kernel:
         "blind": hidden is not None and hidden[2] == "m" and queries == "many" and r.random() < 0.3,
         "lse": r.random() < 0.8,
         "deterministic": r.random() < 0.2,
-        "grads": r.choice(("qkvb", "qkvb", "qkvb", "", "b", "kv", "q")),
+        "grads": r.choice(("qkvbs", "qkvbs", "qkvbs", "", "b", "kv", "q")),
     }
+    s = random.Random(f"sink of {n}")
+    if s.random() < 0.3 and not (hopper and bias is not None and bias[3] == "1"):  # which hopper leaves to others
+        terms |= {
+            "sink": s.choice(SINKS),
+            "sink_dtype": s.choice((None, None, BRAIN, HALF, FLOAT)),
+            "sink_at": s.choice((0.0, 0.0, 5.0, 40.0, -40.0)),
+            "sink_none": s.random() < 0.3,
+        }
     return Kernel(
         queries, r.random() < 0.4, r.choice((1, 1, 2, 4)), r.choice((None, None, "causal", "window", "both")),
         r.random() < 0.2, tuple(terms.items()), None if hopper else r.choice((None, "triton")),

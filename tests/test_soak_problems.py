@@ -22,9 +22,11 @@ def test_every_feature_is_drawn():
     cases = [drawn.case for drawn in DRAWN]
     assert {case.dtype for case in cases} == {torch.float16, torch.bfloat16, torch.float32}
     assert {drawn.backend for drawn in DRAWN} == {None, "triton"}
-    for name in ("bias", "bias_dtype", "mask", "window", "softcap", "scale", "layout", "planted", "grads", "D", "Dv"):
+    for name in (
+        "bias", "bias_dtype", "mask", "window", "softcap", "scale", "layout", "planted", "grads", "D", "Dv", "sink",
+    ):  # fmt: skip
         assert len({str(getattr(case, name)) for case in cases}) > 2, name
-    for name in ("causal", "bias_hides", "blind", "lse", "deterministic"):
+    for name in ("causal", "bias_hides", "blind", "lse", "deterministic", "sink_none"):
         assert Counter(getattr(case, name) for case in cases)[True] > 5, name
     assert min(case.M for case in cases) == 1
     assert any(case.M > 64 for case in cases)

@@ -190,6 +190,22 @@ def test_narrow_values_beside_hidden_keys(compilers, triton, case):
     hold(compilers.compile(compile_case, triton, 90, case, False), "wgmma", {})
 
 
+# With a sink: added by the forward kernel, or by the kernel that merges splits.
+SINKS = [
+    ("3.6.0", 90, replace(USUAL, D=128, causal=True, sink="h")),
+    ("installed", 90, replace(USUAL, D=64, bias="1hmn", sink="bhm", sink_dtype=torch.float32)),
+    ("installed", 80, replace(DECODE, D=128, sink="h")),
+    ("3.6.0", 120, replace(DECODE, D=128, M=4, mask="b1mn", sink="bhm")),
+]
+
+
+@pytest.mark.parametrize(
+    ("triton", "target", "case"), [pytest.param(*run, id=f"sm_{run[1]}, {run[2]}, triton {run[0]}") for run in SINKS]
+)
+def test_sinks(compilers, triton, target, case):
+    hold(compilers.compile(compile_case, triton, target, case, False), TENSOR_CORES[target], {})
+
+
 # Constants and registers that wgmma reads as descriptors: UR6, UR7, whose upper half has swizzle and stride.
 DESCRIPTOR = """
         /*0100*/                   {} ;

@@ -340,7 +340,8 @@ def any_case(draw):
         mask=draw(MAYBE_AXES), causal=draw(st.booleans()), window=draw(st.none() | st.tuples(WIDTH, WIDTH)),
         softcap=draw(st.none() | st.floats(0.5, 5)), scale=draw(st.none() | st.floats(0.05, 1)),
         layout=draw(st.sampled_from(LAYOUTS)), bias_hides=draw(st.booleans()),
-        deterministic=draw(st.booleans()), grads=draw(st.sampled_from(["qkvb", "qkv", "b", "q", "kb"])),
+        deterministic=draw(st.booleans()), grads=draw(st.sampled_from(["qkvbs", "qkv", "b", "q", "kb"])),
+        sink=draw(st.sampled_from([None, None, "h", "bhm", "b1m"])), sink_none=draw(st.booleans()),
     )  # fmt: skip
 
 

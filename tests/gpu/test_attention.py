@@ -32,7 +32,7 @@ def plan_of(case, backend):
     bias = None if x.bias is None else x.bias.detach().requires_grad_("b" in case.grads)
     terms = {**case.terms, "deterministic": case.deterministic, "backend": backend}
     try:
-        return explain(x.q, x.k, x.v, bias=bias, mask=x.mask, **terms).plan
+        return explain(x.q, x.k, x.v, bias=bias, mask=x.mask, sink=x.sink, **terms).plan
     except ValueError as error:
         assert "cannot run this call" in str(error)  # noqa: PT017
         return str(error)
