@@ -1,4 +1,4 @@
-"""Attention sinks on the device: Triton, with splits too, and Hopper's kernels, held to the error rule of helpers.py."""
+"""Attention sinks on the device: Triton, with splits too, and Hopper's kernels, by the error rule of helpers.py."""
 
 from __future__ import annotations
 
