@@ -28,8 +28,16 @@ def right(case: Case, prepare) -> bool:
         for _ in range(2):  # as often as the clock asks for it
             o = steps.forward()
             grads = steps.backward(o) if case.backward else ()
-    found = dict(zip(("o", "dq", "dk", "dv", "dbias"), (o, *grads), strict=False))
+    found = dict(zip(("o", *(f"d{name}" for name in x.names)), (o, *grads), strict=False))
     return not reference.wrong(reference.errors(found, reference.exact(case, x)), case)
+
+
+def test_a_sink_is_tilewises_alone():
+    case = replace(FULL, sink=True)
+    assert [p.name for p in providers.providers(CPU) if p.operator == case.operator and not p.declines(case)] == [
+        "tilewise-cpu"
+    ]
+    assert right(case, next(p.prepare for p in providers.providers(CPU) if p.name == "tilewise-cpu"))
 
 
 @pytest.mark.parametrize("case", [CAUSAL, *BIASED, DECODE], ids=str)

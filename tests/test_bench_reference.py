@@ -29,6 +29,8 @@ DECODE = Case("decode", 2, 4, 2, 1, 64, 16, dtype="float32", backward=False)
         replace(BIASED, bias=(2, 1, 1, 24)),
         replace(BIASED, bias=(1, 4, 1, 24), heads=4),
         DECODE,
+        replace(CAUSAL, sink=True),
+        replace(BIASED, sink=True),
     ],
     ids=str,
 )
@@ -41,10 +43,15 @@ def test_the_reference_is_attention(case, at_once, monkeypatch):
     if case.causal:
         future = torch.ones(case.queries, case.keys, dtype=torch.bool).triu(1 + case.keys - case.queries)
         bias = bias.masked_fill(future, -torch.inf)
-    o = F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias, enable_gqa=True)
+    k, v = x.k, x.v
+    if x.sink is not None:  # a key of zeros, whose score is said in the bias
+        k, v = (F.pad(y, (0, 0, 0, 1)) for y in (k, v))
+        rows = bias.expand(case.batch, case.heads, *bias.shape[-2:])
+        bias = torch.cat([rows, x.sink[:, None, None].expand(*rows.shape[:3], 1)], -1)
+    o = F.scaled_dot_product_attention(x.q, k, v, attn_mask=bias, enable_gqa=True)
     expected = {"o": o}
     if case.backward:
-        names = ["dq", "dk", "dv", "dbias"][: len(x.leaves)]
+        names = [f"d{name}" for name in x.names]
         expected |= dict(zip(names, torch.autograd.grad(o, x.leaves, x.do), strict=True))
     exact = reference.exact(case, x)
     assert set(exact) == set(expected)

@@ -19,21 +19,23 @@ KINDS = ("BHMN", "1HMN", "B11N")
 
 
 class Inputs(NamedTuple):
-    """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output; q, k, v, bias are leaves."""
+    """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output, sink (H,) or None; all but do
+    are leaves."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None
     do: Tensor
+    sink: Tensor | None = None
 
     @property
     def names(self) -> list[str]:
-        return [name for name in ("q", "k", "v", "bias") if getattr(self, name) is not None]
+        return [name for name in ("q", "k", "v", "bias", "sink") if getattr(self, name) is not None]
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [x for x in (self.q, self.k, self.v, self.bias) if x is not None]
+        return [x for x in (self.q, self.k, self.v, self.bias, self.sink) if x is not None]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Case:
         bias: shape of an additive bias in ``dtype``; its gradient is part of the backward.
         dtype: of every tensor, as torch names it.
         backward: with gradients of all inputs; without, the forward alone is measured.
+        sink: with a trainable attention sink for each head.
         host: so small that what it measures is the host's time for a call; it is left out of pictures.
     """
 
@@ -62,6 +65,7 @@ class Case:
     dtype: str = "bfloat16"
     backward: bool = True
     host: bool = False
+    sink: bool = False
 
     @property
     def name(self) -> str:
@@ -83,7 +87,9 @@ class Case:
             value_dim=self.head_dim,
             score=Score(1 / math.sqrt(self.head_dim), None, Band.aligned(self.causal, None, self.keys - self.queries)),
             bias=None if self.bias is None else Operand(dtype, *self.bias),
+            sink=Operand(dtype, 1, self.heads, 1, 1) if self.sink else None,
             bias_grad=self.bias is not None and self.backward,
+            sink_grad=self.sink and self.backward,
         )
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
@@ -99,16 +105,17 @@ class Case:
         q, do = rows(self.heads, self.queries), rows(self.heads, self.queries)
         k, v = rows(self.kv_heads, self.keys), rows(self.kv_heads, self.keys)
         bias = None if self.bias is None else normal(*self.bias)
-        for x in (q, k, v, bias):
+        sink = normal(self.heads) if self.sink else None
+        for x in (q, k, v, bias, sink):
             if x is not None:
                 x.requires_grad_(self.backward)
-        return Inputs(q, k, v, bias, do)
+        return Inputs(q, k, v, bias, do, sink)
 
 
-def dense(head_dim: int, length: int, causal: bool) -> Case:
+def dense(head_dim: int, length: int, causal: bool, sink: bool = False) -> Case:
     heads = HIDDEN // head_dim
-    family = f"dense D{head_dim} {'causal' if causal else 'full'}"
-    return Case(family, TOKENS // length, heads, heads, length, length, head_dim, causal)
+    family = f"dense D{head_dim} {'causal' if causal else 'full'}{' sink' if sink else ''}"
+    return Case(family, TOKENS // length, heads, heads, length, length, head_dim, causal, sink=sink)
 
 
 def biased(kind: str, head_dim: int, length: int) -> Case:
@@ -187,6 +194,7 @@ def _gpu() -> Iterator[Case]:
             yield from (decode(16, 32768, bias=bias) for bias in ("B11N", "1H1N"))
             yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
+            yield from (dense(head_dim, length, causal=True, sink=True) for head_dim in (128, 64))
         yield from (dense(256, length, causal) for causal in (False, True))
     # the other rows of the table in docs/notebook/decoding.md
     yield decode(16, 32768, queries=16)

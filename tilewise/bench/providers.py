@@ -74,12 +74,12 @@ def providers(device: torch.device) -> list[Provider]:
         _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", elsewhere),
         _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", elsewhere),
         _sdpa("sdpa-math", "MATH", None),
-        Provider("flex", flex, lambda case: None, _flex),
+        Provider("flex", flex, _no_sink, _flex),
         Provider("fa4", elsewhere or _missing("flash_attn.cute", "flash-attn-4"), _no_bias, _fa4),
         Provider(
             "cudnn-graph",
             elsewhere or _missing("cudnn", "nvidia-cudnn-frontend"),
-            lambda case: None if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
+            lambda case: _no_sink(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
             _cudnn_graph,
         ),
         *(_of_operator(*computer) for computer in operators.computers()),
@@ -110,8 +110,12 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         return backend_module(backend).declines(case.problem(device.type, capability))
 
     def prepare(case: Case, x: Inputs) -> Steps:
-        q, k, v, bias, _ = x
-        return _autograd(lambda: tilewise.attention(q, k, v, bias=bias, causal=case.causal, backend=backend), x)
+        q, k, v, bias, _, sink = x
+
+        def forward() -> Tensor:
+            return tilewise.attention(q, k, v, bias=bias, sink=sink, causal=case.causal, backend=backend)
+
+        return _autograd(forward, x)
 
     return Provider(f"tilewise-{backend}", None, declines, prepare)
 
@@ -125,10 +129,10 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
             return f"would store float32 scores of {scores / 2**30:.0f} GiB more than once"
         if case.causal and case.queries != case.keys:
             return "is_causal aligns top-left: with M != N another function"
-        return None
+        return _no_sink(case)
 
     def prepare(case: Case, x: Inputs) -> Steps:
-        q, k, v, bias, _ = x
+        q, k, v, bias, *_ = x
         grouped = case.heads != case.kv_heads
         return _autograd(
             lambda: F.scaled_dot_product_attention(
@@ -144,7 +148,7 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
 def _flex(case: Case, x: Inputs) -> Steps:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q, k, v, bias, _ = x
+    q, k, v, bias, *_ = x
     torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     offset = case.keys - case.queries
@@ -173,7 +177,11 @@ def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
 
 
 def _no_bias(case: Case) -> str | None:
-    return None if case.bias is None else "takes no bias tensor that has a gradient"
+    return _no_sink(case) if case.bias is None else "takes no bias tensor that has a gradient"
+
+
+def _no_sink(case: Case) -> str | None:
+    return "is measured without sinks" if case.sink else None
 
 
 def _fa4(case: Case, x: Inputs) -> Steps:

@@ -15,7 +15,7 @@ _SCORES_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 21}  # elements of a chunk's sco
 
 
 def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
-    """o and, if the case has a backward, dq, dk, dv and dbias, computed in ``wide``.
+    """o and, if the case has a backward, dq, dk, dv, dbias and dsink, computed in ``wide``.
 
     Default: float32 for 16-bit inputs, which is exact enough and cheap, and float64 for others.
     """
@@ -25,10 +25,9 @@ def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, T
         wide = torch.float32 if x.q.dtype.itemsize == 2 else torch.float64
     results = {"o": torch.zeros(x.do.shape, dtype=wide, device=x.q.device)}
     if case.backward:
-        for name in ("q", "k", "v", "bias"):
+        for name in x.names:
             leaf = getattr(x, name)
-            if leaf is not None:
-                results[f"d{name}"] = torch.zeros(leaf.shape, dtype=wide, device=x.q.device)
+            results[f"d{name}"] = torch.zeros(leaf.shape, dtype=wide, device=x.q.device)
     at_once = max(_SCORES_AT_ONCE[x.q.device.type] // (group * case.keys), 1)  # query rows of a chunk, over the batch
     rows = min(at_once, case.queries)
     batches = min(max(at_once // rows, 1), case.batch)
@@ -62,13 +61,19 @@ def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, 
         i = torch.arange(case.queries, device=s.device)[r, None]
         j = torch.arange(case.keys, device=s.device)[None, :]
         s.masked_fill_(j > i + case.keys - case.queries, -torch.inf)
+    if x.sink is not None:  # one more column, which no value goes with
+        s = torch.cat([s, x.sink[h, None, None].to(wide).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, dim=-1)
+    p, p_sink = p[..., : case.keys], p[..., case.keys :]
     o = p @ v
     results["o"][b, h, r] = o
     if not case.backward:
         return
     results["dv"][b, one] += (p.mT @ do).sum(1, keepdim=True)
-    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
+    delta = (do * o).sum(-1, keepdim=True)
+    if x.sink is not None:
+        results["dsink"][h] -= (p_sink * delta).sum((0, 2, 3))
+    ds = p * (do @ v.mT - delta)
     results["dq"][b, h, r] = scale * (ds @ k)
     results["dk"][b, one] += scale * (ds.mT @ q).sum(1, keepdim=True)
     if x.bias is not None:
