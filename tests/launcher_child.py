@@ -9,7 +9,7 @@ from typing import Any
 
 import aot_child
 import torch
-from helpers import Case, tensors
+from helpers import Case, rows_of, tensors
 from room_child import launches
 from soak import problems
 
@@ -56,7 +56,7 @@ def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
     through_triton, launcher.Launch.__call__ = launcher.Launch.__call__, compare
     try:
         x = tensors(case)
-        inputs = Inputs(*x[:5])
+        inputs = Inputs(*x[:5], None if x.sink is None else rows_of(x.sink))
         score = Score(case.D**-0.5, None, Band())
         problem = Problem.of(*inputs, score, bias_grad=True)
         problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)

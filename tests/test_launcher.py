@@ -137,7 +137,7 @@ USUAL = Case(B=2, H=4, Hkv=2, M=70, N=136, D=64, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     ("backend", "case"),
     [
-        ("hopper", replace(USUAL, bias="1hmn", Hkv=4)),
+        ("hopper", replace(USUAL, bias="1hmn", Hkv=4, sink="h")),
         ("triton", replace(USUAL, bias="1h1n", mask="b1mn", layout="heads_last")),
     ],
     ids=str,
