@@ -147,7 +147,12 @@ def _share_with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """The LSE with the sink in it; o, in its place, gets what the sink leaves of each row. In 16 bits o is rounded once
     more than in the tiles, which is less than what the kernel's own 16-bit probabilities cost."""
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
-    o.mul_(exp_difference(lse.clone(), with_sink).unsqueeze(-1))
+    left = exp_difference(lse.clone(), with_sink).unsqueeze(-1)
+    if o.dtype == lse.dtype:
+        o.mul_(left)
+    else:  # a product of two dtypes takes four times as long
+        for part, share in zip(o, left, strict=True):
+            part.copy_(part.to(share.dtype).mul_(share))
     return with_sink
 
 
