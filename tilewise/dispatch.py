@@ -83,8 +83,8 @@ def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs
     dsink = None
     if needs.sink and sink is not None:
         assert outputs.lse is not None
-        delta = torch.zeros_like(outputs.lse) if cotangents.lse is None else -cotangents.lse
-        dsink = sink_gradient(sink, outputs.lse, delta)
+        dlse = torch.zeros_like(outputs.lse) if cotangents.lse is None else cotangents.lse
+        dsink = sink_gradient(sink, outputs.lse, dlse)
     return Gradients(dq, dk, dv, dbias, dsink)
 
 

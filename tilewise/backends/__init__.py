@@ -54,15 +54,15 @@ def float32_precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dSink = exp(sink − LSE)·(0 − delta) with ``delta`` = rowsum(dO∘O) − dLSE: `reference.softmax_derivative` of one
-    more score, whose dP is 0, summed over the rows that share it in the dtype of the LSE.
+def sink_gradient(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:
+    """dSink = exp(sink − LSE)·(0 − delta) with delta = rowsum(dO∘O) − dLSE: `reference.softmax_derivative` of one more
+    score, whose dP is 0, summed over the rows that share it in the dtype of the LSE.
 
-    lse, delta: (B, H, M), float32 or float64. A sink of -inf, and so a row whose LSE is, has a probability of 0.
+    lse, minus_delta: (B, H, M), float32 or float64. A sink of -inf, as where a row's LSE is, has a probability of 0.
     """
     lowest = torch.finfo(lse.dtype).min
     p = torch.sub(sink, lse.clamp(min=lowest)).exp_()
-    return torch.empty_like(sink).copy_((p * delta).sum_to_size(sink.shape).neg_())
+    return torch.empty_like(sink).copy_((p * minus_delta).sum_to_size(sink.shape))
 
 
 def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, sink_gradient
 from tilewise.backends.cpu import fused, tiled
-from tilewise.backends.cpu.parts import row_terms
+from tilewise.backends.cpu.parts import minus_delta
 from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.quantities import count
@@ -47,7 +47,8 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
             gradients = tiled.backward(problem, inputs, outputs, cotangents, needs)
         if needs.sink and inputs.sink is not None:
             assert outputs.lse is not None
-            gradients = gradients._replace(sink=sink_gradient(inputs.sink, outputs.lse, row_terms(outputs, cotangents)))
+            dsink = sink_gradient(inputs.sink, outputs.lse, minus_delta(outputs, cotangents))
+            gradients = gradients._replace(sink=dsink)
         return gradients
 
 

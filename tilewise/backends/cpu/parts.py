@@ -82,11 +82,11 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
     return torch.add(row.mul_(-LOG2E), s, alpha=LOG2E, out=s).exp2_()
 
 
-def row_terms(outputs: Outputs, cotangents: Outputs) -> Tensor:
-    """``rowsum(dO∘O) - dLSE`` of every row, (B, H, M), in the dtype of the LSE."""
+def minus_delta(outputs: Outputs, cotangents: Outputs) -> Tensor:
+    """``dLSE - rowsum(dO∘O)`` of every row, (B, H, M), in the dtype of the LSE."""
     dtype = lse_dtype(outputs.o.dtype)
-    delta = (cotangents.o.to(dtype) * outputs.o).sum(-1)
-    return delta if cotangents.lse is None else delta.sub_(cotangents.lse)
+    found = (cotangents.o.to(dtype) * outputs.o).sum(-1).neg_()
+    return found if cotangents.lse is None else found.add_(cotangents.lse)
 
 
 def huge(row: Tensor) -> bool:

@@ -269,7 +269,7 @@ class Backward:
                 dbias = dbias.to(bias.dtype)
             dsink = None
             if self.needs.sink and sink is not None and outputs.lse is not None:
-                dsink = sink_gradient(sink, outputs.lse, delta[:, :, : self.problem.queries])
+                dsink = sink_gradient(sink, outputs.lse, -delta[:, :, : self.problem.queries])
         return Gradients(dq, dk, dv, dbias, dsink)
 
 

@@ -157,8 +157,7 @@ class Backward:
             dsink = None
             if needs.sink and sink is not None and lse is not None:
                 tiles = stats.view(*lse.shape[:2], -1, 2, self.block_m)  # of rows, as `before` has left them: -delta
-                delta = tiles[:, :, :, 1].flatten(2)[:, :, : lse.shape[2]].neg()
-                dsink = sink_gradient(sink, lse, delta)
+                dsink = sink_gradient(sink, lse, tiles[:, :, :, 1].flatten(2)[:, :, : lse.shape[2]])
         return Gradients(
             dq if needs.q else None,
             dk if needs.k else None,
