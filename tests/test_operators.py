@@ -94,11 +94,11 @@ def shapes(*tensors):
 def test_a_profile_names_attention(door):
     q, k, v = tensors(Hkv=4)
     with torch.no_grad():
-        assert rows_of(lambda: door(q, k, v)) == [("tilewise::attention", shapes(q, k, v, None, None))]
+        assert rows_of(lambda: door(q, k, v)) == [("tilewise::attention", shapes(q, k, v, None, None, None))]
     o = torch.empty(2, 4, 5, 8)
     assert rows_of(lambda: door(q, k, v).sum().backward()) == [
-        ("tilewise::attention", shapes(q, k, v, None, None)),
-        ("tilewise::attention_backward", shapes(o, None, q, k, v, None, None, o, o[..., 0])),
+        ("tilewise::attention", shapes(q, k, v, None, None, None)),
+        ("tilewise::attention_backward", shapes(o, None, q, k, v, None, None, None, o, o[..., 0])),
     ]
 
 
