@@ -70,6 +70,22 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     return lse2.flatten(2), minus_delta.flatten(2), delta, dq_accum.view(case.B * case.kv_heads, -1), counts
 
 
+def sink_gradient(case: Case) -> tuple[Tensor, Results]:
+    """dSink from what the backward knows of each query, and the oracle's results."""
+    from tilewise import backends
+    from tilewise.backends.gluon.sm90.backward_launch import Backward, minus_delta
+
+    x = tensors(case)
+    problem, inputs = _call(case, x)
+    exact = run(case, "oracle", inputs=x)
+    outputs, cotangents = Outputs(exact.o, exact.lse), Outputs(x.do, x.dlse)
+    launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None, True))
+    stats, dq_accum, counts = launch.empty_stats().fill_(float("nan")), launch.empty_dq_accum(), launch.empty_counts()
+    launch.before(exact.o, x.do, exact.lse, x.dlse, None, stats, dq_accum, counts)
+    found = backends.sink_gradient(inputs.sink, exact.lse, minus_delta(stats, exact.lse, launch.block_m))
+    return found, exact
+
+
 def early(case: Case) -> dict[str, bool]:
     """Which kernels of a backward may begin before the one before them has ended."""
     from tilewise.backends.gluon.sm90.backward_launch import Backward

@@ -105,3 +105,13 @@ def test_the_cast_begins_early_beside_few_of_many_programs(interpreter, batch, w
     case = replace(USUAL, B=batch, Hkv=2, D=64, grads="qkv", M=5, N=300)
     found = interpreter(hopper_child.early, case)
     assert found == {"before": False, "main": True, "after": not waits, "reduce_group": False}
+
+
+@pytest.mark.parametrize(
+    "terms", [{"sink": "bhm"}, {"sink": "h", "causal": True, "M": 139, "sink_none": True}], ids=str
+)
+def test_the_gradient_of_a_sink(interpreter, terms):
+    """From the statistics of tiles that reach past the queries."""
+    case = replace(USUAL, grads="qkvs", sink_dtype=FLOAT, **terms)
+    found, exact = interpreter(hopper_child.sink_gradient, case)
+    torch.testing.assert_close(found.view_as(exact.dsink), exact.dsink, rtol=2e-3, atol=2e-3)

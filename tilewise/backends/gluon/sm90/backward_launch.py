@@ -156,8 +156,7 @@ class Backward:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
             dsink = None
             if needs.sink and sink is not None and lse is not None:
-                tiles = stats.view(*lse.shape[:2], -1, 2, self.block_m)  # of rows, as `before` has left them: -delta
-                dsink = sink_gradient(sink, lse, tiles[:, :, :, 1].flatten(2)[:, :, : lse.shape[2]])
+                dsink = sink_gradient(sink, lse, minus_delta(stats, lse, self.block_m))
         return Gradients(
             dq if needs.q else None,
             dk if needs.k else None,
@@ -165,6 +164,12 @@ class Backward:
             dbias if needs.bias else None,
             dsink,
         )
+
+
+def minus_delta(stats: Tensor, lse: Tensor, block_m: int) -> Tensor:
+    """(B, H, M), from what `preprocess_kernel` has left of each tile of queries."""
+    tiles = stats.view(*lse.shape[:2], -1, 2, block_m)
+    return tiles[:, :, :, 1].flatten(2)[:, :, : lse.shape[2]]
 
 
 def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[BackwardSizes, int]:
