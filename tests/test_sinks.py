@@ -186,7 +186,7 @@ def test_compile(shape):
         return attention(q, k, v, sink=sink, causal=True, return_lse=True)
 
     torch._dynamo.reset()
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
     for x in ((q, k, v, sink), (q, k, v, sink.detach().half().requires_grad_())):
         outputs = [g(*x) for g in (compiled, f)]
         torch.testing.assert_close(*outputs)
@@ -206,6 +206,15 @@ def test_transforms(in_dims):
         for backend in ("cpu", "oracle")
     )
     torch.testing.assert_close(found, expected)
+
+
+def test_autocast_leaves_its_dtype():
+    q, k, v, sink = inputs(4)
+    with torch.autocast("cpu", BRAIN):
+        o = attention(q, k, v, sink=sink)
+    assert o.dtype == BRAIN
+    (dsink,) = torch.autograd.grad(o.float().sum(), sink)
+    assert dsink.dtype == FLOAT
 
 
 def test_deterministic_repeats_bit_by_bit():

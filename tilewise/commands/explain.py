@@ -29,6 +29,9 @@ def command(
     bias_dtype: Annotated[str | None, typer.Option(help="Default: q's.", metavar="DTYPE")] = None,
     bias_grad: Annotated[bool, typer.Option(help="Whether the bias asks for a gradient.")] = True,
     mask: Annotated[str | None, typer.Option(help="Shape of a bool mask.", metavar="B,H,M,N")] = None,
+    sink: Annotated[
+        str | None, typer.Option(help="Shape of trainable attention sinks, H or B,H,M, in q's dtype.", metavar="H")
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -74,6 +77,7 @@ def command(
     parse_shape(",".join(map(str, v_shape)), "--value-dim", 4)  # no more elements than the others may have
     bias_shape = None if bias is None else parse_shape(bias, "--bias")
     mask_shape = None if mask is None else parse_shape(mask, "--mask")
+    sink_shape = None if sink is None else parse_shape(sink, "--sink")
     kind_name = parse_dtype(dtype, "--dtype")
     bias_name = kind_name if bias_dtype is None else parse_dtype(bias_dtype, "--bias-dtype")
     if bias is None and bias_dtype is not None:
@@ -106,6 +110,7 @@ def command(
                 tensor(v_shape, kind),
                 bias=None if bias_shape is None else tensor(bias_shape, getattr(torch, bias_name), bias_grad),
                 mask=None if mask_shape is None else tensor(mask_shape, torch.bool),
+                sink=None if sink_shape is None else tensor(sink_shape, kind, True),
                 causal=causal,
                 window=widths,
                 scale=factor,
@@ -127,9 +132,9 @@ def command(
 def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
     """The option that each argument of `tilewise.explain` came from; k and v may have come from q's."""
     k = "--kv-shape" if kv_shape else "--shape"
-    same = ("bias", "mask", "causal", "window", "scale", "softcap", "deterministic", "backend", "device", "limits")
     tensors = {"q": "--shape", "k": k, "v": "--value-dim" if value_dim else k}
-    return tensors | {name: f"--{name}" for name in same}
+    words = ("causal", "window", "scale", "softcap", "deterministic", "backend", "device", "limits")
+    return tensors | {name: f"--{name}" for name in ("bias", "mask", "sink", *words)}
 
 
 def _where(place: str) -> tuple[str, AbstractContextManager]:
