@@ -447,7 +447,9 @@ def _check_exact(case: Case, results: Results, inputs: Tensors, seen: Tensor) ->
     if inputs.sink is not None:
         sink = rows_of(inputs.sink).expand_as(lse)
         assert dsink is None or (dsink[inputs.sink == -math.inf] == 0).all(), "dsink: not 0 where there is no sink"
-        torch.testing.assert_close(lse[blind], sink[blind].to(lse.dtype), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            lse[blind], sink[blind].to(lse.dtype), rtol=1e-6, atol=0, msg=lambda text: f"lse: {text}"
+        )
     assert (o[blind] == 0).all(), "o: not 0 in a row that sees nothing"
     assert dq is None or (dq[blind] == 0).all(), "dq: not 0 in a row that sees nothing"
     unseen = ~seen.any(2).unflatten(1, (case.kv_heads, -1)).any(2)

@@ -100,11 +100,11 @@ def attention(
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
-        natural logarithm, differentiable; the denominator's sink is in it. A query that sees no key gives o = 0,
-        lse = -inf and zero gradients, with a sink lse = sink, whose gradient is then lse's. NaN or infinity in a key or
-        value that a query does not see stays out of its output. NaN or infinity in a query,
-        or in the gradient of its output, does reach the gradients of all keys of its head; on a GPU, or beside a sink,
-        even if it sees none. An infinite key is not hidden by its infinity: mask it, see docs/maths.md.
+        natural logarithm, differentiable, the sink included. A query that sees no key gives o = 0, lse = -inf and zero
+        gradients; with a sink o = 0 and lse = sink, whose gradient is lse's. NaN or infinity in a key or value that a
+        query does not see stays out of its output. NaN or infinity in a query, or in the gradient of its output, does
+        reach the gradients of all keys of its head; on a GPU, or beside a sink, even if it sees none. An infinite key
+        is not hidden by its infinity: mask it, see docs/maths.md.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.

@@ -97,16 +97,17 @@ def _score_gradients(
 
 
 def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities of the keys and, (B, H, M, 1), of the sink, a key without a value; the LSE.
+    """Probabilities of the keys and, (B, H, M, 1), of the sink if there is one, a key without a value; the LSE.
 
     exp(s - lse), but from the scores alone: a row at -1e30 has an LSE without the logarithm of its keys' number. A row
     that sees nothing, not even a sink, has lse = -inf and probabilities 0.
     """
-    none = s.new_tensor(-torch.inf) if sink is None else sink.double().unsqueeze(-1)
-    s = torch.cat([s, none.expand(*s.shape[:-1], 1)], -1)
+    keys = s.shape[-1]
+    if sink is not None:
+        s = torch.cat([s, sink.double().unsqueeze(-1).expand(*s.shape[:-1], 1)], -1)
     lse = torch.logsumexp(s, dim=-1)
     p = torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, torch.softmax(s, -1))
-    return p[..., :-1], p[..., -1:], lse
+    return p[..., :keys], p[..., keys:], lse
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:
