@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import Case, run, tensors, visible
+from helpers import Case, check, run, tensors, visible
 from pairwise import pairwise
 
 from tilewise.backends.cpu import fused, tiled
@@ -89,3 +89,10 @@ def nothing_comes_from_blind_rows(terms, planted, backend):
         for a, b in zip(got, clean, strict=True):
             torch.testing.assert_close(a, b)
         assert not got.dq[blind].any()
+
+
+@pytest.mark.parametrize("terms", [{"softcap": 3.0}, {"bias": "1hmn"}], ids=str)
+def test_a_transposed_mask_beside_what_is_not_finite(terms):
+    """Careful tiles that are laid out as the mask is."""
+    more = {"H": 4, "Hkv": 2, "mask": "11mn", "layout": "heads_last", "planted": math.nan}
+    check(Case(**{**SMALL, **more, **terms}), "cpu")

@@ -372,7 +372,8 @@ class _Heads:
         """``x`` with 0 at hidden pairs of a careful tile; in any other they are 0 or finite."""
         if not tile.careful or tile.visible is None:
             return x
-        return torch.where(tile.visible, self._over_heads(x), 0.0).view(x.shape)
+        # No view: of what is visible in the memory order of a transposed mask the result may have that order.
+        return torch.where(tile.visible, self._over_heads(x), 0.0).reshape(x.shape)
 
     def weighted_sum(self, p: Tensor, x: Tensor, tile: _Tile, start: Tensor | None) -> Tensor:
         """``start + p @ x`` in the place of ``start``; in a careful tile a hidden pair adds nothing, not even NaN."""
