@@ -186,7 +186,7 @@ def test_compile(shape):
         return attention(q, k, v, sink=sink, causal=True, return_lse=True)
 
     torch._dynamo.reset()
-    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     for x in ((q, k, v, sink), (q, k, v, sink.detach().half().requires_grad_())):
         outputs = [g(*x) for g in (compiled, f)]
         torch.testing.assert_close(*outputs)
