@@ -53,7 +53,7 @@ def test_queries_past_two_to_the_31(backend):
     case = Case(B=1, H=2, M=M, N=N, D=D, dtype=BRAIN)
     assert q.numel() > 2**31
     assert explain(q, k, v, backend=backend).plan.backward == backend
-    o, lse, dq, dk, dv, _ = run(case, backend, "cuda", Tensors(q, k, v, None, None, do, dlse))
+    o, lse, dq, dk, dv, *_ = run(case, backend, "cuda", Tensors(q, k, v, None, None, do, dlse))
     assert o.isfinite().all()
     part = Tensors(q[:, :, rows], k, v, None, None, do[:, :, rows], dlse[:, :, rows])
     results = Results(o[:, :, rows], lse[:, :, rows], dq[:, :, rows], dk, dv, None)
@@ -128,7 +128,7 @@ def test_a_bias_past_two_to_the_31(backend):
     results = run(case, backend, "cuda", inputs)
     rows = torch.cat([torch.arange(n, n + 32, device="cuda") for n in (0, 8000, 16384 - 32)])
     for head in (0, 8):
-        q, k, v, bias, _, do, dlse = (heads(x, slice(head, head + 1)) for x in inputs)
+        q, k, v, bias, _, do, dlse, _ = (heads(x, slice(head, head + 1)) for x in inputs)
         some = Tensors(q[:, :, rows], k, v, bias[:, :, rows], None, do[:, :, rows], dlse[:, :, rows])
         o, lse, dq, dbias = (x[:, :, rows] for x in of_heads(results, slice(head, head + 1)) if x is not None)
         hold(replace(case, H=1, M=len(rows), grads="qb"), Results(o, lse, dq, None, None, dbias), "cuda", some)
@@ -229,7 +229,7 @@ def test_no_buffer_of_all_scores(bias, deterministic):
     results = differentiate(case, inputs, lambda x: call(case, "triton", x))
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated() - before
-    expected = sum(x.numel() * x.element_size() for x in results) + 4 * (results.dq.numel() + results.dbias.numel())
+    expected = sum(x.numel() * x.element_size() for x in results if x is not None) + 4 * (results.dq.numel() + results.dbias.numel())
     scores = case.B * case.H * case.M * case.N
     assert used < expected + 32 * 2**20
     assert used < scores, "bytes: half of what the scores would take in 16 bits"
@@ -308,7 +308,8 @@ def test_cuda_graph(case, deterministic, backend):
             if x is not None:
                 x.copy_(y)
         for x in results:
-            x.fill_(math.nan)
+            if x is not None:
+                x.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
         hold(case, results, "cuda", fresh)
@@ -350,12 +351,12 @@ def test_opcheck(case):
     x = tensors(case, "cuda")
     terms = (None, case.N - case.M if case.causal else None, 0.125, None, True, False, "triton")
     leaves = [y.detach().requires_grad_() for y in x[:4]]
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*leaves, x.mask, *terms))
+    torch.library.opcheck(torch.ops.tilewise.attention.default, (*leaves, x.mask, None, *terms))
     inputs = [y.detach() for y in leaves]
-    o, lse = torch.ops.tilewise.attention(*inputs, x.mask, *terms)
+    o, lse = torch.ops.tilewise.attention(*inputs, x.mask, None, *terms)
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,
-        (x.do, x.dlse, *inputs, x.mask, o, lse, *terms, [True, True, True, True]),
+        (x.do, x.dlse, *inputs, x.mask, None, o, lse, *terms, [True, True, True, True, False]),
     )
 
 
