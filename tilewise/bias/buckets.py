@@ -1,0 +1,64 @@
+"""From distances to buckets, as T5 and DeBERTa-v2 have them, and ALiBi's slopes. Distances are integer tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def t5_buckets(distance: Tensor, *, buckets: int, bidirectional: bool, max_distance: int = 128) -> Tensor:
+    """The bucket, 0 .. buckets - 1, of each distance (key position minus query position), int64.
+
+    Half of the buckets hold one distance each, the other half grow logarithmically up to ``max_distance``, from which
+    on all have the last. bidirectional: half of all buckets are for keys after the query; else these have bucket 0.
+
+    Source: T5, arXiv 1910.10683, section 2.1; T5Attention._relative_position_bucket of transformers, in whose float32
+    logarithm it agrees with it for every distance.
+    """
+    found = torch.zeros_like(distance, dtype=torch.int64)
+    if bidirectional:
+        buckets //= 2
+        found = torch.where(distance > 0, buckets, 0)
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    # Below `exact` the logarithm is not used; the clamp keeps it finite there.
+    large = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    large = (exact + large.to(torch.int64)).clamp(max=buckets - 1)
+    return found + torch.where(distance < exact, distance, large)
+
+
+def log_buckets(distance: Tensor, *, buckets: int, max_distance: int) -> Tensor:
+    """DeBERTa-v2's bucket of each distance, int64: itself up to ±buckets // 2, then logarithmic, odd in the distance.
+
+    It reaches ±(buckets - 1) at ±(max_distance - 1) and goes on growing. There a table has ``2 * buckets`` rows, and a
+    pair that of ``(log_buckets(d, ...) + buckets).clamp(0, 2 * buckets - 1)``, d the query position minus the key
+    position. For a `RelativeBias` of DeBERTa's, c2p or p2c, that is
+
+        d = torch.arange(-max_distance, max_distance)
+        entries = (log_buckets(d, buckets=buckets, max_distance=max_distance) + buckets).clamp(0, 2 * buckets - 1)
+        RelativeBias(values, lo=-max_distance, reverse=True, outside="clamp", buckets=entries)
+
+    Source: make_log_bucket_position of DeBERTa-v2 in transformers, with which it agrees.
+    """
+    middle = buckets // 2
+    size = torch.where(distance.abs() < middle, middle - 1, distance.abs())
+    # In tensors of float32, as there: a number of Python's would be a float64 and round to other buckets.
+    most = torch.tensor((max_distance - 1) / middle, device=distance.device)
+    large = torch.ceil(torch.log(size / middle) / torch.log(most) * (middle - 1)) + middle
+    return torch.where(size <= middle, distance, (large * distance.sign()).to(torch.int64)).to(torch.int64)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slopes of each head, (heads,), float32: ``2 ** (-8 * h / heads)`` for h = 1 .. heads if that number is a
+    power of two, else those of the power below and every other one of the power above.
+
+    Source: arXiv 2108.12409, section 3; build_alibi_tensor of Bloom in transformers.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    slopes += [2 ** (-4 * h / power) for h in range(1, 2 * (heads - power) + 1, 2)]
+    return torch.tensor(slopes, dtype=torch.float32)

@@ -1,0 +1,154 @@
+"""What ``bias=`` takes, one tensor, one term or a tuple of them, as the few places that a backend knows.
+
+matrix      a tensor full along queries and keys
+cols        a tensor along the keys: one number a key for all queries
+rows        a tensor along the queries
+query       values by distance, a row a query
+key         values by distance, a row a key
+toeplitz    values by distance for all: every such term, summed into one vector a head
+low_rank    more columns of q and k
+band        what terms with outside=-inf hide by numbers alone, for tiles that need not be visited
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.bias.low_rank import LowRankBias
+from tilewise.bias.relative import RelativeBias
+from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of
+from tilewise.bias.toeplitz import Alibi, T5Bias
+from tilewise.score.relative import Distances, Relative, hidden_band, window
+from tilewise.score.terms import Band
+from tilewise.tensors import check_tensor
+
+# How an error names each place, and how one who has two can pass them as one.
+_PLACES = {
+    "matrix": ("a matrix of queries and keys", "add them"),
+    "cols": ("a bias along the keys", "add them"),
+    "rows": ("a bias along the queries", "add them"),
+    "query": ("a RelativeBias with values per query", "add their values over one range of distances"),
+    "key": ("a RelativeBias with values per key", "add their values over one range of distances"),
+    "low_rank": ("a low_rank_bias", "concatenate their u and w"),
+}
+
+
+class Slots(NamedTuple):
+    """A bias by its parts, which are added up; see above."""
+
+    matrix: Tensor | None = None  # (B|1, H|Hkv|1, M, N)
+    cols: Tensor | None = None  # (B|1, H|Hkv|1, 1, N|1)
+    rows: Tensor | None = None  # (B|1, H|Hkv|1, M, 1)
+    query: Relative | None = None
+    key: Relative | None = None
+    toeplitz: Relative | None = None  # values (B|1, H|Hkv|1, 1, M + N - 1), float32 or float64; always inside
+    low_rank: LowRankBias | None = None
+    band: Band = Band()
+
+
+def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch.device | None = None) -> Slots:
+    """``bias`` in its places, checked against a call's sizes and, if given, its device.
+
+    Differentiable: what the Toeplitz vector is made of gets its gradient from the vector's.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed; two parts for one place.
+    """
+    parts = bias if isinstance(bias, (tuple, list)) else (bias,)
+    sizes = Sizes(B, H, Hkv, M, N)
+    found: dict[str, Any] = {}
+    toeplitz: list[RelativeBias | T5Bias | Alibi] = []
+    for part in parts:
+        if isinstance(part, Term):
+            part.check(sizes, device)
+            if isinstance(part, (T5Bias, Alibi)) or (isinstance(part, RelativeBias) and part.kind == "toeplitz"):
+                toeplitz.append(part)
+            else:
+                _put(found, part.kind, part)
+        elif isinstance(part, Tensor):
+            _put(found, _place_of(part, found, sizes, device), part if part.dim() == 4 else _four(part))
+        else:
+            raise TypeError(f"bias: expected tensors and terms of tilewise.bias, got {type(part).__name__}")
+    band = Band()
+    for kind in ("query", "key"):
+        if kind in found:
+            found[kind] = found[kind].relative(M, N)
+            band = _both(band, hidden_band(found[kind]))
+    if len(toeplitz) == 1 and M == 1 and "query" not in found:
+        (only,) = toeplitz
+        if isinstance(only, RelativeBias) and only.on == "query":
+            # One query has one row: its values are read as they are, where a vector would have N numbers.
+            found["query"] = only.relative(M, N, on="query")
+            return Slots(**found, band=_both(band, hidden_band(found["query"])))
+    terms = [x.toeplitz(M, N) for x in toeplitz]
+    for relative in terms:
+        band = _both(band, hidden_band(relative))
+    return Slots(**found, toeplitz=_sum(terms, sizes) if terms else None, band=band)
+
+
+def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None = None) -> Tensor:
+    """The whole bias of one term, (B, H, M, N), float64, by its definition; differentiable.
+
+    For the oracle and for tests: nothing else makes a matrix.
+    """
+    sizes = Sizes(B, H, H if Hkv is None else Hkv, M, N)
+    full = term.double() if isinstance(term, Tensor) else term.dense(sizes)
+    return _per_head(full, H).expand(B, H, M, N)
+
+
+def _put(found: dict[str, Any], place: str, part: Any) -> None:
+    if place in found:
+        words, instead = _PLACES[place]
+        raise ValueError(f"bias: takes {words} once, got two; {instead}")
+    found[place] = part
+
+
+def _place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.device | None) -> str:
+    """By the axes that it is full along; where queries or keys are one, one more fits where the matrix would be."""
+    check_tensor("bias", x)
+    B, H, Hkv, M, N = sizes
+    if x.dtype not in FLOATING:
+        raise TypeError(f"bias: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"bias: must be on {device}, got {x.device}")
+    b, h, m, n = (1, 1, 1, 1, *x.shape)[-4:]
+    if x.dim() > 4 or b not in (1, B) or h not in (1, Hkv, H) or m not in (1, M) or n not in (1, N):
+        heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
+        raise ValueError(f"bias: shape {shape_of(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)")
+    if m > 1 and n > 1:
+        return "matrix"
+    place = "rows" if m > 1 else "cols"
+    whole = M == 1 if place == "cols" else N == 1
+    return "matrix" if place in found and whole and "matrix" not in found else place
+
+
+def _four(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.dim())]
+
+
+def _both(band: Band, other: Band | None) -> Band:
+    """What two bands leave visible together."""
+    if other is None:
+        return band
+    lo = [x for x in (band.lo, other.lo) if x is not None]
+    hi = [x for x in (band.hi, other.hi) if x is not None]
+    return Band(max(lo, default=None), min(hi, default=None))
+
+
+def _sum(terms: list[Relative], sizes: Sizes) -> Relative:
+    """Toeplitz terms as one vector over the M + N - 1 distances ``j - i``."""
+    first, width = 1 - sizes.M, torch.sym_max(sizes.M + sizes.N - 1, 0)
+    vectors = [window(x, first, width) for x in terms]
+    heads = max(x.shape[1] for x in vectors)
+    total = _per_head(vectors[0], heads)
+    for x in vectors[1:]:
+        total = total + _per_head(x, heads)
+    return Relative(total, Distances("none", first, width))
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """(B, Hkv, ...) with the values of a group for each of its heads."""
+    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)

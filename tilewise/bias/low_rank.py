@@ -1,0 +1,108 @@
+"""A bias of low rank, ``u @ w.mT``: more columns of q and k, and no other bias at all (FlashBias, arXiv 2505.12044)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.bias.terms import (
+    Sizes,
+    Term,
+    check_device,
+    check_float,
+    check_sizes,
+    name_of,
+    pytree_node,
+    shape_of,
+    summary,
+)
+from tilewise.problem import MAX_HEAD_DIM
+
+
+@pytree_node
+@dataclass(frozen=True, eq=False, repr=False)
+class LowRankBias(Term):
+    """See `low_rank_bias`."""
+
+    kind: ClassVar[str] = "low_rank"
+
+    u: Tensor
+    w: Tensor
+
+    def __post_init__(self) -> None:
+        check_float(name_of(self, "u"), self.u, (4,), "(B|1, H|1, M, r)")
+        check_float(name_of(self, "w"), self.w, (4,), "(B|1, Hkv|1, N, r)")
+        if self.w.dtype != self.u.dtype:
+            raise TypeError(f"LowRankBias.w: dtype must equal u's {self.u.dtype}, got {self.w.dtype}")
+        if self.u.shape[3] != self.w.shape[3] or self.u.shape[3] == 0:
+            raise ValueError(
+                f"LowRankBias.u, w: expected the same rank r, 1 or more, got {self.u.shape[3]} and {self.w.shape[3]}"
+            )
+        check_device(self, None)
+
+    @property
+    def rank(self) -> int:
+        return self.u.shape[3]
+
+    def check(self, sizes: Sizes, device: torch.device | None = None) -> None:
+        B, H, Hkv, M, N = sizes
+        check_sizes(name_of(self, "u"), self.u, {"B|1": (B, 1), "H|1": (H, 1), "M": (M,), "r": (self.rank,)})
+        check_sizes(name_of(self, "w"), self.w, {"B|1": (B, 1), "Hkv|1": (Hkv, 1), "N": (N,), "r": (self.rank,)})
+        check_device(self, device)
+
+    def dense(self, sizes: Sizes) -> Tensor:
+        w = self.w.double()
+        group = sizes.H // sizes.Hkv
+        if w.shape[1] not in (1, sizes.H):
+            w = w.repeat_interleave(group, 1)
+        return self.u.double() @ w.mT
+
+    def extended(self, q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+        """``[q, u / scale]`` and ``[k, w]``: their product times the scale is ``scale * q @ k.mT + u @ w.mT``.
+
+        New columns are filled up with zeros to rows of 16 bytes where they fit, as TMA reads them. u / scale is rounded
+        to q's dtype, as u @ w.mT would be.
+
+        Raises:
+            ValueError: a softcap, which the bias is not to pass through; more than 256 columns.
+            TypeError: another dtype than q's.
+        """
+        D, step = q.shape[3], max(16 // q.element_size(), 1)
+        if softcap is not None:
+            raise ValueError("LowRankBias: becomes part of q @ k.mT, and a bias does not pass through softcap=")
+        if D + self.rank > MAX_HEAD_DIM:
+            raise ValueError(
+                f"LowRankBias: head dimension and rank must be {MAX_HEAD_DIM} or less together, got {D} + {self.rank}"
+            )
+        if self.u.dtype != q.dtype:
+            raise TypeError(f"LowRankBias.u, w: dtype must be q's {q.dtype}, got {self.u.dtype}")
+        fill = min(-(D + self.rank) % step, MAX_HEAD_DIM - D - self.rank)
+        u = functional.pad(self.u / scale, (0, fill)).expand(*q.shape[:3], -1)
+        w = functional.pad(self.w, (0, fill)).expand(*k.shape[:3], -1)
+        return torch.cat([q, u], -1), torch.cat([k, w], -1)
+
+    def __repr__(self) -> str:
+        return f"LowRankBias({summary(self.u)}, {summary(self.w)})"
+
+
+def low_rank_bias(u: Tensor, w: Tensor) -> LowRankBias:
+    """The bias ``u @ w.mT``, by r more columns of q and k.
+
+    Args:
+        u: (B|1, H|1, M, r), w: (B|1, Hkv|1, N, r), in q's dtype: q and k of a call with both are copied to make room,
+            and u / scale is rounded to that dtype. Head dimension and r must be 256 or less together. With grouped
+            heads w belongs to the key heads, as k does.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed; with a softcap, by the call.
+
+    Source: FlashBias, arXiv 2505.12044.
+    """
+    low_rank = LowRankBias(u, w)
+    if low_rank.rank >= MAX_HEAD_DIM:
+        raise ValueError(f"u, w: rank must be below {MAX_HEAD_DIM}, got shapes {shape_of(u)} and {shape_of(w)}")
+    return low_rank
