@@ -264,9 +264,7 @@ def tile(relative: Relative, rows: slice, cols: slice) -> Tensor | None:
         end = own.values.narrow(-1, _end(relative, found == ABOVE), 1)
         return end.mT if distances.axis == "key" else end
     if found == INSIDE and _is_plain(relative):
-        assert isinstance(relative.shift, int)
-        begin = cols.start - rows.start + relative.shift - distances.lo
-        return sheared(own.values)[..., begin : begin + width]
+        return _part_of_sheared(own, rows, cols)
     first = cols.start - (rows.stop - 1)
     laid = window(own, first, height + width - 1)
     if distances.axis == "query":
@@ -296,6 +294,10 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
         summed = summed.mT if distances.axis == "key" else summed
         place.narrow(-1, _end(relative, found == ABOVE), 1).add_(summed.sum_to_size(*place.shape[:-1], 1))
         return
+    if found == INSIDE and _is_plain(relative._replace(values=accumulator)):
+        view = _part_of_sheared(relative._replace(values=place), rows, cols)
+        view.add_(gradient.sum_to_size(view.shape))
+        return
     lead = gradient.shape[:-2]
     if distances.axis == "key":
         laid = gradient.new_zeros(*lead, width, height + width - 1)
@@ -318,6 +320,13 @@ def _is_plain(relative: Relative) -> bool:
         and (values.stride(-1) == 1 or values.shape[-1] == 1)
         and (values.stride(-2) >= values.shape[-1] or values.shape[-2] == 1)
     )  # fmt: skip
+
+
+def _part_of_sheared(own: Relative, rows: slice, cols: slice) -> Tensor:
+    """The tile of `sheared` values of a tile of scores inside; no two of its elements share memory."""
+    assert isinstance(own.shift, int)
+    begin = cols.start - rows.start + own.shift - own.distances.lo
+    return sheared(own.values)[..., begin : begin + cols.stop - cols.start]
 
 
 def _own(relative: Relative, rows: slice, cols: slice) -> Relative:
