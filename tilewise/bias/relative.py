@@ -100,16 +100,17 @@ class RelativeBias(Term):
         check_device(self, device)
 
     def relative(self, M: int, N: int, *, on: Literal["query", "key", "none"] | None = None) -> Relative:
-        """What backends take: distances are keys minus queries, and buckets ascend. ``on``: rows are taken for these;
-        by default one row belongs to all."""
+        """What backends take: distances are keys minus queries, counted in ``j - i``, and buckets ascend. ``on``: what
+        rows belong to; by default a single row belongs to all."""
         buckets, reverse = self.buckets, self.reverse
         count = self.values.shape[3] if buckets is None else buckets.shape[0]
         if buckets is not None:
             buckets, reverse = (buckets.flip(0) if reverse else buckets).to(torch.int64), False
         axis = on or ("none" if self.kind == "toeplitz" else self.on)
         lo = -(self.lo + count - 1) if self.reverse else self.lo
-        distances = Distances(axis, lo, count, reverse, _OUTSIDE[self.outside])
-        return Relative(self.values, distances, shift_of(self, M, N), buckets)
+        known, shift = shift_of(self, M, N)
+        distances = Distances(axis, lo - known, count, reverse, _OUTSIDE[self.outside])
+        return Relative(self.values, distances, shift, buckets)
 
     def toeplitz(self, M: int, N: int) -> Relative:
         """`relative` of a single row, in float32 (float64)."""

@@ -160,21 +160,21 @@ def check_starts(x: Any, B: int | None = None) -> None:
             raise ValueError(f"{name_of(x, field)}: shape {shape_of(start)} is not (B|1,) = ({B}|1,)")
 
 
-def shift_of(x: Any, M: int, N: int) -> int | Tensor:
-    """Key position minus query position, less ``j - i``: an int, or an int64 tensor (B|1,) on the device.
+def shift_of(x: Any, M: int, N: int) -> tuple[int, Tensor | None]:
+    """Key position minus query position, less ``j - i``: an int, or an int64 tensor (B|1,) beside a 0.
 
     Queries begin at N - M unless the term says where: the last query stands at the last key, as for causal attention.
     """
     query_start = N - M if x.query_start is None else x.query_start
-    shift: int | Tensor = x.key_start - query_start
-    return shift.reshape(-1).to(torch.int64) if isinstance(shift, Tensor) else shift
+    shift = x.key_start - query_start
+    return (0, shift.reshape(-1).to(torch.int64)) if isinstance(shift, Tensor) else (shift, None)
 
 
 def distances_of(x: Any, M: int, N: int, device: torch.device) -> Tensor:
     """Key position minus query position of every pair, (B|1, 1, M, N), int64."""
-    shift = shift_of(x, M, N)
-    distance = (torch.arange(N, device=device) - torch.arange(M, device=device)[:, None])[None, None]
-    return distance + (shift.view(-1, 1, 1, 1) if isinstance(shift, Tensor) else shift)
+    known, shift = shift_of(x, M, N)
+    distance = (torch.arange(N, device=device) - torch.arange(M, device=device)[:, None] + known)[None, None]
+    return distance if shift is None else distance + shift.view(-1, 1, 1, 1)
 
 
 def start_words(x: Any) -> list[str]:

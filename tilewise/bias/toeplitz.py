@@ -84,7 +84,8 @@ class T5Bias(Term):
         most = self.max_distance
         rows = self.buckets(torch.arange(-most, most + 1, device=self.table.device))
         values = _rows_of(wide(self.table), rows).mT[None, :, None]
-        return Relative(values, Distances("none", -most, 2 * most + 1, outside="clamp"), shift_of(self, M, N))
+        known, shift = shift_of(self, M, N)
+        return Relative(values, Distances("none", -most - known, 2 * most + 1, outside="clamp"), shift)
 
     def dense(self, sizes: Sizes) -> Tensor:
         distance = distances_of(self, sizes.M, sizes.N, self.table.device)[:, 0]
@@ -130,12 +131,13 @@ class Alibi(Term):
 
     def toeplitz(self, M: int, N: int) -> Relative:
         """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already."""
-        device, shift = self.slopes.device, shift_of(self, M, N)
+        known, shift = shift_of(self, M, N)
         width = torch.sym_max(M + N - 1, 0)
-        distance = torch.arange(width, device=device) + (1 - M)
-        distance = distance + (shift.view(-1, 1, 1, 1) if isinstance(shift, Tensor) else shift)
+        distance = torch.arange(width, device=self.slopes.device) + (1 - M + known)
+        if shift is not None:
+            distance = distance + shift.view(-1, 1, 1, 1)
         values = wide(self._four()) * self._signed(distance).to(wide(self.slopes).dtype)
-        return Relative(values, Distances("none", 1 - M, width), 0)
+        return Relative(values, Distances("none", 1 - M, width))
 
     def _four(self) -> Tensor:
         """The slopes (B|1, H|1, 1, 1)."""

@@ -1,7 +1,8 @@
 """A bias by distance, tile by tile: which values a tile of scores reads, and which of them its gradient goes to.
 
-Query ``i`` stands at a position, key ``j`` at another. An entry of a row of ``values`` belongs to one distance, key
-position minus query position, which is ``j - i + shift``. A row of values belongs to a query, to a key, or to all:
+Query ``i`` stands at a position, key ``j`` at another, and an entry of a row of ``values`` belongs to one distance
+between the two. That is ``j - i`` plus a constant, which is counted in ``lo`` where the host knows it; else it is the
+``shift``, one number for each batch element. A row of values belongs to a query, to a key, or to all:
 
     axis "query"    bias[i, j] = values[i, j - i + shift - lo]      Shaw, Transformer-XL, DeBERTa c2p
     axis "key"      bias[i, j] = values[j, j - i + shift - lo]      DeBERTa p2c
@@ -39,7 +40,7 @@ BELOW, ABOVE, CUT, INSIDE = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Distances:
-    """Which distances have an entry: ``lo .. lo + count - 1``; all numbers, so that plans can be kept by it.
+    """Which distances have an entry: ``lo .. lo + count - 1``. Numbers alone, so that plans can be kept by them.
 
     reverse: entries descend with the distance. outside: any other distance has 0, is hidden (-inf), or has the entry of
     the nearest end.
@@ -61,14 +62,14 @@ class Relative(NamedTuple):
 
     values: (B|1, H|Hkv|1, M, R) for axis "query", (.., N, R) for "key", (.., 1, R) for "none"; float. A backend may
     pass a part of its batches and heads, under any leading axes.
-    shift: distance minus ``j - i``, an int or an int64 tensor (B|1,), which belongs to the first axis of the values.
+    shift: what is added to ``j - i``, an int64 tensor (B|1,) along the first axis of the values; None: nothing.
     buckets: int64 (count,), the entry of each distance from ``lo`` on; None: the first distance has the first entry,
     and R is count.
     """
 
     values: Tensor
     distances: Distances
-    shift: int | Tensor = 0
+    shift: Tensor | None = None
     buckets: Tensor | None = None
 
 
@@ -102,15 +103,15 @@ def hidden_band(relative: Relative) -> Band | None:
     """The band that ``outside="hidden"`` leaves visible, so that tiles beyond it are not even visited; None where it
     hides nothing, or where only the device knows the shifts."""
     distances = relative.distances
-    if distances.outside != "hidden" or isinstance(relative.shift, Tensor):
+    if distances.outside != "hidden" or relative.shift is not None:
         return None
-    return Band(distances.lo - relative.shift, distances.hi - relative.shift)
+    return Band(distances.lo, distances.hi)
 
 
 def _state(relative: Relative, rows: slice, cols: slice) -> int:
     least, most = reach(rows.start, rows.stop - rows.start, cols.start, cols.stop - cols.start)
     shift = relative.shift
-    first, last = (int(x) for x in shift.aminmax()) if isinstance(shift, Tensor) else (shift, shift)
+    first, last = (0, 0) if shift is None else (int(x) for x in shift.aminmax())
     return state(least + first, most + last, relative.distances.lo, relative.distances.hi)
 
 
@@ -125,13 +126,13 @@ def window(relative: Relative, first: int, width: int) -> Tensor:
     gather is the one whose transpose adds in a fixed order, see `_take`.
     """
     values, distances, shift, buckets = relative
-    if isinstance(shift, Tensor) or buckets is not None:
+    if shift is not None or buckets is not None:
         index, inside = _entries(relative, first, width)
         taken = _take(values, index)
         if distances.outside == "clamp":
             return taken
         return torch.where(inside, taken, 0.0 if distances.outside == "zero" else -torch.inf)
-    left, start, middle, right = _overlap(distances, first + shift, width)
+    left, start, middle, right = _overlap(distances, first, width)
     inner = values.narrow(-1, start, middle)
     if distances.reverse:
         inner = inner.flip(-1)
@@ -144,9 +145,9 @@ def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first:
     Leading axes along which the accumulator has size 1 are summed over. What is outside goes to the two ends where they
     are clamped, and nowhere else.
     """
-    distances, shift = relative.distances, relative.shift
+    distances = relative.distances
     width, R = gradient.shape[-1], accumulator.shape[-1]
-    if isinstance(shift, Tensor) or relative.buckets is not None:
+    if relative.shift is not None or relative.buckets is not None:
         index, inside = _entries(relative, first, width)
         if distances.outside != "clamp":
             gradient = torch.where(inside, gradient, 0.0)
@@ -156,7 +157,7 @@ def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first:
         accumulator.add_(summed.sum_to_size(accumulator.shape))
         return
     gradient = gradient.sum_to_size(*accumulator.shape[:-1], width)
-    left, start, middle, right = _overlap(distances, first + shift, width)
+    left, start, middle, right = _overlap(distances, first, width)
     parts = gradient.split([left, middle, right], -1)
     inner = parts[1].flip(-1) if distances.reverse else parts[1]
     accumulator.narrow(-1, start, middle).add_(inner)
@@ -193,10 +194,9 @@ def _entries(relative: Relative, first: int, width: int) -> tuple[Tensor, Tensor
     inside: (1, ..., 1, width), or (n, 1, ..., width) with n shifts."""
     device, lead = relative.values.device, relative.values.dim() - 2
     distance = torch.arange(first, first + width, device=device)
-    shift = relative.shift
-    if isinstance(shift, Tensor):
-        shift = shift.view(-1, *[1] * (lead + 1))
-    return _entry_of(relative, distance + shift)
+    if relative.shift is not None:
+        distance = distance + relative.shift.view(-1, *[1] * (lead + 1))
+    return _entry_of(relative, distance)
 
 
 def _entry_of(relative: Relative, distance: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,7 +316,7 @@ def _is_plain(relative: Relative) -> bool:
     values, distances = relative.values, relative.distances
     return (
         distances.axis == "query" and not distances.reverse and relative.buckets is None
-        and not isinstance(relative.shift, Tensor)
+        and relative.shift is None
         and (values.stride(-1) == 1 or values.shape[-1] == 1)
         and (values.stride(-2) >= values.shape[-1] or values.shape[-2] == 1)
     )  # fmt: skip
@@ -324,8 +324,7 @@ def _is_plain(relative: Relative) -> bool:
 
 def _part_of_sheared(own: Relative, rows: slice, cols: slice) -> Tensor:
     """The tile of `sheared` values of a tile of scores inside; no two of its elements share memory."""
-    assert isinstance(own.shift, int)
-    begin = cols.start - rows.start + own.shift - own.distances.lo
+    begin = cols.start - rows.start - own.distances.lo
     return sheared(own.values)[..., begin : begin + cols.stop - cols.start]
 
 
@@ -384,8 +383,6 @@ def scatter(relative: Relative, gradient: Tensor) -> Tensor:
 
 def _matrix(relative: Relative, M: int, N: int) -> tuple[Tensor, Tensor]:
     """The entry of each pair, (B|1, 1, M, N), and whether it is inside."""
-    device, shift = relative.values.device, relative.shift
-    distance = torch.arange(N, device=device) - torch.arange(M, device=device)[:, None]
-    if isinstance(shift, Tensor):
-        shift = shift.view(-1, 1, 1, 1)
-    return _entry_of(relative, distance[None, None] + shift)
+    device = relative.values.device
+    distance = (torch.arange(N, device=device) - torch.arange(M, device=device)[:, None])[None, None]
+    return _entry_of(relative, distance if relative.shift is None else distance + relative.shift.view(-1, 1, 1, 1))
