@@ -183,21 +183,29 @@ def test_transforms_and_checkpoints_see_the_tensors():
 
 
 def test_a_compiler_sees_the_tensors():
-    """One graph; a new value of a start on the device is no new graph."""
+    """One graph; a new value of a start on the device is no new graph, nor another term of the same kind."""
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    def function(table, slopes, start):
-        terms = (t5_bias(table, True, 10, query_start=start), alibi(slopes, query_start=start))
-        return canonical(terms, B, H, H, 6, 9).toeplitz.values
+    def function(term, table, states, values, buckets, start):
+        terms = (
+            term,
+            t5_bias(table, True, 10, query_start=start),
+            RelativeBias(values, lo=-3, outside=-INF),
+            relative_logits(states, values[0, 0].expand(3, -1), lo=0, reverse=True, query_start=start),
+            RelativeBias(values.expand(-1, -1, 9, -1), lo=-3, on="key", buckets=buckets, reverse=True),
+        )
+        slots = canonical(terms, B, H, H, 6, 9)
+        return slots.toeplitz.values, slots.query.values, slots.query.shift, slots.key.buckets
 
-    table, slopes = normal(8, H).requires_grad_(), normal(H).requires_grad_()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
+    tensors = normal(8, H).requires_grad_(), normal(B, H, 6, 3), normal(1, H, 1, 5), torch.tensor([1, 2, 4])
     for start in (torch.tensor([1, 4]), torch.tensor([7, 0])):
-        torch.testing.assert_close(compiled(table, slopes, start), function(table, slopes, start))
+        arguments = alibi(normal(H).requires_grad_(), query_start=start), *tensors, start
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
     assert len(graphs) == 1
     torch._dynamo.reset()
 

@@ -133,9 +133,9 @@ def _both(band: Band, other: Band | None) -> Band:
     """What two bands leave visible together."""
     if other is None:
         return band
-    lo = [x for x in (band.lo, other.lo) if x is not None]
-    hi = [x for x in (band.hi, other.hi) if x is not None]
-    return Band(max(lo, default=None), min(hi, default=None))
+    lo = other.lo if band.lo is None else band.lo if other.lo is None else torch.sym_max(band.lo, other.lo)
+    hi = other.hi if band.hi is None else band.hi if other.hi is None else torch.sym_min(band.hi, other.hi)
+    return Band(lo, hi)
 
 
 def _sum(terms: list[Relative], sizes: Sizes) -> Relative:
