@@ -356,6 +356,8 @@ def test_values_of_16_bits_stay_so_in_tiles():
     values = normal(B, H, 20, 8, dtype=torch.bfloat16)
     relative = canonical(RelativeBias(values, lo=-4, reverse=True), B, H, H, 20, 20).query
     assert tile(relative, slice(0, 5), slice(0, 5)).dtype == torch.bfloat16
+    gathered = relative._replace(shift=torch.tensor([1, 2]))
+    assert tile(gathered, slice(0, 5), slice(0, 5)).dtype == torch.bfloat16
     sums = torch.zeros(B, H, 20, 8)
     add_gradient(sums, torch.ones(B, H, 5, 5), relative, slice(0, 5), slice(0, 5))
     assert sums.sum() == B * H * (25 - 1)  # the corner at distance 4 is outside

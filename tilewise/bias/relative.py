@@ -52,7 +52,8 @@ class RelativeBias(Term):
         on: whose row of values counts, the "query"'s or the "key"'s.
         query_start, key_start: positions of the first query and of the first key; an int, or an integer tensor (B,) or
             () on the values' device, which is never read back. Default of query_start: N - M, so that the last query
-            stands at the last key, as for ``causal=True``.
+            stands at the last key, as for ``causal=True``. Under torch.compile another int of a Toeplitz bias may
+            compile again, at most once for each way in which its distances lie to the entries; another tensor never.
         buckets: integer tensor (L,): the distances ``lo .. lo + L - 1`` have the entries ``buckets[0 .. L - 1]``, each
             0 to R - 1, as those of `log_buckets`. Without it each of R distances has an entry of its own.
 
