@@ -102,6 +102,28 @@ def test_low_rank_attention():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("D", [64, 96])  # a scale that is a power of two, and one by which u / scale is rounded
+def test_low_rank_attention_of_16_bits_follows_the_error_rule(D):
+    shapes = (B, H, 50, D), (B, H, 70, D), (B, H, 70, D), (B, H, 50, 5), (B, H, 70, 5)
+    tensors, do = [normal(*shape, dtype=torch.bfloat16) for shape in shapes], normal(B, H, 50, D, dtype=torch.bfloat16)
+    scale = D**-0.5
+
+    def results(attend, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in tensors]
+        o = attend(*inputs)
+        return [x.double() for x in (o, *torch.autograd.grad(o, inputs, do.to(dtype)))]
+
+    def ours(q, k, v, u, w):
+        return tilewise.attention(*low_rank_bias(u, w).extended(q, k, scale), v, scale=scale)
+
+    def unfused(q, k, v, u, w):
+        return torch.softmax(q @ k.mT * scale + u @ w.mT, -1) @ v
+
+    found, allowed = results(ours, torch.bfloat16), results(unfused, torch.bfloat16)
+    for x, y, exact in zip(found, allowed, results(unfused, torch.float64), strict=True):
+        assert (x - exact).abs().max() <= 2 * (y - exact).abs().max()
+
+
 def test_low_rank():
     M, N, D = 6, 9, 5
     q, k = normal(B, H, M, D), normal(B, HKV, N, D)
