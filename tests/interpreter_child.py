@@ -124,7 +124,7 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 
 def _problem_of(case: Case, x: Tensors) -> Problem:
     score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
-    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, None, score, deterministic=case.deterministic)
+    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, None, None, score, deterministic=case.deterministic)
 
 
 def _sparse(mask: Tensor) -> None:
@@ -198,11 +198,11 @@ def turn_mask(case: Case) -> tuple[Results, Results, int]:
     forward = Forward(problem, inputs)
     outputs = forward(inputs)
     backward = Backward(problem, inputs, outputs, cotangents, needs)
-    before = Results(*outputs, *backward(inputs, outputs, cotangents))
+    before = Results(*outputs, *backward(inputs, outputs, cotangents)[:5])
     turned, results = 0, []
     for passed, arguments in ((forward, (inputs,)), (backward, (inputs, outputs, cotangents))):
         passed.masked = _Turned(passed.masked, passed.config, x.mask)
-        results += passed(*arguments)
+        results += passed(*arguments)[:5]
         x.mask[:] = passed.masked.before
         turned += passed.masked.tiles
     return before, Results(*results), turned

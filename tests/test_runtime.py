@@ -10,13 +10,20 @@ from tilewise import attention, call, matmul, scaled_dot_product_attention, sdpa
 from tilewise.ops.runtime import prepared
 from tilewise.ops.runtime.prepared import Prepared
 
-TERMS = "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend"
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink"
+TERMS = (
+    "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "
+    "SymInt? query_lo, SymInt? query_count, str query_rule, SymInt? key_lo, SymInt? key_count, str key_rule"
+)
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? cols, Tensor? rows, "
+    "Tensor? query, Tensor? key, Tensor? toeplitz, Tensor? query_shift, Tensor? key_shift, Tensor? query_buckets, "
+    "Tensor? key_buckets"
+)
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {
     "attention": f"{INPUTS}, {TERMS}) -> (Tensor, Tensor)",
     "attention_backward": f"Tensor? do, Tensor? dlse, {INPUTS}, Tensor o, Tensor lse, {TERMS}, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"-> ({', '.join(['Tensor'] * 10)})",
     "matmul": "Tensor a, Tensor b, Tensor? c, float alpha, float beta, SymInt[] summed, str backend) -> Tensor",
     "softmax": "Tensor x, float scale, Tensor? bias, Tensor? mask, int dim) -> Tensor",
     "softmax_backward": "Tensor dp, Tensor p, float scale, SymInt[]? bias_shape, ScalarType? bias_dtype, int dim, "

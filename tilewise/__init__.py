@@ -5,6 +5,7 @@ scaled_dot_product_attention   the same by PyTorch's signature
 explain                        what a call of attention would do, and what limits it
 matmul, softmax                attention's parts, as operators of their own
 
+`tilewise.bias` has biases that need no matrix: by distance, T5's, ALiBi's, of low rank.
 `tilewise.layouts` has shared-memory layouts of tensor-core operands, `tilewise.integrations.transformers` the
 integration with Hugging Face.
 
@@ -37,6 +38,8 @@ __all__ = ["attention", "explain", "matmul", "scaled_dot_product_attention", "so
 
 
 def __getattr__(name: str) -> object:
+    if name == "bias":
+        return importlib.import_module("tilewise.bias")
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.autocast import autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.call import Window, cast, check_inputs, read_call, remember_call, usual_call
+from tilewise.call import Bias, Window, cast, check_inputs, read_call, remember_call, usual_call
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
@@ -18,7 +18,7 @@ from tilewise.problem import check_flag
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
     dropout_p: float = ..., return_lse: Literal[False] = ..., deterministic: bool | None = ...,
     backend: str | None = ...,
@@ -27,7 +27,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
     dropout_p: float = ..., return_lse: Literal[True], deterministic: bool | None = ...,
     backend: str | None = ...,
@@ -36,7 +36,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
     dropout_p: float = ..., return_lse: bool, deterministic: bool | None = ...,
     backend: str | None = ...,
@@ -49,7 +49,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    bias: Tensor | None = None,
+    bias: Bias = None,
     mask: Tensor | None = None,
     sink: Tensor | None = None,
     causal: bool = False,
@@ -72,7 +72,10 @@ def attention(
         bias: added to the scaled scores; float16, bfloat16, float32 or float64 (CPU), whatever q's dtype is, of at most
             4 dimensions, broadcastable {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is
             summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
-            A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for.
+            A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for. Or a term of `tilewise.bias`
+            (by distance, T5's, ALiBi's, of low rank), or a tuple of tensors and terms, which are added up; each tensor
+            of a term gets its gradient. Tables in half precision are indexed, and their gradients summed, in float32.
+            On a GPU terms by distance have no kernels yet.
         mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``.
         sink: one more logit in each row's softmax, with no value: it takes its share of the row and adds nothing to o.
             A logit for each head, (H,), or for each query, broadcastable {B|1} × {H|1} × {M|1}; float16, bfloat16,
@@ -128,7 +131,8 @@ def attention(
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
         try:
-            found = usual_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)
+            # One with bias terms is never usual, and no call's inputs yet.
+            found = usual_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)  # type: ignore[arg-type]
         except RuntimeError:
             check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look a call up by
             raise
@@ -146,5 +150,5 @@ def attention(
         raise
     o, lse = attention_op(*call, return_lse=return_lse)
     if arguments is not None:
-        remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])
+        remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])  # type: ignore[arg-type]
     return (o, lse) if return_lse else o  # type: ignore[return-value]

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
 from tilewise.dispatch import Forward, backward_of, describe, forward_of
 from tilewise.ops.runtime import plain
 from tilewise.ops.runtime.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.ops.runtime.operator import Operator
 from tilewise.ops.runtime.tools import announce, recorded
+from tilewise.score.parts import DIFFERENTIABLE
 from tilewise.score.terms import Score, Terms
 
 
@@ -54,7 +55,7 @@ def _forward_fake(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor]:
 def _backward(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = _gradients(*cotangents, (*inputs, *saved), terms, Needs(*wanted.needs))
+    grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
     return tuple(inputs.q.new_empty(0) if g is None else g for g in grads)
 
@@ -62,15 +63,15 @@ def _backward(
 def _backward_fake(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    q, k, v, bias, _, sink = inputs
-    pairs = zip((q, k, v, bias, sink), wanted.needs, strict=True)
+    q, named = inputs.q, dict(zip(INPUT_NAMES, inputs.flat(), strict=True))
+    pairs = zip((named[name] for name in Needs._fields), wanted.needs, strict=True)
     return tuple(torch.empty_like(x) if need else q.new_empty(0) for x, need in pairs)  # type: ignore[arg-type]
 
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:
-    """``saved``: the inputs, o and lse. No cotangent of o is one of zeros."""
+    """``saved``: the inputs' tensors, o and lse. No cotangent of o is one of zeros."""
     *given, o, lse = saved
-    inputs, outputs = Inputs(*given), Outputs(o, lse)
+    inputs, outputs = Inputs(*given) if len(given) == 6 else Inputs.of(given), Outputs(o, lse)
     # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
@@ -80,22 +81,24 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], ter
 def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None]) -> None:
     ctx.terms = terms
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*inputs.tensors(), *output)
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of `Inputs`."""
-    q, k, v, bias, _, sink = ctx.needs_input_grad[: len(Inputs._fields)]
-    *dqkvb, dsink = _by_operator(ctx, do, dlse, [q, k, v, bias, sink])
-    return *dqkvb, None, dsink
+    """The gradients of `Inputs.flat`."""
+    asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
+    grads = _by_operator(ctx, do, dlse, [asked[name] for name in Needs._fields])
+    named = dict(zip(Needs._fields, grads, strict=True))
+    return tuple(named.get(name) for name in INPUT_NAMES)
 
 
 def _by_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: list[bool]) -> tuple[Tensor | None, ...]:
-    """`Gradients` by the operator."""
+    """`Gradients` by the operator; as many as ``needs``, the first ones or all."""
     if do is None and dlse is None:
         return (None,) * len(needs)
-    grads = ATTENTION_BACKWARD(do, dlse, *ctx.saved_tensors, *ctx.terms, needs)
-    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+    *given, o, lse = ctx.saved_tensors
+    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, *ctx.terms, [*Needs(*needs)])
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=False))
 
 
 def _plain(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -106,7 +109,7 @@ ATTENTION = Operator(
     "attention", (Inputs, Terms), 2, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
 )
 ATTENTION_BACKWARD = Operator(
-    "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), 5, _backward, _backward_fake,
+    "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), len(Needs._fields), _backward, _backward_fake,
     part_of="attention",
 )  # fmt: skip
 announce("attention", "attention_backward")
@@ -116,25 +119,28 @@ announce("attention", "attention_backward")
 
 
 class _EagerAttention(torch.autograd.Function):
-    """``q, k, v, bias, sink, call -> o`` or ``o, lse``, where call is (inputs, terms, what computes it, return_lse)."""
+    """``*tensors, call -> o`` or ``o, lse``: the tensors that `Needs` names, all of them or those before the parts;
+    call is (inputs, terms, what computes it, return_lse)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, sink, call):
-        inputs, terms, run, return_lse = call
+    def forward(ctx, *arguments):
+        inputs, terms, run, return_lse = arguments[-1]
         o, lse = run(inputs)
         _setup(ctx, inputs, terms, (o, lse))
         return (o, lse) if return_lse else o
 
     @staticmethod
     def backward(ctx, do, dlse=None):
+        needs = ctx.needs_input_grad[:-1]
+        count = len(needs)
         if not is_eager_backward(do, dlse):
-            return *_by_operator(ctx, do, dlse, list(ctx.needs_input_grad[:5])), None
+            return *_by_operator(ctx, do, dlse, list(needs)), None
         if do is None and dlse is None:
-            return None, None, None, None, None, None
-        call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*ctx.needs_input_grad[:5])
+            return (None,) * (count + 1)
+        call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*needs)
         if profiler._is_profiler_enabled:
-            return *recorded("tilewise::attention_backward", (do, dlse, *call[2]), _gradients, *call), None
-        return *_gradients(*call), None
+            return *recorded("tilewise::attention_backward", (do, dlse, *call[2]), _gradients, *call)[:count], None
+        return *_gradients(*call)[:count], None
 
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
@@ -145,13 +151,13 @@ _apply = apply_of(_EagerAttention)
 def attention_op(
     inputs: Inputs, score: Score, deterministic: bool, backend: str, *, return_lse: bool = True, exact: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``(o, lse)`` of a call whose numbers are checked; differentiable in q, k, v, bias and sink, through o and lse.
+    """``(o, lse)`` of a call whose numbers are checked; differentiable in its inputs but the mask, through o and lse.
 
     Without ``return_lse`` nobody looks at the lse, and its place may hold anything. exact: see `Problem`.
     """
     terms = Terms.of(score, deterministic, backend, exact)
-    if not is_eager(inputs):
-        return ATTENTION.watched(*inputs, *terms)
+    if not is_eager(inputs.tensors()):
+        return ATTENTION.watched(*inputs.flat(), *terms)
     return eager_attention(inputs, terms, forward_of(inputs, terms), return_lse)
 
 
@@ -160,9 +166,10 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same where `is_eager` has said yes, by ``run``, which `forward_of` gives."""
     if profiler._is_profiler_enabled:
-        run = partial(recorded, "tilewise::attention", inputs, run)
-    if not is_differentiated(inputs):
+        run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
+    if not is_differentiated(inputs.tensors()):
         return run(inputs)
-    q, k, v, bias, _, sink = inputs
-    found = _apply(q, k, v, bias, sink, (inputs, terms, run, return_lse))
+    q, k, v, bias, _, sink, parts = inputs
+    more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
+    found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, return_lse))
     return found if return_lse else (found, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -10,14 +12,19 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.autograd import eager_attention
 from tilewise.backends import Inputs, address
+from tilewise.bias.canonical import Slots, canonical
+from tilewise.bias.low_rank import LowRankBias
+from tilewise.bias.terms import Term
 from tilewise.dispatch import Forward, forward_of, layouts
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
-from tilewise.problem import check_flag, four_dims, sink_of_rows
+from tilewise.problem import check_flag, check_qkv, four_dims, sink_of_rows
+from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
 
+Bias = Tensor | Term | Sequence[Tensor | Term] | None
 _EVERYWHERE = Band()
 _STRIDED = torch.strided
 
@@ -39,7 +46,7 @@ def read_call(
     k: Tensor,
     v: Tensor,
     *,
-    bias: Tensor | None,
+    bias: Bias,
     mask: Tensor | None,
     sink: Tensor | None,
     causal: bool,
@@ -63,7 +70,12 @@ def read_call(
         # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
         diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
         band = Band.aligned(bool(causal), window, diagonal)
-    if bias is not None:
+    slots = None
+    if isinstance(bias, (Term, tuple, list)):
+        slots, bias = _slots(bias, q, k, v), None
+        band = band.both(slots.band)
+    elif bias is not None:
+        assert isinstance(bias, Tensor)
         bias, band = _operand("bias", bias, (q, k, v), causal, band)
     if mask is not None:
         mask, band = _operand("mask", mask, (q, k, v), causal, band)
@@ -72,16 +84,17 @@ def read_call(
     score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, **numbers)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Call(Inputs(q, k, v, bias, mask, sink), score, deterministic, "auto" if backend is None else backend)
+    inputs = Inputs(q, k, v, bias, mask, sink)
+    if slots is not None:
+        inputs, score = _with_slots(inputs, score, slots)
+    return Call(inputs, score, deterministic, "auto" if backend is None else backend)
 
 
-def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, sink: Tensor | None
-) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Tensor | None, sink: Tensor | None) -> None:
     check_tensor("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
-    if bias is not None:
+    if bias is not None and not isinstance(bias, (Term, tuple, list)):
         check_tensor("bias", bias, may_be_causal=True)
     if mask is not None:
         check_tensor("mask", mask, may_be_causal=True)
@@ -104,6 +117,51 @@ def _operand(
         return None, band  # the error comes where the Problem is made
     hi = causal_limit(name, x, q.shape[2], k.shape[2])
     return None, Band(band.lo, hi if band.hi is None else min(band.hi, hi))
+
+
+def _slots(bias: Any, q: Tensor, k: Tensor, v: Tensor) -> Slots:
+    """Bias terms in their places; an error of q, k or v comes first."""
+    check_qkv(q, k, v)
+    B, H, M, _ = q.shape
+    return canonical(bias, B, H, k.shape[1], M, k.shape[2], q.device)
+
+
+def _with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Score]:
+    """A call with the bias that `canonical` has found; ``score`` is that of the q that came.
+
+    One tensor alone, if only along the keys, is a plain bias, which every backend has.
+    """
+    if slots.low_rank is not None:
+        q, k = _cast_like(slots.low_rank, inputs.q).extended(inputs.q, inputs.k, score.scale, score.softcap)
+        inputs = inputs._replace(q=q, k=k)
+    bias, cols, rows = slots.matrix, slots.cols, slots.rows
+    if bias is None:
+        bias, cols = cols, None
+    if bias is None:
+        bias, rows = rows, None
+    query, key = slots.query, slots.key
+    parts = Parts(
+        cols,
+        rows,
+        None if query is None else query.values,
+        None if key is None else key.values,
+        None if slots.toeplitz is None else slots.toeplitz.values,
+        None if query is None else query.shift,
+        None if key is None else key.shift,
+        None if query is None else query.buckets,
+        None if key is None else key.buckets,
+    )
+    score = replace(
+        score, query=None if query is None else query.distances, key=None if key is None else key.distances
+    )  # fmt: skip
+    return inputs._replace(bias=bias, parts=None if all(x is None for x in parts) else parts), score
+
+
+def _cast_like(low_rank: LowRankBias, q: Tensor) -> LowRankBias:
+    """As autocast has cast q, if it has; u and w become a part of it and of k."""
+    if q.dtype == torch.float64:
+        return low_rank
+    return LowRankBias(*autocast(low_rank.u, low_rank.w))
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -141,10 +199,10 @@ def _with_rows(inputs: Inputs) -> Inputs:
 
 
 def _is_usual(inputs: Inputs) -> bool:
-    q, k, v, bias, mask, sink = inputs
+    q, k, v, bias, mask, sink, _ = inputs
     return (
         q is not None and k is not None and v is not None
-        and is_eager(inputs)
+        and is_eager(inputs[:6])
         and q.layout is k.layout is v.layout is _STRIDED
         and (bias is None or (bias.dim() == 4 and bias.layout is _STRIDED))
         and (mask is None or (mask.dim() == 4 and mask.layout is _STRIDED))
@@ -153,7 +211,7 @@ def _is_usual(inputs: Inputs) -> bool:
 
 
 def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
-    q, k, v, bias, mask, sink = inputs
+    q, k, v, bias, mask, sink, _ = inputs
     return (
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,

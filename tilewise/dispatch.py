@@ -28,7 +28,7 @@ def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
 
 def forward_of(inputs: Inputs, terms: Terms) -> Forward:
     """What computes a forward of ``inputs``, and of all that lie as they do."""
-    key = (layouts(*inputs), terms)
+    key = (layouts(*inputs.tensors()), terms)
     run = forwards.get(key)
     if run is None:
         plan = make_plan(describe(inputs, terms, irregular=_irregular(inputs)), terms.backend)
@@ -38,13 +38,12 @@ def forward_of(inputs: Inputs, terms: Terms) -> Forward:
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
     """What computes a backward, likewise."""
-    key = (layouts(*inputs, *outputs, *cotangents), terms, needs)
+    key = (layouts(*inputs.tensors(), *outputs, *cotangents), terms, needs)
     run = backwards.get(key)
     if run is None:
         names = _irregular(inputs, cotangents.o)
-        plan = make_plan(
-            describe(inputs, terms, bias_grad=needs.bias, sink_grad=needs.sink, irregular=names), terms.backend
-        )
+        grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}
+        plan = make_plan(describe(inputs, terms, **grads, irregular=names), terms.backend)
         run = backwards.keep(key, _prepare_backward(plan, inputs, outputs, cotangents, needs))
     return run
 
@@ -75,7 +74,7 @@ def _empty_forward(inputs: Inputs) -> Outputs:
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    q, k, v, bias, _, sink = inputs
+    q, k, v, bias, _, sink, parts = inputs
     dq, dk, dv, dbias = (
         torch.zeros_like(x) if need and x is not None else None
         for x, need in zip((q, k, v, bias), needs[:4], strict=True)
@@ -85,7 +84,8 @@ def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs
         assert outputs.lse is not None
         dlse = torch.zeros_like(outputs.lse) if cotangents.lse is None else cotangents.lse
         dsink = sink_gradient(sink, outputs.lse, dlse)
-    return Gradients(dq, dk, dv, dbias, dsink)
+    dparts = {name: torch.zeros_like(getattr(parts, name)) for name in needs.parts}
+    return Gradients(dq, dk, dv, dbias, dsink, **dparts)
 
 
 def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Backward:

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
-from tilewise.call import read_call
+from tilewise.call import Bias, read_call
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
-from tilewise.problem import Operand, Problem, irregular
+from tilewise.problem import PART_WORDS, Operand, Problem, irregular
 from tilewise.quantities import duration, number, percent, quantity
+from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS
 from tilewise.score.reference import in_band
 from tilewise.score.terms import Numbers, Window
 from tilewise.score.tiles import key_tiles, query_tiles
@@ -110,7 +111,8 @@ class Explanation(Lines):
         plan: the backend, the problem, and for each other backend why not.
         tiles: the backend's tiles, in words.
         forward: the forward's work.
-        backward: the backward's work, with gradients of q, k and v, and of bias and sink if they require grad.
+        backward: the backward's work, with gradients of q, k and v, and of bias, its terms and sink if they require
+            grad.
         limits: of the device, or None if they are not known.
         mask: what the mask leaves; None where there is none, or a tensor without elements (on the meta device).
     """
@@ -141,7 +143,7 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    bias: Tensor | None = None,
+    bias: Bias = None,
     mask: Tensor | None = None,
     sink: Tensor | None = None,
     causal: bool = False,
@@ -177,15 +179,19 @@ def explain(
     """
     if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
         raise unexpected("explain", unknown)
-    call = read_call(
-        q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
-        deterministic=deterministic, backend=backend, **numbers,
-    )  # fmt: skip
+    with torch.enable_grad():  # what is made of a trained table asks for a gradient as the table does
+        call = read_call(
+            q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
+            deterministic=deterministic, backend=backend, **numbers,
+        )  # fmt: skip
+    parts = call.inputs.parts or NO_PARTS
+    asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]
     problem = Problem.of(
         *call.inputs,
         call.score,
-        bias_grad=bias is not None and bias.requires_grad,
+        bias_grad=call.inputs.bias is not None and call.inputs.bias.requires_grad,
         sink_grad=sink is not None and sink.requires_grad,
+        part_grads=tuple(asking),
         deterministic=call.deterministic,
         irregular=irregular(*call.inputs[:4]),
     )
@@ -263,12 +269,14 @@ def backward_work(problem: Problem) -> Work:
     dk_dv = problem.batch * problem.kv_heads * problem.keys * (problem.head_dim + problem.value_dim) * size
     dbias = math.prod(problem.bias.shape) * problem.bias.dtype.itemsize if problem.bias and problem.bias_grad else 0
     dsink = math.prod(problem.sink.shape) * problem.sink.dtype.itemsize if problem.sink and problem.sink_grad else 0
-    traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias + dsink
+    parts = problem.parts
+    dparts = 0 if parts is None else sum(_part(problem, name, x) for name, x in parts.named() if name in parts.grads)
+    traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias + dsink + dparts
     return Work(problem.backward_flops, traffic, _stored(problem, BACKWARD_PASSES))
 
 
 def _read(problem: Problem) -> int:
-    """Bytes of q, k, v, bias, mask and sink, of each only what the band lets somebody see."""
+    """Bytes of q, k, v, bias and its terms, mask and sink, of each only what the band lets somebody see."""
     M, N = problem.queries, problem.keys
     lo, hi = band_limits(problem.score.band)
     first_key, _, _, last_key = key_tiles(0, M, N, lo, hi, 1)
@@ -276,6 +284,7 @@ def _read(problem: Problem) -> int:
     queries = problem.batch * problem.heads * (last_query - first_query) * problem.head_dim
     keys = problem.batch * problem.kv_heads * (last_key - first_key) * (problem.head_dim + problem.value_dim)
     operands = sum(_operand(problem, x) for x in (problem.bias, problem.mask) if x is not None)
+    operands += 0 if problem.parts is None else sum(_part(problem, name, x) for name, x in problem.parts.named())
     operands += 0 if problem.sink is None else math.prod(problem.sink.shape) * problem.sink.dtype.itemsize
     return (queries + keys) * problem.dtype.itemsize + operands
 
@@ -284,6 +293,15 @@ def _operand(problem: Problem, x: Operand) -> int:
     full = x.rows == problem.queries and x.cols == problem.keys and problem.batch * problem.heads > 0
     pairs = problem.pairs // (problem.batch * problem.heads) if full else x.rows * x.cols
     return x.batch * x.heads * pairs * x.dtype.itemsize
+
+
+def _part(problem: Problem, name: str, x: Operand) -> int:
+    """Bytes of a part of the bias; of values by distance, where the host knows it, those that some pair reads."""
+    distances, parts, cols = {"query": problem.score.query, "key": problem.score.key}.get(name), problem.parts, x.cols
+    if distances is not None and parts is not None and name not in (*parts.shifts, *parts.buckets):
+        least, most = max(distances.lo, 1 - problem.queries), min(distances.hi, problem.keys - 1)
+        cols = max(most - least + 1, 1 if distances.outside == "clamp" else 0)
+    return x.batch * x.heads * x.rows * cols * x.dtype.itemsize
 
 
 def _results(problem: Problem) -> int:
@@ -312,6 +330,10 @@ def _lines(e: Explanation) -> Iterator[str]:
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
             yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}"
+    if p.parts is not None:
+        for name, x in p.parts.named():
+            grad = ", with its gradient" if name in p.parts.grads else ""
+            yield f"  {PART_WORDS[name]} {x.shape} {dtype_name(x.dtype)}{_by_distance(p, name)}{grad}"
     if p.sink is not None:
         grad = ", with its gradient" if p.sink_grad else ""
         yield f"  sink {p.sink.shape[:3]} {dtype_name(p.sink.dtype)}{grad}: one more logit in each row's softmax"
@@ -341,6 +363,17 @@ def _lines(e: Explanation) -> Iterator[str]:
     else:
         speed, bandwidth, source = e.limits
         yield f"limits: {quantity(speed, 'FLOP/s')}, {quantity(bandwidth, 'B/s')} ({source})"
+
+
+def _by_distance(p: Problem, name: str) -> str:
+    """Which pairs the values are for, if the host knows, and what others have."""
+    distances = {"query": p.score.query, "key": p.score.key}.get(name)
+    if distances is None or p.parts is None:
+        return ""
+    known = f"for j - i = {distances.lo} to {distances.hi}"
+    where = "from positions on the device" if name in p.parts.shifts else known
+    beyond = {"zero": "0 beyond", "hidden": "hidden beyond", "clamp": "the end's beyond"}[distances.outside]
+    return f", {where}, {beyond}"
 
 
 def traffic_table(e: Explanation) -> list[str]:

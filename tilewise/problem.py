@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise.memory import tensor_fits_tma
-from tilewise.score.terms import Score
+from tilewise.score.parts import DIFFERENTIABLE, Parts
+from tilewise.score.terms import Distances, Score
 from tilewise.score.tiles import visible_pairs
 
 MAX_HEAD_DIM = 256
@@ -48,6 +49,37 @@ class Operand:
         return self.dtype.itemsize if self.axes == "matrix" else 0
 
 
+# What the parts of a bias are called; an error's word and a reader's.
+PART_WORDS = {
+    "cols": "a bias along the keys",
+    "rows": "a bias along the queries",
+    "query": "a bias by distance with values per query",
+    "key": "a bias by distance with values per key",
+    "toeplitz": "a bias by distance alone",
+}
+
+
+@dataclass(frozen=True)
+class PartOperands:
+    """Of `Parts`. A bias by distance has ``rows`` of values, and in each ``cols`` entries.
+
+    shifts, buckets: of "query" and "key", those that have them. grads: of all, those that ask for a gradient.
+    """
+
+    cols: Operand | None = None
+    rows: Operand | None = None
+    query: Operand | None = None
+    key: Operand | None = None
+    toeplitz: Operand | None = None
+    shifts: tuple[str, ...] = ()
+    buckets: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+
+    def named(self) -> list[tuple[str, Operand]]:
+        """Those that are there."""
+        return [(name, x) for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None]
+
+
 class BroadcastGroup(NamedTuple):
     """Who reads the same elements of a bias or mask: so many batch elements, and in each so many query heads, of so
     many key/value heads."""
@@ -80,6 +112,7 @@ class Problem:
     bias: Operand | None = None
     mask: Operand | None = None
     sink: Operand | None = None  # one column: (batch, heads, rows, 1)
+    parts: PartOperands | None = None  # of bias terms, those that the bias cannot hold
     bias_grad: bool = False  # the bias asks for a gradient
     sink_grad: bool = False
     deterministic: bool = False
@@ -154,16 +187,18 @@ class Problem:
         bias: Tensor | None,
         mask: Tensor | None,
         sink: Tensor | None,
+        parts: Parts | None,
         score: Score,
         *,
         bias_grad: bool = False,
         sink_grad: bool = False,
+        part_grads: tuple[str, ...] = (),
         deterministic: bool = False,
         exact: bool = False,
         irregular: tuple[str, ...] = (),
     ) -> Problem:
         """Describe a call, or raise a ValueError or TypeError that names the argument at fault."""
-        _check_tensors(q, k, v)
+        check_qkv(q, k, v)
         B, H, M, D = q.shape
         _, Hkv, N, Dv = v.shape
         return cls(
@@ -181,6 +216,7 @@ class Problem:
             bias=_operand("bias", bias, q, Hkv, N),
             mask=_operand("mask", mask, q, Hkv, N),
             sink=_sink(sink, q),
+            parts=None if parts is None else _parts(parts, score, q, Hkv, N, part_grads),
             bias_grad=bias_grad,
             sink_grad=sink_grad,
             deterministic=deterministic,
@@ -201,7 +237,7 @@ def _is_aligned(x: Tensor) -> bool:
     return bool(address % 16 == 0)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions (batch, heads, length, head_dim), got shape {_shape(x)}")
@@ -279,6 +315,51 @@ def _check_sink(x: Tensor, q: Tensor) -> None:
         )
 
 
+def _parts(parts: Parts, score: Score, q: Tensor, Hkv: int, N: int, grads: tuple[str, ...]) -> PartOperands:
+    """Errors of bias terms are raised where they are read; these are the operator's."""
+    B, _, M, _ = q.shape
+    found: dict[str, Operand] = {}
+    for name, x in parts.vectors():
+        _check_operand("bias", x, q, Hkv, N)
+        found[name] = Operand(x.dtype, *x.shape)
+    for name, rows in (("query", M), ("key", N)):
+        values, distances = getattr(parts, name), getattr(score, name)
+        if (values is None) != (distances is None):
+            raise ValueError(f"bias: values per {name} and their distances go together")
+        if values is not None:
+            shift, buckets = getattr(parts, f"{name}_shift"), getattr(parts, f"{name}_buckets")
+            found[name] = _by_distance(name, values, (rows, None), q, Hkv)
+            _check_distances(name, distances, values if buckets is None else buckets, shift, B)
+    if parts.toeplitz is not None:
+        found["toeplitz"] = _by_distance("all", parts.toeplitz, (1, max(M + N - 1, 0)), q, Hkv)
+    kinds = ("query", "key")
+    return PartOperands(
+        **found,
+        shifts=tuple(name for name in kinds if getattr(parts, f"{name}_shift") is not None),
+        buckets=tuple(name for name in kinds if getattr(parts, f"{name}_buckets") is not None),
+        grads=grads,
+    )
+
+
+def _by_distance(name: str, values: Tensor, sizes: tuple[int, int | None], q: Tensor, Hkv: int) -> Operand:
+    (B, H, _, _), (rows, cols) = q.shape, sizes
+    if values.dtype not in DTYPES:
+        raise TypeError(f"bias: values per {name}: dtype must be float, got {values.dtype}")
+    if values.device != q.device:
+        raise ValueError(f"bias: values per {name}: must be on q's device {q.device}, got {values.device}")
+    b, h, m, n = values.shape if values.dim() == 4 else (0, 0, 0, 0)
+    if b not in (1, B) or h not in (1, Hkv, H) or m != rows or n != (n if cols is None else cols):
+        raise ValueError(f"bias: values per {name}: shape {_shape(values)} does not fit the call")
+    return Operand(values.dtype, b, h, m, n)
+
+
+def _check_distances(name: str, distances: Distances, entries: Tensor, shift: Tensor | None, B: int) -> None:
+    if distances.count != entries.shape[-1]:
+        raise ValueError(f"bias: values per {name}: {distances.count} distances with {entries.shape[-1]} entries")
+    if shift is not None and (shift.dim() != 1 or shift.shape[0] not in (1, B)):
+        raise ValueError(f"bias: values per {name}: expected a shift ({B}|1,), got shape {_shape(shift)}")
+
+
 def _is_sink_of(x: Tensor, q: Tensor) -> bool:
     sizes = (q.shape[1:2], q.shape[:3])[x.dim() == 3]
     return x.dim() in (1, 3) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
@@ -307,7 +388,7 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if x.dim() >= 4:
         return x
     if q.dim() == k.dim() == 4 and not _broadcasts(x, q, k.shape[1], k.shape[2]):
-        _check_tensors(q, k, v)
+        check_qkv(q, k, v)
         _check_operand(name, x, q, k.shape[1], k.shape[2])
     return x[(None,) * (4 - x.dim())]
 
@@ -315,7 +396,7 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sink_of_rows(sink: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A sink of heads, (H,), as (1, H, 1); an error shows the shape that came."""
     if q.dim() == 4 and not _is_sink_of(sink, q):
-        _check_tensors(q, k, v)
+        check_qkv(q, k, v)
         _check_sink(sink, q)
     return sink[None, :, None] if sink.dim() == 1 else sink
 

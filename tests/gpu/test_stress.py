@@ -11,6 +11,8 @@ import torch
 from helpers import NAMES, Case, Results, Tensors, call, differentiate, hold, poisoned_memory, run, tensors
 
 from tilewise import attention, explain, matmul
+from tilewise.backends import Inputs, Needs
+from tilewise.score.terms import Band, Score, Terms
 
 BRAIN = torch.bfloat16
 FULL = Case(B=4, H=16, M=2048, N=2048, D=128, dtype=BRAIN)
@@ -350,14 +352,15 @@ OPERATOR_CASES = [
 def test_opcheck(case):
     """Shapes, dtypes and strides of the fake kernels; autograd; no input written."""
     x = tensors(case, "cuda")
-    terms = (None, case.N - case.M if case.causal else None, 0.125, None, True, False, "triton")
+    band = Band(None, case.N - case.M if case.causal else None)
+    terms = Terms.of(Score(0.125, None, band), True, "triton")
     leaves = [y.detach().requires_grad_() for y in x[:4]]
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*leaves, x.mask, None, *terms))
-    inputs = [y.detach() for y in leaves]
-    o, lse = torch.ops.tilewise.attention(*inputs, x.mask, None, *terms)
+    torch.library.opcheck(torch.ops.tilewise.attention.default, (*Inputs(*leaves, x.mask).flat(), *terms))
+    inputs = Inputs(*(y.detach() for y in leaves), x.mask).flat()
+    o, lse = torch.ops.tilewise.attention(*inputs, *terms)
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,
-        (x.do, x.dlse, *inputs, x.mask, None, o, lse, *terms, [True, True, True, True, False]),
+        (x.do, x.dlse, *inputs, o, lse, *terms, [*Needs(True, True, True, True)]),
     )
 
 

@@ -14,9 +14,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from tilewise.backends.protocol import Gradients, Inputs, Needs, Outputs
+from tilewise.backends.protocol import INPUT_NAMES, Gradients, Inputs, Needs, Outputs
+from tilewise.problem import PART_WORDS, PartOperands
 
-__all__ = ["Gradients", "Inputs", "Needs", "Outputs"]
+__all__ = ["INPUT_NAMES", "Gradients", "Inputs", "Needs", "Outputs"]
 
 
 def storage_and_offset(x: Tensor) -> int:
@@ -52,6 +53,14 @@ def float32_precision(dtype: torch.dtype) -> str:
     """ "tf32" or "ieee": float32 products on a GPU follow torch's own setting; 16-bit ones have no choice."""
     # Set by the older ways too, which in turn raise where it was set by this one.
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def no_parts(parts: PartOperands) -> str:
+    """Of a backend without kernels for them: why it declines, and what to do."""
+    words = [PART_WORDS[name] for name, _ in parts.named()]
+    if set(words) <= {PART_WORDS["cols"], PART_WORDS["rows"]}:
+        return f"has no kernel for {' and '.join(words)} beside another bias yet: add them to that one, as one tensor"
+    return f"has no kernel for {' and '.join(words)} yet: compute on the CPU, or pass the bias as a tensor"
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, l
 from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.score import reference
+from tilewise.score.parts import Parts
+from tilewise.score.relative import gather, scatter
 
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:
@@ -33,7 +35,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
-    q, k, v, bias, _, sink = inputs
+    q, k, v, bias, _, sink, parts = inputs
     s, visible, transformed = _scores(problem, inputs)
     p, p_sink, _ = _softmax(s, sink)
     # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
@@ -61,6 +63,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         torch.empty_like(v).copy_(_sum_to(dv, problem, v.shape)) if needs.v else None,
         dbias,
         dsink,
+        **({} if parts is None else _part_gradients(problem, parts, db, needs)),
     )
 
 
@@ -69,7 +72,7 @@ prepare = {"forward": at_once(forward), "backward": at_once(backward)}
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
-    q, k, _, bias, mask, _ = inputs
+    q, k, _, bias, mask, _, parts = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
@@ -77,11 +80,23 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     visible = reference.in_band(rows, cols, score.band).expand(s.shape)
     if mask is not None:
         visible = visible & _per_head(problem, mask)
-    if bias is not None:
-        bias = _per_head(problem, bias).double()
-        s = s + bias
-        visible = visible & (bias != -torch.inf)
+    added = [] if bias is None else [bias]
+    if parts is not None:
+        added += [x for _, x in parts.vectors()]
+        by_distance = [x._replace(values=x.values.double()) for _, x in parts.relatives(score, problem.queries)]
+        added += [gather(x, problem.queries, problem.keys) for x in by_distance]
+    for x in added:
+        x = _per_head(problem, x).double()
+        s = s + x
+        visible = visible & (x != -torch.inf)
     return torch.where(visible, s, -torch.inf), visible, transformed
+
+
+def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) -> dict[str, Tensor]:
+    """From the gradient of the biased scores those of the parts that need one, by their names."""
+    found = {name: _sum_to(db, problem, x.shape) for name, x in parts.vectors()}
+    found |= {name: scatter(x, db) for name, x in parts.relatives(problem.score, problem.queries)}
+    return {name: torch.empty_like(getattr(parts, name)).copy_(found[name]) for name in needs.parts}
 
 
 def _score_gradients(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from tilewise.problem import Problem
+from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS, Parts
 
 Pass = Literal["forward", "backward"]
 
 
 class Inputs(NamedTuple):
     """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None; sink
-    (B|1, H|1, M|1) or None."""
+    (B|1, H|1, M|1) or None; parts, of bias terms, or None.
+
+    Parts are a record of their own because a call of 10 µs hardly ever has them: nine more fields would be looked at
+    in each loop over its inputs.
+    """
 
     q: Tensor
     k: Tensor
@@ -22,6 +27,25 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     mask: Tensor | None
     sink: Tensor | None = None
+    parts: Parts | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Without a record in them."""
+        return self[:6] if self.parts is None else (*self[:6], *self.parts)
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """`INPUT_NAMES`: what an operator of PyTorch's dispatcher takes."""
+        return *self[:6], *(NO_PARTS if self.parts is None else self.parts)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> Inputs:
+        """From `tensors` or `flat`."""
+        q, k, v, bias, mask, sink, *parts = tensors
+        return cls(q, k, v, bias, mask, sink, Parts(*parts) if any(x is not None for x in parts) else None)
+
+
+# Of the tensors of `Inputs`, one after the other.
+INPUT_NAMES = (*Inputs._fields[:-1], *Parts._fields)
 
 
 class Outputs(NamedTuple):
@@ -32,13 +56,23 @@ class Outputs(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which inputs want a gradient."""
+    """Which inputs want a gradient, by their names."""
 
     q: bool
     k: bool
     v: bool
     bias: bool
     sink: bool = False
+    cols: bool = False
+    rows: bool = False
+    query: bool = False
+    key: bool = False
+    toeplitz: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Of `Parts`, those that want one."""
+        return tuple(name for name in DIFFERENTIABLE if getattr(self, name))
 
 
 class Gradients(NamedTuple):
@@ -49,6 +83,11 @@ class Gradients(NamedTuple):
     v: Tensor | None
     bias: Tensor | None
     sink: Tensor | None = None
+    cols: Tensor | None = None
+    rows: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    toeplitz: Tensor | None = None
 
 
 Forward = Callable[[Inputs], Outputs]

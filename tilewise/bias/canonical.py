@@ -21,8 +21,8 @@ from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
 from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
-from tilewise.score.relative import Distances, Relative, hidden_band, window
-from tilewise.score.terms import Band
+from tilewise.score.relative import Relative, hidden_band, window
+from tilewise.score.terms import Band, Distances
 from tilewise.tensors import check_tensor
 
 # How an error names each place, and how one who has two can pass them as one.
@@ -76,16 +76,16 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
     for kind in ("query", "key"):
         if kind in found:
             found[kind] = found[kind].relative(M, N)
-            band = _both(band, hidden_band(found[kind]))
+            band = band.both(hidden_band(found[kind]))
     if len(toeplitz) == 1 and M == 1 and "query" not in found:
         (only,) = toeplitz
         if isinstance(only, RelativeBias) and only.on == "query":
             # One query has one row: its values are read as they are, where a vector would have N numbers.
             found["query"] = only.relative(M, N, on="query")
-            return Slots(**found, band=_both(band, hidden_band(found["query"])))
+            return Slots(**found, band=band.both(hidden_band(found["query"])))
     terms = [x.toeplitz(M, N) for x in toeplitz]
     for relative in terms:
-        band = _both(band, hidden_band(relative))
+        band = band.both(hidden_band(relative))
     return Slots(**found, toeplitz=_sum(terms, sizes) if terms else None, band=band)
 
 
@@ -95,7 +95,7 @@ def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None =
     For the oracle and for tests: nothing else makes a matrix.
     """
     sizes = Sizes(B, H, H if Hkv is None else Hkv, M, N)
-    full = term.double() if isinstance(term, Tensor) else term.dense(sizes)
+    full = _four(term.double()) if isinstance(term, Tensor) else term.dense(sizes)
     return _per_head(full, H).expand(B, H, M, N)
 
 
@@ -118,24 +118,17 @@ def _place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.devi
     if x.dim() > 4 or b not in (1, B) or h not in (1, Hkv, H) or m not in (1, M) or n not in (1, N):
         heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
         raise ValueError(f"bias: shape {shape_of(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)")
-    if m > 1 and n > 1:
+    if m != 1 and n != 1:
         return "matrix"
-    place = "rows" if m > 1 else "cols"
-    whole = M == 1 if place == "cols" else N == 1
-    return "matrix" if place in found and whole and "matrix" not in found else place
+    # A number alone: what a bias along the queries is where there is one query, or along the keys where there is one.
+    places = ["rows"] if m != 1 else ["cols"] if n != 1 else ["rows", "cols"] if M == 1 else ["cols", "rows"]
+    if (M == 1 and m == 1) or (N == 1 and n == 1):
+        places.append("matrix")
+    return next((place for place in places if place not in found), places[0])
 
 
 def _four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
-
-
-def _both(band: Band, other: Band | None) -> Band:
-    """What two bands leave visible together."""
-    if other is None:
-        return band
-    lo = other.lo if band.lo is None else band.lo if other.lo is None else torch.sym_max(band.lo, other.lo)
-    hi = other.hi if band.hi is None else band.hi if other.hi is None else torch.sym_min(band.hi, other.hi)
-    return Band(lo, hi)
 
 
 def _sum(terms: list[Relative], sizes: Sizes) -> Relative:

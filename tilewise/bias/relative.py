@@ -27,7 +27,8 @@ from tilewise.bias.terms import (
     summary,
     wide,
 )
-from tilewise.score.relative import Distances, Outside, Relative, gather
+from tilewise.score.relative import Relative, gather
+from tilewise.score.terms import Distances, Outside
 from tilewise.tensors import check_tensor
 
 # Elements to a row of 16 bytes in 16 bits, which autocast may make of any dtype.

@@ -35,7 +35,8 @@ from tilewise.bias.terms import (
     summary,
     wide,
 )
-from tilewise.score.relative import Distances, Relative
+from tilewise.score.relative import Relative
+from tilewise.score.terms import Distances
 
 
 @pytree_node

@@ -22,39 +22,17 @@ it, "A bias by distance". Values may have any leading axes, for a backend cuts b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.score.terms import Band
+from tilewise.score.terms import Band, Distances
 
-Axis = Literal["query", "key", "none"]
-Outside = Literal["zero", "hidden", "clamp"]
 Kind = Literal["inside", "cut", "zero", "hidden", "clamp"]
 
 # How the distances that a tile meets lie to those that have an entry; what `state` returns.
 BELOW, ABOVE, CUT, INSIDE = 0, 1, 2, 3
-
-
-@dataclass(frozen=True)
-class Distances:
-    """Which distances have an entry: ``lo .. lo + count - 1``. Numbers alone, so that plans can be kept by them.
-
-    reverse: entries descend with the distance. outside: any other distance has 0, is hidden (-inf), or has the entry of
-    the nearest end.
-    """
-
-    axis: Axis
-    lo: int
-    count: int
-    reverse: bool = False
-    outside: Outside = "zero"
-
-    @property
-    def hi(self) -> int:
-        return self.lo + self.count - 1
 
 
 class Relative(NamedTuple):

@@ -2,7 +2,8 @@
 
     s = scale * q·k  ->  softcap  ->  + bias  ->  where visible, else -inf  ->  softmax
 
-Tensors (the bias, the mask) are arguments of a call, not terms; a term holds numbers only.
+Tensors (the bias, the mask) are arguments of a call, not terms; a term holds numbers only. So of a bias by distance
+the `Distances` stand here, and its values among the `parts.Parts`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict, cast
 
 import torch
 
 Window = tuple[int | None, int | None]  # see `Band.aligned`
+Axis = Literal["query", "key", "none"]
+Outside = Literal["zero", "hidden", "clamp"]
 
 
 class Numbers(TypedDict, total=False):
@@ -57,14 +60,47 @@ class Band:
             hi=None if right is None else diagonal + right,
         )
 
+    def both(self, other: Band | None) -> Band:
+        """What the two leave visible together; None hides nothing."""
+        if other is None:
+            return self
+        lo = other.lo if self.lo is None else self.lo if other.lo is None else torch.sym_max(self.lo, other.lo)
+        hi = other.hi if self.hi is None else self.hi if other.hi is None else torch.sym_min(self.hi, other.hi)
+        return Band(lo, hi)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Which distances have an entry: ``lo .. lo + count - 1``. Numbers alone, so that plans can be kept by them.
+
+    reverse: entries descend with the distance. outside: any other distance has 0, is hidden (-inf), or has the entry of
+    the nearest end.
+    """
+
+    axis: Axis
+    lo: int
+    count: int
+    reverse: bool = False
+    outside: Outside = "zero"
+
+    @property
+    def hi(self) -> int:
+        return self.lo + self.count - 1
+
 
 @dataclass(frozen=True)
 class Score:
-    """Every number of the score pipeline: ``scale`` (1/score units), ``softcap`` (score units or None), ``band``."""
+    """Every number of the score pipeline: ``scale`` (1/score units), ``softcap`` (score units or None), ``band``.
+
+    query, key: of a bias by distance with values per query, and of one per key, which distances have an entry. One for
+    all, a Toeplitz bias, has one for each of M + N - 1: `parts.Parts.relatives`.
+    """
 
     scale: float
     softcap: float | None
     band: Band
+    query: Distances | None = None
+    key: Distances | None = None
 
     @classmethod
     def of(cls, band: Band, head_dim: int, *, scale: float | None = None, softcap: float | None = None) -> Score:
@@ -89,15 +125,41 @@ class Terms(NamedTuple):
     deterministic: bool
     exact: bool
     backend: str
+    query_lo: int | None = None
+    query_count: int | None = None
+    query_rule: str = ""  # "ascending" or "descending", a space, and what is outside; "" where there is none
+    key_lo: int | None = None
+    key_count: int | None = None
+    key_rule: str = ""
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
         band = score.band
-        return cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
+        numbers = cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
+        if score.query is None and score.key is None:
+            return numbers
+        return cls(*numbers[:7], *_flat(score.query), *_flat(score.key))
 
     @property
     def score(self) -> Score:
-        return Score(self.scale, self.softcap, Band(self.lo, self.hi))
+        query = _distances("query", self.query_lo, self.query_count, self.query_rule)
+        key = _distances("key", self.key_lo, self.key_count, self.key_rule)
+        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key)
+
+
+def _flat(distances: Distances | None) -> tuple[int | None, int | None, str]:
+    if distances is None:
+        return None, None, ""
+    order = "descending" if distances.reverse else "ascending"
+    return distances.lo, distances.count, f"{order} {distances.outside}"
+
+
+def _distances(axis: Axis, lo: int | None, count: int | None, rule: str) -> Distances | None:
+    """`_flat` backwards."""
+    if lo is None or count is None:
+        return None
+    order, outside = rule.split(" ")
+    return Distances(axis, lo, count, order == "descending", cast(Outside, outside))
 
 
 def check_numbers(

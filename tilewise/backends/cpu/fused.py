@@ -33,6 +33,8 @@ def declines(problem: Problem) -> str | None:
         return "PyTorch's fused kernel knows one band, causal from the top left"
     if problem.group > 1 and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         return "this PyTorch's fused kernel may not know groups of heads"
+    if problem.parts is not None:
+        return "PyTorch's fused kernel takes a bias in one tensor"
     if bias is not None and mask is not None:
         return "PyTorch's fused kernel takes a bias or a mask, not both"
     if mask is not None and mask.rows > 1:

@@ -29,6 +29,8 @@ from tilewise.backends.cpu.parts import (
 )
 from tilewise.problem import Problem
 from tilewise.score import reference, visibility
+from tilewise.score.relative import Relative, add_gradient, tile_kind
+from tilewise.score.relative import tile as relative_tile
 from tilewise.score.tiles import key_tiles, limits
 
 # A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
@@ -93,8 +95,9 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
     want = Gradients(dq, dk, dv, _empty_dbias(problem, inputs) if needs.bias else None)
+    part_sums = _part_sums(problem, inputs, needs)
     for group in _sharing(problem, want.bias):
-        parts = [_Part(_Heads(problem, inputs, *kv)) for kv in group]
+        parts = [_Part(_Heads(problem, inputs, *kv), part_sums) for kv in group]
         total = None
         for rows in parts[0].heads.row_blocks():
             if want.bias is not None:
@@ -106,17 +109,29 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
                 place.copy_(total)
         for part in parts:
             part.put_keys(want)
-    return want
+    if not part_sums:
+        return want
+    return want._replace(**{name: x.to(getattr(inputs.parts, name).dtype) for name, x in part_sums.items()})
+
+
+def _part_sums(problem: Problem, inputs: Inputs, needs: Needs) -> dict[str, Tensor]:
+    """By the names of those parts that need a gradient, where it is summed: in the tiles' dtype."""
+    if inputs.parts is None:
+        return {}
+    dtype = lse_dtype(problem.dtype)
+    return {name: torch.zeros_like(getattr(inputs.parts, name), dtype=dtype) for name in needs.parts}
 
 
 class _Part:
     """Some heads in the backward, and their dK and dV so far, tile by tile; None: nothing yet.
 
-    Transposed, (T, D, cols): a product is fastest when its first factor is contiguous along the sum.
+    Transposed, (T, D, cols): a product is fastest when its first factor is contiguous along the sum. ``sums``: where
+    the gradients of bias parts are summed, by their names.
     """
 
-    def __init__(self, heads: _Heads) -> None:
+    def __init__(self, heads: _Heads, sums: dict[str, Tensor]) -> None:
         self.heads = heads
+        self.sums = {name: heads.of_heads(x) for name, x in sums.items()}
         self.careful = heads.hides and not all(finite(x) for x in (*heads.k, *heads.v))
         self.dk: list[Tensor | None] = [None] * len(heads.k)
         self.dv: list[Tensor | None] = [None] * len(heads.v)
@@ -155,11 +170,13 @@ def _attend_backward(
             p.masked_fill_(fully_masked, 0.0)
         if want.v is not None:
             dv[tile.j] = product(do_t, p, dv[tile.j])
-        if want.q is None and want.k is None and dbias is None:
+        if want.q is None and want.k is None and dbias is None and not part.sums:
             continue
         ds, db = heads.score_tile_gradient(p, product(do, heads.v[tile.j].mT), delta, capped, tile)
         if dbias is not None:
             heads.add_to_bias(dbias, tile, db)
+        if part.sums:
+            heads.add_to_parts(part.sums, tile, db)
         if want.q is not None:
             dq = heads.weighted_sum(ds, heads.k[tile.j], tile, dq)
         if want.k is not None:
@@ -176,7 +193,9 @@ def _is_full(problem: Problem, bias: Tensor) -> bool:
 def _empty_dbias(problem: Problem, inputs: Inputs) -> Tensor:
     """dBias to be written: zeros where something is added to it, or where tiles may be skipped."""
     assert inputs.bias is not None
-    written = _is_full(problem, inputs.bias) and inputs.mask is None and not band_hides(problem)
+    # A bias by distance may hide tiles that the band does not tell of.
+    whole = inputs.mask is None and inputs.parts is None and not band_hides(problem)
+    written = _is_full(problem, inputs.bias) and whole
     return in_huge_pages(torch.empty_like(inputs.bias)) if written else torch.zeros_like(inputs.bias)
 
 
@@ -242,7 +261,19 @@ class _Heads:
         self.grid = (batches.stop - batches.start, heads.stop - heads.start, problem.group)
         self.k, self.v = self._key_tiles(inputs.k), self._key_tiles(inputs.v)
         self.band_hides = band_hides(problem)
-        self.hides = self.band_hides or inputs.bias is not None or inputs.mask is not None
+        self.vectors, self.relatives = self._parts()
+        self.hides = self.band_hides or not (inputs.bias is None and inputs.mask is None and inputs.parts is None)
+
+    def _parts(self) -> tuple[dict[str, Tensor], dict[str, Relative]]:
+        """Of these heads what is added to the scores beside the bias: along the keys or queries, and by distance."""
+        parts, score = self.inputs.parts, self.problem.score
+        if parts is None:
+            return {}, {}
+        relatives = {}
+        for name, x in parts.relatives(score, self.problem.queries):
+            shift = x.shift if x.shift is None or x.shift.shape[0] == 1 else x.shift[self.kv[0]]
+            relatives[name] = x._replace(values=self.of_heads(x.values), shift=shift)
+        return {name: self.of_heads(x) for name, x in parts.vectors()}, relatives
 
     def _key_tiles(self, x: Tensor) -> list[Tensor]:
         blocks = x[self.kv].split(self.tiling.cols, dim=2)
@@ -305,6 +336,8 @@ class _Heads:
                 state = visibility.WHOLE if least else visibility.MIXED if most else visibility.HIDDEN
             if not visibility.visited(j, begin, end, state):
                 continue
+            if self.relatives and self._hidden_by_distance(rows, j):
+                continue
             if state != visibility.MIXED:
                 visible = None
             if careful or (self.band_hides and visibility.is_cut(j, full_begin, full_end)):
@@ -314,7 +347,26 @@ class _Heads:
                 visible = seen if visible is None else visible & seen
                 if careful and self.inputs.bias is not None:
                     visible = visible & (self._operand_tile(self.inputs.bias, rows, j) != -torch.inf)
+                for part in self._part_tiles(rows, j) if careful else ():
+                    visible = visible & (part != -torch.inf)
             yield _Tile(rows, j, visible, careful)
+
+    def _hidden_by_distance(self, rows: slice, j: int) -> bool:
+        return any(tile_kind(x, rows, self._keys(j)) == "hidden" for x in self.relatives.values())
+
+    def _part_tiles(self, rows: slice, j: int) -> Iterator[Tensor]:
+        """What the parts add to a tile of scores; each broadcasts to (batches, heads, G, rows, cols)."""
+        for x in self.vectors.values():
+            yield self._cols(self._rows_of(x, rows), j)
+        for relative in self.relatives.values():
+            found = relative_tile(relative, rows, self._keys(j))
+            if found is not None:
+                yield found
+
+    def _keys(self, j: int) -> slice:
+        """The keys of tile ``j``."""
+        begin = j * self.tiling.cols
+        return slice(begin, begin + self.k[j].shape[1])
 
     def operand_rows(self, x: Tensor, rows: slice) -> Tensor:
         """View of what a bias, mask or bias gradient has for these heads and rows; broadcast axes have size 1.
@@ -323,8 +375,17 @@ class _Heads:
         """
         p = self.problem
         x = x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
-        where = (*self.kv, slice(None), rows)
+        where = (*self.kv, slice(None), rows)  # one view: a second one takes as long as the product of a small tile
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape[:4], strict=True))]
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """View of what (B|1, H|Hkv|1, ...) has for these heads: (batches, heads, G, ...), 1 where it broadcasts."""
+        p = self.problem
+        x = x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
+        return x[tuple(slice(None) if size == 1 else part for part, size in zip(self.kv, x.shape[:2], strict=True))]
+
+    def _rows_of(self, x: Tensor, rows: slice) -> Tensor:
+        return x if x.shape[3] == 1 else x[:, :, :, rows]
 
     def _cols(self, x: Tensor, j: int) -> Tensor:
         """The columns of tile ``j``."""
@@ -348,6 +409,12 @@ class _Heads:
         if self.inputs.bias is not None:
             start = q.new_empty(*q.shape[:2], k.shape[1])
             self._over_heads(start).copy_(self._operand_tile(self.inputs.bias, tile.rows, tile.j))
+        for part in () if self.inputs.parts is None else self._part_tiles(tile.rows, tile.j):
+            if start is None:
+                start = q.new_empty(*q.shape[:2], k.shape[1])
+                self._over_heads(start).copy_(part)
+            else:
+                self._over_heads(start).add_(part)
         if not score.transformed:
             s = product(q, k.mT, start)
         else:
@@ -391,3 +458,13 @@ class _Heads:
             place.copy_(db)
         else:
             place.add_(db.sum_to_size(place.shape))
+
+    def add_to_parts(self, sums: dict[str, Tensor], tile: _Tile, db: Tensor) -> None:
+        """The same for those parts that ``sums`` names; of a bias by distance a sum along diagonals."""
+        db = self._over_heads(db)
+        for name, total in sums.items():
+            if name in self.relatives:
+                add_gradient(total, db, self.relatives[name], tile.rows, self._keys(tile.j))
+            else:
+                place = self._cols(self._rows_of(total, tile.rows), tile.j)
+                place.add_(db.sum_to_size(place.shape))

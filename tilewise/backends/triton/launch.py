@@ -90,7 +90,7 @@ class Forward:
         self._prepare(forward_config(problem, bias is not None and _uses_tma(problem, bias), tma), inputs)
 
     def _prepare(self, config: Config, inputs: Inputs) -> None:
-        problem, (q, k, v, bias, mask, sink) = self.problem, inputs
+        problem, (q, k, v, bias, mask, sink, _) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         parts = splits(problem, config)
@@ -137,7 +137,7 @@ class Forward:
             lists = None if self.masked is None or inputs.mask is None else self.masked(inputs.mask).by_rows
             try:
                 if self.merge is None:
-                    self.main(*inputs, lists, o, lse)
+                    self.main(*inputs[:6], lists, o, lse)
                 else:
                     parts, part_lse = (empty() for empty in self.empty_parts)
                     self.main(*inputs[:5], None, lists, parts, part_lse)
@@ -157,7 +157,7 @@ class Backward:
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
-        problem, needs, (q, k, v, bias, mask, _) = self.problem, self.needs, inputs
+        problem, needs, (q, k, v, bias, mask, _, _) = self.problem, self.needs, inputs
         do, dlse = cotangents
         self.config = config
         tma = _uses_tma(problem, q, k, v, do)
@@ -244,7 +244,7 @@ class Backward:
             return self(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink = inputs
+        q, k, v, bias, mask, sink, _ = inputs
         do, dlse = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()

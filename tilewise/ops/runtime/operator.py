@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ class Operator:
     """``tilewise::name``, registered with its kernel, its fake kernel and its derivative, and for torch.func.
 
     Its arguments are the fields of ``records``, named tuples, in their order; the functions that it is made of get
-    them as these.
+    them as these. A field that may be a record itself, or None, stands for the fields of that one, which are all None
+    where it is.
 
     Args:
         records: classes of named tuples.
@@ -57,7 +59,7 @@ class Operator:
     ) -> None:
         self.name, self._function = name, f"tilewise.{part_of or name}"
         self._records, self._plain = records, plain
-        fields = [f"{_SCHEMA_TYPES[kind]} {field}" for r in records for field, kind in get_type_hints(r).items()]
+        fields = [f"{_SCHEMA_TYPES[kind]} {field}" for r in records for field, kind in _fields(r)]
         returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         _library.define(f"{name}({', '.join(fields)}) -> {returns}")
         _library.impl(name, lambda *arguments: real(*self._read(arguments)), "CompositeExplicitAutograd")
@@ -80,12 +82,8 @@ class Operator:
 
     def _read(self, arguments: Sequence[Any]) -> list[Any]:
         """The records that the dispatcher's ``arguments`` are the fields of."""
-        found, at = [], 0
-        for record in self._records:
-            count = len(record._fields)  # type: ignore[attr-defined]
-            found.append(record(*arguments[at : at + count]))
-            at += count
-        return found
+        rest = iter(arguments)
+        return [_filled(record, rest) for record in self._records]
 
     def __call__(self, *arguments: Any) -> Any:
         """By the dispatcher, or by the transform of torch.func that is at work."""
@@ -110,6 +108,35 @@ class Operator:
         raise NotImplementedError(
             f"{self._function} has no second derivative: its backward cannot be differentiated"
         )  # fmt: skip
+
+
+def _inner(kind: Any) -> type | None:
+    """The record of a field that is one or None."""
+    return next((x for x in get_args(kind) if hasattr(x, "_fields")), None)
+
+
+def _fields(record: type) -> Iterator[tuple[str, Any]]:
+    for name, kind in _hints(record):
+        inner = _inner(kind)
+        if inner is None:
+            yield name, kind
+        else:
+            yield from _fields(inner)
+
+
+def _filled(record: type, values: Iterator[Any]) -> Any:
+    """A record with the next values of `_fields`."""
+    found = []
+    for _, kind in _hints(record):
+        inner = _inner(kind)
+        value = next(values) if inner is None else _filled(inner, values)
+        found.append(None if inner is not None and all(x is None for x in value) else value)
+    return record(*found)
+
+
+@cache
+def _hints(record: type) -> list[tuple[str, Any]]:
+    return list(get_type_hints(record).items())
 
 
 def _transformed(

@@ -7,14 +7,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.score.parts import Parts
 from tilewise.score.reference import transform
+from tilewise.score.relative import gather
 from tilewise.score.terms import Score
 
 Maybe = Tensor | None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, score: Score
+    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, parts: Parts | None, score: Score
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
     kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
@@ -26,6 +28,10 @@ def attention(
     s = transform(s, score)
     if bias is not None:
         s = s + grouped(bias)
+    if parts is not None:
+        M, N = q.shape[2], k.shape[2]
+        for x in (*(x for _, x in parts.vectors()), *(gather(x, M, N) for _, x in parts.relatives(score, M))):
+            s = s + grouped(x)
     if mask is not None:
         s = s.masked_fill(~grouped(mask), -torch.inf)
     lo, hi = score.band.lo, score.band.hi

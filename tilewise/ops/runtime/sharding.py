@@ -9,7 +9,7 @@ Whoever imports this module has DTensor, and registers the placements for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from tilewise.score.parts import DIFFERENTIABLE, Parts
+
 BATCH, HEADS = 0, 1
 
 # What DTensor shows of a tensor: its global shape and its mesh; None for a tensor that is not there.
@@ -25,35 +27,46 @@ Spec = Any
 Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs, of the arguments
 
 
+# Beside q, k and v: what else attention takes, in the operators' order, and what of all has a gradient.
+OPERANDS = ("bias", "mask", "sink", *Parts._fields)
+DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
+
+
 class Layout(NamedTuple):
-    """Placements along one axis of a mesh: of what has query heads, of k and v, of bias, mask and sink."""
+    """Placements along one axis of a mesh: of what has query heads, of k and v, of each of `OPERANDS`."""
 
     q: Placement
     kv: Placement
-    bias: Placement | None
-    mask: Placement | None
-    sink: Placement | None
+    operands: tuple[Placement | None, ...]
+
+    @property
+    def inputs(self) -> list[Placement | None]:
+        return [self.q, self.kv, self.kv, *self.operands]
+
+    @property
+    def differentiated(self) -> list[Placement | None]:
+        named = dict(zip(OPERANDS, self.operands, strict=True))
+        return [self.q, self.kv, self.kv, *(named[name] for name in DIFFERENTIATED)]
 
 
-def _layouts(q: Spec, k: Spec, *operands: Spec | None) -> Iterator[Layout]:
-    """operands: bias, mask and sink."""
-
-    def operand(x: Spec | None, dim: int) -> Placement | None:
+def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layout]:
+    def operand(name: str, x: Spec | None, dim: int) -> Placement | None:
         if x is None:
             return None
-        return Replicate() if x.shape[dim] == 1 else Shard(dim)
+        has_axis = dim == BATCH if name.endswith("_shift") else not name.endswith("_buckets")
+        return Shard(dim) if has_axis and x.shape[dim] > 1 else Replicate()
 
-    def split(dim: int) -> Iterator[Placement | None]:
-        return (operand(x, dim) for x in operands)
+    def split(dim: int) -> tuple[Placement | None, ...]:
+        return tuple(operand(name, x, dim) for name, x in zip(OPERANDS, operands, strict=True))
 
     whole = Replicate()
-    yield Layout(whole, whole, *(None if x is None else whole for x in operands))
-    yield Layout(Shard(BATCH), Shard(BATCH), *split(BATCH))
+    yield Layout(whole, whole, tuple(None if x is None else whole for x in operands))
+    yield Layout(Shard(BATCH), Shard(BATCH), split(BATCH))
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
     if kv_heads == 1 < heads:  # they share one key/value head, which everybody keeps
-        yield Layout(Shard(HEADS), whole, *split(HEADS))
+        yield Layout(Shard(HEADS), whole, split(HEADS))
     elif kv_heads == heads or groups_stay_together(kv_heads, tuple(q.mesh.shape)):
-        yield Layout(Shard(HEADS), Shard(HEADS), *split(HEADS))
+        yield Layout(Shard(HEADS), Shard(HEADS), split(HEADS))
 
 
 def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:
@@ -70,31 +83,25 @@ def _gradient(placement: Placement | None, split: bool) -> Placement:
 
 
 @register_sharding(torch.ops.tilewise.attention.default)
-def _forward(
-    q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None, sink: Spec | None, *terms: Any
-) -> list[Choice]:
-    return [
-        ([at.q, at.q], [at.q, at.kv, at.kv, at.bias, at.mask, at.sink, *(None,) * len(terms)])
-        for at in _layouts(q, k, bias, mask, sink)
-    ]
+def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
+    operands, terms = others[: len(OPERANDS)], others[len(OPERANDS) :]
+    return [([at.q, at.q], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
 
 
 @register_sharding(torch.ops.tilewise.attention_backward.default)
-def _backward(
-    do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, bias: Spec | None, mask: Spec | None,
-    sink: Spec | None, o: Spec, lse: Spec, *terms_and_needs: Any,
-) -> list[Choice]:  # fmt: skip
+def _backward(do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
+    """others: the rest of the inputs, o, lse, the terms, and which gradients are needed."""
+    operands, terms_and_needs = others[: len(OPERANDS)], others[len(OPERANDS) + 2 :]
     *_, needs = terms_and_needs
     choices: list[Choice] = []
-    for at in _layouts(q, k, bias, mask, sink):
+    for at in _layouts(q, k, operands):
         cotangents = [None if x is None else at.q for x in (do, dlse)]
-        inputs = [at.q, at.kv, at.kv, at.bias, at.mask, at.sink]
-        arguments = [*cotangents, *inputs, at.q, at.q, *(None,) * len(terms_and_needs)]
+        arguments = [*cotangents, *at.inputs, at.q, at.q, *(None,) * len(terms_and_needs)]
         split = at.q != Replicate()
         # A gradient that nobody needs is empty, and the same everywhere.
         gradients: list[Placement | None] = [
             _gradient(placement, split) if need else Replicate()
-            for placement, need in zip((at.q, at.kv, at.kv, at.bias, at.sink), needs, strict=True)
+            for placement, need in zip(at.differentiated, needs, strict=True)
         ]
         choices.append((gradients, arguments))
     return choices

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from tilewise.backends import has_triton
+from tilewise.backends import has_triton, no_parts
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import Problem
 from tilewise.quantities import count
@@ -47,6 +47,8 @@ def _declines_forward(problem: Problem) -> str | None:
     bias = problem.bias
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
+    if problem.parts is not None:
+        return no_parts(problem.parts)
     if problem.sink is not None:
         if problem.sink.dtype == torch.float64:
             return "reads a sink in float16, bfloat16 or float32, not float64"

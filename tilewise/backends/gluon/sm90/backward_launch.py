@@ -44,7 +44,7 @@ class Backward:
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         row_programs = sizes.row_tiles * p.heads * p.batch
-        q, k, v, bias, mask, _ = inputs
+        q, k, v, bias, mask, _, _ = inputs
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
@@ -131,7 +131,7 @@ class Backward:
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink = inputs
+        q, k, v, bias, mask, sink, _ = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs

@@ -24,7 +24,7 @@ class Forward:
 
     def __init__(self, problem: Problem, inputs: Inputs):
         config = forward_config(problem)
-        q, k, v, bias, mask, sink = inputs
+        q, k, v, bias, mask, sink, _ = inputs
         programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
         terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > programs)
@@ -67,7 +67,7 @@ class Forward:
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask, sink = inputs
+        q, k, v, bias, mask, sink, _ = inputs
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
             bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
