@@ -48,7 +48,7 @@ def repair(case: Case, share: float, value: float | None = None, where: tuple = 
     spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
     o, lse = before.o.clone(), before.lse.clone()
     o[spoilt], lse[spoilt] = 7.0, float("nan")
-    launch(*inputs, o, lse)
+    launch(*inputs[:6], o, lse)
     return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
 
 

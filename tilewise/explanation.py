@@ -163,7 +163,8 @@ def explain(
 
     Args:
         q, k, v, bias, mask, sink, causal, window, dropout_p, deterministic, backend, and the score's numbers: as for
-            `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
+            `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``. A bias of low
+            rank shows as what it becomes: wider q and k.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for

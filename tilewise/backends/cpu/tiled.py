@@ -373,15 +373,18 @@ class _Heads:
 
         (batches, heads, G, rows, N).
         """
-        p = self.problem
-        x = x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
+        x = self._by_group(x)
         where = (*self.kv, slice(None), rows)  # one view: a second one takes as long as the product of a small tile
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape[:4], strict=True))]
 
+    def _by_group(self, x: Tensor) -> Tensor:
+        """View of (B|1, H|Hkv|1, ...) as (B|1, Hkv|1, G|1, ...)."""
+        p = self.problem
+        return x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
+
     def of_heads(self, x: Tensor) -> Tensor:
         """View of what (B|1, H|Hkv|1, ...) has for these heads: (batches, heads, G, ...), 1 where it broadcasts."""
-        p = self.problem
-        x = x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
+        x = self._by_group(x)
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(self.kv, x.shape[:2], strict=True))]
 
     def _rows_of(self, x: Tensor, rows: slice) -> Tensor:
