@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import helpers
 import pytest
 import torch
-from helpers import LAYOUTS, NAMES, SLACK, Case, check, hold, poisoned_memory, run, tensors, unfused_results
+from helpers import LAYOUTS, NAMES, SLACK, Case, check, hold, poisoned_memory, run, tensors, unfused_results, visible
 
 BIASED = Case(H=4, Hkv=2, M=40, N=50, D=16, bias="1hmn")
 CASES = [
@@ -53,6 +54,20 @@ def test_a_wrong_result_fails(name, dtype):
         fewer = replace(case, grads="qkvbs".replace(name[1], ""))
         with pytest.raises(AssertionError, match="nobody asked for"):
             hold(fewer, unfused_results(fewer, inputs)._replace(**{name: x}), inputs=inputs)
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dbias"])
+def test_what_cancels_has_room_for_its_rounding_alone(name):
+    """Every row sees one key, so that these gradients are 0 and unfused torch has no error."""
+    case = replace(BIASED, M=50, causal=True, window=(0, None), dtype=torch.float32, lse=False)
+    inputs = tensors(case)
+    right, one = unfused_results(case, inputs), visible(case, inputs)[:1]
+    x = getattr(right, name)
+    assert not x.any()
+    for off, wrong in ((2e-7, False), (2e-4, True)):
+        found = torch.full_like(x, off) * (one if name == "dbias" else 1)
+        with pytest.raises(AssertionError, match=f"{name} is off by") if wrong else nullcontext():
+            hold(case, right._replace(**{name: found}))
 
 
 @pytest.mark.parametrize("few", [True, False])
