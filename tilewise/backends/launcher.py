@@ -193,7 +193,7 @@ class Launch:
     def _keep(
         self, compiled: CompiledKernel | None, aligned: tuple[bool, ...], tensors: Sequence[Tensor | None]
     ) -> None:
-        """The first that is found: addresses that are aligned otherwise are rare, and ask each time."""
+        """The first that is found: addresses that are aligned otherwise are rare, and are looked up each time."""
         if self._compiled is None and compiled is not None:
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
