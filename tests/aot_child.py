@@ -26,6 +26,7 @@ import ledger
 import torch
 import wgmma_lint
 from helpers import Case, rows_of
+from relative_helpers import Term
 from softmax_helpers import Case as SoftmaxCase
 
 
@@ -54,6 +55,7 @@ INSTRUCTIONS = {
     "lets the next begin": r"\bgriddepcontrol\.launch_dependents\b",
     "waits for the previous": r"\bgriddepcontrol\.wait\b",
     "scaled bias": r"\bmul\.rz\.f32\b",
+    "words of dropout": r"\bmul\.lo\.s32\b.*, -766062189;",
 }
 
 _capability = (0, 0)
@@ -194,20 +196,29 @@ def triton_version() -> str:
     return triton.__version__
 
 
-def compile_case(case: Case, backward: bool = True, tf32: bool = False) -> list[Kernel]:
-    """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced"."""
+def compile_case(
+    case: Case, backward: bool = True, tf32: bool = False, terms: tuple[Term, ...] = ()
+) -> list[Kernel]:  # fmt: skip
+    """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced".
+
+    terms: bias terms beside the case's own bias, each with its gradient.
+    """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
+    from tilewise.score.parts import DIFFERENTIABLE
 
-    problem, inputs = _call(case)
+    problem, inputs = _call(case, terms)
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
     launch.Forward(problem, inputs)(inputs)
     if backward:
         outputs, cotangents = Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
-        needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
+        needs = Needs(
+            True, True, True, inputs.bias is not None, case.sink is not None,
+            **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
+        )  # fmt: skip
         launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(launched, limit) for launched in _launched]
@@ -290,9 +301,10 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
     return [_report(launched, 99 * 1024) for launched in _launched]
 
 
-def _call(case: Case) -> tuple[Any, Any]:
+def _call(case: Case, terms: tuple[Term, ...] = ()) -> tuple[Any, Any]:
     """The case as a problem on the target, and its inputs as meta tensors; "heads_last" of the mask alone."""
     from tilewise.backends import Inputs
+    from tilewise.call import read_call
     from tilewise.problem import Problem
     from tilewise.score.terms import Band, Score
 
@@ -310,11 +322,24 @@ def _call(case: Case) -> tuple[Any, Any]:
         None if c.bias is None else meta(*c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
         mask.mT.contiguous().mT if mask is not None and c.layout == "heads_last" else mask,
         None if c.sink is None else rows_of(meta(*c.shape(c.sink), dtype=c.sink_dtype or c.dtype)),
+        seed=torch.empty(2, dtype=torch.int64, device="meta") if c.dropout_p else None,
     )
-    score = Score(c.D**-0.5, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
+    band = Band.aligned(c.causal, c.window, c.N - c.M)
+    score = Score.of(band, c.D, softcap=c.softcap, dropout_p=c.dropout_p)
+    grads: tuple[str, ...] = ()
+    if terms:
+        made = [term.of(term.leaf(c, "meta", None), c) for term in terms]
+        call = read_call(
+            *inputs[:3], bias=(*made,) if inputs.bias is None else (inputs.bias, *made), mask=inputs.mask,
+            sink=inputs.sink, **{**c.terms, "dropout_p": 0.0, "dropout_seed": None}, deterministic=c.deterministic,
+            backend=None,
+        )  # fmt: skip
+        inputs, score = call.inputs, call.score
+        grads = tuple(name for name, x in inputs.parts._asdict().items() if x is not None and x.is_floating_point())
     problem = Problem.of(
-        *inputs, score, bias_grad=c.bias is not None, sink_grad=c.sink is not None, deterministic=c.deterministic
-    )
+        *inputs, score, bias_grad=inputs.bias is not None, sink_grad=c.sink is not None, part_grads=grads,
+        deterministic=c.deterministic,
+    )  # fmt: skip
     return dataclasses.replace(problem, device="cuda", capability=_capability), inputs
 
 

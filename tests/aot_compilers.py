@@ -31,6 +31,16 @@ def minor_version(triton: str) -> str:
     return triton.rpartition(".")[0]
 
 
+def hold_hopper(codes, spilled: int) -> None:
+    """The kernels of a case fit, spill at most so many bytes, and no wgmma waits for another or races."""
+    for kernel, _, hazards in codes:
+        print(kernel)
+        assert kernel.shared <= kernel.shared_limit
+        assert kernel.spill_stores <= spilled, f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert not kernel.warnings
+        assert not hazards
+
+
 class Compilers:
     """Child processes, one at a time: each holds a compiler for one triton and one target."""
 

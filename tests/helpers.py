@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from tilewise.ops.runtime.prepared import Prepared
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100  # elements of a result
 LAYOUTS = ("contiguous", "heads_last", "padded", "sliced", "expanded")
+DROPOUT_SEED = (0x9ABCDEF012345678, -3)
 NAMES = ("o", "lse", "dq", "dk", "dv", "dbias", "dsink")
 
 
@@ -41,6 +44,7 @@ class Case:
     lse: the loss uses the LSE too. grads: the inputs that need a gradient, letters of "qkvbs".
     sink: which axes it is full along, "h" or "bhm" to "111". sink_at: what is added to its numbers, which are as large
     as scores. sink_none: a quarter of them is -inf.
+    dropout_p: with the seed `DROPOUT_SEED`.
     """
 
     B: int = 2
@@ -69,6 +73,7 @@ class Case:
     sink_dtype: torch.dtype | None = None
     sink_at: float = 0.0
     sink_none: bool = False
+    dropout_p: float = 0.0
 
     @property
     def kv_heads(self) -> int:
@@ -86,7 +91,8 @@ class Case:
     @property
     def terms(self) -> dict:
         """The keyword arguments of `tilewise.attention` that are numbers."""
-        return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
+        named = {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
+        return named | ({"dropout_p": self.dropout_p, "dropout_seed": DROPOUT_SEED} if self.dropout_p else {})
 
     def __str__(self) -> str:
         """What differs from the default, as a test id."""
@@ -119,8 +125,8 @@ class Tensors(NamedTuple):
 
 
 def _seed(case: Case) -> int:
-    """Cases that knew of no sink draw what they drew."""
-    text = repr(case)
+    """Cases that knew of no sink, or of no dropout, draw what they drew."""
+    text = repr(case).replace(", dropout_p=0.0", "")
     if case.sink is None:
         text = text.replace("grads='qkvbs'", "grads='qkvb'").partition(", sink=")[0] + ")"
     return zlib.crc32(text.encode())
@@ -275,8 +281,41 @@ def unfused(case: Case, inputs: Tensors) -> tuple[Tensor, Tensor]:
     blind = ~seen.any(-1)
     s = s.masked_fill(blind[..., None], 0.0)
     p = torch.softmax(s, -1).masked_fill(blind[..., None], 0.0)
-    o = p[..., : case.N] @ _of_heads(v, case.H)
+    p = p[..., : case.N]
+    if case.dropout_p:
+        kept = dropout_mask(case).to(p.device)
+        p = torch.where(kept, p / (kept_share(case.dropout_p) or 1.0), 0.0)
+    o = p @ _of_heads(v, case.H)
     return o, torch.logsumexp(s.float(), -1).masked_fill(blind, -math.inf)
+
+
+def kept_share(p: float) -> float:
+    return 1 - round(p * 65536) / 65536
+
+
+def dropout_mask(case: Case) -> Tensor:
+    """Bool (B, H, M, N): which probabilities dropout keeps."""
+    return _dropout_numbers(case.B, case.H, case.M, case.N) >= round(case.dropout_p * 65536)
+
+
+@functools.lru_cache(maxsize=2)
+def _dropout_numbers(*shape: int) -> Tensor:
+    """Score by score, the generators in unsigned numbers."""
+    seed, offset = (np.uint64(x % 2**64) for x in DROPOUT_SEED)
+    b, h, i, j = (x.astype(np.uint64) for x in np.ogrid[tuple(map(slice, shape))])
+    word, shift = np.uint64(2**32 - 1), np.uint64(32)
+    c, key = [offset & word, offset >> shift, b, h], [seed & word, seed >> shift]
+    with np.errstate(over="ignore"):
+        for n in range(10):
+            one, other = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+            k0, k1 = ((k + np.uint64(n * w)) & word for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+            c = [(other >> shift) ^ c[1] ^ k0, other & word, (one >> shift) ^ c[3] ^ k1, one & word]
+        x0, x1 = ((x // 16 * 8 + x % 8) ^ w for x, w in ((i, c[1]), (j, c[2])))
+        for n in range(7):
+            product = x0 * np.uint64(0xD256D193)
+            x0, x1 = (product >> shift) ^ ((c[0] + np.uint64(n * 0x9E3779B9)) & word) ^ x1, product & word
+    number = np.where(i & 8 == 0, x0, x1) >> np.where(j & 8 == 0, 0, 16).astype(np.uint64) & np.uint64(0xFFFF)
+    return torch.from_numpy(number.astype(np.int32))
 
 
 class Results(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from helpers import Case, Results, Tensors, check, hold, run, tensors, visible
@@ -44,17 +45,22 @@ def _watch_overflow(on: bool) -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=on, sanitize_overflow=on)
 
 
-def check_integers(case: Case, backend: str) -> None:
-    """`helpers.check`, where integers that overflow are an error."""
+def watch_integers(function: Any, *arguments: Any) -> Any:
+    """``function(*arguments)``, where integers that overflow are an error."""
     _watch_overflow(True)
     try:
-        check(case, backend)
+        return function(*arguments)
     finally:
         _watch_overflow(False)
 
 
-def check_without_atomics(case: Case, backend: str) -> None:
-    """`helpers.check`, where an atomic addition is an error."""
+def check_integers(case: Case, backend: str) -> None:
+    """`helpers.check`, where integers that overflow are an error."""
+    watch_integers(check, case, backend)
+
+
+def without_atomics(function: Any, *arguments: Any) -> Any:
+    """``function(*arguments)``, where an atomic addition is an error."""
     from triton.runtime import interpreter
 
     def refuse(*_) -> None:
@@ -62,9 +68,14 @@ def check_without_atomics(case: Case, backend: str) -> None:
 
     interpreter.interpreter_builder.create_atomic_rmw = refuse
     try:
-        check(case, backend)
+        return function(*arguments)
     finally:
         del interpreter.interpreter_builder.create_atomic_rmw
+
+
+def check_without_atomics(case: Case, backend: str) -> None:
+    """`helpers.check`, where an atomic addition is an error."""
+    without_atomics(check, case, backend)
 
 
 def largest_plus(n: int) -> int:
@@ -124,7 +135,7 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 
 def _problem_of(case: Case, x: Tensors) -> Problem:
     score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
-    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, None, None, score, deterministic=case.deterministic)
+    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, None, None, None, score, deterministic=case.deterministic)
 
 
 def _sparse(mask: Tensor) -> None:

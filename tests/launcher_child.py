@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import aot_child
+import relative_helpers
 import torch
 from helpers import Case, rows_of, tensors
+from relative_helpers import Term
 from room_child import launches
 from soak import problems
 
 
-def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
+def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -> list[tuple[str, Any, Any]]:
     """For every launch of a case: the kernel's name, and what Triton 3.6 and `launcher._Short` give the launcher in C.
 
     The tensors are on the CPU and nothing is launched. Hooks and what Triton makes for them are left out.
@@ -23,7 +25,9 @@ def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
     from triton.runtime import driver
 
     from tilewise.backends import Inputs, Needs, Outputs, launcher
+    from tilewise.call import read_call
     from tilewise.problem import Problem
+    from tilewise.score.parts import DIFFERENTIABLE
     from tilewise.score.terms import Band, Score
 
     given: list[tuple] = []
@@ -56,12 +60,25 @@ def launcher_arguments(case: Case, backend: str) -> list[tuple[str, Any, Any]]:
     through_triton, launcher.Launch.__call__ = launcher.Launch.__call__, compare
     try:
         x = tensors(case)
-        inputs = Inputs(*x[:5], None if x.sink is None else rows_of(x.sink))
-        score = Score(case.D**-0.5, None, Band())
-        problem = Problem.of(*inputs, score, bias_grad=True)
+        seed = torch.tensor([1, 2]) if case.dropout_p else None
+        inputs = Inputs(*x[:5], None if x.sink is None else rows_of(x.sink), seed=seed)
+        score = Score.of(Band(), case.D, dropout_p=case.dropout_p)
+        if terms:
+            made = [
+                term.of(leaf, case) for term, leaf in zip(terms, relative_helpers.made(case, terms, "cpu"), strict=True)
+            ]
+            call = read_call(
+                *x[:3], bias=(x.bias, *made), mask=x.mask, sink=None, causal=False, window=None, dropout_p=0.0,
+                dropout_seed=None, deterministic=None, backend=None,
+            )  # fmt: skip
+            inputs, score = call.inputs, call.score
+        wanted = [
+            name for name in DIFFERENTIABLE if inputs.parts is not None and getattr(inputs.parts, name) is not None
+        ]
+        problem = Problem.of(*inputs, score, bias_grad=True, part_grads=tuple(wanted))
         problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
         outputs = Forward(problem, inputs)(inputs)
-        cotangents, needs = Outputs(x.do, x.dlse), Needs(True, True, True, True)
+        cotangents, needs = Outputs(x.do, x.dlse), Needs(True, True, True, True, **dict.fromkeys(wanted, True))
         Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     finally:
         launcher.Launch.__call__ = through_triton
@@ -94,8 +111,8 @@ def wanted(kernels: Sequence[int], count: int) -> list[tuple[str, str]]:
     through_triton, launcher.Launch.__call__ = launcher.Launch.__call__, ask
     try:
         for n in kernels:
-            for case, backend in problems(n, count):
-                launches(case, backend)
+            for case, backend, terms in problems(n, count):
+                launches(case, backend, terms=terms)
     finally:
         launcher.Launch.__call__ = through_triton
     return found

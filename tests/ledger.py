@@ -31,6 +31,7 @@ PATH = Path(__file__).parent / "aot_ledger.json"
 DIGITS = 16  # of a hash
 ROOM = "room"  # in the place of a case
 SIZES = ("B", "H", "M", "N", "K", "shape")
+NUMBERS = ("window", "softcap", "scale")
 
 
 class Entry(NamedTuple):
@@ -123,7 +124,7 @@ def ptx_instructions(name: str, ptx: str) -> str:
 
 def covering(runs: Sequence[Sequence[Any]]) -> list[bool]:
     """Whether a run is one of few that have between them every value that any run has; of a case: of its fields but
-    for sizes, which are no constants of a kernel."""
+    for sizes, which are no constants of a kernel, and of a number whether there is one."""
     left = {n: set(_values(run)) for n, run in enumerate(runs)}
     missing = set().union(*left.values())
     while missing:
@@ -135,7 +136,12 @@ def covering(runs: Sequence[Sequence[Any]]) -> list[bool]:
 def _values(run: Sequence[Any]) -> Iterator[tuple[object, str]]:
     for n, x in enumerate(run):
         if is_dataclass(x):
-            yield from ((name, repr(value)) for name, value in vars(x).items() if name not in SIZES)
+            for name, value in vars(x).items():
+                if name in NUMBERS:
+                    ends = value if isinstance(value, tuple) else (value,)
+                    yield name, repr([end is not None for end in ends if value is not None])
+                elif name not in SIZES:
+                    yield name, repr(value)
         else:
             yield n, repr(x)
 

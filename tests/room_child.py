@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import aot_child
 import torch
 from helpers import Case, lay_out, rows_of
+from relative_helpers import Term
 from torch import Tensor
 
 TENSOR_MEMORY = 512  # columns of a Blackwell multiprocessor
@@ -52,12 +53,14 @@ def _no_machine_code() -> Iterator[None]:
         CUDABackend.add_stages = add_stages
 
 
-def room(case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False) -> list[Room]:
+def room(
+    case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False, terms: tuple[Term, ...] = ()
+) -> list[Room]:  # fmt: skip
     """Of every kernel that a case launches, forward and the gradients that it asks for, in the plan's backend or in the
     one that is named. See `launches`."""
     aot_child._launched.clear()
     with _no_machine_code():
-        launches(case, backend, smallest, exact)
+        launches(case, backend, smallest, exact, terms)
     limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024
     return [
         Room(name, shared, limit, columns)
@@ -66,11 +69,15 @@ def room(case: Case, backend: str | None = None, smallest: bool = False, exact: 
     ]
 
 
-def launches(case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False) -> None:
+def launches(
+    case: Case, backend: str | None = None, smallest: bool = False, exact: bool = False, terms: tuple[Term, ...] = ()
+) -> None:  # fmt: skip
     """Launch what computes a case and the gradients that it asks for, on meta tensors. smallest: in the triton backend,
-    with the shortest pipeline that is tried. exact: the problem is, and torch's setting for float32 is TF32."""
+    with the shortest pipeline that is tried. exact: the problem is, and torch's setting for float32 is TF32.
+    terms: bias terms beside the case's bias, each with its gradient."""
     from tilewise.backends import Inputs, Needs, Outputs, empty_output
     from tilewise.backends.triton import launch
+    from tilewise.call import read_call
     from tilewise.plan import make_plan
     from tilewise.problem import Problem, irregular
     from tilewise.score.terms import Band, Score
@@ -88,6 +95,7 @@ def launches(case: Case, backend: str | None = None, smallest: bool = False, exa
         None if c.bias is None else meta(3, *c.shape(c.bias), dtype=c.bias_dtype or c.dtype),
         None if c.mask is None else meta(4, *c.shape(c.mask), dtype=torch.bool),
         None if c.sink is None else rows_of(torch.empty(c.shape(c.sink), dtype=c.sink_dtype or c.dtype, device="meta")),
+        seed=torch.empty(2, dtype=torch.int64, device="meta") if c.dropout_p else None,
     )
     cotangents = Outputs(
         meta(5, c.B, c.H, c.M, c.value_dim), meta(6, c.B, c.H, c.M, dtype=torch.float32) if c.lse else None
@@ -95,12 +103,25 @@ def launches(case: Case, backend: str | None = None, smallest: bool = False, exa
     needs = Needs(
         *(x in c.grads for x in "qkv"), c.bias is not None and "b" in c.grads, c.sink is not None and "s" in c.grads
     )
-    score = Score(c.D**-0.5 if c.scale is None else c.scale, c.softcap, Band.aligned(c.causal, c.window, c.N - c.M))
+    band = Band.aligned(c.causal, c.window, c.N - c.M)
+    score = Score.of(band, c.D, scale=c.scale, softcap=c.softcap, dropout_p=c.dropout_p)
+    part_grads: tuple[str, ...] = ()
+    if terms:
+        made = [term.of(term.leaf(c, "meta", None), c) for term in terms]
+        call = read_call(
+            *inputs[:3], bias=(*made,) if inputs.bias is None else (inputs.bias, *made), mask=inputs.mask,
+            sink=inputs.sink, **{"dropout_p": 0.0, "dropout_seed": None, **c.terms}, deterministic=c.deterministic,
+            backend=None,
+        )  # fmt: skip
+        inputs, score = call.inputs, call.score
+        found = {} if inputs.parts is None else inputs.parts._asdict()
+        part_grads = tuple(name for name, x in found.items() if x is not None and x.is_floating_point())
+        needs = needs._replace(bias=inputs.bias is not None and needs.bias, **dict.fromkeys(part_grads, True))
 
     def plan(do: Tensor | None, bias_grad: bool) -> Any:
         problem = Problem.of(
             *inputs, score, bias_grad=bias_grad, deterministic=c.deterministic, exact=exact,
-            irregular=irregular(*inputs[:4], do),
+            part_grads=part_grads if do is not None else (), irregular=irregular(*inputs[:4], do),
         )  # fmt: skip
         problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
         return make_plan(problem, backend or "auto")

@@ -7,6 +7,7 @@ many sizes and values. Equal numbers, equal problems.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from helpers import LAYOUTS, Case, check
+from relative_helpers import Term
+from relative_helpers import check as check_terms
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bkmn", "b11n", "1h1n", "bk1n", "111n", "1hm1", "bhm1", "1111")
@@ -22,13 +25,22 @@ MASKS = ("b11n", "b1mn", "1hmn", "bhmn", "11mn", "bk1n", "111n", "11m1", "1111")
 
 
 class Drawn(NamedTuple):
-    """A problem and who computes it: a backend, or None for the plan's choice."""
+    """A problem and who computes it: a backend, or None for the plan's choice. bias_terms: beside the case's bias."""
 
     case: Case
     backend: str | None
+    bias_terms: tuple[Term, ...] = ()
 
     def __str__(self) -> str:
+        if self.bias_terms:
+            return f'check_terms({self.case!r}, {self.bias_terms!r}, {self.backend!r}, "cuda")'
         return f'check({self.case!r}, {self.backend!r}, "cuda")'
+
+    def check(self) -> None:
+        if self.bias_terms:
+            check_terms(self.case, self.bias_terms, self.backend, "cuda")
+        else:
+            check(self.case, self.backend, "cuda")
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class Kernel:
     capped: bool
     terms: tuple[tuple[str, object], ...]
     backend: str | None
+    bias_terms: tuple[Term, ...] = ()
 
     def problem(self, r: random.Random) -> Drawn:
         step = 16 if self.even else 1
@@ -66,6 +79,7 @@ class Kernel:
                 **dict(self.terms),
             ),
             self.backend,
+            self.bias_terms,
         )  # fmt: skip
 
 
@@ -111,10 +125,35 @@ def kernel(n: int) -> Kernel:
             "sink_at": s.choice((0.0, 0.0, 5.0, 40.0, -40.0)),
             "sink_none": s.random() < 0.3,
         }
+    s = random.Random(f"dropout of {n}")
+    if not hopper and s.random() < 0.3:  # which hopper leaves to others
+        terms["dropout_p"] = s.choice((0.1, 0.1, 0.5, 0.9))
     return Kernel(
         queries, r.random() < 0.4, r.choice((1, 1, 2, 4)), r.choice((None, None, "causal", "window", "both")),
         r.random() < 0.2, tuple(terms.items()), None if hopper else r.choice((None, "triton")),
+        () if hopper else bias_terms(random.Random(f"bias terms of {n}"), bool(terms["deterministic"])),
     )  # fmt: skip
+
+
+def bias_terms(r: random.Random, deterministic: bool) -> tuple[Term, ...]:
+    """For a third of the kernels one to three terms; with an order for their sums where that is asked for."""
+    if r.random() < 0.67:
+        return ()
+    kinds = r.choice((("query",), ("query",), ("key",), ("all",), ("t5",), ("query", "t5"), ("key", "query", "alibi")))
+    found = []
+    for kind in kinds:
+        starts = r.choice((None, None, "one", "batch"))
+        found.append(
+            Term(
+                kind, axes="bh" if kind == "t5" or (deterministic and starts) else r.choice(("bh", "1h", "bk", "11")),
+                R=32 if kind == "t5" else r.choice((1, 33, 100, 1024)), lo=r.choice((-1023, -500, -16, 0)),
+                reverse=r.random() < 0.3, outside=r.choice((0.0, -math.inf, 0.0 if deterministic else "clamp")),
+                buckets=None if deterministic or r.random() < 0.7 else 200, starts=starts,
+                dtype=r.choice((None, None, BRAIN, HALF, FLOAT)), hides=kind in ("query", "key") and r.random() < 0.2,
+                layout=r.choice(("contiguous", "padded", "sliced") if kind in ("query", "key") else ("contiguous",)),
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def problems(n: int, count: int, seed: int = 0) -> Iterator[Drawn]:
@@ -133,7 +172,7 @@ def soak(n: int, count: int, seed: int = 0) -> list[str]:
     for drawn in problems(n, count, seed):
         print(drawn, flush=True)
         try:
-            check(drawn.case, drawn.backend, "cuda")
+            drawn.check()
         except AssertionError as error:
             failures.append(f"{drawn}\n    {error}")
     return failures

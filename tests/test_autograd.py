@@ -46,6 +46,7 @@ OPERATOR_CASES = {
     "sink of queries, bias and mask": {"sink": (2, 4, 5), "bias": (1, 4, 5, 7), "mask": (1, 1, 5, 7), "softcap": 3.0},
     "one sink in half": {"dtype": torch.float16, "sink": (1, 1, 1)},
     "sink without keys": {"N": 0, "sink": (2, 1, 5)},
+    "dropout": {"dropped": 6554, "hi": 2, "bias": (1, 4, 5, 7)},
     "no queries": {"M": 0, "bias": (1, 4, 1, 7)},
     "no keys": {"N": 0},
 }
@@ -56,6 +57,7 @@ def operator_arguments(case, requires_grad):
     bias, mask, sink = (case.pop(name, None) for name in ("bias", "mask", "sink"))
     terms = [case.pop(name, default) for name, default in
              (("lo", None), ("hi", None), ("scale", 0.4), ("softcap", None), ("deterministic", False))]  # fmt: skip
+    dropped = case.pop("dropped", 0)
     heads_last, sliced = case.pop("heads_last", False), case.pop("sliced", False)
     q, k, v = tensors(**case, requires_grad=False)
     if heads_last:
@@ -70,7 +72,8 @@ def operator_arguments(case, requires_grad):
         None if bias is None else torch.randn(bias, dtype=bias_dtype, requires_grad=requires_grad),
         None if mask is None else torch.rand(mask) < 0.7,
         None if sink is None else torch.randn(sink, dtype=bias_dtype, requires_grad=requires_grad),
-        *[None] * len(Parts._fields), *terms, False, "auto", None, None, "", None, None, "",
+        *[None] * len(Parts._fields), torch.tensor([1, 2]) if dropped else None,
+        *terms, False, "auto", None, None, "", None, None, "", dropped,
     )  # fmt: skip
 
 
@@ -556,7 +559,7 @@ def test_errors_after_a_usual_call():
     for arguments, error, message in (
         ({"causal": 1}, TypeError, "causal: "), ({"deterministic": 0}, TypeError, "deterministic: "),
         ({"backend": "fast"}, ValueError, "backend: "), ({"backend": []}, (TypeError, ValueError), ""),
-        ({"dropout_p": 0.5}, NotImplementedError, "dropout_p: "), ({"window": (-1, 0)}, ValueError, "window: "),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p: "), ({"window": (-1, 0)}, ValueError, "window: "),
         ({"q": None}, TypeError, "q: "), ({"k": k.to_sparse()}, TypeError, "k: "),
         ({"v": v.double()}, TypeError, "v: "),
         ({"bias": torch.zeros(1, 1, 1, 2)}, ValueError, "bias: "), ({"return_lse": 1}, TypeError, "return_lse: "),
@@ -574,7 +577,7 @@ def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
         attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [key[-1] for key in call._usual_calls] == [(False, False, None), (False, True, None)]
+    assert [key[-1] for key in call._usual_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
 
 
 # --- nothing to compute ---

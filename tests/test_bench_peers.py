@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewise.bench import providers, reference
+from tilewise.bench import providers, reference, terms
 from tilewise.bench.cases import Case
+from tilewise.bench.run import _Measured
+from tilewise.bench.timing import Clock
 
 CPU = torch.device("cpu")
 CAUSAL = Case("causal", 2, 4, 2, 20, 20, 16, causal=True, dtype="float32")
@@ -40,7 +42,30 @@ def test_a_sink_is_tilewises_alone():
     assert right(case, next(p.prepare for p in providers.providers(CPU) if p.name == "tilewise-cpu"))
 
 
-@pytest.mark.parametrize("case", [CAUSAL, *BIASED, DECODE], ids=str)
+def test_who_has_dropout():
+    """PyTorch's kernels drop what they like, so that nothing but ours can be held to an answer."""
+    case = replace(CAUSAL, dropout=0.25)
+    found = {p.name: p for p in providers.providers(CPU) if p.operator == case.operator and not p.declines(case)}
+    assert {name.partition("-")[0] for name in found} == {"tilewise", "sdpa"}
+    assert right(case, found["tilewise-cpu"].prepare)
+    assert not right(case, found["sdpa-math"].prepare)
+    measured = _Measured(case, Clock(CPU, 1e-3))
+    rows = [measured.row(found[name]) for name in ("tilewise-cpu", "sdpa-math")]
+    assert [(row.outcome, bool(row.errors)) for row in rows] == [("measured", True), ("measured", False)]
+
+
+@pytest.mark.parametrize("name", terms.NAMES)
+def test_a_term_is_tilewises_and_flexs(name):
+    """The others would need its matrix."""
+    case = replace(FULL, term=name)
+    takes = [p for p in providers.providers(CPU) if p.operator == case.operator and not p.declines(case)]
+    assert [p.name for p in takes] == ["tilewise-cpu", "flex"]
+    assert right(case, takes[0].prepare)
+
+
+@pytest.mark.parametrize(
+    "case", [CAUSAL, *BIASED, DECODE, *(replace(FULL, term=name) for name in terms.NAMES)], ids=str
+)
 def test_flex_uncompiled(case, monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, **{**options, "backend": "eager"}))

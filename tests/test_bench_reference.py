@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewise.bench import reference
+from tilewise.bench import reference, terms
 from tilewise.bench.cases import Case
+from tilewise.bias.canonical import dense
 
 CPU = torch.device("cpu")
 CAUSAL = Case("dense causal", 2, 4, 2, 40, 40, 16, causal=True, dtype="float32")
@@ -31,6 +32,8 @@ DECODE = Case("decode", 2, 4, 2, 1, 64, 16, dtype="float32", backward=False)
         DECODE,
         replace(CAUSAL, sink=True),
         replace(BIASED, sink=True),
+        *(replace(BIASED, bias=None, term=name) for name in terms.NAMES),
+        replace(CAUSAL, queries=7, keys=19, term="inkling"),
     ],
     ids=str,
 )
@@ -40,6 +43,9 @@ def test_the_reference_is_attention(case, at_once, monkeypatch):
     case = replace(case, dtype="float64")
     x = case.inputs(CPU)
     bias = torch.zeros(case.queries, case.keys, dtype=torch.float64) if x.bias is None else x.bias
+    if x.term is not None:
+        term = terms.term(case.term, x.term)
+        bias = dense(term, case.batch, case.heads, case.queries, case.keys)
     if case.causal:
         future = torch.ones(case.queries, case.keys, dtype=torch.bool).triu(1 + case.keys - case.queries)
         bias = bias.masked_fill(future, -torch.inf)

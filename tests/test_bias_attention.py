@@ -384,7 +384,7 @@ def test_the_operator(name):
 
 
 def call_of(q, k, v, **options):
-    usual = {"mask": None, "sink": None, "causal": False, "window": None, "dropout_p": 0.0}
+    usual = {"mask": None, "sink": None, "causal": False, "window": None, "dropout_p": 0.0, "dropout_seed": None}
     return read_call(q, k, v, **usual, deterministic=None, backend=None, **options)
 
 
@@ -480,21 +480,29 @@ def test_explain():
 def test_backends_without_kernels_say_so():
     meta = {"device": "meta", "dtype": BRAIN}
     q, k, v = (torch.empty(2, 4, 4096, 128, **meta) for _ in range(3))
-    relative = RelativeBias(torch.empty(1, 4, 4096, 1024, **meta), lo=-1023)
+    values = torch.empty(2, 4, 4096, 1025, **meta)
+    relative = RelativeBias(values, lo=-1024)
     cols, matrix = torch.empty(2, 1, 1, 4096, **meta), torch.empty(4096, 4096, **meta)
-    why = "has no kernel for {} yet: compute on the CPU, or pass the bias as a tensor"
+    why = "has no kernel for {} yet"
     beside = "has no kernel for a bias along the keys beside another bias yet: add them to that one, as one tensor"
     for bias, reason in (
-        (relative, why.format("a bias by distance with values per query")),
+        (relative, None),
+        (RelativeBias(values, lo=-1024, outside="clamp"),
+         "reads a bias by distance with values per query that is 0 outside its distances, or hidden by the band: not "
+         "'clamp'"),
+        (alibi(torch.empty(4, **meta)), why.format("a bias by distance alone")),
         ((relative, alibi(torch.empty(4, **meta))), why.format(
             "a bias by distance with values per query and a bias by distance alone")),
         ((matrix, cols), beside),
     ):  # fmt: skip
         problem = explain(q, k, v, bias=bias, device="cpu").problem
         problem = replace(problem, device="cuda", capability=(9, 0))
-        assert [x.declines(problem) for x in (triton, sm90)] == [reason] * 2
-        with pytest.raises(ValueError, match="no backend can run this call: .*" + reason):
-            explain(q, k, v, bias=bias, device="sm_90")
+        assert (triton.declines(problem), sm90.declines(problem)) == (None, reason)
+        plan = explain(q, k, v, bias=bias, device="sm_90").plan
+        if reason is None:
+            assert (plan.backend, plan.backward) == ("hopper", "hopper")
+        else:
+            assert (plan.backend, plan.backward, plan.declined[0]) == ("triton", "triton", ("hopper", reason))
 
 
 def test_what_is_one_tensor_goes_to_every_backend():

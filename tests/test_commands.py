@@ -88,12 +88,14 @@ def test_explain_is_tilewise_explain():
         return torch.empty(shape, device="meta", dtype=torch.float16, **options)
 
     options = "--shape 4,16,4096,64 --kv-shape 4,4,8192,64 --value-dim 32 --bias 16,4096,8192 --dtype float16 "
-    options += "--causal --window 512,none --softcap 30 --scale 0.5 --deterministic --device sm_90 --sink 16"
+    options += (
+        "--causal --window 512,none --softcap 30 --scale 0.5 --deterministic --device sm_90 --sink 16 --dropout-p 0.1"
+    )
     result = command("explain", *options.split())
     expected = explain(
         meta(4, 16, 4096, 64), meta(4, 4, 8192, 64), meta(4, 4, 8192, 32),
         bias=meta(16, 4096, 8192, requires_grad=True), causal=True, window=(512, None), softcap=30.0, scale=0.5,
-        deterministic=True, device="sm_90", sink=meta(16, requires_grad=True),
+        deterministic=True, device="sm_90", sink=meta(16, requires_grad=True), dropout_p=0.1,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert result.output == "\n".join([str(expected), "", *traffic_table(expected), ""])
@@ -153,6 +155,7 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ([*SHAPE, "--value-dim", "300"], "--value-dim: a whole number from 1 to 256 is needed, got '300'"),
         ([*SHAPE, "--bias", "1,1,1,1,1"], "--bias: at most 4 sizes, such as 4,16,4096,128, are needed, got 5"),
         ([*SHAPE, "--bias", "3,3"], "for --bias: shape (3, 3) does not broadcast"),
+        ([*SHAPE, "--dropout-p", "1.5"], "for --dropout-p: must be a float in [0, 1], got 1.5"),
         ([*SHAPE, "--sink", "3"], "for --sink: expected one logit for each head, ("),
         ([*SHAPE, "--mask", "3,3"], "for --mask: shape (3, 3) does not broadcast"),
         ([*SHAPE, "--bias-dtype", "fp32"], "--bias-dtype: there is no bias: give its shape with --bias"),

@@ -12,8 +12,8 @@ import torch
 from helpers import Case
 from room_child import room
 
-from tilewise.problem import Operand, Problem
-from tilewise.score.terms import Band, Score
+from tilewise.problem import Operand, PartOperands, Problem
+from tilewise.score.terms import Band, Distances, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -27,6 +27,7 @@ from tilewise.backends.gluon.sm90.config import (
     forward_config,
 )
 from tilewise.backends.gluon.sm90.dbias import reduction
+from tilewise.backends.gluon.values import as_matrix
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 A_MULTIPROCESSOR = 228 * 1024  # one KiB of it goes with each program
@@ -42,7 +43,7 @@ def forward_bytes(problem: Problem) -> int:
     queries = config.q_stages * config.block_m * d * size
     keys = config.stages * n * (d + dv) * size
     bias = config.bias_stages * config.block_m * n * problem.bias_itemsize
-    o = 0 if config.o_in_q else config.block_m * dv * size
+    o = 0 if config.o_in_q or config.o_in_bias else config.block_m * dv * size
     return queries + keys + bias + o
 
 
@@ -55,7 +56,8 @@ def backward_bytes(problem: Problem, dynamic: bool) -> int:
     queries = (config.stages + config.do_stages) * m * d * size + 2 * config.stages * m * 4
     dq = m * d // config.dq_parts * 4 if config.dq_by_tma else 0
     tile, apart = problem.bias_itemsize, c.BIAS_APART.value
-    ds = (config.stages if tile and not apart else 1) * m * n * size
+    cut = c.DBIAS.value == "add"
+    ds = (config.stages + cut if tile and not apart else 1) * m * n * size
     bias = config.stages * m * n * tile if apart else 0
     p = m * n * size if config.shares_keys else 0
     stored = c.DBIAS.value in ("store", "reduce") and problem.score.softcap is not None and not apart
@@ -81,14 +83,33 @@ def problems():
         )  # fmt: skip
 
 
-def test_every_structure_has_room():
+def problems_by_distance():
+    """The same with values per query."""
+    B, H, N = 4, 8, 4096
+    bands = [Band(), Band.aligned(True, None, 0), Band.aligned(False, (300, 20), 0)]
+    shapes = ((B, H), (1, H), (1, 1))
+    for d, dv, dtype, (b, h), band, (lo, count), ordered, trained in itertools.product(
+        (32, 64, 128), (32, 64, 128), (BRAIN, HALF, FLOAT), shapes, bands, ((-1024, 1025), (-9000, 18000)),
+        (False, True), (False, True),
+    ):  # fmt: skip
+        distances = Distances("query", lo, count)
+        parts = PartOperands(query=Operand(dtype, b, h, N, count), grads=("query",) if trained else ())
+        yield Problem(
+            "cuda", (9, 0), BRAIN, B, H, H, N, N, d, dv, Score(0.1, None, band, query=distances), parts=parts,
+            deterministic=ordered,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("made", [problems, problems_by_distance])
+def test_every_structure_has_room(made):
     taken = declined = 0
-    for problem in problems():
-        assert sm90.declines(problem) is None
+    for call in made():
+        assert sm90.declines(call) is None
+        problem = as_matrix(call)
         forward = forward_bytes(problem) + BESIDE
         assert forward <= SHARED_MEMORY, (problem, forward)
         assert forward_config(problem).programs * (forward + 1024) <= A_MULTIPROCESSOR, problem
-        if sm90.declines(problem, "backward") is not None:
+        if sm90.declines(call, "backward") is not None:
             declined += 1
             continue
         taken += 1
@@ -97,7 +118,9 @@ def test_every_structure_has_room():
             backward = backward_bytes(problem, dynamic) + BESIDE
             assert backward <= SHARED_MEMORY, (problem, backward)
             assert backward_config(problem).programs * (backward + 1024) <= A_MULTIPROCESSOR, (problem, backward)
-    assert taken > 10 * declined > 0
+    assert taken
+    assert declined
+    assert made is problems_by_distance or taken > 10 * declined
 
 
 FULL = Case(B=4, H=8, M=4096, N=4096, D=128, dtype=BRAIN)

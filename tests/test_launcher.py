@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import Case
 from launcher_child import launcher_arguments, wanted
+from relative_helpers import Term
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -135,16 +136,17 @@ USUAL = Case(B=2, H=4, Hkv=2, M=70, N=136, D=64, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("backend", "case"),
+    ("backend", "case", "terms"),
     [
-        ("hopper", replace(USUAL, bias="1hmn", Hkv=4, sink="h")),
-        ("triton", replace(USUAL, bias="1h1n", mask="b1mn", layout="heads_last")),
+        ("hopper", replace(USUAL, bias="1hmn", Hkv=4, sink="h"), ()),
+        ("triton", replace(USUAL, bias="1h1n", mask="b1mn", layout="heads_last", dropout_p=0.1), ()),
+        ("triton", replace(USUAL, bias="1hmn"), (Term(starts="batch"), Term("key", R=8, buckets=50), Term("all"))),
     ],
     ids=str,
 )
-def test_the_short_way_hands_over_the_same_arguments(compilers, backend, case):
+def test_the_short_way_hands_over_the_same_arguments(compilers, backend, case, terms):
     """What reaches Triton's launcher in C, in every launch of a forward and a backward: pointers by address."""
-    names, own, short = zip(*compilers.run(launcher_arguments, "3.6.0", 90, case, backend), strict=True)
+    names, own, short = zip(*compilers.run(launcher_arguments, "3.6.0", 90, case, backend, terms), strict=True)
     assert {"forward_kernel", "preprocess_kernel", "backward_kernel", "postprocess_kernel"} <= set(names)
     for name, x, y in zip(names, own, short, strict=True):
         assert x == y, name

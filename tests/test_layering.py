@@ -24,7 +24,7 @@ PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
 BACKEND = {*PROTOCOL, "tilewise.memory", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
 # What backends and operators import, and is none itself.
-SHARED = {f"tilewise.backends.{name}" for name in ("launcher", "products", "score")}
+SHARED = {f"tilewise.backends.{name}" for name in ("dropout", "launcher", "products", "score", "sinks")}
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
@@ -40,9 +40,11 @@ ROOMS = {
     "tilewise.backends.protocol": {"tilewise.problem", "tilewise.score"},
     "tilewise.backends.oracle": BACKEND,
     "tilewise.backends.cpu": BACKEND,
+    "tilewise.backends.dropout": set(),
     "tilewise.backends.launcher": set(),
     "tilewise.backends.products": set(),
     "tilewise.backends.score": {"tilewise.score"},
+    "tilewise.backends.sinks": {"tilewise.backends.launcher"},
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,

@@ -12,12 +12,13 @@ from tilewise.ops.runtime.prepared import Prepared
 
 TERMS = (
     "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "
-    "SymInt? query_lo, SymInt? query_count, str query_rule, SymInt? key_lo, SymInt? key_count, str key_rule"
+    "SymInt? query_lo, SymInt? query_count, str query_rule, SymInt? key_lo, SymInt? key_count, str key_rule, "
+    "int dropout"
 )
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? cols, Tensor? rows, "
     "Tensor? query, Tensor? key, Tensor? toeplitz, Tensor? query_shift, Tensor? key_shift, Tensor? query_buckets, "
-    "Tensor? key_buckets"
+    "Tensor? key_buckets, Tensor? seed"
 )
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {
@@ -173,7 +174,7 @@ def test_errors_after_a_usual_sdpa_call(remembered):
         ({"query": None}, TypeError, "query"), ({"key": k.to_sparse()}, TypeError, "key"),
         ({"value": v.double()}, TypeError, "value"), ({"attn_mask": mask[..., :2]}, ValueError, "attn_mask"),
         ({"attn_mask": mask.long()}, TypeError, "attn_mask"), ({"attn_mask": [0.0]}, TypeError, "attn_mask"),
-        ({"dropout_p": 0.5}, NotImplementedError, "dropout_p"), ({"is_causal": 1}, TypeError, "is_causal"),
+        ({"dropout_p": -0.5}, ValueError, "dropout_p"), ({"is_causal": 1}, TypeError, "is_causal"),
         ({"enable_gqa": None}, TypeError, "enable_gqa"), ({"scale": True}, TypeError, "scale"),
         ({"scale": float("nan")}, ValueError, "scale"),
     ):  # fmt: skip

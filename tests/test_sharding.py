@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tilewise import attention, matmul
+from tilewise import attention, matmul, scaled_dot_product_attention
+from tilewise.autograd import attention_op
+from tilewise.backends import Inputs
+from tilewise.score.terms import Band, Score
 
 
 def test_two_processes_get_what_one_gets(tmp_path):
@@ -92,6 +95,19 @@ def test_compiled(fake_devices):
     o.sum().backward()
     assert list(o.placements) == [Shard(1)]
     assert list(bias.grad.placements) == [Partial()]
+
+
+@pytest.mark.parametrize("call", [attention, scaled_dot_product_attention])
+def test_dropout_is_refused(fake_devices, call):
+    """Each device would begin to count sequences and heads at 0."""
+    mesh = fake_devices(2)
+    q, k, v = (placed(mesh, (2, 4, 6, 8), [Shard(1)]) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="dropout_p: dropout takes no DTensors"):
+        call(q, k, v, dropout_p=0.1)
+    seed = DTensor.from_local(torch.tensor([1, 2]), mesh, [Replicate()])
+    score = Score.of(Band(), 8, dropout_p=0.1)
+    with pytest.raises(NotImplementedError, match="seed: dropout takes no DTensors"):
+        attention_op(Inputs(q, k, v, None, None, seed=seed), score, False, "auto")
 
 
 def test_other_operators_name_themselves(fake_devices):

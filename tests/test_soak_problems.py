@@ -9,6 +9,7 @@ import pytest
 import soak
 import torch
 from helpers import Case, tensors
+from relative_helpers import Term, made
 
 DRAWN = [drawn for n in range(60) for drawn in soak.problems(n, 3)]
 
@@ -24,6 +25,7 @@ def test_every_feature_is_drawn():
     assert {drawn.backend for drawn in DRAWN} == {None, "triton"}
     for name in (
         "bias", "bias_dtype", "mask", "window", "softcap", "scale", "layout", "planted", "grads", "D", "Dv", "sink",
+        "dropout_p",
     ):  # fmt: skip
         assert len({str(getattr(case, name)) for case in cases}) > 2, name
     for name in ("causal", "bias_hides", "blind", "lse", "deterministic", "sink_none"):
@@ -50,7 +52,18 @@ def test_problems_can_be_made(n):
 
 
 def test_a_problem_is_told_as_a_call():
-    scope = {"check": lambda *args: args, "Case": Case, "torch": torch, "nan": math.nan, "inf": math.inf}
+    told = {"check": lambda case, *rest: (case, (), *rest), "check_terms": lambda *args: args}
+    scope = {**told, "Case": Case, "Term": Term, "torch": torch, "nan": math.nan, "inf": math.inf}
     for drawn in DRAWN:
-        case, backend, device = eval(str(drawn), scope)
-        assert (str(case), backend, device) == (str(drawn.case), drawn.backend, "cuda")
+        case, terms, backend, device = eval(str(drawn), scope)
+        assert (str(case), terms, backend, device) == (str(drawn.case), drawn.bias_terms, drawn.backend, "cuda")
+
+
+def test_bias_terms_are_drawn():
+    terms = [term for drawn in DRAWN for term in drawn.bias_terms]
+    assert {term.kind for term in terms} >= {"query", "key", "t5"}
+    for name in ("axes", "R", "lo", "outside", "starts", "dtype"):
+        assert len({str(getattr(term, name)) for term in terms}) > 2, name
+    assert any(drawn.bias_terms and drawn.case.deterministic for drawn in DRAWN)
+    for drawn in DRAWN[::7]:
+        made(drawn.case, drawn.bias_terms, "cpu")

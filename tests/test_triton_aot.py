@@ -7,6 +7,7 @@ processes compile (see aot_child.py): a target that a compiler cannot handle end
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import replace
 
 import descriptor_lint
@@ -16,6 +17,7 @@ from aot_child import compile_case
 from aot_compilers import minor_version
 from helpers import Case
 from ledger import covering
+from relative_helpers import Term
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -115,20 +117,37 @@ DECODE_RUNS = [
 ]
 
 
+def training(D, terms):
+    return replace(USUAL, D=D, **TERMS[terms])
+
+
+def decoding(D, terms):
+    return replace(DECODE, D=D, **DECODE_TERMS[terms])
+
+
+# Those that are compiled also where the ledger has them.
+AGAIN = dict(
+    zip(
+        [*RUNS, *DECODE_RUNS],
+        covering(
+            [(*run[:2], training(*run[2:])) for run in RUNS] + [(*run[:2], decoding(*run[2:])) for run in DECODE_RUNS]
+        ),
+        strict=True,
+    )
+)
+
+
 def each(runs):
-    """With whether a run is compiled also where the ledger has it."""
+    """With whether a run is one of `AGAIN`."""
     return pytest.mark.parametrize(
         ("triton", "target", "D", "terms", "again"),
-        [
-            pytest.param(*run, again, id="sm_{1}, D{2}, {3}, triton {0}".format(*run))
-            for run, again in zip(runs, covering(runs), strict=True)
-        ],
+        [pytest.param(*run, AGAIN[run], id="sm_{1}, D{2}, {3}, triton {0}".format(*run)) for run in runs],
     )
 
 
 @each(RUNS)
 def test_compiled_kernels(compilers, triton, target, D, terms, again):
-    kernels = compilers.compile(compile_case, triton, target, replace(USUAL, D=D, **TERMS[terms]), again=again)
+    kernels = compilers.compile(compile_case, triton, target, training(D, terms), again=again)
     names = [kernel.name for kernel in kernels]
     assert {"forward_kernel", "backward_kernel"} <= set(names)
     assert ("query_gradient_kernel" in names) == ("deterministic" in terms)
@@ -151,7 +170,7 @@ def test_three_programs_of_a_masked_forward_share_a_multiprocessor(compilers):
 @each(DECODE_RUNS)
 def test_compiled_decoding(compilers, triton, target, D, terms, again):
     """Up to 16 rows, where a product of Hopper or Blackwell would compute 64, take Ampere's."""
-    case = replace(DECODE, D=D, **DECODE_TERMS[terms])
+    case = decoding(D, terms)
     kernels = compilers.compile(compile_case, triton, target, case, False, again=again)
     assert [kernel.name for kernel in kernels] == ["forward_kernel", "merge_kernel"]
     allowed = {"forward_kernel": 12} if (target, terms) == (90, "sixteen queries, causal, mask") else {}
@@ -204,6 +223,75 @@ SINKS = [
 )
 def test_sinks(compilers, triton, target, case):
     hold(compilers.compile(compile_case, triton, target, case, False), TENSOR_CORES[target], {})
+
+
+def is_run(triton, target):
+    """Of what comes below, the other compilers and targets by `make ledger` alone: to start one takes seconds."""
+    return (triton, target) == ("3.6.0", 90) or "TILEWISE_LEDGER" in os.environ
+
+
+# With dropout: bytes that spill, and products for the words of forward and backward. Of the 64 scores that a thread has
+# in a tile of the forward at 64 dimensions 16 groups of four, with six products of their own: 96 in each of two bodies.
+# On Blackwell a thread has a row, so that of each word half is made for nothing.
+DROPOUT = [
+    ("3.6.0", 90, replace(USUAL, D=64, dropout_p=0.1), 16, (193, 112)),
+    ("installed", 90, replace(USUAL, D=128, causal=True, dropout_p=0.1), 652, (193, 152)),
+    ("3.6.0", 80, replace(USUAL, D=128, causal=True, dropout_p=0.1), 0, (124, 38)),
+    ("installed", 100, replace(USUAL, D=128, causal=True, dropout_p=0.1), 68, (641, 544)),
+    ("3.6.0", 90, replace(DECODE, D=128, M=4, dropout_p=0.1), 0, (98,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("triton", "target", "case", "spills", "words"),
+    [pytest.param(*run, id=f"sm_{run[1]}, {run[2]}, triton {run[0]}") for run in DROPOUT if is_run(*run[:2])],
+)
+def test_dropout(compilers, triton, target, case, spills, words):
+    kernels = compilers.compile(compile_case, triton, target, case, case.M > 4)
+    hold(kernels, TENSOR_CORES[target] if case.M > 4 else "mma.sync", {"backward_kernel": spills} if spills else {})
+    found = [n for x in kernels if (n := x.instructions["words of dropout"])]
+    assert len(found) == len(words)
+    assert all(n <= most for n, most in zip(found, words, strict=True))
+
+
+# Bias terms: Inkling's values per query, T5's along diagonals, DeBERTa's per query and per key.
+INKLING = replace(USUAL, B=1, Hkv=4, D=128, causal=True)
+TERMS_BY_DISTANCE = {
+    "inkling": (INKLING, (Term(R=1024, lo=-1023),)),
+    "t5": (replace(USUAL, D=64), (Term("t5", R=32, axes="1h", dtype=torch.float32),)),
+    "t5, deterministic": (
+        replace(USUAL, D=64, deterministic=True), (Term("t5", R=32, axes="1h", dtype=torch.float32),),
+    ),
+    "deberta": (
+        replace(USUAL, D=64, M=512, N=512),
+        tuple(Term(on, R=512, lo=-256, outside="clamp", reverse=True) for on in ("query", "key")),
+    ),
+    "decoding": (replace(DECODE, D=128, M=4, causal=True), (Term(R=1024, lo=-1023, starts="batch"),)),
+}  # fmt: skip
+# (triton, target, terms) -> bytes that may spill: ceilings, as above.
+BY_DISTANCE: dict[tuple[str, int, str], dict[str, int]] = {
+    ("3.6.0", 90, "inkling"): {"forward_kernel": 28, "backward_kernel": 1288},
+    ("3.6.0", 90, "deberta"): {"backward_kernel": 76},
+    ("3.6.0", 90, "decoding"): {},
+    ("installed", 90, "t5"): {},
+    ("installed", 90, "t5, deterministic"): {},
+    ("installed", 80, "t5"): {"backward_kernel": 64},
+    ("installed", 100, "inkling"): {"forward_kernel": 264, "backward_kernel": 848},
+}
+
+
+@pytest.mark.parametrize(
+    ("triton", "target", "terms"),
+    [pytest.param(*run, id="sm_{1}, {2}, triton {0}".format(*run)) for run in BY_DISTANCE if is_run(*run[:2])],
+)
+def test_terms_by_distance(compilers, triton, target, terms):
+    case, made = TERMS_BY_DISTANCE[terms]
+    backward = terms != "decoding"
+    kernels = compilers.compile(compile_case, triton, target, case, backward, False, made)
+    names = {kernel.name for kernel in kernels}
+    assert ("diagonal_gradient_kernel" in names) == case.deterministic
+    allowed = ceilings(BY_DISTANCE[triton, target, terms], (triton, target, case.D, terms))
+    hold(kernels, TENSOR_CORES[target] if backward else "mma.sync", allowed)
 
 
 # Constants and registers that wgmma reads as descriptors: UR6, UR7, whose upper half has swizzle and stride.
@@ -288,6 +376,6 @@ def hold(kernels, tensor_cores, allowed):
         if kernel.spill_stores > allowed.get(kernel.name, 0):
             faults.append(f"{kernel.name}: spills {kernel.spill_stores} bytes of {allowed.get(kernel.name, 0)}")
         faults += [f"{kernel.name}: {warning}" for warning in kernel.warnings]
-        if kernel.name in MAIN_KERNELS and not kernel.instructions[tensor_cores]:
+        if kernel.name in (*MAIN_KERNELS, "diagonal_gradient_kernel") and not kernel.instructions[tensor_cores]:
             faults.append(f"{kernel.name}: no {tensor_cores}, but {kernel.instructions}")
     assert not faults, "\n".join(faults)

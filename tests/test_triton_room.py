@@ -66,7 +66,8 @@ def drawn(target: int) -> list[soak.Drawn]:
     [pytest.param(target, x, id=f"sm_{target}, {x.case}") for target in TARGETS for x in drawn(target)],
 )
 def test_problems_at_random(compilers, target, problem):
-    hold(compilers.rooms(room, TARGETS[target], target, problem.case, problem.backend if target == 90 else "triton"))
+    backend = problem.backend if target == 90 else "triton"
+    hold(compilers.rooms(room, TARGETS[target], target, problem.case, backend, False, False, problem.bias_terms))
 
 
 # What needs most: full tiles of everything, in the widest types, and three products of TF32.

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.autocast import autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.call import Bias, Window, cast, check_inputs, read_call, remember_call, usual_call
+from tilewise.call import Bias, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
@@ -20,8 +20,8 @@ from tilewise.problem import check_flag
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    dropout_p: float = ..., return_lse: Literal[False] = ..., deterministic: bool | None = ...,
-    backend: str | None = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[False] = ...,
+    deterministic: bool | None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    dropout_p: float = ..., return_lse: Literal[True], deterministic: bool | None = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[True], deterministic: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -38,7 +38,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    dropout_p: float = ..., return_lse: bool, deterministic: bool | None = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: bool, deterministic: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -57,6 +57,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -85,7 +86,13 @@ def attention(
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         softcap: if given, scores become ``softcap * tanh(score / softcap)`` before the bias is added.
-        dropout_p: must be 0 for now.
+        dropout_p: the share of the probabilities that are dropped, 0 to 1, to the nearest multiple of 1/65536; the
+            others are divided by the share that is kept. The lse knows nothing of it. Pass 0 where nothing is trained.
+        dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device. What is dropped is a
+            function of these two numbers and of a score's place: its sequence, query head, query and key, each counted
+            from 0. Equal seeds drop the same on every backend and device, in a forward and in its backward. Default:
+            two numbers from torch's generator on q's device, for which nobody waits, so that ``torch.manual_seed``
+            repeats them and a checkpointed call recomputes with them; under `torch.vmap` as its ``randomness`` says.
         return_lse: also return the logarithm of each row's softmax denominator.
         deterministic: True: equal inputs give bitwise equal gradients. Default: what
             ``torch.use_deterministic_algorithms`` says.
@@ -111,10 +118,11 @@ def attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout_p > 0.
+        NotImplementedError: dropout of DTensors, or in a graph for ONNX.
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; the sink: StreamingLLM (arXiv 2309.17453) and
-    gpt-oss (arXiv 2508.10925), ``s_aux`` there; docs/maths.md derives every formula.
+    gpt-oss (arXiv 2508.10925), ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.score.dropout;
+    docs/maths.md derives every formula.
     """
     if unknown:
         raise unexpected("attention", unknown)
@@ -122,12 +130,13 @@ def attention(
         check_flag("return_lse", return_lse)
     arguments = None
     if (
-        window is None and scale is None and softcap is None and type(dropout_p) is float and dropout_p == 0.0
-        and (causal is False or causal is True) and (deterministic is None or type(deterministic) is bool)
-        and (backend is None or type(backend) is str) and not torch.compiler.is_compiling()
+        window is None and scale is None and softcap is None and type(dropout_p) is float
+        and 0.0 <= dropout_p <= 1.0 and dropout_seed is None and (causal is False or causal is True)
+        and (deterministic is None or type(deterministic) is bool) and (backend is None or type(backend) is str)
+        and not torch.compiler.is_compiling()
     ):  # fmt: skip
         ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        arguments = (causal, ordered, backend)
+        arguments = (causal, ordered, backend, dropout_p)
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
         try:
@@ -140,7 +149,8 @@ def attention(
             return found if return_lse else found[0]  # type: ignore[return-value]
     options: dict[str, Any] = {
         "bias": bias, "mask": mask, "sink": sink, "causal": causal, "window": window, "scale": scale,
-        "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic, "backend": backend,
+        "softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
+        "backend": backend,
     }  # fmt: skip
     try:
         call = read_call(q, k, v, **options)
@@ -148,7 +158,7 @@ def attention(
         if is_symbolic(q, k, v, bias, mask, sink):
             return symbolic(attention, q, k, v, **options, return_lse=return_lse)
         raise
-    o, lse = attention_op(*call, return_lse=return_lse)
+    o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
     if arguments is not None:
         remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])  # type: ignore[arg-type]
     return (o, lse) if return_lse else o  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -19,11 +20,12 @@ from tilewise.dispatch import Forward, forward_of, layouts
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
-from tilewise.problem import check_flag, check_qkv, four_dims, sink_of_rows
+from tilewise.problem import check_flag, check_qkv, check_seed, four_dims, sink_of_rows
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
-from tilewise.tensors import causal_limit, check_tensor, is_causal_bias
+from tilewise.tensors import causal_limit, check_tensor, is_causal_bias, is_dtensor
 
+Seed = tuple[int, int] | Tensor | None
 Bias = Tensor | Term | Sequence[Tensor | Term] | None
 _EVERYWHERE = Band()
 _STRIDED = torch.strided
@@ -52,11 +54,13 @@ def read_call(
     causal: bool,
     window: Window | None,
     dropout_p: float,
+    dropout_seed: Seed,
     deterministic: bool | None,
     backend: str | None,
     **numbers: Unpack[Numbers],
 ) -> Call:
-    """The keyword arguments of `attention`, read and checked; ``numbers``: those of `Score.of`."""
+    """The keyword arguments of `attention`, read and checked; ``numbers``: those of `Score.of`. Dropout without a seed
+    has none yet: `with_seed`."""
     check_numbers(window, dropout_p=dropout_p, **numbers)
     if causal is not True and causal is not False:  # the common case without a call
         check_flag("causal", causal)
@@ -64,6 +68,8 @@ def read_call(
         check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
     check_inputs(q, k, v, bias, mask, sink)
+    if dropout_seed is not None:
+        _check_seed(dropout_seed, q)
     q, k, v = autocast(q, k, v)
     band = _EVERYWHERE
     if causal or window is not None:
@@ -81,13 +87,59 @@ def read_call(
         mask, band = _operand("mask", mask, (q, k, v), causal, band)
     if sink is not None:
         sink = sink_of_rows(sink, q, k, v)
-    score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, **numbers)
+    score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, dropout_p=dropout_p, **numbers)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     inputs = Inputs(q, k, v, bias, mask, sink)
+    if score.dropout and dropout_seed is not None:
+        inputs = inputs._replace(seed=_seed_tensor(dropout_seed, q.device))
     if slots is not None:
         inputs, score = _with_slots(inputs, score, slots)
     return Call(inputs, score, deterministic, "auto" if backend is None else backend)
+
+
+def with_seed(inputs: Inputs, score: Score) -> Inputs:
+    """``inputs`` of a call that is to be computed: with dropout, and no seed in them, one from torch's generator."""
+    if not score.dropout:
+        return inputs
+    if is_dtensor(inputs.q):
+        raise NotImplementedError(
+            "dropout_p: dropout takes no DTensors, of which each device would count its sequences and heads from 0; "
+            "call attention on local tensors, with a seed of each device"
+        )
+    if inputs.seed is not None:
+        return inputs
+    return inputs._replace(seed=_drawn_seed(inputs.q))
+
+
+def _drawn_seed(q: Tensor) -> Tensor:
+    """On the device, so that nobody waits for it."""
+    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=q.device)
+
+
+def _check_seed(seed: Any, q: Tensor) -> None:
+    if isinstance(seed, Tensor):
+        check_tensor("dropout_seed", seed)
+        check_seed("dropout_seed", seed, q)
+        return
+    pair = isinstance(seed, (tuple, list)) and len(seed) == 2
+    if not pair or not all(isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool) for x in seed):
+        raise TypeError(
+            f"dropout_seed: expected a pair (seed, offset) of ints, or an int64 tensor of shape (2,), got {seed!r}"
+        )
+    if not all(-(2**63) <= x < 2**64 for x in seed):
+        raise ValueError(f"dropout_seed: expected numbers of 64 bits, got {seed!r}")
+
+
+def _seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
+    """A number reaches a device with the kernel that writes it: a copy from the host would wait, or not be captured by
+    a CUDA graph."""
+    if isinstance(seed, Tensor):
+        return seed.contiguous()
+    first, second = (x - 2**64 if x >= 2**63 else x for x in seed)
+    made = torch.full((2,), first, dtype=torch.int64, device=device)
+    made[1].fill_(second)
+    return made
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Tensor | None, sink: Tensor | None) -> None:
@@ -180,7 +232,12 @@ _usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
     known = _usual_calls.get(_usual_key(inputs, arguments)) if _is_usual(inputs) else None
-    return None if known is None else eager_attention(_with_rows(inputs), *known, return_lse)
+    if known is None:
+        return None
+    inputs = _with_rows(inputs)
+    if known[0].dropout:
+        inputs = inputs._replace(seed=_drawn_seed(inputs.q))
+    return eager_attention(inputs, *known, return_lse)
 
 
 def remember_call(
@@ -189,7 +246,10 @@ def remember_call(
     """After a call that went well, with what it was read as; see `usual_call`."""
     if _is_usual(inputs):
         terms = Terms.of(score, deterministic, backend, exact)
-        _usual_calls.keep(_usual_key(inputs, arguments), (terms, forward_of(_with_rows(inputs), terms)))
+        key, inputs = _usual_key(inputs, arguments), _with_rows(inputs)
+        if score.dropout:
+            inputs = inputs._replace(seed=_seed_tensor((0, 0), inputs.q.device))  # for its layout
+        _usual_calls.keep(key, (terms, forward_of(inputs, terms)))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
@@ -199,7 +259,7 @@ def _with_rows(inputs: Inputs) -> Inputs:
 
 
 def _is_usual(inputs: Inputs) -> bool:
-    q, k, v, bias, mask, sink, _ = inputs
+    q, k, v, bias, mask, sink, _, _ = inputs
     return (
         q is not None and k is not None and v is not None
         and is_eager(inputs[:6])
@@ -211,7 +271,7 @@ def _is_usual(inputs: Inputs) -> bool:
 
 
 def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
-    q, k, v, bias, mask, sink, _ = inputs
+    q, k, v, bias, mask, sink, _, _ = inputs
     return (
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,

@@ -23,6 +23,8 @@ backwards: Prepared[Backward] = Prepared()
 
 
 def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
+    if (inputs.seed is None) == (terms.dropout > 0):
+        raise ValueError("seed: goes with dropout, and dropout with a seed")
     return Problem.of(*inputs, terms.score, deterministic=terms.deterministic, exact=terms.exact, **more)
 
 
@@ -74,7 +76,7 @@ def _empty_forward(inputs: Inputs) -> Outputs:
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    q, k, v, bias, _, sink, parts = inputs
+    q, k, v, bias, _, sink, parts, _ = inputs
     dq, dk, dv, dbias = (
         torch.zeros_like(x) if need and x is not None else None
         for x, need in zip((q, k, v, bias), needs[:4], strict=True)

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
-from tilewise.call import Bias, read_call
+from tilewise.call import Bias, Seed, read_call
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import PART_WORDS, Operand, Problem, irregular
 from tilewise.quantities import duration, number, percent, quantity
+from tilewise.score.dropout import NUMBERS, weight
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS
 from tilewise.score.reference import in_band
 from tilewise.score.terms import Numbers, Window
@@ -149,6 +150,7 @@ def explain(
     causal: bool = False,
     window: Window | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -162,9 +164,9 @@ def explain(
     elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
 
     Args:
-        q, k, v, bias, mask, sink, causal, window, dropout_p, deterministic, backend, and the score's numbers: as for
-            `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``. A bias of low
-            rank shows as what it becomes: wider q and k.
+        q, k, v, bias, mask, sink, causal, window, dropout_p, dropout_seed, deterministic, backend, and the score's
+            numbers: as for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
+            A bias of low rank shows as what it becomes: wider q and k.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for
@@ -183,7 +185,7 @@ def explain(
     with torch.enable_grad():  # what is made of a trained table asks for a gradient as the table does
         call = read_call(
             q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
-            deterministic=deterministic, backend=backend, **numbers,
+            dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, **numbers,
         )  # fmt: skip
     parts = call.inputs.parts or NO_PARTS
     asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]
@@ -338,6 +340,9 @@ def _lines(e: Explanation) -> Iterator[str]:
     if p.sink is not None:
         grad = ", with its gradient" if p.sink_grad else ""
         yield f"  sink {p.sink.shape[:3]} {dtype_name(p.sink.dtype)}{grad}: one more logit in each row's softmax"
+    if p.score.dropout:
+        share, others = p.score.dropout / NUMBERS, weight(p.score.dropout)
+        yield f"  dropout: {percent(share)} of the probabilities are 0, the others {number(others)} times as large"
     if not p.score.band.unlimited:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"

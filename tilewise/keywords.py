@@ -22,6 +22,8 @@ _HINTS = {
     "sm_scale": "scale=",
     "scaling": "scale=",
     "dropout": "dropout_p=",
+    "attention_dropout": "dropout_p=",
+    "seed": "dropout_seed=(seed, offset)",
     "window_size": _WINDOW,
     "sliding_window": _WINDOW,
     "alibi_slopes": "bias=, of which one of a few numbers a head may be made: slopes[:, None, None] * (j - i)",

@@ -188,6 +188,7 @@ class Problem:
         mask: Tensor | None,
         sink: Tensor | None,
         parts: Parts | None,
+        seed: Tensor | None,
         score: Score,
         *,
         bias_grad: bool = False,
@@ -201,6 +202,10 @@ class Problem:
         check_qkv(q, k, v)
         B, H, M, D = q.shape
         _, Hkv, N, Dv = v.shape
+        if seed is not None:
+            check_seed("seed", seed, q)
+            if not seed.is_contiguous():
+                raise ValueError(f"seed: must be contiguous, got stride {seed.stride()}")
         return cls(
             device=q.device.type,
             capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None,
@@ -313,6 +318,13 @@ def _check_sink(x: Tensor, q: Tensor) -> None:
             f"sink: expected one logit for each head, ({H}|1,), or for each query, ({B}|1, {H}|1, {M}|1), got shape "
             f"{_shape(x)}"
         )
+
+
+def check_seed(name: str, x: Tensor, q: Tensor) -> None:
+    if x.dtype != torch.int64 or x.shape != (2,):
+        raise ValueError(f"{name}: expected (seed, offset), int64 of shape (2,), got {x.dtype} of shape {_shape(x)}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
 
 
 def _parts(parts: Parts, score: Score, q: Tensor, Hkv: int, N: int, grads: tuple[str, ...]) -> PartOperands:

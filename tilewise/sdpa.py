@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.autocast import autocast, autocast_on, autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.call import cast, remember_call, usual_call
+from tilewise.call import cast, remember_call, usual_call, with_seed
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
 from tilewise.score.terms import Band, Score, check_numbers
@@ -47,7 +47,8 @@ def scaled_dot_product_attention(
             whatever query's dtype is: added to the scores; -inf hides the key from the query. Or a
             `torch.nn.attention.bias.CausalBias` (``causal_upper_left(L, S)``, ``causal_lower_right(L, S)``), of which
             no matrix is made.
-        dropout_p: must be 0 for now.
+        dropout_p: the share of the probabilities that are dropped, 0 to 1, by numbers from torch's generator on query's
+            device, but other ones than PyTorch's function draws; see `tilewise.attention`.
         is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``), of those
             that attn_mask leaves visible.
         scale: multiplies ``query @ key.mT``; any finite number, also as a tensor of no dimensions, whose value is read
@@ -71,15 +72,16 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout_p > 0.
+        NotImplementedError: dropout of DTensors, or in a graph for ONNX.
     """
     arguments = given = None
     if (
-        (scale is None or type(scale) is float) and type(dropout_p) is float and dropout_p == 0.0
+        (scale is None or type(scale) is float) and type(dropout_p) is float and 0.0 <= dropout_p <= 1.0
         and (is_causal is False or is_causal is True) and (enable_gqa is False or enable_gqa is True)
         and type(attn_mask) in PLAIN and not torch.compiler.is_compiling()
     ):  # fmt: skip
-        arguments = ("sdpa", is_causal, enable_gqa, scale, torch.are_deterministic_algorithms_enabled())
+        ordered = torch.are_deterministic_algorithms_enabled()
+        arguments = ("sdpa", is_causal, enable_gqa, scale, ordered, dropout_p)
         if autocast_somewhere():
             query, key, value = cast(query, key, value)
         given = Inputs(query, key, value, *_bias_and_mask(attn_mask))
@@ -106,8 +108,9 @@ def scaled_dot_product_attention(
     check_numbers(dropout_p=dropout_p, scale=scale)
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
-    read = Score.of(band, query.shape[-1], scale=scale), torch.are_deterministic_algorithms_enabled(), "auto"
-    o, _ = attention_op(inputs, *read, return_lse=False, exact=True)
+    score = Score.of(band, query.shape[-1], dropout_p=dropout_p, scale=scale)
+    read = score, torch.are_deterministic_algorithms_enabled(), "auto"
+    o, _ = attention_op(with_seed(inputs, score), *read, return_lse=False, exact=True)
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
         remember_call(given, arguments, *read, exact=True)
     return fold.unfold(o)

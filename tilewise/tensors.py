@@ -48,6 +48,14 @@ def is_causal_bias(x: object) -> bool:
     return module is not None and isinstance(x, module.CausalBias)
 
 
+def is_dtensor(x: object) -> bool:
+    """The same of DTensor."""
+    if type(x) in PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def causal_limit(name: str, bias: Tensor, queries: int, keys: int) -> int:
     """The largest ``j - i`` at which the CausalBias lets query i see key j."""
     from torch.nn.attention.bias import CausalVariant

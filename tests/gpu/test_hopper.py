@@ -31,7 +31,17 @@ if torch.cuda.get_device_capability() != (9, 0):
 def problem_of(case, x):
     score = Score(case.D**-0.5, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
     return Problem.of(
-        x.q, x.k, x.v, x.bias, x.mask, None, None, score, bias_grad="b" in case.grads, deterministic=case.deterministic
+        x.q,
+        x.k,
+        x.v,
+        x.bias,
+        x.mask,
+        None,
+        None,
+        None,
+        score,
+        bias_grad="b" in case.grads,
+        deterministic=case.deterministic,
     )
 
 

@@ -383,21 +383,37 @@ def test_a_model_that_crops_its_mask(side, calls):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("bert", "attention_probs_dropout_prob"), ("llama", "attention_dropout"), ("t5", "dropout_rate")],
+)
+def test_dropout(kind, option, calls):
+    """In training mode a model hands it on, in eval mode 0; torch.manual_seed repeats it, and so does a checkpoint."""
+    model = build(kind, "tilewise", **{option: 0.25})
+    results = []
+    for seed, mode in ((1, "train"), (1, "train"), (2, "train"), (1, "checkpoint"), (1, "eval"), (2, "eval")):
+        if mode == "checkpoint":
+            model.activation_checkpointing_enable()
+        model.train(mode != "eval").zero_grad()
+        calls.clear()
+        torch.manual_seed(seed)
+        o = run(model, kind, None)
+        assert {call["dropout_p"] for call in calls} == {0.0 if mode == "eval" else 0.25}
+        o.square().sum().backward()
+        results.append([o, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    first, again, other, recomputed, evaluated, unmoved = results
+    torch.testing.assert_close(first, again)
+    torch.testing.assert_close(first, recomputed)
+    torch.testing.assert_close(evaluated, unmoved)
+    assert not torch.allclose(first[0], other[0])
+    assert not torch.allclose(first[0], evaluated[0])
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"attention_mask: expected 2 or 4 dimensions, got shape \(2, 13, 13\)"):
         run(build("llama", "tilewise"), "llama", torch.ones(B, N, N, dtype=torch.bool))
-    # In training mode a model hands its dropout on, in eval mode 0.
-    for kind, option in (
-        ("bert", "attention_probs_dropout_prob"),
-        ("llama", "attention_dropout"),
-        ("t5", "dropout_rate"),
-    ):
-        model = build(kind, "tilewise", **{option: 0.1})
-        with pytest.raises(NotImplementedError, match=rf"dropout: .* not implemented yet, got 0\.1; .*{option}.* to 0"):
-            run(model.train(), kind, None)
-        run(model.eval(), kind, None)
     q = torch.randn(1, 2, 3, 4)
-    for name in ("sinks", "indices", "block_indices", "cache"):
+    for name in ("indices", "block_indices", "cache"):
         with pytest.raises(NotImplementedError, match=f"^{name}: .* is not implemented"):
             integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})

@@ -56,11 +56,11 @@ def float32_precision(dtype: torch.dtype) -> str:
 
 
 def no_parts(parts: PartOperands) -> str:
-    """Of a backend without kernels for them: why it declines, and what to do."""
+    """Of a backend without kernels for them: why it declines."""
     words = [PART_WORDS[name] for name, _ in parts.named()]
     if set(words) <= {PART_WORDS["cols"], PART_WORDS["rows"]}:
         return f"has no kernel for {' and '.join(words)} beside another bias yet: add them to that one, as one tensor"
-    return f"has no kernel for {' and '.join(words)} yet: compute on the CPU, or pass the bias as a tensor"
+    return f"has no kernel for {' and '.join(words)} yet"
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:

@@ -59,6 +59,17 @@ class Strided(NamedTuple):
 
 POINTER = "pointer"
 
+
+class Record(NamedTuple):
+    """The layout of several tensors that are one parameter of a kernel, a named tuple of ``kind``.
+
+    layouts: `Strided` or `POINTER` for each. A call gives its tensors one after the other, like all others.
+    """
+
+    kind: Any
+    layouts: tuple[Any, ...]
+
+
 T = TypeVar("T", bound=tuple)
 _constants: dict[tuple, tuple] = {}
 _known_constants: set[int] = set()  # by identity, those among the values of `_constants`, which live on
@@ -141,6 +152,7 @@ class Launch:
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
         self.layouts, self.numbers = tuple(layouts), tuple(numbers)
+        self._records = any(isinstance(x, Record) for x in self.layouts)
         self._wants: tuple | None = None
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
@@ -180,7 +192,16 @@ class Launch:
         return (self._wants, *kinds, *aligned)
 
     def _arguments(self, tensors: Sequence[Tensor | None]) -> tuple:
-        return (*map(bound, self.layouts, tensors), *self.numbers)
+        if not self._records:
+            return (*map(bound, self.layouts, tensors), *self.numbers)
+        given = iter(tensors)
+        found = [
+            layout.kind(*[bound(x, next(given)) for x in layout.layouts])
+            if isinstance(layout, Record)
+            else bound(layout, next(given))
+            for layout in self.layouts
+        ]
+        return (*found, *self.numbers)
 
     def _ask(self, tensors: Sequence[Tensor | None], wants: tuple) -> CompiledKernel | None:
         """Triton, which launches too. The interpreter compiles nothing."""
@@ -218,6 +239,8 @@ def _layout_kind(layout: Any) -> Any:
         return None
     if isinstance(layout, Strided):
         return _kind(layout[1:])
+    if isinstance(layout, Record):
+        return layout.kind, *map(_layout_kind, layout.layouts)
     return tuple(layout.block_shape), getattr(layout, "layout", None), getattr(layout, "padding", None)
 
 
@@ -282,6 +305,11 @@ def _has_short_way(compiled: CompiledKernel) -> bool:
     return isinstance(driver.active, CudaDriver) and not has_scratch and None not in (m.tensordesc_meta or ())
 
 
+def _mask(x: Tensor | None) -> int:
+    """15 for a kernel that is compiled for an address that is a multiple of 16."""
+    return 15 if x is not None and x.data_ptr() % 16 == 0 else 0
+
+
 class _Short:
     """Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
 
@@ -290,16 +318,26 @@ class _Short:
     """
 
     def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
-        # Each: its place in the arguments, which tensor it is, and what else it takes. A mask of 15 stands for a
-        # kernel that was compiled for an address that is a multiple of 16.
+        # Each: its place in the arguments, which tensor it is, its `_mask`, and what else it takes.
         self._pointers: list[tuple[int, int, int]] = []
         self._strided: list[tuple[int, int, int, Sequence[int]]] = []
         self._descriptors: list[tuple[int, int, _Descriptors]] = []
+        # Each: its place, and of its members which tensor, if any, the mask, and what goes with the address.
+        self._records: list[tuple[int, list[tuple[int | None, int, Any]]]] = []
         arguments: list[Any] = []
         metadata = iter(compiled.metadata.tensordesc_meta or ())
-        for n, (layout, x) in enumerate(zip(launch.layouts, tensors, strict=True)):
+        given = enumerate(tensors)
+        for layout in launch.layouts:
             at = len(arguments)
-            mask = 15 if x is not None and x.data_ptr() % 16 == 0 else 0
+            if isinstance(layout, Record):
+                members = [(*next(given), of) for of in layout.layouts]
+                arguments.append(None)
+                self._records.append((at, [
+                    (None if x is None else n, _mask(x), None if of is POINTER else of[1:]) for n, x, of in members
+                ]))  # fmt: skip
+                continue
+            n, x = next(given)
+            mask = _mask(x)
             if isinstance(layout, Strided):
                 arguments.append(layout)
                 if x is not None:
@@ -337,6 +375,13 @@ class _Short:
         for at, n, mask in self._pointers:
             arguments[at] = address = tensors[n].data_ptr()
             odd |= address & mask
+        for at, members in self._records:
+            found: list[Any] = []
+            for place, mask, strides in members:
+                begin = None if place is None else tensors[place].data_ptr()
+                odd |= (begin or 0) & mask
+                found.append(begin if strides is None else (begin, *strides))
+            arguments[at] = tuple(found)
         if odd:
             return False
         self._launch(self._programs, 1, 1, self._stream_of(self._device), *self._kernel, *arguments)

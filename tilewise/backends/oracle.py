@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
 from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
-from tilewise.score import reference
+from tilewise.score import dropout, reference
 from tilewise.score.parts import Parts
 from tilewise.score.relative import gather, scatter
 
@@ -29,25 +29,26 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     q, v = inputs.q, inputs.v
     s, visible, _ = _scores(problem, inputs)
     p, _, lse = _softmax(s, inputs.sink)
-    o = reference.visible_product(p, visible, _per_head(problem, v))
+    o = reference.visible_product(p * _dropout(problem, inputs), visible, _per_head(problem, v))
     return Outputs(empty_output(q, problem.value_dim).copy_(o), lse.to(lse_dtype(q.dtype)))
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
-    q, k, v, bias, _, sink, parts = inputs
+    q, k, v, bias, _, sink, parts, _ = inputs
     s, visible, transformed = _scores(problem, inputs)
     p, p_sink, _ = _softmax(s, sink)
     # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
     fully_masked = ~visible.any(-1, keepdim=True)
     seeing_q, do = (x.double().masked_fill(fully_masked, 0.0) for x in (q, cotangents.o))
     kh, vh = _per_head(problem, k), _per_head(problem, v)
+    z = _dropout(problem, inputs)
 
-    o = reference.visible_product(p, visible, vh)
+    o = reference.visible_product(p * z, visible, vh)
     delta = (do * o).sum(-1, keepdim=True)
     if cotangents.lse is not None:
         delta = delta - cotangents.lse.double().unsqueeze(-1)
-    ds, db = _score_gradients(problem, p, do @ vh.mT, delta, visible, transformed)
+    ds, db = _score_gradients(problem, p, z * (do @ vh.mT), delta, visible, transformed)
     dbias = None
     if needs.bias and bias is not None:
         dbias = torch.empty_like(bias).copy_(_sum_to(db, problem, bias.shape))
@@ -56,7 +57,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         dsink = torch.empty_like(sink).copy_(-(p_sink * delta).squeeze(-1).sum_to_size(sink.shape))
     dq = problem.score.scale * reference.visible_product(ds, visible, kh)
     dk = problem.score.scale * (ds.mT @ seeing_q)
-    dv = p.mT @ do
+    dv = (p * z).mT @ do
     return Gradients(
         torch.empty_like(q).copy_(dq) if needs.q else None,
         torch.empty_like(k).copy_(_sum_to(dk, problem, k.shape)) if needs.k else None,
@@ -72,7 +73,7 @@ prepare = {"forward": at_once(forward), "backward": at_once(backward)}
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
-    q, k, _, bias, mask, _, parts = inputs
+    q, k, _, bias, mask, _, parts, _ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
@@ -123,6 +124,17 @@ def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     lse = torch.logsumexp(s, dim=-1)
     p = torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, torch.softmax(s, -1))
     return p[..., :keys], p[..., keys:], lse
+
+
+def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
+    """What dropout multiplies each probability by, (B, H, M, N): 0 or 1 / (the share that is kept)."""
+    threshold, seed = problem.score.dropout, inputs.seed
+    if seed is None:
+        return 1.0
+    shape = (problem.batch, problem.heads, problem.queries, problem.keys)
+    b, h, i, j = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in shape), indexing="ij")
+    kept = dropout.kept(dropout.stream(seed, b, h), i, j, threshold)
+    return torch.where(kept, dropout.weight(threshold), 0.0).double()
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:

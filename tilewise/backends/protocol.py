@@ -15,7 +15,7 @@ Pass = Literal["forward", "backward"]
 
 class Inputs(NamedTuple):
     """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None; sink
-    (B|1, H|1, M|1) or None; parts, of bias terms, or None.
+    (B|1, H|1, M|1) or None; parts, of bias terms, or None; seed, of dropout, int64 (2,) or None.
 
     Parts are a record of their own because a call of 10 µs hardly ever has them: nine more fields would be looked at
     in each loop over its inputs.
@@ -28,24 +28,26 @@ class Inputs(NamedTuple):
     mask: Tensor | None
     sink: Tensor | None = None
     parts: Parts | None = None
+    seed: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Without a record in them."""
-        return self[:6] if self.parts is None else (*self[:6], *self.parts)
+        return self[:6] if self.parts is self.seed else self.flat()  # one object: None
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """`INPUT_NAMES`: what an operator of PyTorch's dispatcher takes."""
-        return *self[:6], *(NO_PARTS if self.parts is None else self.parts)
+        return *self[:6], *(NO_PARTS if self.parts is None else self.parts), self.seed
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
         """From `tensors` or `flat`."""
         q, k, v, bias, mask, sink, *parts = tensors
-        return cls(q, k, v, bias, mask, sink, Parts(*parts) if any(x is not None for x in parts) else None)
+        seed = parts.pop() if parts else None
+        return cls(q, k, v, bias, mask, sink, Parts(*parts) if any(x is not None for x in parts) else None, seed)
 
 
 # Of the tensors of `Inputs`, one after the other.
-INPUT_NAMES = (*Inputs._fields[:-1], *Parts._fields)
+INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed")
 
 
 class Outputs(NamedTuple):

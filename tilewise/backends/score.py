@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from tilewise.score import tiles
+from tilewise.score import dropout, tiles
 from tilewise.score.terms import Score
 
 LOG2E = 1.4426950408889634
@@ -39,11 +39,21 @@ class Terms(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
+    threshold: float | None = None  # of dropout, see `tilewise.score.dropout`; None compiles it away
+    weight: float | None = None
+    query: Any = None  # numbers of a bias by distance: how a backend has them is its own
+    key: Any = None
+    toeplitz: Any = None
 
 
 def score_terms(score: Score, *, scaled: bool) -> Terms:
     """scaled: `score_tile` applies the scale, which otherwise waits for the exponent."""
-    return Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **score_numbers(score))
+    terms = Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **score_numbers(score))
+    if not score.dropout:
+        return terms
+    # All dropped, they are told by their weight, 0: a threshold of 65536 is more than 16 bits.
+    threshold = min(score.dropout, dropout.NUMBERS - 1)
+    return terms._replace(threshold=float(threshold), weight=dropout.weight(score.dropout))
 
 
 def score_numbers(score: Score) -> dict[str, Any]:

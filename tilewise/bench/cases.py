@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.bench import operators
-from tilewise.problem import Operand, Problem
+from tilewise.bench import operators, terms
+from tilewise.problem import Operand, PartOperands, Problem
 from tilewise.score.terms import Band, Score
 
 TOKENS, HIDDEN = 16384, 2048  # of the large GPU cases: batch times length, and heads times head dimension
+DROPOUT_SEED = (1, 2)
 KINDS = ("BHMN", "1HMN", "B11N")
 
 
 class Inputs(NamedTuple):
-    """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output, sink (H,) or None; all but do
-    are leaves."""
+    """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output, sink (H,) or None, term: what
+    `terms` trains for a case, or None; all but do are leaves."""
 
     q: Tensor
     k: Tensor
@@ -28,14 +28,15 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     do: Tensor
     sink: Tensor | None = None
+    term: Tensor | None = None
 
     @property
     def names(self) -> list[str]:
-        return [name for name in ("q", "k", "v", "bias", "sink") if getattr(self, name) is not None]
+        return [name for name in ("q", "k", "v", "bias", "sink", "term") if getattr(self, name) is not None]
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [x for x in (self.q, self.k, self.v, self.bias, self.sink) if x is not None]
+        return [x for x in (self.q, self.k, self.v, self.bias, self.sink, self.term) if x is not None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Case:
         dtype: of every tensor, as torch names it.
         backward: with gradients of all inputs; without, the forward alone is measured.
         sink: with a trainable attention sink for each head.
+        dropout: the share of the probabilities that are dropped; by tilewise with `DROPOUT_SEED`.
+        term: one of `terms.NAMES`, a trainable bias that no matrix is made of.
         host: so small that what it measures is the host's time for a call; it is left out of pictures.
     """
 
@@ -66,6 +69,8 @@ class Case:
     backward: bool = True
     host: bool = False
     sink: bool = False
+    dropout: float = 0.0
+    term: str | None = None
 
     @property
     def name(self) -> str:
@@ -74,6 +79,21 @@ class Case:
     def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
         """The case as tilewise's backends see it on a device."""
         dtype = getattr(torch, self.dtype)
+        band = Band.aligned(self.causal, None, self.keys - self.queries)
+        score = Score.of(band, self.head_dim, dropout_p=self.dropout)
+        parts = None
+        if self.term is not None:
+            distances = terms.distances(self.term, self.queries, self.keys)
+            grads = ("toeplitz" if distances is None else "query",) if self.backward else ()
+            if distances is None:
+                parts = PartOperands(
+                    toeplitz=Operand(torch.float32, 1, self.heads, 1, self.queries + self.keys - 1), grads=grads
+                )
+            else:
+                score = replace(score, query=distances)
+                parts = PartOperands(
+                    query=Operand(dtype, self.batch, self.heads, self.queries, distances.count), grads=grads
+                )
         return Problem(
             device=device,
             capability=capability,
@@ -85,7 +105,8 @@ class Case:
             keys=self.keys,
             head_dim=self.head_dim,
             value_dim=self.head_dim,
-            score=Score(1 / math.sqrt(self.head_dim), None, Band.aligned(self.causal, None, self.keys - self.queries)),
+            score=score,
+            parts=parts,
             bias=None if self.bias is None else Operand(dtype, *self.bias),
             sink=Operand(dtype, 1, self.heads, 1, 1) if self.sink else None,
             bias_grad=self.bias is not None and self.backward,
@@ -106,16 +127,20 @@ class Case:
         k, v = rows(self.kv_heads, self.keys), rows(self.kv_heads, self.keys)
         bias = None if self.bias is None else normal(*self.bias)
         sink = normal(self.heads) if self.sink else None
-        for x in (q, k, v, bias, sink):
+        term = None
+        if self.term is not None:
+            term = terms.trained(self.term, self.batch, self.heads, self.queries, normal)
+        for x in (q, k, v, bias, sink, term):
             if x is not None:
                 x.requires_grad_(self.backward)
-        return Inputs(q, k, v, bias, do, sink)
+        return Inputs(q, k, v, bias, do, sink, term)
 
 
-def dense(head_dim: int, length: int, causal: bool, sink: bool = False) -> Case:
+def dense(head_dim: int, length: int, causal: bool, sink: bool = False, dropout: float = 0.0) -> Case:
     heads = HIDDEN // head_dim
     family = f"dense D{head_dim} {'causal' if causal else 'full'}{' sink' if sink else ''}"
-    return Case(family, TOKENS // length, heads, heads, length, length, head_dim, causal, sink=sink)
+    family += f" dropout {dropout:g}" if dropout else ""
+    return Case(family, TOKENS // length, heads, heads, length, length, head_dim, causal, sink=sink, dropout=dropout)
 
 
 def biased(kind: str, head_dim: int, length: int) -> Case:
@@ -129,6 +154,18 @@ def biased(kind: str, head_dim: int, length: int) -> Case:
         "B11N": (batch, 1, 1, length),
     }
     return Case(f"bias {kind} D{head_dim}", batch, heads, heads, length, length, head_dim, bias=shapes[kind])
+
+
+def inkling(length: int, term: bool) -> Case:
+    """The attention of the Inkling models: a learned bias of the last 1,024 keys for each query."""
+    family = f"inkling 64/8 D128 causal{'' if term else ' without bias'}"
+    return Case(family, 1, 64, 8, length, length, 128, causal=True, term="inkling" if term else None)
+
+
+def toeplitz(term: str | None, length: int) -> Case:
+    """A bias of distances alone, on 16 heads of dimension 64."""
+    family = f"{term or 'dense'} 16 heads D64 full"
+    return Case(family, max(8192 // length, 1), 16, 16, length, length, 64, term=term)
 
 
 def pair(length: int) -> Case:
@@ -195,7 +232,13 @@ def _gpu() -> Iterator[Case]:
             yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
             yield from (dense(head_dim, length, causal=True, sink=True) for head_dim in (128, 64))
+            for head_dim in (128, 64):
+                yield from (dense(head_dim, length, causal, dropout=0.1) for causal in (False, True))
         yield from (dense(256, length, causal) for causal in (False, True))
+    for length in (4096, 8192, 16384):
+        yield from (inkling(length, term) for term in (False, True))
+    for length in (2048, 8192):
+        yield from (toeplitz(term, length) for term in (None, "t5", "alibi"))
     # the other rows of the table in docs/notebook/decoding.md
     yield decode(16, 32768, queries=16)
     yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
@@ -216,6 +259,7 @@ def _cpu() -> Iterator[Case]:
         for dtype in ("float32", "bfloat16"):
             yield from (on_cpu(kind, length, dtype) for kind in ("full", "causal", "BHMN", "1HMN"))
     yield on_cpu("B11N", 2048, "float32")
+    yield from (replace(on_cpu("full", 2048, "float32"), family=f"{x} D64 float32", term=x) for x in terms.NAMES)
     yield decode(2, 8192, "float32")
     yield from (tiny("float32", bias) for bias in (False, True))
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench import operators
-from tilewise.bench.cases import Case, Inputs
+from tilewise.bench import operators, terms
+from tilewise.bench.cases import DROPOUT_SEED, Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
 _CUDA_ONLY = "measured on CUDA devices only"
@@ -74,12 +74,12 @@ def providers(device: torch.device) -> list[Provider]:
         _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", elsewhere),
         _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", elsewhere),
         _sdpa("sdpa-math", "MATH", None),
-        Provider("flex", flex, _no_sink, _flex),
+        Provider("flex", flex, _no_dropout, _flex),
         Provider("fa4", elsewhere or _missing("flash_attn.cute", "flash-attn-4"), _no_bias, _fa4),
         Provider(
             "cudnn-graph",
             elsewhere or _missing("cudnn", "nvidia-cudnn-frontend"),
-            lambda case: _no_sink(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
+            lambda case: _plain(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
             _cudnn_graph,
         ),
         *(_of_operator(*computer) for computer in operators.computers()),
@@ -110,10 +110,15 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         return backend_module(backend).declines(case.problem(device.type, capability))
 
     def prepare(case: Case, x: Inputs) -> Steps:
-        q, k, v, bias, _, sink = x
+        q, k, v, bias, _, sink, trained = x
+        term: Any = bias if case.term is None or trained is None else terms.term(case.term, trained)
+
+        dropout: dict[str, Any] = {}
+        if case.dropout:
+            dropout = {"dropout_p": case.dropout, "dropout_seed": torch.tensor(DROPOUT_SEED, device=q.device)}
 
         def forward() -> Tensor:
-            return tilewise.attention(q, k, v, bias=bias, sink=sink, causal=case.causal, backend=backend)
+            return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **dropout)
 
         return _autograd(forward, x)
 
@@ -129,14 +134,14 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
             return f"would store float32 scores of {scores / 2**30:.0f} GiB more than once"
         if case.causal and case.queries != case.keys:
             return "is_causal aligns top-left: with M != N another function"
-        return _no_sink(case)
+        return _no_term(case)
 
     def prepare(case: Case, x: Inputs) -> Steps:
         q, k, v, bias, *_ = x
         grouped = case.heads != case.kv_heads
         return _autograd(
             lambda: F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=case.causal, enable_gqa=grouped
+                q, k, v, attn_mask=bias, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=grouped
             ),
             x,
             lambda: sdpa_kernel(getattr(SDPBackend, backend)),
@@ -158,6 +163,8 @@ def _flex(case: Case, x: Inputs) -> Steps:
             lambda b, h, i, j: j <= i + offset, None, None, case.queries, case.keys, device=q.device.type
         )
     score_mod = None if bias is None else _score_mod(bias)
+    if case.term is not None and x.term is not None:
+        score_mod = terms.score_mod(case.term, x.term)
     grouped = case.heads != case.kv_heads
     return _autograd(lambda: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped), x)
 
@@ -177,11 +184,24 @@ def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
 
 
 def _no_bias(case: Case) -> str | None:
-    return _no_sink(case) if case.bias is None else "takes no bias tensor that has a gradient"
+    return _plain(case) if case.bias is None else "takes no bias tensor that has a gradient"
 
 
 def _no_sink(case: Case) -> str | None:
     return "is measured without sinks" if case.sink else None
+
+
+def _no_term(case: Case) -> str | None:
+    """Of providers that would need the whole matrix, which cases of `biased` measure."""
+    return _no_sink(case) if case.term is None else "takes a matrix alone, and adding up its gradient is the caller's"
+
+
+def _no_dropout(case: Case) -> str | None:
+    return "is measured without dropout" if case.dropout else _no_sink(case)
+
+
+def _plain(case: Case) -> str | None:
+    return _no_dropout(case) or _no_term(case)
 
 
 def _fa4(case: Case, x: Inputs) -> Steps:

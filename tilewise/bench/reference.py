@@ -1,4 +1,5 @@
-"""The right answer: unfused attention and its gradients in a wider dtype, in plain torch, independent of tilewise."""
+"""The right answer: unfused attention and its gradients in a wider dtype, in plain torch, independent of tilewise but
+for which probabilities dropout keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.bench.cases import AnyCase, Case, Inputs
+from tilewise.bench import terms
+from tilewise.bench.cases import DROPOUT_SEED, AnyCase, Case, Inputs
+from tilewise.score import dropout
 
 # Relative to the norm of the right answer: twice to ten times what rounding in that dtype explains.
 TOLERANCES = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-5, "float64": 1e-10}
@@ -15,7 +18,7 @@ _SCORES_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 21}  # elements of a chunk's sco
 
 
 def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
-    """o and, if the case has a backward, dq, dk, dv, dbias and dsink, computed in ``wide``.
+    """o and, if the case has a backward, dq, dk, dv, dbias, dsink and dterm, computed in ``wide``.
 
     Default: float32 for 16-bit inputs, which is exact enough and cheap, and float64 for others.
     """
@@ -57,27 +60,46 @@ def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, 
             slice(None) if size == 1 else axis for size, axis in zip(x.bias.shape, (b, h, r, slice(None)), strict=True)
         )
         s += x.bias[part]
-    if case.causal:  # bottom-right: the last query sees the last key
-        i = torch.arange(case.queries, device=s.device)[r, None]
-        j = torch.arange(case.keys, device=s.device)[None, :]
-        s.masked_fill_(j > i + case.keys - case.queries, -torch.inf)
+    i = torch.arange(case.queries, device=s.device)[r, None] + case.keys - case.queries
+    distance = torch.arange(case.keys, device=s.device)[None, :] - i  # of the last query from the last key: 0
+    trained = None
+    if case.term is not None and x.term is not None:
+        trained = terms.own(case.term, b, h, r)
+        s += terms.part(case.term, x.term[trained].to(wide), distance)
+    if case.causal:
+        s.masked_fill_(distance > 0, -torch.inf)
     if x.sink is not None:  # one more column, which no value goes with
         s = torch.cat([s, x.sink[h, None, None].to(wide).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, dim=-1)
     p, p_sink = p[..., : case.keys], p[..., case.keys :]
-    o = p @ v
+    z: Tensor | float = 1.0
+    if case.dropout:
+        z = _dropout(case, b, h, r, x.q.device).to(wide)
+    o = (z * p) @ v
     results["o"][b, h, r] = o
     if not case.backward:
         return
-    results["dv"][b, one] += (p.mT @ do).sum(1, keepdim=True)
+    results["dv"][b, one] += ((z * p).mT @ do).sum(1, keepdim=True)
     delta = (do * o).sum(-1, keepdim=True)
     if x.sink is not None:
         results["dsink"][h] -= (p_sink * delta).sum((0, 2, 3))
-    ds = p * (do @ v.mT - delta)
+    ds = p * (z * (do @ v.mT) - delta)
     results["dq"][b, h, r] = scale * (ds @ k)
     results["dk"][b, one] += scale * (ds.mT @ q).sum(1, keepdim=True)
     if x.bias is not None:
         results["dbias"][part] += ds.sum_to_size(x.bias[part].shape)
+    if case.term is not None and x.term is not None and trained is not None:
+        results["dterm"][trained] += terms.part_gradient(case.term, x.term[trained], ds, distance)
+
+
+def _dropout(case: Case, b: slice, h: slice, r: slice, device: torch.device) -> Tensor:
+    """What the probabilities of a chunk are multiplied by."""
+    threshold = dropout.threshold(case.dropout)
+    batches, heads, rows = (torch.arange(x.start, x.stop, device=device) for x in (b, h, r))
+    seed = torch.tensor(DROPOUT_SEED, device=device)
+    words = dropout.stream(seed, batches[:, None, None, None], heads[:, None, None])
+    kept = dropout.kept(words, rows[:, None], torch.arange(case.keys, device=device), threshold)
+    return kept * dropout.weight(threshold)
 
 
 def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:

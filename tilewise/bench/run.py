@@ -277,7 +277,9 @@ class _Measured:
             synchronize(clock.device)
             first_call = time.perf_counter() - start
             names = ("o", *(f"d{name}" for name in x.names))
-            errors = reference.errors(dict(zip(names, found, strict=False)), self.right)
+            # What another draws it drops by a generator of its own: nothing here says what is right.
+            known = not isinstance(case, Case) or not case.dropout or is_ours(provider.name)
+            errors = reference.errors(dict(zip(names, found, strict=False)), self.right) if known else {}
             del found
             row = Row(case.name, provider.name, "measured", errors=errors, first_call_s=first_call)
             wrong = reference.wrong(errors, case)

@@ -21,6 +21,7 @@ from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
 from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
+from tilewise.score.integers import larger
 from tilewise.score.relative import Relative, hidden_band, window
 from tilewise.score.terms import Band, Distances
 from tilewise.tensors import check_tensor
@@ -133,7 +134,7 @@ def _four(x: Tensor) -> Tensor:
 
 def _sum(terms: list[Relative], sizes: Sizes) -> Relative:
     """Toeplitz terms as one vector over the M + N - 1 distances ``j - i``."""
-    first, width = 1 - sizes.M, torch.sym_max(sizes.M + sizes.N - 1, 0)
+    first, width = 1 - sizes.M, larger(sizes.M + sizes.N - 1, 0)
     vectors = [window(x, first, width) for x in terms]
     heads = max(x.shape[1] for x in vectors)
     total = _per_head(vectors[0], heads)

@@ -35,6 +35,7 @@ from tilewise.bias.terms import (
     summary,
     wide,
 )
+from tilewise.score.integers import larger
 from tilewise.score.relative import Relative
 from tilewise.score.terms import Distances
 
@@ -133,7 +134,7 @@ class Alibi(Term):
     def toeplitz(self, M: int, N: int) -> Relative:
         """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already."""
         known, shift = shift_of(self, M, N)
-        width = torch.sym_max(M + N - 1, 0)
+        width = larger(M + N - 1, 0)
         distance = torch.arange(width, device=self.slopes.device) + (1 - M + known)
         if shift is not None:
             distance = distance + shift.view(-1, 1, 1, 1)

@@ -54,6 +54,9 @@ def command(
     softcap: Annotated[
         str | None, typer.Option(help="Scores become softcap * tanh(score / softcap).", metavar="NUMBER")
     ] = None,
+    dropout_p: Annotated[
+        str | None, typer.Option(help="Share of the probabilities that are dropped, 0 to 1.", metavar="NUMBER")
+    ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Equal inputs give equal bits.")] = False,
     backend: Annotated[
         str | None,
@@ -85,6 +88,7 @@ def command(
     widths = None if window is None else _window(window)
     factor = None if scale is None else number(scale, "--scale")
     cap = None if softcap is None else number(softcap, "--softcap")
+    share = 0.0 if dropout_p is None else number(dropout_p, "--dropout-p")
     speeds = None if limits is None else _limits(limits)
     options = _options(kv_shape is not None, value_dim is not None)
 
@@ -115,6 +119,7 @@ def command(
                 window=widths,
                 scale=factor,
                 softcap=cap,
+                dropout_p=share,
                 deterministic=deterministic,
                 backend=None if backend == "auto" else backend,
                 device=place if where == "meta" else None,
@@ -134,7 +139,8 @@ def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
     k = "--kv-shape" if kv_shape else "--shape"
     tensors = {"q": "--shape", "k": k, "v": "--value-dim" if value_dim else k}
     words = ("causal", "window", "scale", "softcap", "deterministic", "backend", "device", "limits")
-    return tensors | {name: f"--{name}" for name in ("bias", "mask", "sink", *words)}
+    named = {name: f"--{name}" for name in ("bias", "mask", "sink", *words)}
+    return tensors | named | {"dropout_p": "--dropout-p"}
 
 
 def _where(place: str) -> tuple[str, AbstractContextManager]:

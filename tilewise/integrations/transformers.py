@@ -5,8 +5,12 @@
     model = AutoModel.from_pretrained(..., attn_implementation="tilewise")
 
 Every model that calls transformers' AttentionInterface runs: encoders, decoders with their caches, sliding windows,
-softcaps, attention sinks (gpt-oss), and the T5 family, whose relative position bias goes in as ``bias`` and gets its
-gradient.
+softcaps, attention sinks (gpt-oss, Inkling-2), and T5 and Inkling, whose position bias goes in as ``bias`` and gets its
+gradient. They make it as a tensor of queries and keys. `use_bias_terms` is for models with such a bias:
+
+    model = use_bias_terms(AutoModel.from_pretrained(...))
+
+From then on they hand over what the bias is made of, and neither they nor tilewise make that tensor.
 
 Some models do not call it (Bloom, DeBERTa, Falcon, GPT-J, MPNet, Swin v2 and others). transformers accepts every
 registered name for them; they compute their attention by themselves all the same, or raise a bare KeyError. Here each
@@ -19,6 +23,8 @@ of them is refused while it is made, by a ValueError that says which model it is
     by its dictionaries  Falcon, GPT-J, SAM and others look attn_implementation up in a dictionary of attention classes.
                          Each of those in the file of a model gets an entry that raises, before the layers are made.
 
+`use_bias_terms` runs some of them: Bloom, DeBERTa-v2 and MPT.
+
 A submodel is checked by itself. So Gemma3n is refused as a whole: its audio encoder is. Name the parts that can run:
 ``attn_implementation={"text_config": "tilewise"}``.
 
@@ -30,7 +36,7 @@ What a mask means here. transformers asks `attention_mask` once for all layers o
 `attention_forward` in each layer:
 
     None               nothing to hide but what causality hides, if the layer is causal
-    bool (B, N)        causal, and these keys are tokens, not padding
+    bool (B, N|1)      causal, and these keys are tokens, not padding; one column says that all of them are
     bool (B|1, W, N|1) the same within a window: query i sees itself and the W - 1 keys before it. The W rows are one
                        row, expanded without memory: their number alone counts
     (B, 1|H, 1|M, N)   the whole truth, causality and window included: bool, True = attend, or floating, added
@@ -60,15 +66,15 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from tilewise.api import attention
-
-NAME = "tilewise"
+from tilewise.integrations import models
+from tilewise.integrations.models import NAME
+from tilewise.integrations.position_bias import PositionBias
 
 # Below the logger of transformers: transformers.logging.set_verbosity and TRANSFORMERS_VERBOSITY count for it too.
 _logger = logging.get_logger(f"transformers.{NAME}")
 
 # What some models pass to change the result, and tilewise.attention does not compute.
 _UNSUPPORTED = {
-    "sinks": "attention sinks of this form (s_aux, a logit for each head, is taken)",
     "indices": "sparse attention by token indices",
     "block_indices": "sparse attention by block indices",
     "cache": "the paged cache of continuous batching",
@@ -76,6 +82,8 @@ _UNSUPPORTED = {
 
 # Models whose layers take the mask to have four dimensions, and crop it to the keys: they get the last of its forms.
 _CROP_THE_MASK = {"pix2struct_text_model"}
+# Models that convert the mask, so that None will not do.
+_CONVERT_THE_MASK = {"mpt"}
 
 
 def register() -> None:
@@ -99,6 +107,53 @@ def unregister() -> None:
         del _extended.pop()[NAME]
 
 
+def use_bias_terms(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model hand tilewise the parts of its position bias, so that no tensor of queries and keys is made of them.
+
+    Bloom, MPT                  ALiBi, as it is: a number a key; and by its slopes
+    DeBERTa-v2                  content to position and position to content, as values of each query and each key by
+                                distance
+    Inkling, Inkling-2          relative states and profiles, whose product has a value of each query for each distance
+    T5, mT5, UMT5, Pop2Piano,   the table of buckets, also in decoding with a cache; cross attention gets no zeros
+    Switch Transformers
+
+    Methods of modules are replaced on this model alone; calling it again changes nothing. It calls `register` and sets
+    the model's attn_implementation to "tilewise", and while that stands the replacements act:
+    ``model.set_attn_implementation("eager")`` gives T5 and Inkling their own code back, and
+    ``model.config._attn_implementation = "eager"`` the others, which do not support the former. Parameters stay where
+    they are, with their names: checkpoints are the same. Tables of half precision are indexed in float32.
+
+    Args:
+        model: made with any attn_implementation that it supports; with "tilewise" too if it calls AttentionInterface.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no PreTrainedModel.
+        ValueError: a model without a module that is known here, by name; a setting that is not known; a method that
+            another has replaced; a part that "tilewise" cannot run, as `register` refuses it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}")
+    found = list(models.modules_to_replace(model))
+    if not found:
+        raise ValueError(
+            f"model: no part of {type(model).__name__} has a position bias that is known here; known are those of "
+            f"{models.FAMILIES}"
+        )
+    register()
+    for module, name, config in found:
+        models.replace(module, name, config)
+    # Nothing acts before this.
+    for _, name, config in found:
+        if models.computes_attention(name):
+            config._attn_implementation = NAME
+    if not all(models.computes_attention(name) for _, name, _ in found):
+        model.set_attn_implementation(NAME)
+    return model
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -109,8 +164,9 @@ def attention_forward(
     scaling: float | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Any = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as AttentionInterface calls it.
@@ -120,11 +176,14 @@ def attention_forward(
         query: (B, H, M, D). key, value: (B, Hkv, N, D) and (B, Hkv, N, Dv). A batch of 1 is broadcast. Under autocast
             all three are cast to its dtype.
         attention_mask: in one of the four forms of the module's docstring.
-        dropout: must be 0 for now.
+        dropout: in training mode, of the probabilities: ``dropout_p`` of `tilewise.attention`, with a seed from torch's
+            generator.
         scaling: multiplies ``query @ key.mT``; default ``1 / sqrt(D)``.
         softcap: as for `tilewise.attention`.
-        position_bias: floating, broadcastable to (B, H, M, N), added to the scores; it gets its gradient.
+        position_bias: floating, broadcastable to (B, H, M, N), added to the scores; it gets its gradient. Or what else
+            ``bias`` of `tilewise.attention` takes, or what `use_bias_terms` puts in its place.
         s_aux: attention sinks (gpt-oss), floating, (H,): ``sink`` of `tilewise.attention`; it gets its gradient.
+        sinks: those of Inkling-2, of each query, floating, (B, H, M, 1); likewise.
         kwargs: what else a model passes. The window is the mask's; what does not change the result is ignored.
 
     Returns:
@@ -133,28 +192,43 @@ def attention_forward(
         ``attentions`` are empty.
 
     Raises:
-        NotImplementedError: dropout > 0, or an argument that changes the result and is not supported.
+        NotImplementedError: an argument that changes the result and is not supported.
+        ValueError: sinks of another shape, or beside s_aux.
     """
-    _check(dropout, kwargs)
+    _check(kwargs)
     batch = max(query.shape[0], key.shape[0])
     query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+
+    if sinks is not None:
+        if s_aux is not None or sinks.dim() != 4 or sinks.shape[3] != 1:
+            beside = "" if s_aux is None else ", and s_aux"
+            raise ValueError(f"sinks: expected (B, H, M, 1) and no s_aux, got {tuple(sinks.shape)}{beside}")
+        s_aux = sinks.squeeze(3)
+    if isinstance(position_bias, PositionBias):
+        # In all forms of the mask but the last, the last query stands at the last key.
+        aligned = attention_mask is None or attention_mask.dim() < 4
+        position_bias = position_bias.bias(query.device, aligned)
 
     causal, window, mask, bias = False, None, None, position_bias
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     elif attention_mask.dim() == 2:
-        causal, mask = True, attention_mask[:, None, None, :]
+        causal = True
+        mask = None if attention_mask.shape[1] == 1 < key.shape[2] else attention_mask[:, None, None, :]
     elif attention_mask.dim() == 3:
         causal, window = True, (attention_mask.shape[1] - 1, 0)
         mask = None if attention_mask.shape[2] < key.shape[2] else attention_mask[:, None, :1, :]
     elif attention_mask.dtype == torch.bool:
         mask = attention_mask
+    elif isinstance(position_bias, Tensor):
+        bias = position_bias + attention_mask
     else:
-        bias = attention_mask if position_bias is None else position_bias + attention_mask
+        terms = position_bias if isinstance(position_bias, (tuple, list)) else (position_bias,)
+        bias = attention_mask if position_bias is None else (*terms, attention_mask)
 
     o = attention(
         query, key, value, bias=bias, mask=mask, sink=s_aux, causal=causal, window=window, scale=scaling,
-        softcap=softcap,
+        softcap=softcap, dropout_p=dropout,
     )  # fmt: skip
     return o.transpose(1, 2).contiguous(), None
 
@@ -205,6 +279,8 @@ def attention_mask(
     if allow_is_causal_skip and aligned and getattr(config, "model_type", None) not in _CROP_THE_MASK:
         # A (B, N) answer may come back as `attention_mask`, whose columns then count from kv_offset: it must be 0.
         if (local_size is None or kv_offset + kv_length <= local_size) and (padding is None or kv_offset == 0):
+            if padding is None and getattr(config, "model_type", None) in _CONVERT_THE_MASK:
+                return torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device"))
             return padding
         if local_size is not None and _is_window(local_size, config):
             rows = padding if padding is not None else torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device"))
@@ -276,13 +352,15 @@ def _check_modules(model: PreTrainedModel) -> None:
     if own and (not calls or own & from_dictionaries):
         names = ", ".join(sorted(cls.__name__ for cls in own))
         allowed = '"eager" or "sdpa"' if model._supports_sdpa else '"eager"'
-        raise _refusal(f"{type(model).__name__} computes its attention by itself, in {names}", allowed)
+        known = any(models.known_class(cls) for cls in own)
+        raise _refusal(f"{type(model).__name__} computes its attention by itself, in {names}", allowed, known)
 
 
-def _refusal(what: str, allowed: str) -> ValueError:
+def _refusal(what: str, allowed: str, known: bool = False) -> ValueError:
+    instead = f"load it with {allowed} and call use_bias_terms(model)" if known else f"use {allowed}"
     return ValueError(
         f'attn_implementation: {what}, and does not call AttentionInterface, so that "{NAME}" cannot run it; '
-        f"use {allowed}. If it is part of a model whose other parts can run, name those: "
+        f"{instead}. If it is part of a model whose other parts can run, name those: "
         f'attn_implementation={{"text_config": "{NAME}"}}'
     )
 
@@ -324,12 +402,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _check(dropout: float, kwargs: dict) -> None:
-    if dropout > 0:
-        raise NotImplementedError(
-            f"dropout: attention dropout is not implemented yet, got {dropout}; set the config's attention dropout "
-            "(attention_dropout, attention_probs_dropout_prob, or dropout_rate for T5) to 0, or call model.eval()"
-        )
+def _check(kwargs: dict) -> None:
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{name}: {meaning} is not implemented; use another attn_implementation")

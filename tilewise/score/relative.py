@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.score.integers import larger, smaller
 from tilewise.score.terms import Band, Distances
 
 Kind = Literal["inside", "cut", "zero", "hidden", "clamp"]
@@ -147,9 +148,9 @@ def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first:
 def _overlap(distances: Distances, least: int, width: int) -> tuple[int, int, int, int]:
     """Of ``width`` distances from ``least`` on: how many lie below those with an entry, the first entry of those inside
     and their number, how many lie above. Of integers that a compiler may not know yet."""
-    left = torch.sym_min(torch.sym_max(distances.lo - least, 0), width)
-    right = torch.sym_min(torch.sym_max(least + width - 1 - distances.hi, 0), width)
-    start = torch.sym_min(torch.sym_max(least - distances.lo, 0), distances.count)
+    left = smaller(larger(distances.lo - least, 0), width)
+    right = smaller(larger(least + width - 1 - distances.hi, 0), width)
+    start = smaller(larger(least - distances.lo, 0), distances.count)
     middle = width - left - right
     return left, distances.count - start - middle if distances.reverse else start, middle, right
 

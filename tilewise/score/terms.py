@@ -1,6 +1,6 @@
 """The terms of the score pipeline, as small frozen values.
 
-    s = scale * q·k  ->  softcap  ->  + bias  ->  where visible, else -inf  ->  softmax
+    s = scale * q·k  ->  softcap  ->  + bias  ->  where visible, else -inf  ->  softmax  ->  dropout
 
 Tensors (the bias, the mask) are arguments of a call, not terms; a term holds numbers only. So of a bias by distance
 the `Distances` stand here, and its values among the `parts.Parts`.
@@ -14,6 +14,9 @@ from numbers import Integral, Real
 from typing import Literal, NamedTuple, TypedDict, cast
 
 import torch
+
+from tilewise.score import dropout
+from tilewise.score.integers import larger, smaller
 
 Window = tuple[int | None, int | None]  # see `Band.aligned`
 Axis = Literal["query", "key", "none"]
@@ -64,8 +67,8 @@ class Band:
         """What the two leave visible together; None hides nothing."""
         if other is None:
             return self
-        lo = other.lo if self.lo is None else self.lo if other.lo is None else torch.sym_max(self.lo, other.lo)
-        hi = other.hi if self.hi is None else self.hi if other.hi is None else torch.sym_min(self.hi, other.hi)
+        lo = other.lo if self.lo is None else self.lo if other.lo is None else larger(self.lo, other.lo)
+        hi = other.hi if self.hi is None else self.hi if other.hi is None else smaller(self.hi, other.hi)
         return Band(lo, hi)
 
 
@@ -94,6 +97,7 @@ class Score:
 
     query, key: of a bias by distance with values per query, and of one per key, which distances have an entry. One for
     all, a Toeplitz bias, has one for each of M + N - 1: `parts.Parts.relatives`.
+    dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout.
     """
 
     scale: float
@@ -101,13 +105,18 @@ class Score:
     band: Band
     query: Distances | None = None
     key: Distances | None = None
+    dropout: int = 0
 
     @classmethod
-    def of(cls, band: Band, head_dim: int, *, scale: float | None = None, softcap: float | None = None) -> Score:
+    def of(
+        cls, band: Band, head_dim: int, *, dropout_p: float = 0.0, scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Score:  # fmt: skip
         """Of a caller's numbers, those that `check_numbers` has let pass; without a scale it is 1 / sqrt(head_dim)."""
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
-        return cls(float(scale), None if softcap is None else float(softcap), band)
+        dropped = 0 if dropout_p == 0 else dropout.threshold(float(dropout_p))
+        return cls(float(scale), None if softcap is None else float(softcap), band, dropout=dropped)
 
     @property
     def transformed(self) -> bool:
@@ -131,20 +140,21 @@ class Terms(NamedTuple):
     key_lo: int | None = None
     key_count: int | None = None
     key_rule: str = ""
+    dropout: int = 0
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
         band = score.band
         numbers = cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
         if score.query is None and score.key is None:
-            return numbers
-        return cls(*numbers[:7], *_flat(score.query), *_flat(score.key))
+            return numbers._replace(dropout=score.dropout) if score.dropout else numbers
+        return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout)
 
     @property
     def score(self) -> Score:
         query = _distances("query", self.query_lo, self.query_count, self.query_rule)
         key = _distances("key", self.key_lo, self.key_count, self.key_rule)
-        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key)
+        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout)
 
 
 def _flat(distances: Distances | None) -> tuple[int | None, int | None, str]:
@@ -186,7 +196,5 @@ def check_numbers(
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
         if name != "dropout_p" and not 0 < number < math.inf:
             raise ValueError(f"{name}: must be positive and finite, got {number}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: must be a float in [0, 1), got {dropout_p!r}")
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: dropout is not implemented yet, got {dropout_p}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p: must be a float in [0, 1], got {dropout_p!r}")

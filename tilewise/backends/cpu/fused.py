@@ -27,6 +27,8 @@ def declines(problem: Problem) -> str | None:
     bias, mask, band = problem.bias, problem.mask, problem.score.band
     if problem.score.transformed:
         return "PyTorch's fused kernel has no softcap"
+    if problem.score.dropout:
+        return "PyTorch's fused kernel has no dropout"
     if problem.head_dim != problem.value_dim:
         return "PyTorch's fused kernel needs values as wide as keys"
     if band_hides(problem) and (band.lo is not None or band.hi != 0):

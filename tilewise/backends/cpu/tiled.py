@@ -28,7 +28,7 @@ from tilewise.backends.cpu.parts import (
     product,
 )
 from tilewise.problem import Problem
-from tilewise.score import reference, visibility
+from tilewise.score import dropout, reference, visibility
 from tilewise.score.relative import Relative, add_gradient, tile_kind
 from tilewise.score.relative import tile as relative_tile
 from tilewise.score.tiles import key_tiles, limits
@@ -80,7 +80,7 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
         p = exp_difference(s, m_new)
         alpha = exp_difference(m_i, m_new)
         l_i = alpha * l_i + p.sum(-1, keepdim=True)
-        acc = heads.weighted_sum(p, heads.v[tile.j], tile, alpha * acc)  # 10
+        acc = heads.weighted_sum(heads.with_dropout(p, tile), heads.v[tile.j], tile, alpha * acc)  # 10
         m_i = m_new
     if heads.inputs.sink is not None:  # one more score, and no value
         sink = heads.sink(rows)
@@ -168,11 +168,15 @@ def _attend_backward(
             p.div_(total)
         if fully_masked is not None:
             p.masked_fill_(fully_masked, 0.0)
+        z = heads.kept(tile)
         if want.v is not None:
-            dv[tile.j] = product(do_t, p, dv[tile.j])
+            dv[tile.j] = product(do_t, p if z is None else p * z, dv[tile.j])
         if want.q is None and want.k is None and dbias is None and not part.sums:
             continue
-        ds, db = heads.score_tile_gradient(p, product(do, heads.v[tile.j].mT), delta, capped, tile)
+        dp = product(do, heads.v[tile.j].mT)
+        if z is not None:
+            dp.mul_(z)
+        ds, db = heads.score_tile_gradient(p, dp, delta, capped, tile)
         if dbias is not None:
             heads.add_to_bias(dbias, tile, db)
         if part.sums:
@@ -262,6 +266,7 @@ class _Heads:
         self.k, self.v = self._key_tiles(inputs.k), self._key_tiles(inputs.v)
         self.band_hides = band_hides(problem)
         self.vectors, self.relatives = self._parts()
+        self.stream = self._stream()
         self.hides = self.band_hides or not (inputs.bias is None and inputs.mask is None and inputs.parts is None)
 
     def _parts(self) -> tuple[dict[str, Tensor], dict[str, Relative]]:
@@ -274,6 +279,14 @@ class _Heads:
             shift = x.shift if x.shift is None or x.shift.shape[0] == 1 else x.shift[self.kv[0]]
             relatives[name] = x._replace(values=self.of_heads(x.values), shift=shift)
         return {name: self.of_heads(x) for name, x in parts.vectors()}, relatives
+
+    def _stream(self) -> dropout.Stream | None:
+        """Of dropout the words of these heads, (batches, heads, G, 1, 1)."""
+        if self.inputs.seed is None:
+            return None
+        b, h = (torch.arange(x.start, x.stop) for x in self.kv)
+        heads = h[:, None] * self.problem.group + torch.arange(self.problem.group)
+        return dropout.stream(self.inputs.seed, b.view(-1, 1, 1, 1, 1), heads[..., None, None])
 
     def _key_tiles(self, x: Tensor) -> list[Tensor]:
         blocks = x[self.kv].split(self.tiling.cols, dim=2)
@@ -444,6 +457,19 @@ class _Heads:
             return x
         # No view: of what is visible in the memory order of a transposed mask the result may have that order.
         return torch.where(tile.visible, self._over_heads(x), 0.0).reshape(x.shape)
+
+    def kept(self, tile: _Tile) -> Tensor | None:
+        """What dropout multiplies a tile of probabilities by, (T, R, cols); None where there is none."""
+        if self.stream is None:
+            return None
+        threshold = self.problem.score.dropout
+        found = dropout.kept_tile(self.stream, tile.rows, self._keys(tile.j), threshold)
+        return found.to(self.dtype).mul_(dropout.weight(threshold)).flatten(2, 3).flatten(0, 1)
+
+    def with_dropout(self, p: Tensor, tile: _Tile) -> Tensor:
+        """In the place of ``p``."""
+        z = self.kept(tile)
+        return p if z is None else p.mul_(z)
 
     def weighted_sum(self, p: Tensor, x: Tensor, tile: _Tile, start: Tensor | None) -> Tensor:
         """``start + p @ x`` in the place of ``start``; in a careful tile a hidden pair adds nothing, not even NaN."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gluon.values import range_numbers
 from tilewise.backends.score import score_numbers
 from tilewise.problem import Problem
 from tilewise.score import tiles
@@ -32,6 +33,13 @@ class Terms(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
+    column: Any = gl.constexpr(0)  # of a bias by distance: where key 0 stands in its values, see `relative`
+    first: Any = gl.constexpr(0)  # the least distance with an entry
+    range_lo: Any = gl.constexpr(0)  # and which have one
+    range_hi: Any = gl.constexpr(0)
+    entries: Any = gl.constexpr(0)  # how many of them
+    inner_lo: Any = gl.constexpr(0)  # and of which distances pairs are visible, too
+    inner_hi: Any = gl.constexpr(0)
 
 
 def score_terms(problem: Problem) -> Terms:
@@ -40,6 +48,7 @@ def score_terms(problem: Problem) -> Terms:
         exponent=LOG2E if capped else score.scale * LOG2E,
         inverse=1.0 if capped else 1.0 / score.scale,
         **score_numbers(score),
+        **range_numbers(problem),
     )
 
 

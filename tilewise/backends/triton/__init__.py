@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from tilewise.backends import float32_precision, has_triton, no_parts
+from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.problem import Problem
+from tilewise.backends.triton.reductions import unordered
+from tilewise.problem import PART_WORDS, Problem
 from tilewise.quantities import count
 
 
@@ -29,8 +30,11 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
         return "has no float64 kernels"
     if problem.bias is not None and problem.bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
-    if problem.parts is not None:
-        return no_parts(problem.parts)
+    for name, x in () if problem.parts is None else problem.parts.named():
+        if x.dtype == torch.float64:
+            return f"reads {PART_WORDS[name]} in float16, bfloat16 or float32, not float64"
+    if problem.deterministic and work == "backward" and (why := unordered(problem)) is not None:
+        return why
     if problem.sink is not None and problem.sink.dtype == torch.float64:
         return "reads a sink in float16, bfloat16 or float32, not float64"
     if interpreted and problem.dtype == torch.bfloat16:

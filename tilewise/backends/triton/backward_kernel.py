@@ -6,18 +6,28 @@ summed over the key tiles by float32 reduce-adds, or, where equal inputs must gi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import query_tiles, score_tile, score_tile_gradient
-from tilewise.backends.triton.score import visible_tile
+from tilewise.backends.dropout import kept, stream
+from tilewise.backends.score import query_tiles, score_tile_gradient
+from tilewise.backends.triton.relative import (
+    far_count,
+    far_place,
+    give_parts,
+    limits_of,
+    near_tiles,
+    origins,
+)
+from tilewise.backends.triton.score import score_products, visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,
     dot,
     dq_accum_at,
     head_at,
-    load_operand,
     load_rows,
     matrix_of,
     program_tile,
@@ -75,6 +85,14 @@ def finite_kernel(k, v, finite, sizes, c):
     tl.store(at, tl.min((tl.abs(v_tile) < float("inf")).to(tl.int8), 1), mask=n < sizes.keys)
 
 
+class OwnKeys(NamedTuple):
+    """By pointers, the keys and values that a program keeps; and which are finite, see `finite_kernel`."""
+
+    k: Any
+    v: Any
+    finite: Any
+
+
 @triton.jit
 def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
     """The tile of k or v that a program keeps, with rows that are not finite as 0 where something may be hidden.
@@ -108,25 +126,29 @@ def load_stats(x, b, h, m0, sizes, c):
 
 @triton.jit
 def tile_gradients(
-    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0,
-    MASKED: tl.constexpr, PARTIAL: tl.constexpr, c,
+    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c,
 ):  # fmt: skip
-    """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score.
+    """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score. Of Pᵀ what dropout keeps,
+    whose weight is dV's.
 
-    MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the band, the keys or the queries.
+    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
+    band, the keys or the queries. NEAR: see `score_products`.
     """
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
-    products = dot(k_tile, q_tile.T, None, c)
-    added = products
-    if c.BIAS:
-        added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, PARTIAL, sizes, c).to(tl.float32)
-    s, slope = score_tile(products, added, terms, c.BIAS)
+    s, slope, _added = score_products(k_tile, q_tile.T, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
     if MASKED or PARTIAL:
         p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, PARTIAL, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
-    ds, db = score_tile_gradient(p, dp, delta[None, :], slope, terms)
+    if words is not None:
+        keep = kept(words, m0, at.rows, n0, cols, terms.threshold)
+        dp = tl.where(keep, dp * terms.weight - delta[None, :], -delta[None, :])  # dP - D in one multiply-add
+        ds, db = score_tile_gradient(p, dp, 0.0, slope, terms)
+        p = tl.where(keep, p, 0.0)
+    else:
+        ds, db = score_tile_gradient(p, dp, delta[None, :], slope, terms)
     return p, ds, db
 
 
@@ -167,8 +189,8 @@ def _give_bias(dbias, how, db, b, h, m0, n0, sizes, c):
 
 
 @triton.jit
-def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, tile, n0,
-                     MASKED: tl.constexpr, PARTIAL: tl.constexpr, c):  # fmt: skip
+def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, tile, n0,
+                     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
     """One tile of queries, seen from the keys: every gradient that it takes part in."""
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
@@ -176,7 +198,7 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, si
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
     delta = load_stats(x.delta, b, h, m0, sizes, c)
     p, ds, db = tile_gradients(
-        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, terms, sizes, b, h, m0, n0, MASKED, PARTIAL, c
+        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, MASKED, PARTIAL, NEAR, c
     )
     if c.WANT_V:
         dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
@@ -189,14 +211,20 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, si
         dcol += tl.sum(db, 1)
     elif c.DBIAS != "none":
         _give_bias(dbias, c.BIAS_HOW, db, b, h, m0, n0, sizes, c)
+    if c.DPARTS:
+        at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
+        give_parts(x, db, at, n0, tl.arange(0, c.BLOCK_N)[:, None], PARTIAL, NEAR, terms, sizes, c)
     return dk, dv, dcol
 
 
 @triton.jit
-def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows, finite, dq_accum, dk, dv,
-                    dbias, terms, sizes, c):  # fmt: skip
-    """dK and dV of one tile of keys, its share of dQ, and dBias; walks the query heads of the group."""
-    x = Reads(q, k, v, do, lse2, delta, bias, mask)
+def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, own, dq_accum, dk, dv, dbias, terms,
+                    sizes, c):  # fmt: skip
+    """dK and dV of one tile of keys, its share of dQ, dBias, and what it gives to the parts of bias terms; walks the
+    query heads of the group.
+
+    parts: a `PartTensors`, or None. own: `OwnKeys`.
+    """
     FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with dQ among the products a third loop spills
     # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
@@ -205,19 +233,28 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows,
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER)
     n0 = tile * c.BLOCK_N
-    k_tile = _load_keys(k, k_rows, finite, b, hk, n0, "head", sizes, c)
-    v_tile = _load_keys(v, v_rows, finite, b, hk, n0, "value", sizes, c)
-    begin, full_begin, full_end, end = query_tiles(
-        n0, tl.minimum(c.BLOCK_N, sizes.keys - n0), sizes.queries, terms.lo, terms.hi, c.BLOCK_M
-    )
+    query_origin, key_origin = origins(parts, terms, b, c)
+    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin)
+    k_tile = _load_keys(k, own.k, own.finite, b, hk, n0, "head", sizes, c)
+    v_tile = _load_keys(v, own.v, own.finite, b, hk, n0, "value", sizes, c)
+    count = tl.minimum(c.BLOCK_N, sizes.keys - n0)
+    lo, hi = limits_of(x, terms, c)
+    begin, full_begin, full_end, end = query_tiles(n0, count, sizes.queries, lo, hi, c.BLOCK_M)
     if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
         full_begin = begin
         full_end = begin
+
+    near_begin, near_end = full_begin, full_end
+    if c.FAR:
+        near_begin, near_end = near_tiles(x, n0, count, full_begin, full_end, True, terms, sizes, c)
 
     dk_sum = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
     dv_sum = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
     for g in range(0, sizes.group):
         h = hk * sizes.group + g
+        words = None
+        if seed is not None:
+            words = stream(seed, b, h)
         dcol = tl.zeros([c.BLOCK_N], tl.float32)
         if c.LISTS:
             walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)
@@ -228,20 +265,31 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows,
             for i in tl.range(0, walk.full):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, False, False, c
-                )
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, False,
+                    False, True, c,
+                )  # fmt: skip
+        whole_begin, whole_end = walk.full, walk.whole_end
+        if c.FAR:
+            whole_begin, whole_end = near_begin, near_end
+            for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end)):
+                t = far_place(i, full_begin, near_begin, near_end)
+                dk_sum, dv_sum, dcol = _attend_backward(
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK,
+                    False, False, c,
+                )  # fmt: skip
         if APART:
-            for i in tl.range(walk.full, walk.whole_end):
+            for i in tl.range(whole_begin, whole_end):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, False,
-                    c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK,
+                    False, True, c,
                 )  # fmt: skip
         for i in tl.range(0, cut_count(walk)):
             t, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, CUT, c
-            )
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, CUT,
+                True, c,
+            )  # fmt: skip
         if c.DBIAS == "cols":
             mb, mh = matrix_of(c.BIAS_HOW, b, h)
             base = dbias.pointer + tl.cast(mb, tl.int64) * dbias.stride0 + tl.cast(mh, tl.int64) * dbias.stride1
@@ -255,6 +303,8 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, lists, k_rows, v_rows,
     if c.WANT_K:
         store_rows(dk, dk_sum * terms.scale, b, hk, n, sizes.keys, sizes.head_dim, c.BLOCK_D)
     if c.WANT_V:
+        if seed is not None:
+            dv_sum *= terms.weight
         store_rows(dv, dv_sum, b, hk, n, sizes.keys, sizes.value_dim, c.BLOCK_DV)
 
 

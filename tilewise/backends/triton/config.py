@@ -98,12 +98,17 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
         return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
-        return Config(64, 32, 4, 2) if d <= 64 else Config(32, 16, 4, 1)
+        return Config(64, 32, 4, 2) if d <= 64 else Config(16 if by_distance(problem) else 32, 16, 4, 1)
+    added = problem.bias_itemsize or by_distance(problem)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(64, 32, 4, 2) if problem.bias_itemsize else Config(128, 64, 4, 2)
+            return Config(64, 32, 4, 2) if added else Config(128, 64, 4, 2)
         return Config(64, 32, 8, 2) if d <= 128 else Config(64, 16, 4, 1)
     bias_tile = problem.bias_itemsize
+    if by_distance(problem) and d <= 128:  # two programs share a multiprocessor, also at 128 dimensions
+        if d > 64 and (problem.mask is not None or problem.score.transformed):  # else thousands of bytes spill
+            return Config(128, 32, 8, 3)
+        return Config(64, 64, 4, 3 if d <= 64 else 2)
     if d <= 64:
         if _hopper(problem) and not tma:  # tiles that `widths` made wider
             return Config(64, 64, 8, 3)
@@ -120,10 +125,8 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
             return Config(128, 32, 8, 3)
         if bias_tile:
             return Config(128, 64, 8, 3 if bias_tile == 2 else 2)
-        # Two programs of 64 queries fill the shared memory to the last byte; beside tiles of a mask one would be left.
-        mask_tile = tma and _hopper(problem) and problem.mask is not None and problem.mask.matrix_itemsize
-        return Config(128, 64, 8, 3) if mask_tile else Config(64, 64, 4, 3)
-    block_n = 64 if bias_tile < 4 else 32
+        return Config(64, 64, 4, 3)
+    block_n = 64 if bias_tile < 4 and not by_distance(problem) else 32
     if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
         return Config(64, block_n, 4, 2)
     return Config(128, block_n, 8, 2)
@@ -193,9 +196,10 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
         return Config(32, 32, 4, 1) if d <= 64 else Config(16, 16, 4, 1)
+    added = problem.bias_itemsize or by_distance(problem)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(32, 64, 8, 2) if problem.bias_itemsize else Config(32, 64, 4, 2)
+            return Config(32, 64, 8, 2) if added else Config(32, 64, 4, 2)
         return Config(16, 64, 4, 1) if d <= 128 else Config(16, 32, 4, 1)
     bias_tile = problem.bias_itemsize
     if not tma:
@@ -203,6 +207,14 @@ def backward_config(problem: Problem, tma: bool) -> Config:
         if d <= 64:
             return Config(64, 64, 4, 3)
         return Config(64, 64, 8, 2) if d <= 128 else Config(64, 32, 8, 1)
+    if by_distance(problem) and d <= 128:
+        # Values per query leave many tiles without an entry, and those like large tiles, as a backward without a bias
+        # does. Others have values in every tile: those that spill least.
+        often = problem.parts is not None and (problem.parts.toeplitz is not None or problem.parts.key is not None)
+        if d <= 64:
+            return Config(32 if often else 64, 64, 4, 3)
+        if often and not _blackwell(problem):
+            return Config(64, 64, 8, 2, dq_tma=True)
     if d <= 64:
         if not bias_tile:
             return Config(64, 64, 4, 4)
@@ -219,7 +231,13 @@ def backward_config(problem: Problem, tma: bool) -> Config:
 
 def every_pair_alike(problem: Problem) -> bool:
     """No bias, mask or band: no tile takes registers for anything but the products."""
-    return problem.bias is None and problem.mask is None and problem.score.band.unlimited
+    return problem.bias is None and problem.parts is None and problem.mask is None and problem.score.band.unlimited
+
+
+def by_distance(problem: Problem) -> bool:
+    """Whether a bias by distance is among what is added to the scores; its tiles come by pointers."""
+    parts = problem.parts
+    return parts is not None and any(x is not None for x in (parts.query, parts.key, parts.toeplitz))
 
 
 def _hopper(problem: Problem) -> bool:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import key_tiles, score_tile, split_tiles, with_sink
+from tilewise.backends.dropout import kept, stream
+from tilewise.backends.score import key_tiles, split_tiles, with_sink
 from tilewise.backends.triton import config
-from tilewise.backends.triton.score import visible_tile
+from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
+from tilewise.backends.triton.score import score_products, visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,
     dot,
     head_at,
     load_group_rows,
-    load_operand,
     load_rows,
     load_sink,
     program_tile,
@@ -28,18 +29,20 @@ from tilewise.backends.triton.tensors import (
 from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(2.0**27)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite float32
 MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
 @triton.jit
-def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
-            CAREFUL: tl.constexpr, c):  # fmt: skip
+def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+            CAREFUL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
     """One tile of keys and values: scores, online softmax, output.
 
-    MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the band or the keys. CAREFUL: a value that is
-    not finite counts only where visible; the tile is then PARTIAL too.
+    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
+    band or the keys. CAREFUL: a value that is not finite counts only where visible; the tile is then PARTIAL too. NEAR:
+    see `score_products`.
     """
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
     cols = tl.arange(0, c.BLOCK_N)[None, :]
@@ -47,11 +50,7 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, MASKED: tl.constex
 
     # S = Q Kᵀ
     k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    products = dot(q_tile, k_tile.T, None, c)
-    added = products
-    if c.BIAS:
-        added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
-    s, _slope = score_tile(products, added, terms, c.BIAS)
+    s, _slope, added = score_products(q_tile, k_tile.T, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
 
     # masks act after the product
     HIDES: tl.constexpr = MASKED or PARTIAL
@@ -65,10 +64,11 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, MASKED: tl.constex
     m_new = tl.maximum(m_i, tl.max(s, 1))
     base, exponent = m_new, terms.exponent
     if c.BIAS:
+        far = FAR * (LOG2E / terms.exponent) if c.BIAS_FIRST else FAR  # in the units of the scores
         # Where all keys of a row have a bias of -1e9 or less, s · exponent and the rounded base · exponent differ by
         # any power of 2, at last by an overflow. Neighbours of such numbers are 16 away and more, so that exp(s - base)
         # is 1 or next to 0: an exponent of 1, with which both are exact, says the same.
-        exponent = tl.where(tl.abs(base) > FAR, 1.0, exponent)
+        exponent = tl.where(tl.abs(base) > far, 1.0, exponent)
     elif HIDES:  # a row that has seen nothing yet has m_new = -inf
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
     # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
@@ -77,6 +77,11 @@ def _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, tile, MASKED: tl.constex
     p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
+    if words is not None:
+        # LLVM: a 0 that it does not know, or it selects after p is rounded, which takes an instruction more for each
+        # element; and rounded here, or what is kept is held in registers while the program waits for V.
+        zero = terms.weight * 0.0
+        p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms.threshold), p, zero).to(q_tile.dtype)
 
     # O += P V
     v_tile = load_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
@@ -100,13 +105,13 @@ def _start(c):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, sink, lists, o, lse, terms, sizes, c):
+def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, o, lse, terms, sizes, c):
     """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
 
     Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse. sink: a
-    `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part.
+    `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part. seed: two
+    numbers, or None without dropout. parts: of bias terms, `Parts` of `Strided`s and pointers, or None.
     """
-    x = Reads(q, k, v, None, None, None, bias, mask)
     # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_N
@@ -135,8 +140,14 @@ def forward_kernel(q, k, v, bias, mask, sink, lists, o, lse, terms, sizes, c):
         at = QueryRows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
         q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
+    words = None
+    if seed is not None:
+        words = stream(seed, b, at.head)
+    query_origin, key_origin = origins(parts, terms, b, c)
+    x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin)
     if not c.LISTS:
-        begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+        lo, hi = limits_of(x, terms, c)
+        begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, lo, hi, c.BLOCK_N)
         if c.SPLIT:
             begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
         walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
@@ -146,14 +157,22 @@ def forward_kernel(q, k, v, bias, mask, sink, lists, o, lse, terms, sizes, c):
     if c.LISTS:
         for i in tl.range(0, walk.full):
             n, listed = tile_at(walk, i, listed, c.LISTS)
-            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, False, False, False, c)
+            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, False, False, False, True, c)
+    whole_begin, whole_end = walk.full, walk.whole_end
+    if c.FAR:
+        whole_begin, whole_end = near_tiles(x, first, count, full_begin, full_end, False, terms, sizes, c)
+        for i in tl.range(0, far_count(full_begin, whole_begin, whole_end, full_end)):
+            n = far_place(i, full_begin, whole_begin, whole_end)
+            acc, m_i, l_i = _attend(
+                acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, False, c
+            )
     if APART:
-        for i in tl.range(walk.full, walk.whole_end):
+        for i in tl.range(whole_begin, whole_end, num_stages=c.STAGES_MASKED):
             n, listed = tile_at(walk, i, listed, c.LISTS)
-            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, False, False, c)
-    for i in tl.range(0, cut_count(walk)):
+            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, True, c)
+    for i in tl.range(0, cut_count(walk), num_stages=c.STAGES_MASKED):
         n, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, CUT, False, c)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, CUT, False, True, c)
 
     if c.HIDES:
         # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
@@ -164,7 +183,9 @@ def forward_kernel(q, k, v, bias, mask, sink, lists, o, lse, terms, sizes, c):
                 n = i
                 if c.LISTS:  # read where it is needed: no pipeline is there to wait, and a step ahead takes a register
                     n = tl.load(walk.tiles + i)
-                acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, at, terms, sizes, n, c.MASK, True, True, c)
+                acc, m_i, l_i = _attend(
+                    acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, True, True, True, c
+                )
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
     if sink is not None:
@@ -174,6 +195,8 @@ def forward_kernel(q, k, v, bias, mask, sink, lists, o, lse, terms, sizes, c):
 
     # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    if seed is not None:
+        acc *= terms.weight
     if c.SPLIT:
         b += split * sizes.batch
     row = row_at(head_at(b, head, sizes), m, sizes.queries)

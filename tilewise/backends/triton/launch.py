@@ -19,11 +19,12 @@ from tilewise.backends import (
     allocation,
     device_of,
     empty_output,
-    sink_gradient,
 )
-from tilewise.backends.launcher import POINTER, Launch, boxed, constants, sink_layout, strided
+from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
 from tilewise.backends.score import INTERPRET, Terms, score_terms
+from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.triton.backward_kernel import (
+    OwnKeys,
     backward_kernel,
     finite_kernel,
     postprocess_kernel,
@@ -41,7 +42,23 @@ from tilewise.backends.triton.config import (
 )
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
 from tilewise.backends.triton.masks import MaskLists, MaskTiles, lists_pay
-from tilewise.backends.triton.ordered_kernels import bias_gradient_kernel, query_gradient_kernel
+from tilewise.backends.triton.ordered_kernels import (
+    bias_gradient_kernel,
+    diagonal_gradient_kernel,
+    query_gradient_kernel,
+)
+from tilewise.backends.triton.parts import (
+    cast_part_gradients,
+    empty_part_gradients,
+    first_added,
+    flat_gradients,
+    flat_parts,
+    has_far_tiles,
+    part_hows,
+    part_numbers,
+    parts_layout,
+)
+from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
@@ -60,7 +77,9 @@ class Constexprs(NamedTuple):
     RAGGED_N: Any  # of keys, past theirs
     TMA: Any  # q, k, v, do by descriptor
     WIDE: Any  # offsets inside one tile need 64 bits
-    BIAS: Any
+    BIAS: Any  # something is added to the scores
+    BIAS_TENSOR: Any  # the bias is among it
+    BIAS_FIRST: Any  # the product starts from it
     MASK: Any
     BIAS_HOW: Any  # how they broadcast, `Broadcast`
     MASK_HOW: Any
@@ -68,13 +87,19 @@ class Constexprs(NamedTuple):
     ORDER: Any  # see tensors.program_tile
     PRECISION: Any  # of float32 products
     STAGES_AGAIN: Any  # see config.second_walk_stages
+    STAGES_MASKED: Any  # of the loops that read a mask; fewer where two programs then share a multiprocessor
     MARK: Any  # dtype that marks values that are not finite
     PACK_GQA: Any  # see config.Config
+    HAS_PARTS: Any  # there are parts of bias terms. Asked of the record itself, Triton 3.6 stumbles over what it lacks
+    PARTS: Any  # how they are read, see parts.PartHows
+    FIRST: Any  # what is added first, the "bias" or the part of that name
+    FAR: Any = False  # tiles that meet no distance with an entry have a loop of their own
     LISTS: Any = False  # with a mask, of the tiles to visit: see visibility
     SPLIT: Any = False  # several programs share the keys of a tile of queries
     DQ_TMA: Any = False
     DBIAS: Any = "none"  # see bias_reduction
     DBIAS_TMA: Any = False
+    DPARTS: Any = False  # some part of bias terms wants a gradient
     WANT_Q: Any = False
     WANT_K: Any = False
     WANT_V: Any = False
@@ -90,24 +115,26 @@ class Forward:
         self._prepare(forward_config(problem, bias is not None and _uses_tma(problem, bias), tma), inputs)
 
     def _prepare(self, config: Config, inputs: Inputs) -> None:
-        problem, (q, k, v, bias, mask, sink, _) = self.problem, inputs
+        problem, (q, k, v, bias, mask, sink, parts, _) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
-        parts = splits(problem, config)
+        shares = splits(problem, config)
         lists = mask is not None and lists_pay(problem, config)
         self.masked = None
         if mask is not None and lists:
             self.masked = MaskLists(problem, config, mask, by_rows=True, by_keys=False, even=False)
-        c = _compiled(problem, config, inputs, tma, q, k, v, bias, mask, SPLIT=parts > 1, LISTS=lists)
-        sizes = _sizes(problem)._replace(splits=parts)
+        c = _compiled(
+            problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
+        )
+        sizes = _sizes(problem)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
         lse = q.new_empty(q.shape[:3], dtype=torch.float32, device="meta")
         self.empty_o, self.empty_lse = allocation(o, q.device), allocation(lse, q.device)
         self.merge = None
-        if parts > 1:
-            target = o.new_empty((parts * problem.batch, *o.shape[1:]), dtype=torch.float32)
-            part_lse = lse.new_empty((parts * problem.batch, *lse.shape[1:]))
-            self.empty_parts = allocation(target, q.device), allocation(part_lse, q.device)
+        if shares > 1:
+            target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
+            share_lse = lse.new_empty((shares * problem.batch, *lse.shape[1:]))
+            self.empty_shares = allocation(target, q.device), allocation(share_lse, q.device)
             self.merge = Launch(
                 merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
@@ -117,15 +144,17 @@ class Forward:
             rows, heads = rows * problem.group, problem.kv_heads
         self.main = Launch(
             forward_kernel,
-            triton.cdiv(rows, config.block_m) * heads * problem.batch * parts,
+            triton.cdiv(rows, config.block_m) * heads * problem.batch * shares,
             (
                 *_input_layouts(inputs, config, c, tma),
-                sink_layout(sink if parts == 1 else None),
+                sink_layout(sink if shares == 1 else None),
+                POINTER,
+                parts_layout(parts),
                 POINTER,
                 strided(target),
                 POINTER,
             ),
-            (_terms(problem), sizes, c),
+            (_terms(problem, inputs), sizes, c),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
@@ -136,12 +165,13 @@ class Forward:
             o, lse = self.empty_o(), self.empty_lse()
             lists = None if self.masked is None or inputs.mask is None else self.masked(inputs.mask).by_rows
             try:
+                parts = flat_parts(inputs.parts)
                 if self.merge is None:
-                    self.main(*inputs[:6], lists, o, lse)
+                    self.main(*inputs[:6], inputs.seed, *parts, lists, o, lse)
                 else:
-                    parts, part_lse = (empty() for empty in self.empty_parts)
-                    self.main(*inputs[:5], None, lists, parts, part_lse)
-                    self.merge(parts, part_lse, o, lse, inputs.sink)
+                    shares, share_lse = (empty() for empty in self.empty_shares)
+                    self.main(*inputs[:5], None, inputs.seed, *parts, lists, shares, share_lse)
+                    self.merge(shares, share_lse, o, lse, inputs.sink)
             except OutOfResources as error:
                 self._prepare(_smaller(self.config, error), inputs)
                 return self(inputs)
@@ -157,7 +187,7 @@ class Backward:
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
-        problem, needs, (q, k, v, bias, mask, _, _) = self.problem, self.needs, inputs
+        problem, needs, (q, k, v, bias, mask, sink, parts, _) = self.problem, self.needs, inputs
         do, dlse = cotangents
         self.config = config
         tma = _uses_tma(problem, q, k, v, do)
@@ -175,7 +205,10 @@ class Backward:
         # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
         summed = needs.q and not problem.deterministic
         dq_accum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
-        by_keys = summed or needs.k or needs.v or not (ordered_bias or reduction == "none")
+        dparts = empty_part_gradients(problem, parts, needs, torch.device("meta"))
+        ordered_parts = {name: x for name, x in dparts.items() if problem.deterministic and is_summed(problem, name)}
+        given = {name: x for name, x in dparts.items() if name not in ordered_parts}
+        by_keys = summed or needs.k or needs.v or bool(given) or not (ordered_bias or reduction == "none")
         lists = mask is not None and lists_pay(problem, config)
         self.masked = None
         if mask is not None and lists:
@@ -187,15 +220,17 @@ class Backward:
 
         dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
         c = _compiled(
-            problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias,
+            problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts),
+            *dparts.values(),
             LISTS=lists,
             DQ_TMA=tma and config.dq_tma,
             DBIAS="none" if ordered_bias else reduction,
             DBIAS_TMA=dbias_tma,
+            DPARTS=bool(given),
             WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
         )  # fmt: skip
         sizes = _sizes(problem, m_tiles * block_m)
-        numbers = (_terms(problem), sizes, c)
+        numbers = (_terms(problem, inputs), sizes, c)
         dq_accum_layout: Any = POINTER
         if dq_accum is not None and c.DQ_TMA.value:
             block = [1, c.BLOCK_D.value, block_m]
@@ -207,7 +242,9 @@ class Backward:
         *qkv, bias_layout, mask_layout = _input_layouts(inputs, config, c, tma)
         rows = (
             *qkv, _rows_layout(do, block_m, c.BLOCK_DV, tma), stats_layout, stats_layout, bias_layout, mask_layout,
+            POINTER,
         )  # fmt: skip
+        rows_of_queries = (*rows, parts_layout(parts))
         usual = {"num_warps": 4, "num_stages": 3}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
@@ -221,20 +258,45 @@ class Backward:
         if c.HIDES.value:
             self.finite = Launch(finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual)
         if by_keys:
-            after = (POINTER, strided(k), strided(v), POINTER, dq_accum_layout, strided(dk), strided(dv), dbias_layout)
-            self.main = Launch(backward_kernel, key_programs, (*rows, *after), numbers, **options)
+            own = Record(OwnKeys, (strided(k), strided(v), POINTER))
+            self.main = Launch(
+                backward_kernel, key_programs,
+                (
+                    *rows, parts_layout(parts, given), POINTER, own, dq_accum_layout, strided(dk), strided(dv),
+                    dbias_layout,
+                ),
+                numbers, **options,
+            )  # fmt: skip
         if dq_accum is not None:
             self.postprocess = Launch(postprocess_kernel, row_programs, (POINTER, strided(dq)), numbers, **usual)
         elif dq is not None:
             self.query_gradient = Launch(
-                query_gradient_kernel, row_programs, (*rows, POINTER, strided(dq)), numbers, **fewer
+                query_gradient_kernel, row_programs, (*rows_of_queries, POINTER, strided(dq)), numbers, **fewer
             )
+        self.sink_gradient = None
+        if needs.sink and sink is not None and outputs.lse is not None:
+            self.sink_gradient = SinkGradient(
+                sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0, negative=False
+            )
+
+        def ordered(x: Tensor, name: str) -> Launch:
+            operand = problem.bias if name == "bias" else getattr(problem.parts, name)
+            assert isinstance(operand, Operand)
+            kernel, numel = bias_gradient_kernel, x.shape[0] * x.shape[1]
+            how = broadcast(operand, problem.broadcast_group(operand), False)
+            before: tuple[Any, ...] = ("bias",)
+            programs = numel * (m_tiles if x.shape[2] > 1 else 1) * (n_tiles if x.shape[3] > 1 else 1)
+            if name in ("query", "key"):  # a tile of entries for each tile of scores
+                how, before, programs = how._replace(ROWS=True, COLS=True), (name,), numel * m_tiles * n_tiles
+            elif name == "toeplitz":
+                kernel, before = diagonal_gradient_kernel, ()
+                programs = numel * triton.cdiv(x.shape[3], config.block_n)
+            layouts = (*rows_of_queries, POINTER, strided(x))
+            return Launch(kernel, programs, layouts, (constants(how), *before, *numbers), **fewer)
+
         if dbias is not None and ordered_bias:
-            b, h, m, n = dbias.shape
-            programs = b * h * (m_tiles if m > 1 else 1) * (n_tiles if n > 1 else 1)
-            self.bias_gradient = Launch(
-                bias_gradient_kernel, programs, (*rows, POINTER, strided(dbias)), numbers, **fewer
-            )
+            self.bias_gradient = ordered(dbias, "bias")
+        self.part_gradients = {name: ordered(x, name) for name, x in ordered_parts.items()}
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         try:
@@ -244,7 +306,7 @@ class Backward:
             return self(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, _ = inputs
+        q, k, v, bias, mask, sink, parts, _ = inputs
         do, dlse = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
@@ -255,22 +317,26 @@ class Backward:
             if self.finite is not None:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
-            rows = (q, k, v, do, lse2, delta, bias, mask)
+            dparts = empty_part_gradients(self.problem, parts, self.needs, q.device)
+            rows = (q, k, v, do, lse2, delta, bias, mask, inputs.seed, *flat_parts(parts))
             found = MaskTiles(None, None, None) if self.masked is None or mask is None else self.masked(mask)
             if self.main is not None:
-                self.main(*rows, found.by_keys, k, v, finite, dq_accum, dk, dv, dbias)
+                given = {name: x for name, x in dparts.items() if name not in self.part_gradients}
+                self.main(*rows, *flat_gradients(parts, given), found.by_keys, k, v, finite, dq_accum, dk, dv, dbias)
             if self.postprocess is not None:
                 self.postprocess(dq_accum, dq)
             if self.query_gradient is not None:
                 self.query_gradient(*rows, found.by_rows, dq)
             if self.bias_gradient is not None:
                 self.bias_gradient(*rows, found.states, dbias)
+            for name, launch in self.part_gradients.items():
+                launch(*rows, found.states, dparts[name])
             if dbias is not None and bias is not None:
                 dbias = dbias.to(bias.dtype)
             dsink = None
-            if self.needs.sink and sink is not None and outputs.lse is not None:
-                dsink = sink_gradient(sink, outputs.lse, -delta[:, :, : self.problem.queries])
-        return Gradients(dq, dk, dv, dbias, dsink)
+            if self.sink_gradient is not None and sink is not None and outputs.lse is not None:
+                dsink = self.sink_gradient(sink, outputs.lse, delta)
+            return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
 
 
 def _smaller(config: Config, error: OutOfResources) -> Config:
@@ -304,8 +370,20 @@ def bias_reduction(problem: Problem) -> str:
     return "store" if problem.broadcast_group(problem.bias).single else "add"
 
 
-def _terms(problem: Problem) -> Terms:
-    return score_terms(problem.score, scaled=problem.score.transformed or problem.bias is not None)
+def _adds(problem: Problem) -> bool:
+    """Whether something is added to the scores."""
+    return problem.bias is not None or problem.parts is not None
+
+
+def _bias_first(problem: Problem) -> bool:
+    """Whether the product of a tile starts from what is added to it: not before a softcap."""
+    return problem.parts is not None and not problem.score.transformed
+
+
+def _terms(problem: Problem, inputs: Inputs) -> Terms:
+    scaled = problem.score.transformed or (_adds(problem) and not _bias_first(problem))
+    terms = score_terms(problem.score, scaled=scaled)
+    return terms._replace(**part_numbers(problem, inputs.parts))
 
 
 def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:
@@ -333,7 +411,9 @@ def _compiled(
         RAGGED_N=problem.keys % config.block_n != 0,
         TMA=tma,
         WIDE=wide(*tensors),
-        BIAS=problem.bias is not None,
+        BIAS=_adds(problem),
+        BIAS_TENSOR=problem.bias is not None,
+        BIAS_FIRST=_bias_first(problem),
         MASK=problem.mask is not None,
         BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config),
         MASK_HOW=_broadcast(inputs.mask, problem.mask, problem, config),
@@ -342,6 +422,11 @@ def _compiled(
         PRECISION=precision(problem),
         PACK_GQA=config.pack_gqa,
         STAGES_AGAIN=second_walk_stages(problem, tma),
+        STAGES_MASKED=2 if problem.mask is not None and config.block_m * bd == 64 * 128 else config.num_stages,
+        HAS_PARTS=inputs.parts is not None,
+        PARTS=part_hows(problem, inputs.parts),
+        FIRST=first_added(problem),
+        FAR=not switches["LISTS"] and has_far_tiles(problem, inputs.parts),
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
         **switches,
     )

@@ -1,12 +1,36 @@
-"""Which pairs of a tile are visible, in the Triton kernels."""
+"""A tile of scores in the Triton kernels, and which of its pairs are visible."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import in_band
-from tilewise.backends.triton.tensors import load_operand
+from tilewise.backends.score import in_band, score_tile
+from tilewise.backends.triton.relative import load_added
+from tilewise.backends.triton.tensors import dot, load_operand
+
+
+@triton.jit
+def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
+    """The scores of a tile, A B with all that comes after and is added; the softcap's derivative, see `score_tile`; and
+    what was added, in float32.
+
+    NEAR: it may meet distances that have an entry. With BIAS_FIRST the product starts from what is added, and the
+    scores are in the units of the product: a tile that is read by pointers, where no pipeline is lost by that, would
+    else have Triton take the maximum and the sum of its rows in the layout in which it is read, in twice as many
+    instructions.
+    """
+    if c.BIAS_FIRST:
+        added = load_added(x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
+        s = dot(a, b, tl.broadcast_to(added * (1.0 / terms.scale), [a.shape[0], b.shape[1]]), c)
+        slope = s
+    else:
+        products = dot(a, b, None, c)
+        added = products
+        if c.BIAS:
+            added = load_added(x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
+        s, slope = score_tile(products, added, terms, c.BIAS)
+    return s, slope, added
 
 
 @triton.jit

@@ -38,6 +38,9 @@ class Reads(NamedTuple):
     delta: Any
     bias: Any
     mask: Any
+    parts: Any = None  # `Parts` of `Strided`s and pointers
+    query_origin: Any = 0  # see `relative.origin_of`
+    key_origin: Any = 0
 
 
 class QueryRows(NamedTuple):

@@ -16,9 +16,12 @@ Maybe = Tensor | None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, parts: Parts | None, score: Score
+    q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, parts: Parts | None, seed: Maybe,
+    score: Score,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
+    if seed is not None:
+        raise NotImplementedError("dropout_p: dropout has no form in ONNX; export the model in evaluation mode")
     kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
 
     def grouped(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs
 
 
 # Beside q, k and v: what else attention takes, in the operators' order, and what of all has a gradient.
-OPERANDS = ("bias", "mask", "sink", *Parts._fields)
+OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed")
 DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
 
 
@@ -50,6 +50,9 @@ class Layout(NamedTuple):
 
 
 def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layout]:
+    if operands[-1] is not None:
+        raise NotImplementedError("seed: dropout takes no DTensors: each device would count its heads from 0")
+
     def operand(name: str, x: Spec | None, dim: int) -> Placement | None:
         if x is None:
             return None

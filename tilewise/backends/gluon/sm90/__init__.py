@@ -10,8 +10,9 @@ import os
 import torch
 
 from tilewise.backends import has_triton, no_parts
+from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.problem import Problem
+from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
 from tilewise.quantities import count
 
 
@@ -48,7 +49,11 @@ def _declines_forward(problem: Problem) -> str | None:
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
     if problem.parts is not None:
-        return no_parts(problem.parts)
+        reason = _declines_parts(problem, problem.parts)
+        if reason is not None:
+            return reason
+    if problem.score.dropout:
+        return "has no kernel with dropout yet"
     if problem.sink is not None:
         if problem.sink.dtype == torch.float64:
             return "reads a sink in float16, bfloat16 or float32, not float64"
@@ -66,6 +71,32 @@ def _declines_forward(problem: Problem) -> str | None:
     return None
 
 
+def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
+    """Of bias terms: values per query are read as a matrix is, if nothing that the device alone knows moves them."""
+    values, distances = parts.query, problem.score.query
+    if values is None or distances is None or len(parts.named()) > 1:
+        return no_parts(parts)
+    name = PART_WORDS["query"]
+    if parts.shifts or parts.buckets:
+        what = "from a start that is a tensor" if parts.shifts else "through buckets"
+        return f"reads {name} at positions that the host knows, one entry for each distance: not {what}"
+    if distances.outside == "clamp" or (distances.outside == "hidden" and any(ends(problem))):
+        return f"reads {name} that is 0 outside its distances, or hidden by the band: not {distances.outside!r}"
+    beside = {"another bias": problem.bias, "a mask": problem.mask, "a softcap": problem.score.softcap}
+    found = [word for word, x in beside.items() if x is not None]
+    if found:
+        return f"takes {name} alone: not beside {' and '.join(found)}"
+    if values.dtype == torch.float64:
+        return f"reads {name} in float16, bfloat16 or float32, not float64"
+    if max(problem.head_dim, problem.value_dim) > 128:
+        return f"reads {name} up to 128 dimensions"
+    if min(problem.queries, problem.keys) == 1:
+        return f"reads {name} for two queries and keys or more"
+    if max(abs(distances.lo), abs(distances.hi)) >= 2**30:
+        return "counts distances in 32 bits"
+    return None
+
+
 def _declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
     d, dv = problem.head_dim, problem.value_dim
@@ -76,6 +107,8 @@ def _declines_backward(problem: Problem) -> str | None:
     if 2 * problem.batch * problem.heads * (problem.queries + 128) >= 2**31:
         return "counts the rows of all heads in 32 bits"
     mask, bias = problem.mask, problem.bias
+    if problem.parts is not None and problem.parts.query is not None:
+        return _declines_values_backward(problem, problem.parts.query)
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
         return "counts the words of the mask's bits in 32 bits"
     if bias is None or bias.axes != "matrix":
@@ -97,10 +130,20 @@ def _declines_backward(problem: Problem) -> str | None:
     return None
 
 
+def _declines_values_backward(problem: Problem, values: Operand) -> str | None:
+    name = PART_WORDS["query"]
+    if values.dtype != problem.dtype:
+        return f"differentiates {name} in q's dtype {problem.dtype}, not {values.dtype}"
+    # Else each entry gets one number that is not 0, which no order of additions and no rounding of sums can change.
+    if as_matrix(problem).bias_grad and not problem.broadcast_group(values).single:
+        return f"differentiates {name} where no two batch elements or heads share them"
+    return None
+
+
 def tiles(problem: Problem) -> str:
     from tilewise.backends.gluon.sm90.config import forward_config
 
-    c = forward_config(problem)
+    c = forward_config(as_matrix(problem))
     scheduler = "a dynamic tile scheduler" if c.dynamic else "a grid-stride loop over the tiles"
     return (
         f"{c.block_m} queries x {c.block_n} keys, {count(c.warpgroups, 'consumer warpgroup')}, "

@@ -73,6 +73,7 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
 )
 from tilewise.backends.gluon.sm90.mask_tiles import visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
+from tilewise.backends.gluon.sm90.range_tiles import keep_entries, let_out, next_corner
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
@@ -100,8 +101,11 @@ class BackwardConstants(NamedTuple):
     BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
+    RELATIVE: Any  # it is a bias by distance, see `range_tiles`
+    RANGE_LO: Any  # some visible pairs lie below the distances with an entry
+    RANGE_HI: Any  # or above
     GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"
+    DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
@@ -237,11 +241,13 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
 
     s, start, lse, dk, dv, sums = state.s, state.start, state.lse, state.dk, state.dv, state.sums
     ds_operand = ABSENT
+    corner = work_tile.n0 - m0
+    LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or c.DBIAS == "add"
 
     # QK of the first subtile, unless it came ahead, and its dP
     if not c.AHEAD:
         if c.BIAS != "matrix":
-            start = first_start_of(rows, step, True, terms, c)
+            start = first_start_of(rows, step, True, corner, terms, c)
         s_pending = begin(start, rows, shared, step, 0, terms, c)
     if DO_APART:
         wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
@@ -252,7 +258,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
 
     for i in gl.static_range(c.M_SUBTILES):
         if i + 1 < c.M_SUBTILES:
-            next_start = start_of(rows, step, i + 1, terms, c)
+            next_start = start_of(rows, step, corner, i + 1, terms, c)
             s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
             next_lse = lse_of(rows, step, i + 1, c)
             border(steps)
@@ -290,6 +296,8 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
+        if c.DBIAS == "add":
+            keep_entries(ds, rows.bias, corner, i, terms, c)
         ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
@@ -308,6 +316,8 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
     elif c.DBIAS == "reduce":
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
+    elif c.DBIAS == "add":
+        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m0, work_tile.n0, terms, c)
 
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_dq(ds_queries, shared, 0, c)
@@ -318,7 +328,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
     if c.DQ_PARTS == 2:
         rest_pending = begin_dq(ds_queries, shared, 1, c)
     elif c.AHEAD:
-        start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
+        start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
     BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv,))
@@ -328,11 +338,11 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
     release_part(dq, x, dq_ring, tile_of_head, step, 0, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
-        start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, terms, c)
+        start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
     send_part(dq_ring, c)
     if c.DQ_PARTS == 2:
         dk, dq = warpgroup_mma_wait(1, deps=(dk, rest_pending))
-        if c.DBIAS == "store" or c.DBIAS == "reduce":
+        if LEAVES:
             tma.store_wait(0)  # dBias has left shared memory
         release(rows.ring, slot)
         release_part(dq, x, dq_ring, tile_of_head, step, 1, c)
@@ -342,12 +352,12 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         if c.AHEAD:
             dk, s = warpgroup_mma_wait(0, deps=(dk, s_pending))
         elif c.BIAS == "matrix":  # the next bias, under dK
-            start = first_start_of(rows, step + 1, step + 1 < steps, terms, c)
+            start = first_start_of(rows, step + 1, step + 1 < steps, next_corner(m, work_tile, c), terms, c)
             border(steps)
             dk, start = warpgroup_mma_wait(0, deps=(dk, start))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk,))
-        if c.DBIAS == "store" or c.DBIAS == "reduce":
+        if LEAVES:
             tma.store_wait(0)  # dBias has left
         release(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
     if not c.AHEAD:
@@ -391,12 +401,13 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         for g in range(sizes.group):
             count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
             steps += count
+    corner = work_tile.n0 - (work_tile.end - 1) * c.BLOCK_M
     s, start, lse = ABSENT, ABSENT, ABSENT  # where nothing comes ahead
     if c.AHEAD:
-        start, s_pending, lse = begin_ahead(rows, shared, step, steps, terms, c)
+        start, s_pending, lse = begin_ahead(rows, shared, step, steps, corner, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     elif c.BIAS == "matrix":
-        start = first_start_of(rows, step, step < steps, terms, c)
+        start = first_start_of(rows, step, step < steps, corner, terms, c)
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
@@ -490,7 +501,8 @@ def backward_kernel(
         do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
     dq_ring = new_dq_ring(dq, c)
-    DS_SLOTS: gl.constexpr = c.STAGES if c.BIAS == "matrix" and not c.BIAS_APART else 1
+    BEHIND: gl.constexpr = 1 if c.DBIAS == "add" else 0  # see `range_tiles`
+    DS_SLOTS: gl.constexpr = c.STAGES + BEHIND if c.BIAS == "matrix" and not c.BIAS_APART else 1
     ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
     if c.BIAS_APART:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, sink_gradient
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import MaskSummary
 from tilewise.backends.gluon.preprocess import preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
@@ -24,8 +24,11 @@ from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_k
 from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
 from tilewise.backends.gluon.sm90.dq_accum import postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
+from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, vector
+from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
+from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
 
 
@@ -36,6 +39,11 @@ class Backward:
     """
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
+        q, k, v, bias, mask, sink, parts, _ = inputs
+        self.values = None
+        if parts is not None and parts.query is not None and problem.score.query is not None:
+            self.values = Sheared(parts.query, problem.score.query)
+            problem, bias = as_matrix(problem), self.values.like
         self.problem, self.needs = problem, needs
         config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
@@ -44,7 +52,6 @@ class Backward:
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         row_programs = sizes.row_tiles * p.heads * p.batch
-        q, k, v, bias, mask, _, _ = inputs
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
@@ -54,6 +61,9 @@ class Backward:
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         self.empty_dbias = bias_gradient_allocation(problem, bias)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
+        self.adds = reduction(problem) == "add"
+        if self.adds and self.values is not None:
+            dbias = self.values.gradient_like
         # the ring of dS of a bias that is shared
         ring = None
         if bias is not None and reduction(problem) == "reduce":
@@ -70,6 +80,8 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
         dynamic = config.dynamic and reduction(p) != "reduce" and work_tiles > programs
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
+        if self.adds and self.values is not None:
+            self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             preprocess_kernel,
@@ -129,9 +141,12 @@ class Backward:
             num_warps=4 * config.warpgroups,
             launch_pdl=beside,
         )
+        self.sink_gradient = None
+        if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
+            self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, _ = inputs
+        q, k, v, bias, mask, sink, parts, _ = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs
@@ -139,6 +154,13 @@ class Backward:
             stats, dq_accum, counts = self.empty_stats(), self.empty_dq_accum(), self.empty_counts()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
             dbias = None if self.empty_dbias is None else self.empty_dbias(device=q.device)
+            values = None
+            if self.values is not None and parts is not None and parts.query is not None:
+                values = parts.query
+                bias = self.values.laid_out(values)
+                if self.adds:
+                    dbias = self.values.empty_gradient(values)
+                    self.zeros(self.values.entries(dbias))
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts)
             ring = None if self.empty_ring is None else self.empty_ring()
             masking: tuple[Tensor | None, ...] = (None, None, None)
@@ -152,24 +174,22 @@ class Backward:
             self.after(dq_accum, dq, counts)  # next, because it begins while `main` still runs
             if ring is not None:
                 self.reduce_group(*dbias_tiles)
+            dquery = None
+            if self.adds and self.values is not None and values is not None and dbias is not None:
+                dquery = self.values.gradient(dbias, values)
             if needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
             dsink = None
-            if needs.sink and sink is not None and lse is not None:
-                dsink = sink_gradient(sink, lse, minus_delta(stats, lse, self.block_m))
+            if self.sink_gradient is not None and sink is not None and lse is not None:
+                dsink = self.sink_gradient(sink, lse, stats)
         return Gradients(
             dq if needs.q else None,
             dk if needs.k else None,
             dv if needs.v else None,
             dbias if needs.bias else None,
             dsink,
+            query=dquery if needs.query else None,
         )
-
-
-def minus_delta(stats: Tensor, lse: Tensor, block_m: int) -> Tensor:
-    """(B, H, M), from what `preprocess_kernel` has left of each tile of queries."""
-    tiles = stats.view(*lse.shape[:2], -1, 2, block_m)
-    return tiles[:, :, :, 1].flatten(2)[:, :, : lse.shape[2]]
 
 
 def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[BackwardSizes, int]:
@@ -214,6 +234,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        **range_constants(problem),
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         MASK=mask is not None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.backends.gluon.values import ends
 from tilewise.problem import Problem
 
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
@@ -39,6 +40,7 @@ class Config:
         skips_hidden: a warpgroup leaves tiles out of which it sees nothing, and another something.
         dynamic: a program takes whichever tile of queries is left; else those at a stride of the number of programs.
         o_in_q: O leaves through the shared memory of Q.
+        o_in_bias: through a slot of the bias's ring, in its turn: Q and K of the next tile need not wait for that.
         q_in_registers: Q is read once, not by every wgmma.
         scale_in_q: Q is scaled when it is read; the units of the scores are 1, and a bias needs no multiplication.
         programs: that share a multiprocessor.
@@ -61,6 +63,7 @@ class Config:
     sums_by_thread: bool = False
     peeled: bool = False
     skips_hidden: bool = False
+    o_in_bias: bool = False
 
     @property
     def block_m(self) -> int:
@@ -105,7 +108,12 @@ def forward_config(problem: Problem) -> Config:
     by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
     in_registers = in_registers and not by_rows
     apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
+    # A bias by distance whose range ends: most tiles of long rows have none, as if there was no bias.
+    ends_below = ends(problem).lo
     rows = (3 if three else 2) * ROWS
+    fills = d == 256 or (bias > 0 and d == 128)  # no room for O beside everything else
+    by_distance = problem.score.query is not None and problem.bias is not None and problem.bias.dtype == problem.dtype
+    o_in_bias = fills and by_distance and block_n == padded(problem.value_dim)
     return Config(
         block_n=block_n,
         warpgroups=3 if three else 2,
@@ -114,15 +122,16 @@ def forward_config(problem: Problem) -> Config:
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
         bias_first=bias > 0 and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
-        lazy=problem.bias is None if d >= 128 else not small,
+        lazy=(problem.bias is None or ends_below) if d >= 128 else not small,
         dynamic=band or masked,
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
-        o_in_q=(d == 256 or (bias > 0 and d == 128)) and padded(problem.head_dim) == padded(problem.value_dim),
+        o_in_q=fills and not o_in_bias and padded(problem.head_dim) == padded(problem.value_dim),
+        o_in_bias=o_in_bias,
         registers=(104, 32) if small else (160, 32) if three else (240, 24),
         programs=2 if small else 1,
         # Worth 1 to 2 %; slower beside a bias, and at 128 dimensions without a band (H200).
-        sums_by_thread=(plain and (d != 128 or band)) or by_rows,
+        sums_by_thread=((plain or (ends_below and not small)) and (d != 128 or band)) or by_rows,
         peeled=apart,
         skips_hidden=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
     )

@@ -38,6 +38,8 @@ def reduction(problem: Problem) -> str:
         return "none"
     if axes == "cols":
         return "sum"
+    if problem.score.query is not None:
+        return "add"
     return "store" if problem.broadcast_group(bias).single else "reduce"
 
 
@@ -57,9 +59,10 @@ def adds(problem: Problem) -> bool:
 
 def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
-    else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N)."""
+    else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N). Of a bias by
+    distance `values.Sheared` does."""
     how = reduction(problem)
-    if how == "none" or bias is None:
+    if how in ("none", "add") or bias is None:
         return None
     if how == "sum":
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)

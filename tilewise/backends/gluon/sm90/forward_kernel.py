@@ -34,7 +34,18 @@ from tilewise.backends.gluon.pipeline import (
     warp_scheduler_barrier_arrive,
     warp_scheduler_barrier_sync,
 )
-from tilewise.backends.gluon.score import in_band, in_units, mask_of, score_tile, widened
+from tilewise.backends.gluon.score import in_band, mask_of, score_tile
+from tilewise.backends.gluon.sm90.bias_tiles import (
+    bias_scores,
+    first_below_range,
+    load_bias,
+    release_bias,
+    release_o,
+    skip_bias,
+    slot_for_o,
+    start_in_range,
+    start_of,
+)
 from tilewise.backends.gluon.sm90.softmax import (
     by_thread,
     changed_rows,
@@ -74,6 +85,7 @@ class ForwardConstants(NamedTuple):
     PEELED: Any
     SKIPS_HIDDEN: Any
     O_IN_Q: Any
+    O_IN_BIAS: Any
     Q_IN_REGISTERS: Any
     SCALE_IN_Q: Any
     LOADING_REGISTERS: Any
@@ -81,6 +93,9 @@ class ForwardConstants(NamedTuple):
     BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
     BIAS_GROUP: Any  # query heads that share a bias
+    RELATIVE: Any  # it is a bias by distance, see `relative`
+    RANGE_LO: Any  # some visible pairs lie below the distances with an entry
+    RANGE_HI: Any  # or above
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
@@ -121,6 +136,9 @@ class State(NamedTuple):
     l: Any  # noqa: E741  (running sum of each row, or of each thread of one)
     o: Any  # all but the last tile of keys have been added
     p: Any  # of the last
+    taken: (
+        Any  # slots of the bias's ring that the program has taken, where not each tile takes one and nothing else does
+    )
 
 
 @gluon.jit
@@ -155,51 +173,6 @@ def load(x, rings, terms, sizes, c):
             hand_out_tile_index(rings, t, next_index)
         tile_index = next_index
         t += 1
-
-
-@gluon.jit
-def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The role of one warp for each warpgroup: the tiles of its bias."""
-    step = 0
-    t = 0
-    tile_index = gl.program_id(0)
-    while tile_index < sizes.tiles:
-        tile = work_tile_at(tile_index, x, terms, sizes, c)
-        b = tile.b if c.BIAS_BATCH else 0
-        for i in range(tile.count):
-            slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-            n0 = entry_at(i, tile, c).n * c.BLOCK_N
-            row = tile.row0 + 64 * WARPGROUP
-            fill(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS), x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
-            step += 1
-        tile_index = next_tile_index(tile_index, t, rings, c)
-        t += 1
-
-
-@gluon.jit
-def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
-    S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    if c.BIAS == "matrix":
-        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
-        bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
-    elif c.BIAS == "cols":
-        n0 = entry.n * c.BLOCK_N
-        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
-        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
-        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(n0, gl.int64) * x.bias.stride3
-        at = at + cols.to(gl.int64) * x.bias.stride3
-        bias = gl.load(at, mask=cols < sizes.keys - n0, other=0.0)[None, :]
-    else:
-        bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
-    return bias
-
-
-@gluon.jit
-def release_bias(rings, step, c, WARPGROUP: gl.constexpr):
-    if c.BIAS == "matrix":
-        release_after_loads(rings.bias, slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS))
 
 
 @gluon.jit
@@ -271,24 +244,12 @@ def banded(s, row0, keys, terms, c):
 
 
 @gluon.jit
-def start_of(bias, terms, c):
-    """What the accumulator of Q·Kᵀ starts from."""
-    S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    if c.BIAS_FIRST and c.SCALE_IN_Q:
-        return widened(bias)
-    elif c.BIAS_FIRST:
-        return in_units(bias, terms.inverse)
-    else:
-        return gl.zeros([64, c.BLOCK_N], gl.float32, S)
-
-
-@gluon.jit
 def rounded(p, DTYPE: gl.constexpr, c):
     """P in the dtype of V; with SIDES_APART neighbours of two columns as one word, [64, BLOCK_N / 2].
 
     Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
     """
-    if c.PEELED:
+    if c.PEELED or c.RANGE_LO:
         low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
         KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
         return gl.inline_asm_elementwise(
@@ -302,7 +263,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
 @gluon.jit
 def times_v(p, v, o, c):
     """Issue o + P·V; ``p``: of `rounded`."""
-    if c.PEELED:
+    if c.PEELED or c.RANGE_LO:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
         p = gl.join(p, p).reshape([64, c.BLOCK_N])
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
@@ -313,17 +274,23 @@ def times_v(p, v, o, c):
 @gluon.jit
 def attend(
     q, state, x, rings, step, tile, i, terms, sizes, c,
-    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr,
+    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
 
-    FIRST: of its tile of queries, where nothing comes before. BAND: see `scores`.
+    FIRST: of its tile of queries, where nothing comes before. BAND: see `scores`. BIASED: it may have a bias.
     """
+    STARTS: gl.constexpr = c.BIAS_FIRST and BIASED
     k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
     entry = entry_at(i, tile, c)
     words = mask_words(x, entry, tile, sizes, c, WARPGROUP)
-    if c.BIAS_FIRST:
-        bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
+    taken = state.taken
+    COUNTED: gl.constexpr = c.RANGE_LO or c.RANGE_HI or c.O_IN_BIAS
+    nth = taken if COUNTED else step
+    if STARTS and (c.RANGE_LO or c.RANGE_HI):
+        start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
+    elif STARTS:
+        bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
     else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
@@ -333,7 +300,7 @@ def attend(
     # QK, and PV of the tile before
     warp_scheduler_barrier_sync(WARPGROUP)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=c.BIAS_FIRST, is_async=True)
+    s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
     if not FIRST:
         wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
@@ -341,14 +308,24 @@ def attend(
     warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
-    release_bias(rings, step, c, WARPGROUP)  # its fence and barrier cost least where the warpgroup waits anyway
+    # its fence and barrier cost least where the warpgroup waits anyway
+    if STARTS and (c.RANGE_LO or c.RANGE_HI):
+        if takes:
+            release_bias(rings, nth, c, WARPGROUP)
+            taken += 1
+    elif BIASED:
+        release_bias(rings, nth, c, WARPGROUP)
+        if COUNTED:
+            taken += 1
+    if FIRST and c.O_IN_BIAS:
+        release_o(rings, nth - 1, c, WARPGROUP)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     release(rings.k, k_slot)
 
     # softmax
-    FULLY_MASKED: gl.constexpr = BAND or c.MASK or c.BIAS == "matrix" or c.BIAS == "cols"
-    s = scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
-    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or FULLY_MASKED)
+    HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols"
+    s = scores(s, start if c.BIAS_FIRST else bias, words, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
+    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES)
     changed = 0
     if c.SUMS_BY_THREAD:
         changed = changed_rows_once_summed(alpha, l_i)
@@ -365,7 +342,7 @@ def attend(
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
     # rounded after PV has read the old P: one set of registers for both, and no copies
-    return State(m_i, l_i, o, rounded(p_next, x.q.dtype, c))
+    return State(m_i, l_i, o, rounded(p_next, x.q.dtype, c), taken)
 
 
 @gluon.jit
@@ -377,10 +354,7 @@ def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
     release(rings.k, slot_of(rings.k, step))
     wait_full(rings.v, slot_of(rings.v, step), use_of(rings.v, step))
     release(rings.v, slot_of(rings.v, step))
-    if c.BIAS == "matrix":
-        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
-        release(rings.bias, slot)
+    skip_bias(rings, step, c, WARPGROUP)
 
 
 @gluon.jit
@@ -424,6 +398,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     step = 0
+    taken = gl.to_tensor(0)
     if WARPGROUP == c.WARPGROUPS - 1:
         warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
     t = 0
@@ -444,25 +419,33 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
-        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
+        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
         first = first_entry(tile, terms, c, WARPGROUP)
         for _ in range(first):
             skip_tile(rings, step, c, WARPGROUP)
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
-        state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS)
+        state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True)
         step += 1
         rest = first + 1
         if c.PEELED:
             rest = first_full(tile, first)
             for i in range(first + 1, rest):
-                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, True)
+                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, True, True)
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
-        for i in range(rest, tile.count):
-            state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST)
+        end = tile.count
+        if c.RANGE_LO:
+            end = first_below_range(tile, rest, terms, c, WARPGROUP)
+        for i in range(rest, end):
+            state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, True)
             step += 1
+        if c.RANGE_LO:  # a loop of their own: nothing of a bias is left in it
+            for i in range(end, tile.count):
+                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False)
+                step += 1
+        taken = state.taken
 
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
@@ -485,8 +468,12 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
 
         # O leaves by TMA, through shared memory
-        stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
-        if not c.O_IN_Q:
+        if c.O_IN_BIAS:
+            stage = slot_for_o(rings, taken, c, WARPGROUP)
+            taken += 1
+        else:
+            stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
+        if not (c.O_IN_Q or c.O_IN_BIAS):
             tma.store_wait(0)  # of the tile before
         stage.reshape([64, c.BLOCK_DV]).store(o.to(x.q.dtype))
         fence_async_shared()
@@ -514,6 +501,8 @@ def forward_kernel(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_sema
         bias_ring = new_ring(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
     if c.O_IN_Q:
         stage = q_ring.slots
+    elif c.O_IN_BIAS:
+        stage = bias_ring.slots
     else:
         stage = gl.allocate_shared_memory(o.dtype, [c.WARPGROUPS, 1, 1, 64, c.BLOCK_DV], o.layout)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)

@@ -13,6 +13,7 @@ from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forwar
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
 from tilewise.backends.gluon.tensors import descriptor
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
+from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
 from tilewise.problem import Problem
 
@@ -23,8 +24,12 @@ class Forward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
+        q, k, v, bias, mask, sink, parts, _ = inputs
+        self.values = None
+        if parts is not None and parts.query is not None and problem.score.query is not None:
+            self.values = Sheared(parts.query, problem.score.query)
+            problem, bias = as_matrix(problem), self.values.like
         config = forward_config(problem)
-        q, k, v, bias, mask, sink, _ = inputs
         programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
         terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > programs)
@@ -67,8 +72,10 @@ class Forward:
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask, sink, _ = inputs
+        q, k, v, bias, mask, sink, parts, _ = inputs
         with device_of(q):
+            if self.values is not None and parts is not None and parts.query is not None:
+                bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
             bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
             tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
@@ -107,6 +114,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         PEELED=config.peeled,
         SKIPS_HIDDEN=config.skips_hidden,
         O_IN_Q=config.o_in_q,
+        O_IN_BIAS=config.o_in_bias,
         Q_IN_REGISTERS=config.q_in_registers,
         SCALE_IN_Q=config.scale_in_q,
         COMPUTING_REGISTERS=config.registers[0],
@@ -114,6 +122,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         BIAS=bias_axes(problem),
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        **range_constants(problem),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
@@ -139,6 +148,7 @@ def _repair(problem: Problem) -> RepairConstants:
         BIAS=bias is not None,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         BIAS_COLS=bias is not None and bias.cols > 1,
+        RELATIVE=problem.score.query is not None,
         MASK=mask is not None,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,

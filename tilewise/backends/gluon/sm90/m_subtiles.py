@@ -10,7 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.gluon.pipeline import ABSENT, hidden, only_slot, slot_of, use_of, wait_full
+from tilewise.backends.gluon.relative import CUT
 from tilewise.backends.gluon.score import in_units, score_tile
+from tilewise.backends.gluon.sm90.range_tiles import tile_state, without_range
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 
@@ -24,9 +26,19 @@ def subtile_of(tile, SUBTILE: gl.constexpr, c):
 
 
 @gluon.jit
-def start_of(rows, step, SUBTILE: gl.constexpr, terms, c):
-    """The bias of a subtile in the units of the scores, transposed."""
-    if c.BIAS == "matrix":
+def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c):
+    """The bias of a subtile in the units of the scores, transposed. ``corner``: see `range_tiles`."""
+    if c.BIAS == "matrix" and (c.RANGE_LO or c.RANGE_HI):
+        start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
+        found = tile_state(corner, terms, c)
+        if found >= CUT:
+            tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
+            bias = tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
+            start = in_units(bias, terms.inverse)
+            if found == CUT:
+                start = without_range(start, corner, SUBTILE, terms, c)
+        return start
+    elif c.BIAS == "matrix":
         tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
         return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
     else:
@@ -34,10 +46,10 @@ def start_of(rows, step, SUBTILE: gl.constexpr, terms, c):
 
 
 @gluon.jit
-def first_start_of(rows, step, needed, terms, c):
+def first_start_of(rows, step, needed, corner, terms, c):
     """Wait for the tiles of a step; `start_of` its first subtile."""
     wait_full(rows.ring, slot_of(rows.ring, step), use_of(rows.ring, step), needed)
-    return start_of(rows, step, 0, terms, c)
+    return start_of(rows, step, corner, 0, terms, c)
 
 
 @gluon.jit
@@ -100,9 +112,9 @@ def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c):
 
 
 @gluon.jit
-def begin_ahead(rows, shared, step, steps, terms, c):
+def begin_ahead(rows, shared, step, steps, corner, terms, c):
     """Issue K·Qᵀ of the first subtile of a step, ahead of the others' products; `start_of` it, the product, its LSE."""
-    start = first_start_of(rows, step, step < steps, terms, c)
+    start = first_start_of(rows, step, step < steps, corner, terms, c)
     return start, begin(start, rows, shared, step, 0, terms, c), lse_of(rows, step, 0, c)
 
 

@@ -18,6 +18,7 @@ from tilewise.backends.gluon.pipeline import (
     use_of,
     wait_full,
 )
+from tilewise.backends.gluon.relative import CUT, column_of
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
@@ -28,6 +29,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
 from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group
 from tilewise.backends.gluon.sm90.dq_accum import add_dq, zero_ahead
 from tilewise.backends.gluon.sm90.mask_tiles import load_bits
+from tilewise.backends.gluon.sm90.range_tiles import tile_state
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
 
@@ -56,11 +58,17 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
             BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if DO_APART else DO_BYTES)
             if c.MASK:
                 load_bits(x, kind, full, rows.bits.index(slot), work_tile, h, m, BYTES, sizes, c)
-            else:
+            elif not (c.RANGE_LO or c.RANGE_HI):
                 mbarrier.expect(full, BYTES)
             if c.BIAS == "matrix":
-                at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, work_tile.n0]
-                tma_load(x.bias, at, full, rows.bias.index(slot))
+                at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, column_of(work_tile.n0, terms, c)]
+                if c.RANGE_LO or c.RANGE_HI:
+                    reads = tile_state(work_tile.n0 - m * c.BLOCK_M, terms, c) >= CUT
+                    mbarrier.expect(full, BYTES - BIAS_BYTES, pred=not reads)
+                    mbarrier.expect(full, BYTES, pred=reads)
+                    tma_load(x.bias, at, full, rows.bias.index(slot), pred=reads)
+                else:
+                    tma_load(x.bias, at, full, rows.bias.index(slot))
             tma_load(x.q, [work_tile.b, h, m * c.BLOCK_M, 0], full, rows.ring.slots.index(slot))
             at_stats = (first_tile + m) * (2 * c.BLOCK_M)
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))

@@ -30,6 +30,7 @@ class RepairConstants(NamedTuple):
     BIAS: Any
     BIAS_GROUP: Any
     BIAS_COLS: Any  # the bias differs between keys
+    RELATIVE: Any  # it is a bias by distance: `score.relative.sheared` values
     MASK: Any
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
@@ -50,6 +51,17 @@ def _load_scores(x, b, h, rows, cols, sizes, COLS: tl.constexpr):
         return _load(x, b, h, rows, sizes.queries, cols, sizes.keys)
     else:
         return _load(x, b, h, rows, sizes.queries, tl.arange(0, 1), 1)
+
+
+@triton.jit
+def _load_by_distance(x, b, h, rows, cols, sizes, terms):
+    """The tile of a bias by distance; 0 where a pair has no entry."""
+    columns = cols + terms.column
+    entry = cols[None, :] - rows[:, None] - terms.first
+    inside = (rows < sizes.queries)[:, None] & (entry >= 0) & (entry < terms.entries)
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    at = at + rows.to(tl.int64)[:, None] * x.stride2 + columns.to(tl.int64)[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -76,9 +88,12 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes
         products = tl.dot(q_tile, k_tile.T)
         added = products
         if r.BIAS:
-            added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, r.BIAS_COLS).to(tl.float32)
-        s, _slope = score_tile(products, added, terms, r.BIAS)
+            if r.RELATIVE:
+                added = _load_by_distance(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, terms).to(tl.float32)
+            else:
+                added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, r.BIAS_COLS).to(tl.float32)
         distance = cols[None, :] - rows[:, None]
+        s, _slope = score_tile(products, added, terms, r.BIAS)
         visible = (cols < sizes.keys)[None, :] & (distance >= terms.lo) & (distance <= terms.hi)
         if r.BIAS:
             visible &= added != -float("inf")

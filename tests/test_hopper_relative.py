@@ -1,0 +1,510 @@
+"""A bias by distance on Hopper, without a GPU: which tiles read values, what becomes of them in registers, where their
+gradient goes, and how values lie in memory. The kernels' own functions, run as Python on integers and tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import hopper_values_child
+import pytest
+import torch
+
+from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
+from tilewise.score import relative as distances_of
+from tilewise.score import tiles
+from tilewise.score.relative import Relative, gather, scatter, sheared, tile_kind
+from tilewise.score.terms import Band, Distances, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.gluon import relative, score, tile_scheduler, values
+from tilewise.backends.gluon import sm90 as hopper
+from tilewise.backends.gluon.sm90 import (
+    backward_launch,
+    backward_scheduler,
+    bias_tiles,
+    config,
+    forward_kernel,
+    launch,
+    range_tiles,
+)
+
+BRAIN, FLOAT = torch.bfloat16, torch.float32
+VALUES = PART_WORDS["query"]
+
+
+def problem(M, N, lo, count, band=None, dim=128, reverse=False, outside="zero", grad=True, **more):
+    """Values of each of six query heads."""
+    return Problem(
+        device="cuda", capability=(9, 0), dtype=BRAIN, batch=2, heads=6, kv_heads=2, queries=M, keys=N, head_dim=dim,
+        value_dim=dim,
+        score=Score(0.1, None, band or Band(), query=Distances("query", lo, count, reverse, outside)),
+        parts=PartOperands(query=Operand(BRAIN, 2, 6, M, count), grads=("query",) if grad else ()), **more,
+    )  # fmt: skip
+
+
+def inkling(M, N, count=1025, **more):
+    """Causal, of distances up to 0."""
+    return problem(M, N, N - M - count + 1, count, Band(None, N - M), **more)
+
+
+PROBLEMS = [
+    inkling(700, 700, 513),
+    inkling(400, 900, 130),
+    inkling(900, 400, 65),
+    inkling(129, 129),
+    inkling(500, 500, 1),
+    problem(700, 700, -100, 201),
+    problem(700, 900, 300, 65),
+    problem(900, 400, -800, 300),
+    problem(300, 500, -2000, 100),
+    problem(400, 500, -399, 899),
+    problem(400, 500, 50, 1000),
+    problem(700, 700, -300, 100, Band(-500, 20)),
+    problem(700, 700, -300, 301, Band(-300, 0), outside="hidden"),
+    problem(700, 700, -30, 41, Band(-400, None)),
+]
+
+
+def numbers(terms):
+    """With plain numbers in place of constants of the compiler."""
+    return SimpleNamespace(**{name: getattr(x, "value", x) for name, x in terms._asdict().items()})
+
+
+def forward_arguments(p):
+    """``(terms, sizes, c)``."""
+    p = values.as_matrix(p)
+    chosen = config.forward_config(p)
+    return numbers(score.score_terms(p)), launch._sizes(p, chosen, 132), numbers(launch._compiled(p, chosen, False))
+
+
+def backward_arguments(p):
+    p = values.as_matrix(p)
+    chosen = config.backward_config(p)
+    c = numbers(backward_launch._compiled(p, chosen, config.backward_width(p), False))
+    return numbers(score.score_terms(p)), backward_launch._sizes(p, chosen, torch.device("meta"))[0], c
+
+
+class Tile(torch.Tensor):
+    """With what the kernels read of a tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The functions of the kernels as Python functions."""
+    gl = MagicMock()
+    gl.minimum, gl.maximum, gl.cdiv = min, max, lambda x, y: -(-x // y)
+    gl.where = lambda condition, x, y: (
+        torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else x if condition else y
+    )
+    gl.arange = lambda start, end, layout: torch.arange(start, end).as_subclass(Tile)
+    gl.convert_layout = lambda x, layout, assert_trivial: x
+    gl.to_tensor = gl.cast = lambda x, *_: x
+    gl.program_id = lambda axis: 0
+    modules = (relative, tile_scheduler, backward_scheduler, bias_tiles, forward_kernel, range_tiles, score)
+    for module in modules:
+        monkeypatch.setattr(module, "gl", gl)
+    monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
+    monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
+    monkeypatch.setattr(relative, "reach", distances_of.reach)
+    monkeypatch.setattr(relative, "state", distances_of.state)
+    found = {
+        name: getattr(module, name).fn
+        for module, names in (
+            (relative, ("range_state", "column_of", "in_range")),
+            (tile_scheduler, ("work_tile_at", "entry_at", "first_entry", "first_full")),
+            (bias_tiles, ("first_below_range", "without_range")),
+        )
+        for name in names
+    }
+    for module in (relative, tile_scheduler, bias_tiles, forward_kernel):
+        for name, function in found.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
+    for name in ("range_state", "column_of", "in_range"):
+        monkeypatch.setattr(range_tiles, name, found[name])
+    for name in ("tile_state", "next_corner", "without_range", "places", "gradient_state"):
+        monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
+    monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
+    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast"):
+        monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
+    for module in (relative, bias_tiles, range_tiles):
+        monkeypatch.setattr(module, "CUT", distances_of.CUT)
+    for name in ("reach", "state", "INSIDE"):
+        monkeypatch.setattr(range_tiles, name, getattr(distances_of, name))
+
+
+# --- which tiles read values ---
+
+
+def kinds(p, rows, cols):
+    """`tile_kind`, and whether a pair of the tile is visible."""
+    M, N, band = p.queries, p.keys, p.score.band
+    rows, cols = slice(rows.start, min(rows.stop, M)), slice(cols.start, min(cols.stop, N))
+    kind = tile_kind(Relative(torch.empty(0), p.score.query), rows, cols)
+    i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(cols.start, cols.stop)
+    lo, hi = tiles.limits(band)
+    return kind, bool(((j - i >= lo) & (j - i <= hi)).any())
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
+    """What a loading warp fills is what its warpgroup waits for, one after the other; every visible pair with an entry
+    is in such a tile; the loop that knows of no bias has none."""
+    few = PartOperands(query=Operand(BRAIN, 1, 2, p.queries, p.score.query.count))
+    p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
+    terms, sizes, c = forward_arguments(p)
+    ranged = c.RANGE_LO or c.RANGE_HI
+    filled, events, visited = (
+        [],
+        [],
+        [],
+    )  # where each slot's tile comes from, None for O's; what is taken and given back
+    for module in (bias_tiles, forward_kernel):
+        monkeypatch.setattr(module, "next_tile_index", lambda tile_index, *_: tile_index + 1)
+    for name in ("slot_of", "use_of"):
+        monkeypatch.setattr(bias_tiles, name, lambda ring, n, *_: n)
+    monkeypatch.setattr(bias_tiles, "fill", lambda ring, n, use, source, b, h, *at: filled.append((n, (b, h, *at))))
+    monkeypatch.setattr(bias_tiles, "hand_out_slot", lambda ring, n, c, warpgroup: filled.append((n, None)))
+    # of what computes, all but the loops
+    names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
+    for name in (*names.split(), "fence_async_shared", "warp_scheduler_barrier_arrive"):
+        monkeypatch.setattr(forward_kernel, name, MagicMock())
+    monkeypatch.setattr(forward_kernel, "warpgroup_mma_wait", lambda *_, deps: deps)
+    monkeypatch.setattr(
+        forward_kernel, "slot_for_o", lambda rings, n, *_: events.append(("take", n, None)) or MagicMock()
+    )
+
+    def skip_tile(rings, step, *_):
+        if not ranged:
+            events.extend([("take", step, "skipped"), ("release", step)])
+
+    def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, BIASED):
+        entry = tile_scheduler.entry_at(i, tile, c)
+        row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
+        found = relative.range_state(row, 64, n0, c.BLOCK_N, terms) if ranged else distances_of.CUT
+        assert BAND or not entry.partial
+        assert BIASED or found == distances_of.BELOW
+        visited.append((tile.b, tile.h, row, n0))
+        nth = state.taken if ranged or c.O_IN_BIAS else step
+        if found >= distances_of.CUT:
+            at = (tile.b, tile.h, row, n0 + terms.column)
+            events.extend([("take", nth, at), ("release", nth)])
+            state = state._replace(taken=state.taken + 1)
+        if FIRST and c.O_IN_BIAS and nth > 0:
+            events.append(("release", nth - 1))
+        return state
+
+    monkeypatch.setattr(forward_kernel, "skip_tile", skip_tile)
+    monkeypatch.setattr(forward_kernel, "attend", attend)
+    for warpgroup in range(c.WARPGROUPS):
+        for found in (filled, events, visited):
+            found.clear()
+        x = SimpleNamespace(sink=None, bias=None, q=MagicMock(), o=None)
+        bias_tiles.load_bias.fn(x, MagicMock(), terms, sizes, c, warpgroup)
+        forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
+        check_ring(filled, events, c.BIAS_STAGES)
+        read = {(b, h, row, col - terms.column) for _, at in filled if at for b, h, row, col in [at]}
+        assert len(visited) == len(set(visited))
+        every = 64 * c.WARPGROUPS
+        for row, n0 in itertools.product(range(64 * warpgroup, p.queries, every), range(0, p.keys, c.BLOCK_N)):
+            kind, seen = kinds(p, slice(row, row + 64), slice(n0, n0 + c.BLOCK_N))
+            assert not seen or (0, 1, row, n0) in visited
+            if seen and kind in ("inside", "cut"):
+                assert (0, 1, row, n0) in read
+            if kind == "zero" and (c.RANGE_LO and c.RANGE_HI) and n0 + c.BLOCK_N <= p.keys and row + 64 <= p.queries:
+                assert (0, 1, row, n0) not in read
+
+
+def check_ring(filled, events, stages):
+    """One warp fills a ring's slots, in order, when they are free; others take them in that order and release them."""
+    taken = [event[1:] for event in events if event[0] == "take"]
+    assert [n for n, _ in filled] == [n for n, _ in taken] == list(range(len(filled)))
+    assert all(at in (where, "skipped") for (_, where), (_, at) in zip(filled, taken, strict=True))
+    ready, released = 0, set()
+    for kind, n, *_ in events:
+        while ready < len(filled) and (ready < stages or ready - stages in released):
+            ready += 1
+        assert kind == "release" or n < ready, f"waits for ever for tile {n}"
+        if kind == "release":
+            assert n not in released
+            released.add(n)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+def test_the_backward_knows_the_tile_that_follows(p, dim):
+    """Its bias is read a step ahead, by where it is: tile after tile, head after head."""
+    p = replace(p, head_dim=dim, value_dim=dim)
+    terms, sizes, c = backward_arguments(p)
+    for program in range(sizes.key_tiles):
+        work = backward_scheduler.work_tile_of.fn(program, 0, terms, sizes, c)
+        visits = [
+            backward_scheduler.entry_at.fn(i, None, work, c)[0]
+            for _ in range(sizes.group)
+            for i in range(work.end - work.begin)
+        ]
+        if c.PEELED:  # the loops follow each other
+            assert terms.HAS_LO or work.full_end == work.end
+            assert terms.HAS_HI or terms.HAS_LO or c.RAGGED or work.full_begin == work.begin
+        for m, following in itertools.pairwise(visits):
+            assert range_tiles.next_corner(m, work, c) == work.n0 - following * c.BLOCK_M
+        for m in visits:
+            found = range_tiles.tile_state(work.n0 - m * c.BLOCK_M, terms, c) if c.RANGE_LO or c.RANGE_HI else 2
+            kind, seen = kinds(p, slice(m * c.BLOCK_M, (m + 1) * c.BLOCK_M), slice(work.n0, work.n0 + c.BLOCK_N))
+            assert found >= distances_of.CUT or kind == "zero" or not seen
+
+
+# --- what becomes of a tile ---
+
+
+def box(view, row, col, rows, cols):
+    """What TMA reads: 0 outside."""
+    found = torch.zeros(rows, cols)
+    r, first, last = slice(row, min(row + rows, view.shape[0])), max(col, 0), min(col + cols, view.shape[1])
+    if r.start < r.stop and first < last:
+        found[: r.stop - r.start, first - col : last - col] = view[r, first:last]
+    return found.as_subclass(Tile)
+
+
+def add_box(view, row, col, tile):
+    """TMA's reduce-add, each element on its own: elements of one box may share memory."""
+    for r in range(min(tile.shape[0], view.shape[0] - row)):
+        first, last = max(col, 0), min(col + tile.shape[1], view.shape[1])
+        if first < last:
+            view[row + r, first:last] += tile[r, first - col : last - col]
+
+
+def store_box(view, row, col, tile):
+    """TMA's store."""
+    for r in range(min(tile.shape[0], view.shape[0] - row)):
+        first, last = max(col, 0), min(col + tile.shape[1], view.shape[1])
+        if first < last:
+            view[row + r, first:last] = tile[r, first - col : last - col]
+
+
+def drawn(p):
+    """Numbers that no sum rounds, one row a query, in memory that is NaN between the rows; and their `Relative`."""
+    generator = torch.Generator().manual_seed(0)
+    like = torch.empty(1, 1, p.queries, p.score.query.count)
+    like = like.to(BRAIN)  # whose 16 bytes are eight
+    laid = values.empty_values(like, p.score.query)
+    laid = torch.full(laid._base.shape, torch.nan)[:, :, : p.queries, : laid.shape[3]]
+    entries = laid[..., values.front_of(p.score.query, BRAIN) :]
+    entries.copy_(torch.randint(1, 999, like.shape, generator=generator).float())
+    return laid, Relative(entries, p.score.query)
+
+
+def seen_of(p):
+    i, j = torch.arange(p.queries)[:, None], torch.arange(p.keys)
+    lo, hi = tiles.limits(p.score.band)
+    return (j - i >= lo) & (j - i <= hi)
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+def test_a_tile_of_the_forward(p):
+    terms, _, c = forward_arguments(p)
+    laid, by_distance = drawn(p)
+    view, expected, seen = sheared(laid)[0, 0], gather(by_distance, p.queries, p.keys)[0, 0], seen_of(p)
+    assert terms.column % 8 == c.BLOCK_N % 8 == 0, "TMA's boxes begin at multiples of 16 bytes"
+    for row, n0 in itertools.product(range(0, p.queries, 64), range(0, p.keys, c.BLOCK_N)):
+        found = box(view, row, n0 + terms.column, 64, c.BLOCK_N)
+        read = True
+        if c.RANGE_LO or c.RANGE_HI:
+            state = relative.range_state(row, 64, n0, c.BLOCK_N, terms)
+            read = state >= distances_of.CUT
+            if not read:
+                found = torch.zeros(64, c.BLOCK_N)
+            elif state == distances_of.CUT:
+                found = bias_tiles.without_range(found, row - n0, terms, c)
+        want, visible = expected[row : row + 64, n0 : n0 + c.BLOCK_N], seen[row : row + 64, n0 : n0 + c.BLOCK_N]
+        found = found[: want.shape[0], : want.shape[1]]
+        assert torch.equal(found[visible], want[visible])
+        assert n0 + terms.column >= 0 or not read or not visible.any(), "TMA takes no negative column"
+
+
+@pytest.mark.parametrize(("p", "dim"), [*((p, 128) for p in PROBLEMS), *((p, 64) for p in PROBLEMS[:9:2])], ids=str)
+def test_tiles_of_the_backward(interpreter, p, dim):
+    """What scores start from, and what dS adds to the values' gradient: each entry one number that is not 0."""
+    p = replace(p, head_dim=dim, value_dim=dim)
+    terms, _, c = backward_arguments(p)
+    laid, by_distance = drawn(p)
+    view, expected, seen = sheared(laid)[0, 0], gather(by_distance, p.queries, p.keys)[0, 0], seen_of(p)
+    assert terms.column % 8 == c.BLOCK_N % 8 == 0, "TMA's boxes begin at multiples of 16 bytes"
+    stored = 0
+    ds = torch.randint(1, 999, (p.queries, p.keys), generator=torch.Generator().manual_seed(1)).float()
+    ds = torch.where(seen, ds, torch.nan)  # as of a row that has seen NaN: what is hidden must not leave
+    before = interpreter(hopper_values_child.zeroed, p.queries, p.keys, p.score.query, p.score.band, dim)
+    assert before.isnan().eq(before[:, :1].isnan()).all()
+    assert not before[~before.isnan()].any()
+    sums, touched = torch.zeros_like(laid), torch.zeros_like(laid)
+    front = values.front_of(p.score.query, BRAIN)
+    sums[..., front:] = before[:, 1:]
+    for m0, n0 in itertools.product(range(0, p.queries, c.BLOCK_M), range(0, p.keys, c.BLOCK_N)):
+        state = range_tiles.tile_state(n0 - m0, terms, c) if c.RANGE_LO or c.RANGE_HI else distances_of.INSIDE
+        rows, cols = slice(m0, m0 + c.BLOCK_M), slice(n0, n0 + c.BLOCK_N)
+        want, visible = expected[rows, cols], seen[rows, cols]
+        tile = box(ds, m0, n0, c.BLOCK_M, c.BLOCK_N)
+        gradient_state = range_tiles.gradient_state(n0 - m0, terms, c)
+        for i in range(c.M_SUBTILES):
+            part = slice(i * c.SUBTILE_M, (i + 1) * c.SUBTILE_M)
+            found = box(view, m0, n0 + terms.column, c.BLOCK_M, c.BLOCK_N)[part]
+            if state < distances_of.CUT:
+                found = torch.zeros_like(found)
+            elif state == distances_of.CUT:
+                found = range_tiles.without_range(found.T, n0 - m0, i, terms, c).T
+            if gradient_state == distances_of.CUT:
+                tile[part] = range_tiles.of_entries.fn(tile[part].T, n0 - m0, i, terms, c).T
+            found = found[: want[part].shape[0], : want.shape[1]]
+            assert torch.equal(found[visible[part]], want[part][visible[part]])
+        if gradient_state == distances_of.INSIDE:
+            assert visible.any(), "a tile that no program visits"
+            store_box(sheared(sums)[0, 0], m0, n0 + terms.column, tile)
+            stored += 1
+        elif visible.any() and gradient_state == distances_of.CUT:
+            rest = torch.signbit(tile)  # nothing else is negative here
+            assert (tile[rest] == 0).all()
+            assert not tile.isnan().any()
+            add_box(sheared(sums)[0, 0], m0, n0 + terms.column, tile)
+        if visible.any() and gradient_state >= distances_of.CUT:
+            add_box(sheared(touched)[0, 0], m0, n0 + terms.column, (tile != 0).float())
+    assert touched.max() <= 1
+    assert bool(stored) == before.isnan().any()
+    assert torch.equal(sums[..., front:], scatter(by_distance, ds.nan_to_num()[None, None]))
+
+
+# --- how values lie in memory ---
+
+
+def of(*shape, dtype=BRAIN):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "reverse", "fits"),
+    [
+        (of(2, 3, 16, 1025), False, True),
+        (of(2, 3, 16, 1025), True, False),
+        (of(2, 3, 16, 1024), False, False),
+        (of(2, 3, 16, 1033)[..., :1024], False, True),
+        (of(2, 3, 16, 1033)[..., 8:1032], False, True),
+        (of(2, 3, 16, 1033)[..., 1:1025], False, False),  # its address
+        (of(2, 3, 15, 1025), False, False),  # the stride of a head
+        (of(2, 3, 16, 1025)[:, :, :15], False, True),
+        (of(2, 3, 16, 9), False, True),
+        (of(2, 3, 16, 1), False, False),
+        (of(2, 3, 16, 9)[..., :1], False, True),
+        (of(2, 1, 16, 9).expand(2, 3, 16, 9), False, False),
+        (of(2, 3, 17, 16).mT, False, False),
+        (of(2, 3, 16, 5, dtype=FLOAT), False, True),
+        (of(2, 3, 16, 8, dtype=FLOAT), False, False),
+        (of(1, 1, 15, 1025), False, True),
+    ],
+)
+def test_values_that_tma_reads_are_not_copied(x, reverse, fits):
+    distances = Distances("query", -8, x.shape[3], reverse)
+    assert values.fits(x, distances) == fits
+    check_layout(x, distances, fits)
+    for lo in (-9, -1, 5):
+        check_layout(x, Distances("query", lo, x.shape[3], reverse), False)
+
+
+def check_layout(x, distances, fits):
+    laid, reverse, upright = values.Sheared(x, distances), distances.reverse, replace(distances, reverse=False, lo=-8)
+    front = values.front_of(distances, x.dtype)
+    assert front % values.step_of(x.dtype) == distances.lo % values.step_of(x.dtype)
+    assert laid.copies == (not fits)
+    x.copy_(torch.arange(x.shape[3]) % 100) if x.stride(1) else None
+    assert all(like.is_meta for like in (laid.like, laid.gradient_plain, laid.gradient_like))
+    found = laid.laid_out(x)
+    assert torch.equal(found[..., front:], x.flip(3) if reverse else x)
+    assert (found is x) == fits
+    assert values.fits(found, upright)
+    assert (laid.like.shape, laid.like.stride()) == (sheared(found).shape, sheared(found).stride())
+    sums = laid.empty_gradient(x)
+    assert values.fits(sums, upright)
+    assert (sums[..., front:].shape, sums.stride()) == (laid.gradient_plain.shape, laid.gradient_plain.stride())
+    assert laid.gradient_like.stride() == sheared(sums).stride()
+    sums[..., front:] = found[..., front:]
+    gradient, like = laid.gradient(sums, x), torch.empty_like(x)
+    assert torch.equal(gradient, x)
+    assert (gradient.shape, gradient.dtype, gradient.stride()) == (like.shape, like.dtype, like.stride())
+
+
+def test_the_view_stays_in_the_memory_of_the_values():
+    for M, R in [(16, 1025), (15, 3), (7, 1)]:
+        laid = values.empty_values(of(2, 3, M, R), Distances("query", -3, R))
+        view, room = sheared(laid), laid._base.numel()
+        last = view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
+        assert last < room
+
+
+# --- what is declined ---
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float16}, None),
+        ({"head_dim": 40, "value_dim": 64}, None),
+        ({"score": Score(0.1, None, Band(), query=Distances("query", 9, 5, True))}, None),
+        ({"head_dim": 256}, f"reads {VALUES} up to 128 dimensions"),
+        ({"parts": PartOperands(key=Operand(BRAIN, 2, 6, 700, 9))}, f"has no kernel for {PART_WORDS['key']}"),
+        ({"parts": PartOperands(query=Operand(BRAIN, 2, 6, 700, 1025), shifts=("query",))},
+         f"reads {VALUES} at positions that the host knows, one entry for each distance: not from a start that"),
+        ({"parts": PartOperands(query=Operand(BRAIN, 2, 6, 700, 9), buckets=("query",))},
+         f"reads {VALUES} at positions that the host knows, one entry for each distance: not through buckets"),
+        ({"parts": PartOperands(query=Operand(torch.float64, 2, 6, 700, 1025))},
+         f"reads {VALUES} in float16, bfloat16 or float32, not float64"),
+        ({"score": Score(0.1, None, Band(), query=Distances("query", 0, 9, outside="clamp"))},
+         f"reads {VALUES} that is 0 outside its distances, or hidden by the band: not 'clamp'"),
+        ({"score": Score(0.1, 2.0, Band(), query=Distances("query", 0, 9)),
+          "mask": Operand(torch.bool, 1, 1, 700, 700)},
+         f"takes {VALUES} alone: not beside a mask and a softcap"),
+        ({"queries": 1}, f"reads {VALUES} for two queries and keys or more"),
+    ],
+)  # fmt: skip
+def test_declines(change, reason):
+    found = hopper.declines(replace(inkling(700, 700), **change))
+    assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("values_of", "grad", "reason"),
+    [
+        (Operand(BRAIN, 2, 6, 700, 1025), True, None),
+        (Operand(BRAIN, 1, 2, 700, 1025), False, None),
+        (Operand(BRAIN, 1, 6, 700, 1025), True, "where no two batch elements or heads share them"),
+        (Operand(BRAIN, 2, 2, 700, 1025), True, "where no two batch elements or heads share them"),
+        (Operand(FLOAT, 2, 6, 700, 1025), True, "in q's dtype torch.bfloat16, not torch.float32"),
+        (Operand(FLOAT, 2, 6, 700, 1025), False, "in q's dtype torch.bfloat16, not torch.float32"),
+    ],
+)
+def test_declines_backward(values_of, grad, reason):
+    p = replace(inkling(700, 700), parts=PartOperands(query=values_of, grads=("query",) if grad else ()))
+    assert hopper.declines(p) is None
+    found = hopper.declines(p, "backward")
+    words = f"differentiates {VALUES} {reason}"
+    assert found == (None if reason is None else words)
+
+
+# --- rows that are computed again ---
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "lo", "count", "causal", "reverse"),
+    [(70, 75, -20, 13, False, False), (139, 75, -90, 27, True, True), (70, 75, 2, 1, True, False)],
+)
+def test_rows_are_computed_again(interpreter, M, N, lo, count, causal, reverse):
+    o, lse, expected, of_rows = interpreter(hopper_values_child.repair, M, N, lo, count, causal, reverse)
+    torch.testing.assert_close(o, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, of_rows, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,46 @@
+"""A bias by distance with values per query, in kernels in Gluon: a tile of it is a tile of `score.relative.sheared`.
+
+Key ``lo`` stands in column 0 of that view, or behind some columns without a use: the tile of queries ``row0 ..`` and
+keys ``col0 ..`` is its box at ``(row0, col0 - lo)``, which TMA reads, and to which it adds a gradient. Of pairs whose
+distance has no entry such a box has other rows' values, or the memory between two rows: where an end of the range cuts
+a tile they are replaced by 0, and a tile that meets no entry is not read at all. `values` says how all of this lies in
+memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.score import relative
+
+reach = gluon.jit(relative.reach)
+state = gluon.jit(relative.state)
+CUT, INSIDE = gl.constexpr(relative.CUT), gl.constexpr(relative.INSIDE)
+
+
+@gluon.jit
+def range_state(row0, rows, col0, cols, terms):
+    """`score.relative.state` of a tile: CUT and what is more are tiles that read values."""
+    least, most = reach(row0, rows, col0, cols)
+    return state(least, most, terms.range_lo, terms.range_hi)
+
+
+@gluon.jit
+def column_of(col0, terms, c):
+    """Where the tiles of the keys from ``col0`` on begin in a bias, or in `sheared` values."""
+    if c.RELATIVE:
+        return col0 + terms.column
+    else:
+        return col0
+
+
+@gluon.jit
+def in_range(rows, cols, terms, c):
+    """Which pairs have an entry, from indices that broadcast to the tile."""
+    if c.RANGE_LO and c.RANGE_HI:
+        return (cols >= rows + terms.range_lo) & (cols <= rows + terms.range_hi)
+    elif c.RANGE_LO:
+        return cols >= rows + terms.range_lo
+    else:
+        return cols <= rows + terms.range_hi

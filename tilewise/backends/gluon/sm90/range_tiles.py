@@ -1,0 +1,93 @@
+"""A bias by distance in the backward: what a tile of its scores, transposed, takes from it, and where its dS goes.
+
+dS leaves through the view by which the bias came, `score.relative.sheared`. Where all pairs of a tile are visible and
+have an entry its dS is stored. A tile of which some do is added, and the rest of it, which may be visible and have a dS
+of its own, must not reach the entries that the view shows there: a second tile has -0 in its place, which changes no
+number, not even the sign of a zero. It leaves from a slot behind those of the bias. So each entry gets one number, in
+whatever order; see `zero_kernel` for those that get none.
+
+``corner`` is the first key of a tile minus its first query, all that its distances depend on.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
+from tilewise.backends.gluon.relative import CUT, INSIDE, column_of, in_range, range_state, reach, state
+
+
+@gluon.jit
+def tile_state(corner, terms, c):
+    """`score.relative.state` of a tile of the backward."""
+    return range_state(0, c.BLOCK_M, corner, c.BLOCK_N, terms)
+
+
+@gluon.jit
+def next_corner(m, work_tile, c):
+    """Of the tile of queries that follows the ``m``-th, of this query head or the next."""
+    following = gl.where(m > work_tile.begin, m - 1, work_tile.end - 1)
+    return work_tile.n0 - following * c.BLOCK_M
+
+
+@gluon.jit
+def places(x, corner, SUBTILE: gl.constexpr, c):
+    """Of the elements of a transposed subtile ``(row, column)`` such that a distance is column - row. What of an index
+    differs between the elements of a thread is a constant of each comparison, as in `mask_tiles`."""
+    S: gl.constexpr = x.type.layout
+    rows = gl.arange(0, c.SUBTILE_M, gl.SliceLayout(0, S))[None, :]
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
+    row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
+    return (SUBTILE * c.SUBTILE_M - corner) + (rows - row) - (cols - col), col - row
+
+
+@gluon.jit
+def without_range(x, corner, SUBTILE: gl.constexpr, terms, c):
+    """A transposed subtile with 0 where a pair has no entry."""
+    row, col = places(x, corner, SUBTILE, c)
+    return gl.where(in_range(row, col, terms, c), x, 0.0)
+
+
+@gluon.jit
+def gradient_state(corner, terms, c):
+    """`score.relative.state` of a tile beside the distances whose pairs are visible and have an entry."""
+    least, most = reach(0, c.BLOCK_M, corner, c.BLOCK_N)
+    return state(least, most, terms.inner_lo, terms.inner_hi)
+
+
+@gluon.jit
+def minus_zero():
+    """-0.0, of which Triton makes 0.0 where it is written so."""
+    return gl.to_tensor(-2147483648).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def of_entries(ds, corner, SUBTILE: gl.constexpr, terms, c):
+    """dS of a transposed subtile with -0 where a pair is hidden or has no entry."""
+    row, col = places(ds, corner, SUBTILE, c)
+    return gl.where((col >= row + terms.inner_lo) & (col <= row + terms.inner_hi), ds, minus_zero())
+
+
+@gluon.jit
+def keep_entries(ds, tiles, corner, SUBTILE: gl.constexpr, terms, c):
+    """dS of a subtile, [keys, queries], into the slot behind the ring, if some of its tile has entries."""
+    if gradient_state(corner, terms, c) == CUT:
+        if SUBTILE == 0:
+            warps_barrier()  # the warp that has waited for TMA to read what was there before comes here, too
+        to = tiles.index(c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
+        if c.M_SUBTILES > 1:
+            to = to.slice(SUBTILE * c.SUBTILE_M, c.SUBTILE_M, 0)
+        to.permute((1, 0)).store(of_entries(ds, corner, SUBTILE, terms, c).to(tiles.dtype))
+
+
+@gluon.jit
+def let_out(dvalues, tiles, slot, b, h, m0, n0, terms, c):
+    """Store or add dS of a tile as the gradient of the values; ``slot``: of the dS of which dQ and dK are made."""
+    found = gradient_state(n0 - m0, terms, c)
+    if found >= CUT:
+        at = [b, h, m0, column_of(n0, terms, c)]
+        if found == INSIDE:
+            tma_store(dvalues, at, tiles.index(slot))
+        else:
+            tma_add(dvalues, at, tiles.index(c.STAGES))

@@ -1,0 +1,97 @@
+"""Bias terms of the named cases: what is trained, the bias for each who computes it, and, by definition, a part of it.
+
+inkling     values per query and distance, (B, H, M, 1025): entry ``1024 - d`` for a key ``d`` before the query, 0 from
+            there on; so many, and so laid out, as `tilewise.bias.relative_logits` makes of the model's 1,024
+t5          a table (32, H), float32: the buckets of T5's encoder (arXiv 1910.10683), up to distance 128
+alibi       slopes (H,), float32: -slope · |i - j| (arXiv 2108.12409)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import bias
+from tilewise.score.terms import Distances
+
+ENTRIES = 1025
+_BUCKETS, _FAR = 32, 128
+NAMES = ("inkling", "t5", "alibi")
+
+
+def trained(name: str, batch: int, heads: int, queries: int, normal: Callable[..., Tensor]) -> Tensor:
+    """What has the gradient, standard normal but for slopes, which are those of the paper."""
+    if name == "inkling":
+        return normal(batch, heads, queries, ENTRIES)
+    table = normal(_BUCKETS, heads)
+    table = table.to(torch.promote_types(table.dtype, torch.float32))
+    return table if name == "t5" else torch.exp2(-8.0 / heads * torch.arange(1, heads + 1)).to(table)
+
+
+def term(name: str, x: Tensor) -> Any:
+    """As tilewise takes it."""
+    if name == "inkling":
+        return bias.RelativeBias(x, lo=1 - ENTRIES)
+    return bias.t5_bias(x, True, _FAR) if name == "t5" else bias.alibi(x)
+
+
+def distances(name: str, queries: int, keys: int) -> Distances | None:
+    """Those of values per query, for a `Problem`; None of a Toeplitz term."""
+    return Distances("query", 1 - ENTRIES + keys - queries, ENTRIES) if name == "inkling" else None
+
+
+def bucket(distance: Tensor) -> Tensor:
+    """T5's, of key position minus query position: half of them for each sign, the near half of these one each."""
+    half, exact = _BUCKETS // 2, _BUCKETS // 4
+    d = distance.abs()
+    far = exact + (torch.log(d.clamp(min=1) / exact) / math.log(_FAR / exact) * (half - exact)).long()
+    return torch.where(distance > 0, half, 0) + torch.where(d < exact, d, far.clamp(max=half - 1))
+
+
+def part(name: str, x: Tensor, distance: Tensor) -> Tensor:
+    """The bias of some queries, at each key: x as `own` cuts it, distance (rows, keys)."""
+    if name == "inkling":
+        inside = (distance > -ENTRIES) & (distance <= 0)
+        entry = (distance + ENTRIES - 1).clamp(0, ENTRIES - 1).expand(*x.shape[:-1], distance.shape[-1])
+        return torch.where(inside, x.gather(-1, entry), 0.0)
+    if name == "t5":
+        return x[bucket(distance)].permute(2, 0, 1)
+    return -x[:, None, None] * distance.abs()
+
+
+def own(name: str, b: slice, h: slice, r: slice) -> tuple[slice, ...]:
+    """What of the trained tensor a part of the batch, of the heads and of the queries reads."""
+    return {"inkling": (b, h, r), "t5": (slice(None), h), "alibi": (h,)}[name]
+
+
+def part_gradient(name: str, like: Tensor, ds: Tensor, distance: Tensor) -> Tensor:
+    """`part` backwards: ds (B, heads, rows, keys), of all keys; the gradient of ``like``, in ds's dtype."""
+    if name == "inkling":
+        inside = (distance > -ENTRIES) & (distance <= 0)
+        entry = (distance + ENTRIES - 1).clamp(0, ENTRIES - 1).expand_as(ds)
+        zeros = torch.zeros(like.shape, dtype=ds.dtype, device=ds.device)
+        return zeros.scatter_add_(-1, entry, torch.where(inside, ds, 0.0))
+    ds = ds.sum(0)
+    if name == "t5":
+        found = bucket(distance)
+        return torch.stack([torch.where(found == n, ds, 0.0).sum((1, 2)) for n in range(_BUCKETS)])
+    return -(ds * distance.abs()).sum((1, 2))
+
+
+def score_mod(name: str, x: Tensor) -> Callable[..., Tensor]:
+    """For FlexAttention, with as many queries as keys."""
+    if name == "inkling":
+
+        def relative(s, b, h, i, j):
+            d = j - i
+            entry = (d + ENTRIES - 1).clamp(0, ENTRIES - 1)
+            return s + torch.where((d > -ENTRIES) & (d <= 0), x[b, h, i, entry], 0.0)
+
+        return relative
+    if name == "t5":
+        return lambda s, b, h, i, j: s + x[bucket(j - i), h]
+    return lambda s, b, h, i, j: s - x[h] * (i - j).abs()

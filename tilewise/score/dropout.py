@@ -1,0 +1,108 @@
+"""Which probabilities dropout keeps: a function of the seed and of the place of a score, in plain torch.
+
+The generators are Philox (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; their
+library is Random123), whose words are a function of a counter and a key. So nothing is stored, and the mask is the same
+in the forward and in the backward, whatever the tiles, the backend and the number of GPUs:
+
+    w0, w1, w2, _ = Philox4x32-10(counter = (offset, offset >> 32, sequence, query head), key = (seed, seed >> 32))
+    x0, x1        = Philox2x32-7 (counter = (i' xor w1, j' xor w2), key = w0)
+    i', j'        = i // 16 * 8 + i % 8,  j // 16 * 8 + j % 8
+    word          = x0 where bit 3 of i is 0, x1 where it is 1
+    number        = the low half of the word where bit 3 of j is 0, the high half where it is 1
+    dropped       = number < threshold,   threshold = round(65536 p)
+
+All words have 32 bits. i is the query's place among the queries of its sequence, and j the key's among its keys, from
+0; sequence is the index along the batch. One call of Philox2x32 serves the four scores of rows i, i + 8 and columns j,
+j + 8, which one thread of an mma's or wgmma's accumulator owns, in a tile of scores and in a transposed one alike.
+
+What is kept is divided by the share that is kept, 1 - threshold / 65536, and not by 1 - p. The jit twins carry the same
+names (``backends/dropout.py``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NUMBERS = 1 << 16  # that are equally likely
+WORD = (1 << 32) - 1
+
+
+class Stream(NamedTuple):
+    """The words of a (sequence, query head), int64 tensors of equal shape: w0, w1 and w2."""
+
+    key: Tensor
+    row: Tensor
+    col: Tensor
+
+
+def threshold(p: float) -> int:
+    """Of `NUMBERS` numbers, how many drop a probability."""
+    return round(p * NUMBERS)
+
+
+def weight(threshold: int) -> float:
+    """What a kept probability is multiplied by: 1 / (1 - threshold / NUMBERS); 0 where nothing is kept."""
+    return NUMBERS / (NUMBERS - threshold) if threshold < NUMBERS else 0.0
+
+
+def mulhilo(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of the product of two words: int64 wraps round, and has its bits all the same."""
+    product = a * b
+    return product >> 32 & WORD, product & WORD
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = 10) -> tuple[Tensor, ...]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        hi0, lo0 = mulhilo(c0, 0xD2511F53)
+        hi1, lo1 = mulhilo(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
+    return c0, c1, c2, c3
+
+
+def philox2x32(c0: Tensor, c1: Tensor, key: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor]:
+    for _ in range(rounds):
+        hi, lo = mulhilo(c0, 0xD256D193)
+        c0, c1 = hi ^ key ^ c1, lo
+        key = key + 0x9E3779B9 & WORD
+    return c0, c1
+
+
+def stream(seed: Tensor, sequence: Tensor, head: Tensor) -> Stream:
+    """seed: (seed, offset), int64, (2,); sequence, head: int64, of shapes that broadcast to the words'."""
+    low, high = seed & WORD, seed >> 32 & WORD
+    sequence, head = torch.broadcast_tensors(sequence, head)
+    w0, w1, w2, _ = philox4x32((low[1], high[1], sequence, head), (low[0], high[0]))
+    return Stream(w0, w1, w2)
+
+
+def half(i: Tensor) -> Tensor:
+    """i': a counter of the groups of two, i and i + 8."""
+    return i // 16 * 8 + i % 8
+
+
+def kept(stream: Stream, rows: Tensor, cols: Tensor, threshold: int) -> Tensor:
+    """Bool: whether the probability of query ``rows`` and key ``cols``, int64, is kept; all shapes broadcast."""
+    x0, x1 = philox2x32(half(rows) ^ stream.row, half(cols) ^ stream.col, stream.key)
+    word = torch.where(rows & 8 == 0, x0, x1)
+    return torch.where(cols & 8 == 0, word & 0xFFFF, word >> 16) >= threshold
+
+
+def kept_tile(stream: Stream, rows: slice, cols: slice, threshold: int) -> Tensor:
+    """`kept` of a tile, (..., rows, cols), whose words are made once a group; the stream's last two axes are 1."""
+    device = stream.key.device
+    groups = [slice(x.start // 16, (x.stop + 15) // 16) for x in (rows, cols)]
+    i, j = (torch.arange(8 * g.start, 8 * g.stop, device=device) for g in groups)
+    words = philox2x32(i[:, None] ^ stream.row, j ^ stream.col, stream.key)
+    parts = []
+    for word in words:  # of rows i and i + 8
+        word = word.unflatten(-1, (-1, 8))
+        parts.append(torch.stack([word & 0xFFFF, word >> 16], -2).ge(threshold).flatten(-3))
+    found = torch.stack([x.unflatten(-2, (-1, 8)) for x in parts], -3).flatten(-4, -2)
+    first_row, first_col = 16 * groups[0].start, 16 * groups[1].start
+    return found[..., rows.start - first_row : rows.stop - first_row, cols.start - first_col : cols.stop - first_col]
