@@ -58,7 +58,7 @@ INSTRUCTIONS = {
     "words of dropout": r"\bmul\.lo\.s32\b.*, -766062189;",
 }
 
-_capability = (0, 0)
+_capability = (0, 0)  # of the target, see `on_target`
 _launched: list[tuple[str, Any]] = []  # name, kernel: Triton's, or the fingerprint of one in the ledger
 _logs: dict[str, str] = {}  # what ptxas said of a kernel, by its hash: several cases may share one
 _fingerprints: dict[str, str] = {}  # of a kernel, by its hash
@@ -66,10 +66,15 @@ _entries: dict[str, ledger.Entry] = {}  # of this process, by fingerprint
 _known: dict[str, Any] = {}  # what need not be compiled, by fingerprint: the ledger's entry, or room
 
 
-def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> None:
-    """Make this process a compiler for one target, with the triton in ``triton_path`` or else the installed one."""
+def on_target(target: int, function: Any, *arguments: Any) -> Any:
+    """``function(*arguments)``, which compiles for a target such as 90."""
     global _capability
-    _capability = capability
+    _capability = divmod(target, 10)
+    return function(*arguments)
+
+
+def start(triton_path: str | None, cache: str) -> None:
+    """Make this process a compiler, with the triton in ``triton_path`` or else the installed one."""
     if triton_path is not None:
         sys.path.insert(0, triton_path)
     os.environ.update(TRITON_ALWAYS_COMPILE="1", TRITON_DUMP_PTXAS_LOG="1", TRITON_CACHE_DIR=cache)
@@ -84,13 +89,14 @@ def start(capability: tuple[int, int], triton_path: str | None, cache: str) -> N
     warnings.simplefilter("error")  # as in the tests' own process: here a version says what the next will not have
 
     class Target:
-        """A driver of no device: names the target and nothing else."""
+        """A driver of no device: names the target and nothing else. Each target has a number of device of its own, by
+        which Triton keeps what it has found out of one."""
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+            return GPUTarget("cuda", self.get_current_device(), 32)
 
         def get_current_device(self) -> int:
-            return 0
+            return 10 * _capability[0] + _capability[1]
 
         def get_current_stream(self, device: int = 0) -> int:
             return 0

@@ -42,10 +42,11 @@ def hold_hopper(codes, spilled: int) -> None:
 
 
 class Compilers:
-    """Child processes, one at a time: each holds a compiler for one triton and one target."""
+    """Child processes, one for each triton: to start one takes as long as to compile a kernel."""
 
     def __init__(self, cache: Path):
-        self.cache, self.current, self.pool = cache, None, None
+        self.cache = cache
+        self.pools: dict[str | None, ProcessPoolExecutor] = {}  # by the path of a triton, None the installed one
 
     def run(self, function, triton: str, target: int, case: object, *more):
         """``function(case, *more)`` in the child for a triton, "installed" or "3.6.0", and a target such as 90."""
@@ -66,20 +67,16 @@ class Compilers:
         if EACH is None and triton == "3.6.0" and not TRITON_360.is_dir():
             pytest.skip(f"no Triton 3.6.0 in {TRITON_360}: `make test` puts it there")
         path = EACH or (str(TRITON_360) if triton == "3.6.0" else None)
-        triton = path or triton
-        if self.current != (triton, target):
-            self.close()
-            self.current = (triton, target)
-            self.pool = ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), aot_child.start, (divmod(target, 10), path, str(self.cache))
-            )
+        if path not in self.pools:
+            spawn = multiprocessing.get_context("spawn")
+            self.pools[path] = ProcessPoolExecutor(1, spawn, aot_child.start, (path, str(self.cache)))
         try:
-            return self.pool.submit(function, *arguments).result()
+            return self.pools[path].submit(aot_child.on_target, target, function, *arguments).result()
         except BaseException:
             self.close()  # whatever a failed compilation leaves behind, the next one starts afresh
             raise
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown()
-        self.current = self.pool = None
+        for pool in self.pools.values():
+            pool.shutdown()
+        self.pools.clear()
