@@ -90,15 +90,15 @@ def compile_values(x: Values, backward: bool = False) -> Any:
     return aot_child._codes(config.SHARED_MEMORY)
 
 
-def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int) -> Tensor:
-    """A gradient of values, (1, 2, M, R), that was NaN, when what the backward does not store has been zeroed."""
+def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: int = 1) -> Tensor:
+    """A gradient of values, (batch, 2, M, R), that was NaN, when what the backward does not store has been zeroed."""
     from tilewise.backends.gluon.sm90.backward_launch import Backward
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float16)
 
-    q, k = zeros(1, 2, M, dim), zeros(1, 1, N, dim)
-    values = zeros(1, 2, M, distances.count)
+    q, k = zeros(batch, 2, M, dim), zeros(batch, 1, N, dim)
+    values = zeros(batch, 2, M, distances.count)
     inputs = Inputs(q, k, k, None, None, None, Parts(query=values))
     problem = Problem.of(*inputs, Score(0.3, None, band, query=distances), part_grads=("query",))
     outputs = Outputs(q, q[..., 0].float())

@@ -35,8 +35,8 @@ class Term:
 
     axes: of the values, "bh" to "11", with "k" for Hkv heads. R: entries; ``lo`` of the first. buckets: so many
     distances share the entries. starts: position tensors, "one" for all or one for each element of the "batch".
-    layout: how the values lie in memory, see `laid_out`. hides: a tenth of the values is -inf. planted: a value in
-    entries that no pair has.
+    layout: how the values lie in memory, see `laid_out`; unless contiguous, the buckets lie apart. hides: a tenth of
+    the values is -inf. planted: a value in entries that no pair has.
     """
 
     kind: str = "query"
@@ -103,6 +103,8 @@ class Term:
         buckets = None
         if self.buckets is not None:
             buckets = torch.arange(self.buckets, device=leaf.device) * 7 % self.R
+            if self.layout != "contiguous":
+                buckets = buckets.repeat_interleave(2)[::2]
         return RelativeBias(
             leaf, lo=self.lo, reverse=self.reverse, outside=self.outside, query_start=start, buckets=buckets,
             on="key" if self.kind == "key" else "query",

@@ -69,6 +69,7 @@ TERMS = {
     "query": by_query,
     "query, short": lambda new: by_query(new, R=2, lo=0, reverse=True),
     "query, longer than the keys": lambda new: by_query(new, R=50, lo=-20, batch=1),
+    "query, the same for each": lambda new: RelativeBias(new(B, H, 1, 20).expand(-1, -1, new.M, -1), lo=-9),
     "query, hidden outside": lambda new: by_query(new, outside=-INF, heads=HKV),
     "query, all hidden": lambda new: by_query(new, outside=-INF, lo=900),
     "query, clamped": lambda new: by_query(new, outside="clamp", heads=1, reverse=True),

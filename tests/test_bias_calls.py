@@ -3,6 +3,7 @@
 import ast
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def test_toeplitz_terms_are_one_vector():
     want = sum(dense(x, B, H, M, N, HKV) for x in terms)
     torch.testing.assert_close(gather(slots.toeplitz, M, N), want)
     assert slots._replace(toeplitz=None, band=Band()) == canonical((), B, H, HKV, M, N)
+
+
+def test_toeplitz_terms_in_any_order():
+    """Of one head, of each group's and of every query head, of one batch element and of all."""
+    M, N = 5, 8
+    terms = (
+        RelativeBias(normal(1, 1, 1, 7), lo=-3),
+        RelativeBias(normal(B, HKV, 1, 5), lo=-2, outside="clamp"),
+        t5_bias(normal(8, H), True, 10),
+    )
+    want = sum(dense(x, B, H, M, N, HKV) for x in terms)
+    for order in itertools.permutations(terms):
+        values = canonical(order, B, H, HKV, M, N).toeplitz
+        torch.testing.assert_close(gather(values, M, N), want)
 
 
 def test_each_place_once():
@@ -242,7 +257,11 @@ CALL = (B, H, HKV, 6, 9)
     ("make", "error", "words"),
     [
         (lambda: RelativeBias([1.0], lo=0), TypeError, "RelativeBias.values: expected a torch.Tensor, got list"),
-        (lambda: RelativeBias(VALUES[0], lo=0), ValueError, r"RelativeBias.values: expected 4 dimensions \(B|1"),
+        (
+            lambda: RelativeBias(VALUES[0, 0], lo=0),
+            ValueError,
+            r"RelativeBias.values: expected 3 or 4 dimensions \(B|1",
+        ),
         (lambda: RelativeBias(VALUES.int(), lo=0), TypeError, "RelativeBias.values: dtype must be float16"),
         (lambda: RelativeBias(VALUES[..., :0], lo=0), ValueError, "RelativeBias.values: needs one entry or more"),
         (lambda: RelativeBias(VALUES, lo=0.5), TypeError, "RelativeBias.lo: expected an int, got float"),

@@ -133,7 +133,10 @@ def test_a_users_page_is_short_and_what_is_measured_is_named():
     assert pictures <= {file for path in DOCUMENTS for file, _ in links(path)}
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/layouts.md", "docs/position-biases.md"])
+RECIPES = ("docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/layouts.md", *RECIPES])
 def test_examples_run(name, capsys):
     """Those in Python that need no download; each by itself, but those of a page of recipes one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / name).read_text(encoding="utf-8"), re.DOTALL)
@@ -141,7 +144,7 @@ def test_examples_run(name, capsys):
     assert blocks
     before: dict = {}
     for block in blocks:
-        exec(compile(block, name, "exec"), before if name == "docs/position-biases.md" else {})
+        exec(compile(block, name, "exec"), before if name in RECIPES else {})
     if name == "README.md":
         promised = re.findall(r"# (torch\.Size.*)$", blocks[0], re.MULTILINE)
         assert promised == capsys.readouterr().out.splitlines()[:1]

@@ -68,6 +68,8 @@ PROBLEMS = [
     problem(700, 700, -300, 100, Band(-500, 20)),
     problem(700, 700, -300, 301, Band(-300, 0), outside="hidden"),
     problem(700, 700, -30, 41, Band(-400, None)),
+    problem(700, 700, -600, 700, Band(-290, 40)),  # a window inside the distances
+    problem(300, 500, -100, 601, Band(-50, 260), outside="hidden"),
 ]
 
 
@@ -381,6 +383,80 @@ def test_tiles_of_the_backward(interpreter, p, dim):
     assert torch.equal(sums[..., front:], scatter(by_distance, ds.nan_to_num()[None, None]))
 
 
+class Slots:
+    """A ring of tiles in shared memory, as tensors that remember nothing but what is stored."""
+
+    def __init__(self, slots, rows, cols):
+        self.of, self.dtype = torch.full((slots, rows * cols), torch.nan), torch.float32
+
+    def index(self, n):
+        return Slot(self.of[n], n)
+
+
+class Slot:
+    def __init__(self, x, n):
+        self.x, self.n = x, n
+
+    def reshape(self, shape):
+        return Slot(self.x.view(*shape), self.n)
+
+    def slice(self, start, length, dim):
+        return Slot(self.x.narrow(dim, start, length), self.n)
+
+    def permute(self, order):
+        return Slot(self.x.permute(*order), self.n)
+
+    def store(self, x):
+        assert x.shape == self.x.shape
+        self.x.copy_(x)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+def test_how_a_gradient_leaves(monkeypatch, p, dim):
+    """Pair by pair: a tile is stored where all pairs are visible and have an entry, and where some do what they have is
+    added, from the slot behind the ring, once all of it is there."""
+    p = replace(p, head_dim=dim, value_dim=dim)
+    terms, _, c = backward_arguments(p)
+    left, waits = [], []
+    for name in ("tma_store", "tma_add"):
+        monkeypatch.setattr(range_tiles, name, lambda to, at, slot, name=name: left.append((name, to, at, slot.n)))
+    monkeypatch.setattr(range_tiles, "warps_barrier", lambda: waits.append(1))
+    monkeypatch.setattr(range_tiles, "of_entries", range_tiles.of_entries.fn)
+    (lo, hi), distances = tiles.limits(p.score.band), p.score.query
+    lo, hi = max(lo, distances.lo), min(hi, distances.hi)
+    ds = torch.arange(1.0, c.BLOCK_M * c.BLOCK_N + 1).view(c.BLOCK_M, c.BLOCK_N)
+    for m0, n0 in itertools.product(range(0, p.queries, c.BLOCK_M), range(0, p.keys, c.BLOCK_N)):
+        ring = Slots(c.STAGES + 1, c.BLOCK_M, c.BLOCK_N)
+        left.clear()
+        waits.clear()
+        distance = n0 - m0 + torch.arange(c.BLOCK_N) - torch.arange(c.BLOCK_M)[:, None]
+        has = (distance >= lo) & (distance <= hi)
+        for i in range(c.M_SUBTILES):
+            tile = ds[i * c.SUBTILE_M : (i + 1) * c.SUBTILE_M].T.as_subclass(Tile)
+            range_tiles.keep_entries.fn(tile, ring, n0 - m0, i, terms, c)
+        range_tiles.let_out.fn("dvalues", ring, 0, 1, 2, m0, n0, terms, c)
+        at = [1, 2, m0, n0 + terms.column]
+        if has.all():
+            assert left == [("tma_store", "dvalues", at, 0)]
+        elif has.any():
+            assert left == [("tma_add", "dvalues", at, c.STAGES)]
+            assert waits == [1]
+            assert torch.equal(ring.of[c.STAGES].view_as(ds), torch.where(has, ds, 0.0))
+        else:
+            assert left == waits == []
+        assert ring.of[: c.STAGES].isnan().all()
+
+
+@pytest.mark.parametrize("band", [Band(-290, 40), Band(None, None)], ids=str)
+def test_zeros_of_every_head(interpreter, band):
+    """The same of each head of each batch element."""
+    found = interpreter(hopper_values_child.zeroed, 300, 300, Distances("query", -100, 201), band, 128, 3)
+    assert found.shape[:2] == (3, 2)
+    assert torch.equal(found.isnan(), found[:1, :1].isnan().expand_as(found))
+    assert not found.nan_to_num().any()
+
+
 # --- how values lie in memory ---
 
 
@@ -403,6 +479,7 @@ def of(*shape, dtype=BRAIN):
         (of(2, 3, 16, 1), False, False),
         (of(2, 3, 16, 9)[..., :1], False, True),
         (of(2, 1, 16, 9).expand(2, 3, 16, 9), False, False),
+        (of(2, 1, 1, 9).expand(2, 3, 16, 9), False, False),
         (of(2, 3, 17, 16).mT, False, False),
         (of(2, 3, 16, 5, dtype=FLOAT), False, True),
         (of(2, 3, 16, 8, dtype=FLOAT), False, False),

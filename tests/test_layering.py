@@ -24,7 +24,7 @@ PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
 BACKEND = {*PROTOCOL, "tilewise.memory", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
 # What backends and operators import, and is none itself.
-SHARED = {f"tilewise.backends.{name}" for name in ("dropout", "launcher", "products", "score", "sinks")}
+SHARED = {f"tilewise.backends.{name}" for name in ("dropout", "launcher", "products", "score", "sequences", "sinks")}
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
@@ -38,12 +38,13 @@ ROOMS = {
     "tilewise.bias": {"tilewise.problem", "tilewise.score", "tilewise.tensors"},
     "tilewise.backends": {"tilewise.backends.protocol", "tilewise.problem"},
     "tilewise.backends.protocol": {"tilewise.problem", "tilewise.score"},
-    "tilewise.backends.oracle": BACKEND,
-    "tilewise.backends.cpu": BACKEND,
+    "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
+    "tilewise.backends.cpu": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.dropout": set(),
     "tilewise.backends.launcher": set(),
     "tilewise.backends.products": set(),
     "tilewise.backends.score": {"tilewise.score"},
+    "tilewise.backends.sequences": BACKEND,
     "tilewise.backends.sinks": {"tilewise.backends.launcher"},
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
@@ -73,10 +74,22 @@ ROOMS = {
         *READING,
         *BACKEND,
     },
+    "tilewise.varlen": {
+        "tilewise.autograd",
+        "tilewise.backends",
+        "tilewise.bias",
+        "tilewise.call",
+        "tilewise.plan",
+        "tilewise.problem",
+        "tilewise.score",
+        *READING,
+    },
+    "tilewise.jagged": {"tilewise.problem", "tilewise.score", "tilewise.tensors", "tilewise.varlen"},
     "tilewise.api": {
         "tilewise.autograd",
         "tilewise.backends",
         "tilewise.call",
+        "tilewise.jagged",
         "tilewise.ops.runtime",
         "tilewise.problem",
         *READING,

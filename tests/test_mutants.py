@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 
-from mutants import FAULTS, ROOT
+from faults import FAULTS
+from mutants import ROOT
 
 
 def test_each_text_occurs_once():

@@ -35,6 +35,7 @@ def each(runs):
         (USUAL, (Term(outside="clamp", reverse=True, axes="11"),)),
         (USUAL, (Term(R=9, buckets=50, outside="clamp", lo=-25),)),
         (USUAL, (Term(R=9, buckets=50, axes="1k", starts="one"),)),
+        (USUAL, (Term(R=9, buckets=50, outside="clamp", layout="sliced"),)),
         (USUAL, (Term(R=300, lo=-150, reverse=True, hides=True),)),  # longer than the keys
         (USUAL, (Term(R=3, lo=0, axes="1k", starts="batch", start=-3),)),
         (USUAL, (Term("key"),)),
@@ -70,6 +71,13 @@ def test_lengths(interpreter, case, terms):
         (replace(SMALL, M=140, N=260, window=(30, 20)), (Term(R=20, lo=-9),)),
         (replace(SMALL, M=140, N=260, window=(5, 2)), (Term(R=20, lo=-9, outside=HIDDEN),)),
         (replace(SMALL, M=200, N=100, causal=True), (Term(R=60, lo=-59, outside=HIDDEN, starts="one", start=7),)),
+        # A window wider than the entries on one side alone.
+        (replace(SMALL, M=300, N=400, window=(250, 2)), (Term(R=100, lo=-90),)),
+        (replace(SMALL, M=300, N=400, window=(5, 250)), (Term(R=100, lo=-9),)),
+        # Of the tile furthest up one pair has an entry.
+        (replace(SMALL, M=150, N=150), (Term(R=20, lo=-9, outside=HIDDEN, starts="one", start=23),)),
+        (replace(SMALL, M=150, N=150), (Term(R=20, lo=-9, starts="one", start=23),)),
+        (replace(SMALL, M=300, N=299), (Term("key", R=20, lo=-9, outside="clamp"),)),
         (SMALL, (Term(R=5, lo=900),)),
         (SMALL, (Term(R=5, lo=900, outside=HIDDEN),)),
         (SMALL, (Term(R=5, lo=1 << 40, outside=HIDDEN, starts="one", start=-(1 << 41)),)),

@@ -13,12 +13,12 @@ from tilewise.ops.runtime.prepared import Prepared
 TERMS = (
     "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "
     "SymInt? query_lo, SymInt? query_count, str query_rule, SymInt? key_lo, SymInt? key_count, str key_rule, "
-    "int dropout"
+    "int dropout, SymInt? max_q, SymInt? max_k, str packed_forms"
 )
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? cols, Tensor? rows, "
     "Tensor? query, Tensor? key, Tensor? toeplitz, Tensor? query_shift, Tensor? key_shift, Tensor? query_buckets, "
-    "Tensor? key_buckets, Tensor? seed"
+    "Tensor? key_buckets, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor? used_k, Tensor? pairs"
 )
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import interpreter_child
 import pytest
 import torch
 from forced import check_split
@@ -80,6 +81,21 @@ FEW = Case(B=2, H=4, Hkv=2, M=1, N=300, D=16, grads="", sink="h")
 def test_few_queries(interpreter, case, splits):
     """Added once, and not by each of those who share the keys."""
     interpreter(check_split, case, splits)
+
+
+@pytest.mark.parametrize(
+    ("shape", "M", "tile", "between", "first"),
+    [
+        ((1, 3, 1), 4100, 4160, 4160, 0),  # more queries than a block has, of all heads and of each query
+        ((2, 3, 1), 4100, 64, 128, 64),
+        ((1, 1, 2050), 2050, 2112, 2112, 0),
+        ((2, 3, 2050), 2050, 64, 128, 64),
+        ((1, 3, 1), 1, 64, 64, 0),
+    ],
+)
+def test_the_kernel_of_the_gradient_is_its_twin(interpreter, shape, M, tile, between, first):
+    """Of delta and of -delta, where the backends leave them; NaN is between them, and where a row sees nothing."""
+    interpreter(interpreter_child.check_sink_gradient, shape, M, tile, between, first)
 
 
 # --- the definition ---

@@ -2,12 +2,14 @@
 
 attention                      softmax(scale · q kᵀ + bias) v with masks, and gradients of q, k, v and bias
 scaled_dot_product_attention   the same by PyTorch's signature
+varlen_attention               the same of a packed batch: sequences of any lengths, end to end
+varlen_attn                    that by PyTorch's signature
 explain                        what a call of attention would do, and what limits it
 matmul, softmax                attention's parts, as operators of their own
 
 `tilewise.bias` has biases that need no matrix: by distance, T5's, ALiBi's, of low rank.
 `tilewise.layouts` has shared-memory layouts of tensor-core operands, `tilewise.integrations.transformers` the
-integration with Hugging Face.
+integration with Hugging Face, `tilewise.integrations.flash_attn` functions for code that was written for flash-attn.
 
 Public names are resolved on first use: importing tilewise touches neither CUDA nor Triton.
 """
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from tilewise.ops.matmul.api import matmul
     from tilewise.ops.softmax.api import softmax
     from tilewise.sdpa import scaled_dot_product_attention
+    from tilewise.varlen import varlen_attention, varlen_attn
 
 __version__ = "0.1.0"
 
@@ -32,9 +35,19 @@ _HOMES = {
     "matmul": "tilewise.ops.matmul.api",
     "scaled_dot_product_attention": "tilewise.sdpa",
     "softmax": "tilewise.ops.softmax.api",
+    "varlen_attention": "tilewise.varlen",
+    "varlen_attn": "tilewise.varlen",
 }
 
-__all__ = ["attention", "explain", "matmul", "scaled_dot_product_attention", "softmax"]
+__all__ = [
+    "attention",
+    "explain",
+    "matmul",
+    "scaled_dot_product_attention",
+    "softmax",
+    "varlen_attention",
+    "varlen_attn",
+]
 
 
 def __getattr__(name: str) -> object:

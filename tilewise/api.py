@@ -11,9 +11,11 @@ from tilewise.autocast import autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import Bias, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
+from tilewise.jagged import are_jagged, jagged_attention
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
+from tilewise.tensors import PLAIN
 
 
 @overload
@@ -76,7 +78,6 @@ def attention(
             A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for. Or a term of `tilewise.bias`
             (by distance, T5's, ALiBi's, of low rank), or a tuple of tensors and terms, which are added up; each tensor
             of a term gets its gradient. Tables in half precision are indexed, and their gradients summed, in float32.
-            On a GPU terms by distance have no kernels yet.
         mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``.
         sink: one more logit in each row's softmax, with no value: it takes its share of the row and adds nothing to o.
             A logit for each head, (H,), or for each query, broadcastable {B|1} × {H|1} × {M|1}; float16, bfloat16,
@@ -107,6 +108,10 @@ def attention(
     its dtype. Their gradients come back in the dtypes that they had.
 
     A subclass of Tensor with a ``__torch_function__`` of its own is refused: its memory need not be what it stands for.
+    But q, k and v may all be jagged nested tensors (``layout=torch.jagged``), q (B, H, j, D), k (B, Hkv, l, D) and
+    v (B, Hkv, l, Dv), as (B, j, H, D) gives them by ``transpose(1, 2)``. Nothing is padded or copied, o has q's j, and
+    lse is jagged (B, H, j). Everything else is then as for `tilewise.varlen_attention`. On a GPU the host waits, once
+    for each tensor, where it does not know its ``max_seqlen``, and where k and v were not made of one offsets.
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
@@ -118,7 +123,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout of DTensors, or in a graph for ONNX.
+        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes.
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; the sink: StreamingLLM (arXiv 2309.17453) and
     gpt-oss (arXiv 2508.10925), ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.score.dropout;
@@ -152,6 +157,8 @@ def attention(
         "softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
         "backend": backend,
     }  # fmt: skip
+    if type(q) not in PLAIN and are_jagged(q, k, v):
+        return jagged_attention(q, k, v, **options, return_lse=return_lse)
     try:
         call = read_call(q, k, v, **options)
     except TypeError:

@@ -69,7 +69,7 @@ def read_call(
     check_backend(backend)
     check_inputs(q, k, v, bias, mask, sink)
     if dropout_seed is not None:
-        _check_seed(dropout_seed, q)
+        check_dropout_seed(dropout_seed, q)
     q, k, v = autocast(q, k, v)
     band = _EVERYWHERE
     if causal or window is not None:
@@ -92,9 +92,9 @@ def read_call(
         deterministic = torch.are_deterministic_algorithms_enabled()
     inputs = Inputs(q, k, v, bias, mask, sink)
     if score.dropout and dropout_seed is not None:
-        inputs = inputs._replace(seed=_seed_tensor(dropout_seed, q.device))
+        inputs = inputs._replace(seed=seed_tensor(dropout_seed, q.device))
     if slots is not None:
-        inputs, score = _with_slots(inputs, score, slots)
+        inputs, score = with_slots(inputs, score, slots)
     return Call(inputs, score, deterministic, "auto" if backend is None else backend)
 
 
@@ -117,7 +117,7 @@ def _drawn_seed(q: Tensor) -> Tensor:
     return torch.randint(1 << 62, (2,), dtype=torch.int64, device=q.device)
 
 
-def _check_seed(seed: Any, q: Tensor) -> None:
+def check_dropout_seed(seed: Any, q: Tensor) -> None:
     if isinstance(seed, Tensor):
         check_tensor("dropout_seed", seed)
         check_seed("dropout_seed", seed, q)
@@ -131,7 +131,7 @@ def _check_seed(seed: Any, q: Tensor) -> None:
         raise ValueError(f"dropout_seed: expected numbers of 64 bits, got {seed!r}")
 
 
-def _seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
+def seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
     """A number reaches a device with the kernel that writes it: a copy from the host would wait, or not be captured by
     a CUDA graph."""
     if isinstance(seed, Tensor):
@@ -178,7 +178,7 @@ def _slots(bias: Any, q: Tensor, k: Tensor, v: Tensor) -> Slots:
     return canonical(bias, B, H, k.shape[1], M, k.shape[2], q.device)
 
 
-def _with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Score]:
+def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Score]:
     """A call with the bias that `canonical` has found; ``score`` is that of the q that came.
 
     One tensor alone, if only along the keys, is a plain bias, which every backend has.
@@ -248,7 +248,7 @@ def remember_call(
         terms = Terms.of(score, deterministic, backend, exact)
         key, inputs = _usual_key(inputs, arguments), _with_rows(inputs)
         if score.dropout:
-            inputs = inputs._replace(seed=_seed_tensor((0, 0), inputs.q.device))  # for its layout
+            inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
         _usual_calls.keep(key, (terms, forward_of(inputs, terms)))
 
 
@@ -259,7 +259,7 @@ def _with_rows(inputs: Inputs) -> Inputs:
 
 
 def _is_usual(inputs: Inputs) -> bool:
-    q, k, v, bias, mask, sink, _, _ = inputs
+    q, k, v, bias, mask, sink, *_ = inputs
     return (
         q is not None and k is not None and v is not None
         and is_eager(inputs[:6])
@@ -271,7 +271,7 @@ def _is_usual(inputs: Inputs) -> bool:
 
 
 def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
-    q, k, v, bias, mask, sink, _, _ = inputs
+    q, k, v, bias, mask, sink, *_ = inputs
     return (
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,

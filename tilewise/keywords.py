@@ -26,7 +26,7 @@ _HINTS = {
     "seed": "dropout_seed=(seed, offset)",
     "window_size": _WINDOW,
     "sliding_window": _WINDOW,
-    "alibi_slopes": "bias=, of which one of a few numbers a head may be made: slopes[:, None, None] * (j - i)",
+    "alibi_slopes": "bias=tilewise.bias.alibi(slopes)",
     "logits_soft_cap": "softcap=",
     "soft_cap": "softcap=",
     "return_softmax_lse": "return_lse=",

@@ -10,12 +10,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise.memory import tensor_fits_tma
+from tilewise.score.lengths import Lengths, Packed
 from tilewise.score.parts import DIFFERENTIABLE, Parts
 from tilewise.score.terms import Distances, Score
 from tilewise.score.tiles import visible_pairs
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Sizes(NamedTuple):
+    """Of a call: batch, query heads, key/value heads, queries, keys. Of a packed batch the longest sequences'."""
+
+    B: int
+    H: int
+    Hkv: int
+    M: int
+    N: int
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,8 @@ class Problem:
     sink_grad: bool = False
     deterministic: bool = False
     exact: bool = False  # float32 products of a GPU keep float32's precision also where torch's setting says TF32
+    totals: tuple[int, int] | None = None  # queries and keys of a packed batch; queries and keys are the longest then
+    sequence: int = 0  # of the first batch element, by which dropout counts them
     irregular: tuple[str, ...] = ()  # of q, k, v, bias and, in a backward, do, those that `irregular` names
 
     @property
@@ -127,7 +140,7 @@ class Problem:
     @property
     def empty(self) -> bool:
         """Nothing to compute: no query, or no key to look at."""
-        return 0 in (self.batch, self.heads, self.queries, self.keys, self.value_dim)
+        return 0 in (self.batch, self.heads, self.queries, self.keys, self.value_dim, *(self.totals or ()))
 
     @property
     def few_queries(self) -> bool:
@@ -189,6 +202,7 @@ class Problem:
         sink: Tensor | None,
         parts: Parts | None,
         seed: Tensor | None,
+        lengths: Lengths | None,
         score: Score,
         *,
         bias_grad: bool = False,
@@ -202,6 +216,14 @@ class Problem:
         check_qkv(q, k, v)
         B, H, M, D = q.shape
         _, Hkv, N, Dv = v.shape
+        totals = None
+        if (lengths is None) != (score.packed is None):
+            raise ValueError("cu_seqlens: go with the longest lengths, and these with cu_seqlens")
+        if lengths is not None and score.packed is not None:
+            totals, B = (M, N), check_lengths(lengths, q)
+            M, N = score.packed.max_q, score.packed.max_k
+        sizes = Sizes(B, H, Hkv, M, N)
+        operands = _Operands(sizes, q.device, totals, score.packed)
         if seed is not None:
             check_seed("seed", seed, q)
             if not seed.is_contiguous():
@@ -218,14 +240,15 @@ class Problem:
             head_dim=D,
             value_dim=Dv,
             score=score,
-            bias=_operand("bias", bias, q, Hkv, N),
-            mask=_operand("mask", mask, q, Hkv, N),
-            sink=_sink(sink, q),
-            parts=None if parts is None else _parts(parts, score, q, Hkv, N, part_grads),
+            bias=operands.operand("bias", bias),
+            mask=operands.operand("mask", mask),
+            sink=operands.sink(sink),
+            parts=None if parts is None else operands.parts(parts, score, part_grads),
             bias_grad=bias_grad,
             sink_grad=sink_grad,
             deterministic=deterministic,
             exact=exact,
+            totals=totals,
             irregular=irregular,
         )
 
@@ -267,16 +290,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[3]}")
 
 
-def _operand(name: str, x: Tensor | None, q: Tensor, Hkv: int, N: int) -> Operand | None:
-    if x is None:
-        return None
-    if x.dim() < 4:  # of the operator, which its callers give four
-        raise ValueError(f"{name}: expected 4 dimensions, got shape {_shape(x)}")
-    _check_operand(name, x, q, Hkv, N)
-    return Operand(x.dtype, *x.shape)
-
-
-def _check_operand(name: str, x: Tensor, q: Tensor, Hkv: int, N: int) -> None:
+def _check_operand(name: str, x: Tensor, sizes: Sizes, device: torch.device) -> None:
     if name == "mask" and x.dtype != torch.bool:
         raise TypeError(f"mask: dtype must be bool (True = attend), got {x.dtype}; an additive mask is passed as bias=")
     if name == "bias" and x.dtype not in DTYPES:
@@ -284,12 +298,12 @@ def _check_operand(name: str, x: Tensor, q: Tensor, Hkv: int, N: int) -> None:
             f"bias: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}"
             + ("; a bool mask is passed as mask=" if x.dtype == torch.bool else "")
         )
-    if x.device != q.device:
-        raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
+    if x.device != device:
+        raise ValueError(f"{name}: must be on q's device {device}, got {x.device}")
     if x.dim() > 4:
         raise ValueError(f"{name}: expected at most 4 dimensions, got shape {_shape(x)}")
-    if not _broadcasts(x, q, Hkv, N):
-        B, H, M, _ = q.shape
+    if not _broadcasts(x, sizes):
+        B, H, Hkv, M, N = sizes
         heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
         raise ValueError(
             f"{name}: shape {_shape(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)"
@@ -297,23 +311,13 @@ def _check_operand(name: str, x: Tensor, q: Tensor, Hkv: int, N: int) -> None:
         )
 
 
-def _sink(x: Tensor | None, q: Tensor) -> Operand | None:
-    if x is None:
-        return None
-    if x.dim() == 1:  # of the operator, which its callers give three
-        raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
-    _check_sink(x, q)
-    batch, heads, rows = x.shape
-    return Operand(x.dtype, batch, heads, rows, 1)
-
-
-def _check_sink(x: Tensor, q: Tensor) -> None:
+def _check_sink(x: Tensor, sizes: Sizes, device: torch.device) -> None:
     if x.dtype not in DTYPES:
         raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"sink: must be on q's device {q.device}, got {x.device}")
-    if not _is_sink_of(x, q):
-        B, H, M, _ = q.shape
+    if x.device != device:
+        raise ValueError(f"sink: must be on q's device {device}, got {x.device}")
+    if not _is_sink_of(x, sizes):
+        B, H, _, M, _ = sizes
         raise ValueError(
             f"sink: expected one logit for each head, ({H}|1,), or for each query, ({B}|1, {H}|1, {M}|1), got shape "
             f"{_shape(x)}"
@@ -327,42 +331,123 @@ def check_seed(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
 
 
-def _parts(parts: Parts, score: Score, q: Tensor, Hkv: int, N: int, grads: tuple[str, ...]) -> PartOperands:
-    """Errors of bias terms are raised where they are read; these are the operator's."""
-    B, _, M, _ = q.shape
-    found: dict[str, Operand] = {}
-    for name, x in parts.vectors():
-        _check_operand("bias", x, q, Hkv, N)
-        found[name] = Operand(x.dtype, *x.shape)
-    for name, rows in (("query", M), ("key", N)):
-        values, distances = getattr(parts, name), getattr(score, name)
-        if (values is None) != (distances is None):
-            raise ValueError(f"bias: values per {name} and their distances go together")
-        if values is not None:
-            shift, buckets = getattr(parts, f"{name}_shift"), getattr(parts, f"{name}_buckets")
-            found[name] = _by_distance(name, values, (rows, None), q, Hkv)
-            _check_distances(name, distances, values if buckets is None else buckets, shift, B)
-    if parts.toeplitz is not None:
-        found["toeplitz"] = _by_distance("all", parts.toeplitz, (1, max(M + N - 1, 0)), q, Hkv)
-    kinds = ("query", "key")
-    return PartOperands(
-        **found,
-        shifts=tuple(name for name in kinds if getattr(parts, f"{name}_shift") is not None),
-        buckets=tuple(name for name in kinds if getattr(parts, f"{name}_buckets") is not None),
-        grads=grads,
-    )
+def check_lengths(lengths: Lengths, q: Tensor) -> int:
+    """The number of sequences; what the tensors hold is not looked at."""
+    B = 0
+    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "offsets"), lengths, strict=True):
+        if x is None:
+            if name in ("cu_seqlens_q", "cu_seqlens_k"):
+                raise ValueError(f"{name}: a packed batch needs it")
+            continue
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: dtype must be int32 or int64, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
+        if name == "cu_seqlens_q" and (x.dim() != 1 or x.shape[0] == 0):
+            raise ValueError(f"{name}: expected (B + 1,), where each sequence begins and the end, got {_shape(x)}")
+        B = x.shape[0] - 1 if name == "cu_seqlens_q" else B
+        expected = (B,) if name == "seqused_k" else (B + 1,)
+        if _shape(x) != expected:
+            raise ValueError(f"{name}: expected shape {expected} for {B} sequences, got {_shape(x)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"q: of a packed batch expected shape (1, H, queries, D), got {_shape(q)}")
+    return B
 
 
-def _by_distance(name: str, values: Tensor, sizes: tuple[int, int | None], q: Tensor, Hkv: int) -> Operand:
-    (B, H, _, _), (rows, cols) = q.shape, sizes
-    if values.dtype not in DTYPES:
-        raise TypeError(f"bias: values per {name}: dtype must be float, got {values.dtype}")
-    if values.device != q.device:
-        raise ValueError(f"bias: values per {name}: must be on q's device {q.device}, got {values.device}")
-    b, h, m, n = values.shape if values.dim() == 4 else (0, 0, 0, 0)
-    if b not in (1, B) or h not in (1, Hkv, H) or m != rows or n != (n if cols is None else cols):
-        raise ValueError(f"bias: values per {name}: shape {_shape(values)} does not fit the call")
-    return Operand(values.dtype, b, h, m, n)
+@dataclass(frozen=True)
+class _Operands:
+    """Of a call with these sizes: its tensors beside q, k and v, checked.
+
+    Errors of bias terms are raised where they are read; these are the operator's.
+    """
+
+    sizes: Sizes
+    device: torch.device
+    totals: tuple[int, int] | None
+    packed: Packed | None
+
+    def operand(self, name: str, x: Tensor | None) -> Operand | None:
+        if x is None:
+            return None
+        if x.dim() < 4:  # of the operator, which its callers give four
+            raise ValueError(f"{name}: expected 4 dimensions, got shape {_shape(x)}")
+        if self.packed is not None and (
+            name in self.packed.forms or (name == "bias" and "ragged" in self.packed.forms)
+        ):
+            return self._packed(name, x)
+        _check_operand(name if name in ("bias", "mask") else "bias", x, self.sizes, self.device)
+        return Operand(x.dtype, *x.shape)
+
+    def _packed(self, name: str, x: Tensor) -> Operand:
+        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence."""
+        assert self.packed is not None
+        assert self.totals is not None
+        B, H, Hkv, M, N = self.sizes
+        ragged = "ragged" in self.packed.forms and name == "bias"
+        _, heads, rows, cols = x.shape
+        queries, keys = self.totals
+        longest = None  # sizes may be symbols of a compiler, which no dictionary takes
+        if ragged:
+            longest = (M, N) if rows == 1 else None
+        elif rows == 1 and cols == keys:
+            longest = 1, N
+        elif rows == queries and cols == 1:
+            longest = M, 1
+        if longest is None or heads not in (1, Hkv, H) or x.shape[0] != 1:
+            raise ValueError(f"{name}: shape {_shape(x)} does not fit {queries} queries and {keys} keys")
+        _check_operand("bias", x, self.sizes._replace(B=1, M=rows, N=cols), self.device)
+        return Operand(x.dtype, B, heads, *longest)
+
+    def sink(self, x: Tensor | None) -> Operand | None:
+        if x is None:
+            return None
+        if x.dim() == 1:  # of the operator, which its callers give three
+            raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
+        if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
+            _check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
+            return Operand(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
+        _check_sink(x, self.sizes, self.device)
+        batch, heads, rows = x.shape
+        return Operand(x.dtype, batch, heads, rows, 1)
+
+    def parts(self, parts: Parts, score: Score, grads: tuple[str, ...]) -> PartOperands:
+        found: dict[str, Operand] = {}
+        for name, x in parts.vectors():
+            operand = self.operand(name, x)
+            assert operand is not None
+            found[name] = operand
+        B, _, _, M, N = self.sizes
+        for name, rows in (("query", M), ("key", N)):
+            values, distances = getattr(parts, name), getattr(score, name)
+            if (values is None) != (distances is None):
+                raise ValueError(f"bias: values per {name} and their distances go together")
+            if values is not None:
+                shift, buckets = getattr(parts, f"{name}_shift"), getattr(parts, f"{name}_buckets")
+                found[name] = self._by_distance(name, values, rows, None)
+                _check_distances(name, distances, values if buckets is None else buckets, shift, B)
+        if parts.toeplitz is not None:
+            found["toeplitz"] = self._by_distance("all", parts.toeplitz, 1, max(M + N - 1, 0))
+        kinds = ("query", "key")
+        return PartOperands(
+            **found,
+            shifts=tuple(name for name in kinds if getattr(parts, f"{name}_shift") is not None),
+            buckets=tuple(name for name in kinds if getattr(parts, f"{name}_buckets") is not None),
+            grads=grads,
+        )
+
+    def _by_distance(self, name: str, values: Tensor, rows: int, cols: int | None) -> Operand:
+        B, H, Hkv, _, _ = self.sizes
+        if values.dtype not in DTYPES:
+            raise TypeError(f"bias: values per {name}: dtype must be float, got {values.dtype}")
+        if values.device != self.device:
+            raise ValueError(f"bias: values per {name}: must be on q's device {self.device}, got {values.device}")
+        b, h, m, n = values.shape if values.dim() == 4 else (0, 0, 0, 0)
+        packed = self.totals is not None and name != "all"  # as q or k is
+        expected = self.totals[name == "key"] if packed and self.totals is not None else rows
+        batches = (1,) if packed else (1, B)
+        if b not in batches or h not in (1, Hkv, H) or m != expected or n != (n if cols is None else cols):
+            raise ValueError(f"bias: values per {name}: shape {_shape(values)} does not fit the call")
+        return Operand(values.dtype, B if packed else b, h, rows, n)
 
 
 def _check_distances(name: str, distances: Distances, entries: Tensor, shift: Tensor | None, B: int) -> None:
@@ -372,14 +457,14 @@ def _check_distances(name: str, distances: Distances, entries: Tensor, shift: Te
         raise ValueError(f"bias: values per {name}: expected a shift ({B}|1,), got shape {_shape(shift)}")
 
 
-def _is_sink_of(x: Tensor, q: Tensor) -> bool:
-    sizes = (q.shape[1:2], q.shape[:3])[x.dim() == 3]
-    return x.dim() in (1, 3) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+def _is_sink_of(x: Tensor, sizes: Sizes) -> bool:
+    axes = (sizes.B, sizes.H, sizes.M) if x.dim() == 3 else (sizes.H,)
+    return x.dim() in (1, 3) and all(n in (1, size) for n, size in zip(x.shape, axes, strict=True))
 
 
-def _broadcasts(x: Tensor, q: Tensor, Hkv: int, N: int) -> bool:
+def _broadcasts(x: Tensor, sizes: Sizes) -> bool:
     """``x``, of at most 4 dimensions, has an allowed size along each."""
-    B, H, M, _ = q.shape
+    B, H, Hkv, M, N = sizes
     b, h, m, n = (1, 1, 1, 1, *x.shape)[-4:]
     return b in (1, B) and h in (1, Hkv, H) and m in (1, M) and n in (1, N)
 
@@ -399,18 +484,22 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     came."""
     if x.dim() >= 4:
         return x
-    if q.dim() == k.dim() == 4 and not _broadcasts(x, q, k.shape[1], k.shape[2]):
+    if q.dim() == k.dim() == 4 and not _broadcasts(x, sizes := _sizes(q, k)):
         check_qkv(q, k, v)
-        _check_operand(name, x, q, k.shape[1], k.shape[2])
+        _check_operand(name, x, sizes, q.device)
     return x[(None,) * (4 - x.dim())]
 
 
 def sink_of_rows(sink: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A sink of heads, (H,), as (1, H, 1); an error shows the shape that came."""
-    if q.dim() == 4 and not _is_sink_of(sink, q):
+    if q.dim() == k.dim() == 4 and not _is_sink_of(sink, sizes := _sizes(q, k)):
         check_qkv(q, k, v)
-        _check_sink(sink, q)
+        _check_sink(sink, sizes, q.device)
     return sink[None, :, None] if sink.dim() == 1 else sink
+
+
+def _sizes(q: Tensor, k: Tensor) -> Sizes:
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from tilewise.autocast import autocast, autocast_on, autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import cast, remember_call, usual_call, with_seed
+from tilewise.jagged import are_jagged, jagged_attention
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
 from tilewise.score.terms import Band, Score, check_numbers
@@ -70,9 +71,14 @@ def scaled_dot_product_attention(
     broadcast, and where attn_mask has some of the leading dimensions before the heads and broadcasts along others. Key
     and value heads of different numbers are repeated to query's. The result is copied where it would not be contiguous.
 
+    Query, key and value may all be jagged nested tensors (``layout=torch.jagged``), (B, H, j, E), (B, H, l, E) and
+    (B, H, l, Ev), and so is the result, with query's j. attn_mask is then a tensor, broadcastable to (B, H, L, S) of
+    the longest query and key, and is_causal wants as many keys as queries in each sequence. Nothing is padded or
+    copied; see `tilewise.attention` for when the host waits.
+
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout of DTensors, or in a graph for ONNX.
+        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes.
     """
     arguments = given = None
     if (
@@ -92,6 +98,8 @@ def scaled_dot_product_attention(
             raise
         if found is not None:
             return found[0]
+    if type(query) not in PLAIN and are_jagged(query, key, value):
+        return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     try:
         _check_tensors(query, key, value, attn_mask)
     except TypeError:
@@ -116,6 +124,49 @@ def scaled_dot_product_attention(
     return fold.unfold(o)
 
 
+def _jagged(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | Tensor | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    if key.dim() == query.dim() == 4 and not enable_gqa and key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"key: number of heads must equal query's {query.shape[1]}, got {key.shape[1]}; enable_gqa=True allows a "
+            "divisor"
+        )
+    if attn_mask is not None:
+        _check_mask(attn_mask, query)
+        if is_causal_bias(attn_mask):
+            raise TypeError("attn_mask: a CausalBias has lengths of its own; pass is_causal=True")
+        if attn_mask.dim() > 4:
+            raise ValueError(f"attn_mask: shape {_shape(attn_mask)} does not broadcast to (B, H, L, S)")
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    query, scale = _positive_scale(query, _number(scale))
+    bias, mask = _bias_and_mask(attn_mask)
+    o = jagged_attention(
+        query, key, value, names=("query", "key", "value"), bias=bias, mask=mask, causal=is_causal,
+        scale=scale, dropout_p=dropout_p, exact=True,
+        equal_lengths="is_causal: is aligned top-left, for which jagged tensors must have as many keys as queries in "
+        "each sequence; tilewise.attention(causal=True) is aligned bottom-right" if is_causal else None,
+    )  # fmt: skip
+    assert isinstance(o, Tensor)
+    return o
+
+
+def _check_mask(attn_mask: Tensor, query: Tensor) -> None:
+    check_tensor("attn_mask", attn_mask, may_be_causal=True)
+    if is_causal_bias(attn_mask):  # which has no device that matters, and no numbers
+        return
+    if attn_mask.device != query.device:
+        raise ValueError(f"attn_mask: must be on query's device {query.device}, got {attn_mask.device}")
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(
+            "attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, "
+            f"got {attn_mask.dtype} with query {query.dtype}"
+        )
+
+
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
@@ -128,15 +179,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         if x.dtype != query.dtype and not (x.dtype in _CAST and query.dtype in _CAST and autocast_on(query)):
             raise TypeError(f"{name}: dtype must equal query's {query.dtype}, got {x.dtype}")
     if attn_mask is not None:
-        check_tensor("attn_mask", attn_mask, may_be_causal=True)
-        if not is_causal_bias(attn_mask):  # which has no device that matters, and no numbers
-            if attn_mask.device != query.device:
-                raise ValueError(f"attn_mask: must be on query's device {query.device}, got {attn_mask.device}")
-            if attn_mask.dtype not in (torch.bool, *DTYPES):
-                raise TypeError(
-                    "attn_mask: dtype must be bool, float16, bfloat16, float32 or float64, "
-                    f"got {attn_mask.dtype} with query {query.dtype}"
-                )
+        _check_mask(attn_mask, query)
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key: head dimension must equal query's {query.shape[-1]}, got {key.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:

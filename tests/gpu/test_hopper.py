@@ -39,6 +39,7 @@ def problem_of(case, x):
         None,
         None,
         None,
+        None,
         score,
         bias_grad="b" in case.grads,
         deterministic=case.deterministic,

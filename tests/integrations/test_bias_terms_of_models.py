@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.backends.cpu import tiled
 from tilewise.bias import Alibi, RelativeBias, T5Bias
+from tilewise.bias.canonical import dense
 from tilewise.integrations import transformers as integration
-from tilewise.integrations.position_bias import TableBias
+from tilewise.integrations.position_bias import RelativeLogits, TableBias
 
 DECODERS = ["inkling", "inkling2", "mpt", "bloom"]
 # The eager attention of others is float32 within.
@@ -236,6 +237,34 @@ def test_a_table_goes_along_to_other_devices():
     assert there.table.device.type == there.query_start.device.type == "meta"
 
 
+def test_a_table_stays_what_it_is():
+    """Of half precision float32, where the gradients of all layers are added up; with its settings elsewhere too."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        embedding = torch.nn.Embedding(32, 4, dtype=dtype)
+        bias = TableBias(embedding, torch.device("cpu"), 32, False, 20, None)
+        assert bias.term.table.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        for device in ("cpu", "meta"):
+            term = bias.bias(torch.device(device), True)
+            assert (term.bidirectional, term.max_distance, term.query_start) == (False, 20, None)
+
+
+def test_relative_logits_of_positions_that_count_from_anywhere():
+    states, proj = torch.randn(1, 2, 3, 4), torch.randn(4, 5)
+    queries, keys = torch.arange(9, 12), torch.arange(6, 14)
+    found = dense(RelativeLogits(states, proj, queries, keys).bias(states.device, False), 1, 2, 3, 8)
+    back = queries[:, None] - keys
+    values = (states @ proj).double().gather(-1, back.clamp(0, 4).expand(1, 2, 3, 8))
+    torch.testing.assert_close(found, torch.where((back >= 0) & (back < 5), values, 0.0))
+
+
+def test_relative_logits_are_scaled_in_float32():
+    states, factor = torch.randn(1, 2, 3, 64, dtype=torch.bfloat16), 1 + torch.rand(1, 1, 3, 1)
+    logits = RelativeLogits(states, torch.randn(64, 5).bfloat16(), torch.arange(3), torch.arange(3))
+    scaled = (logits.float() * factor).to(torch.bfloat16)
+    assert torch.equal(scaled.states, (states.float() * factor).bfloat16())
+    assert scaled.proj is logits.proj
+
+
 def test_tables_of_half_precision():
     """The sums that are a table's gradient are float32: nearer to float64's than the model's own."""
     results = {}
@@ -323,6 +352,46 @@ def test_dropout_of_the_attention_is_passed_on(kind, monkeypatch):
     seen.clear()
     run(model.eval(), kind, None)
     assert set(seen) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mpt", {"attn_config": {"alibi_bias_max": 3, "clip_qkv": 0.7, "softmax_scale": 0.6}}),
+        ("t5", {"relative_attention_num_buckets": 10, "relative_attention_max_distance": 6}),
+        ("umt5", {"relative_attention_num_buckets": 10, "relative_attention_max_distance": 6}),
+        ("deberta", {"share_att_key": False, "pos_att_type": ["p2c"]}),
+    ],
+)
+def test_settings_that_small_models_leave_at_their_defaults(kind, changes):
+    results = []
+    for model in (terms(kind, **changes), build(kind, "eager", **changes)):
+        results.append(trained(model.train().to(DOUBLE.get(kind, torch.float32)), kind, None))
+    agree(*results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("bloom", {"hidden_dropout": 0.25}), ("deberta", {"hidden_dropout_prob": 0.25})]
+)
+def test_dropout_beside_the_attention(kind, changes):
+    """Of the output, and of embeddings of distances: drawn in the model's own order."""
+    results = []
+    for model in (terms(kind, **changes), build(kind, "eager", **changes)):
+        torch.manual_seed(3)
+        results.append(trained(model.train().to(DOUBLE.get(kind, torch.float32)), kind, None))
+    agree(*results)
+
+
+def test_queries_of_their_own_in_deberta():
+    results = []
+    x, queries = torch.randn(2, B, N, 32)
+    for model in (terms("deberta"), build("deberta", "eager")):
+        encoder = model.eval().encoder
+        mask, relative_pos = encoder.get_attention_mask(torch.ones(B, N)), encoder.get_rel_pos(x)
+        attention = encoder.layer[0].attention.self
+        inputs = {"query_states": queries, "relative_pos": relative_pos, "rel_embeddings": encoder.get_rel_embedding()}
+        results.append(attention(x, mask, **inputs)[0])
+    close(*results)
 
 
 COMPILED = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype, sequences
 from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.score import dropout, reference
@@ -35,7 +37,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
-    q, k, v, bias, _, sink, parts, _ = inputs
+    q, k, v, bias, _, sink, parts, _, _ = inputs
     s, visible, transformed = _scores(problem, inputs)
     p, p_sink, _ = _softmax(s, sink)
     # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
@@ -68,12 +70,16 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     )
 
 
-prepare = {"forward": at_once(forward), "backward": at_once(backward)}
+# What the plan runs: a packed batch goes through these one sequence at a time.
+prepare = {
+    "forward": at_once(partial(sequences.forward, forward)),
+    "backward": at_once(partial(sequences.backward, backward)),
+}
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
-    q, k, _, bias, mask, _, parts, _ = inputs
+    q, k, _, bias, mask, _, parts, _, _ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
@@ -133,7 +139,7 @@ def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
         return 1.0
     shape = (problem.batch, problem.heads, problem.queries, problem.keys)
     b, h, i, j = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in shape), indexing="ij")
-    kept = dropout.kept(dropout.stream(seed, b, h), i, j, threshold)
+    kept = dropout.kept(dropout.stream(seed, b + problem.sequence, h), i, j, threshold)
     return torch.where(kept, dropout.weight(threshold), 0.0).double()
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from tilewise.problem import Problem
+from tilewise.score.lengths import NO_LENGTHS, Lengths
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS, Parts
 
 Pass = Literal["forward", "backward"]
@@ -15,10 +16,14 @@ Pass = Literal["forward", "backward"]
 
 class Inputs(NamedTuple):
     """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None; sink
-    (B|1, H|1, M|1) or None; parts, of bias terms, or None; seed, of dropout, int64 (2,) or None.
+    (B|1, H|1, M|1) or None; parts, of bias terms, or None; seed, of dropout, int64 (2,) or None; lengths, of a packed
+    batch, or None.
 
-    Parts are a record of their own because a call of 10 µs hardly ever has them: nine more fields would be looked at
-    in each loop over its inputs.
+    Parts and lengths are records of their own because a call of 10 µs hardly ever has them: thirteen more fields would
+    be looked at in each loop over its inputs.
+
+    Of a packed batch q is (1, H, queries of all sequences, D), and k, v, o and the LSE alike; `Packed.forms` says what
+    else has an axis of all queries or keys. Values per query and per key always have.
     """
 
     q: Tensor
@@ -29,25 +34,32 @@ class Inputs(NamedTuple):
     sink: Tensor | None = None
     parts: Parts | None = None
     seed: Tensor | None = None
+    lengths: Lengths | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Without a record in them."""
-        return self[:6] if self.parts is self.seed else self.flat()  # one object: None
+        return self[:6] if self.parts is self.seed is self.lengths else self.flat()  # one object: None
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """`INPUT_NAMES`: what an operator of PyTorch's dispatcher takes."""
-        return *self[:6], *(NO_PARTS if self.parts is None else self.parts), self.seed
+        parts = NO_PARTS if self.parts is None else self.parts
+        return *self[:6], *parts, self.seed, *(NO_LENGTHS if self.lengths is None else self.lengths)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
         """From `tensors` or `flat`."""
-        q, k, v, bias, mask, sink, *parts = tensors
-        seed = parts.pop() if parts else None
-        return cls(q, k, v, bias, mask, sink, Parts(*parts) if any(x is not None for x in parts) else None, seed)
+        q, k, v, bias, mask, sink, *more = tensors
+        parts, lengths = more[: len(NO_PARTS)], more[len(NO_PARTS) + 1 :]
+        return cls(
+            q, k, v, bias, mask, sink,
+            Parts(*parts) if any(x is not None for x in parts) else None,
+            more[len(NO_PARTS)] if more else None,
+            Lengths(*lengths) if any(x is not None for x in lengths) else None,
+        )  # fmt: skip
 
 
 # Of the tensors of `Inputs`, one after the other.
-INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed")
+INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed", *Lengths._fields)
 
 
 class Outputs(NamedTuple):

@@ -4,6 +4,7 @@ RelativeBias       values per query, per key or for all, by distance: Shaw, Tran
 t5_bias            T5's table of distance buckets
 alibi              ALiBi's slopes, trainable or not
 low_rank_bias      u @ w.mT, as a few more columns of q and k
+RaggedBias         of a packed batch, a matrix for each sequence
 swin_bias          Swin's table of offsets in a window; a matrix
 relative_logits    a product that makes the values of a RelativeBias where TMA can read them
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from tilewise.bias.buckets import alibi_slopes, log_buckets, t5_buckets
 from tilewise.bias.low_rank import LowRankBias, low_rank_bias
+from tilewise.bias.packed import RaggedBias
 from tilewise.bias.relative import RelativeBias, relative_logits
 from tilewise.bias.swin import swin_bias
 from tilewise.bias.toeplitz import Alibi, T5Bias, alibi, t5_bias
@@ -23,6 +25,7 @@ from tilewise.bias.toeplitz import Alibi, T5Bias, alibi, t5_bias
 __all__ = [
     "Alibi",
     "LowRankBias",
+    "RaggedBias",
     "RelativeBias",
     "T5Bias",
     "alibi",

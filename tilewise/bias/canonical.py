@@ -68,9 +68,9 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
             if isinstance(part, (T5Bias, Alibi)) or (isinstance(part, RelativeBias) and part.kind == "toeplitz"):
                 toeplitz.append(part)
             else:
-                _put(found, part.kind, part)
+                put(found, part.kind, part)
         elif isinstance(part, Tensor):
-            _put(found, _place_of(part, found, sizes, device), part if part.dim() == 4 else _four(part))
+            put(found, place_of(part, found, sizes, device), part if part.dim() == 4 else _four(part))
         else:
             raise TypeError(f"bias: expected tensors and terms of tilewise.bias, got {type(part).__name__}")
     band = Band()
@@ -87,7 +87,7 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
     terms = [x.toeplitz(M, N) for x in toeplitz]
     for relative in terms:
         band = band.both(hidden_band(relative))
-    return Slots(**found, toeplitz=_sum(terms, sizes) if terms else None, band=band)
+    return Slots(**found, toeplitz=toeplitz_sum(terms, sizes) if terms else None, band=band)
 
 
 def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None = None) -> Tensor:
@@ -100,14 +100,14 @@ def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None =
     return _per_head(full, H).expand(B, H, M, N)
 
 
-def _put(found: dict[str, Any], place: str, part: Any) -> None:
+def put(found: dict[str, Any], place: str, part: Any) -> None:
     if place in found:
         words, instead = _PLACES[place]
         raise ValueError(f"bias: takes {words} once, got two; {instead}")
     found[place] = part
 
 
-def _place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.device | None) -> str:
+def place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.device | None) -> str:
     """By the axes that it is full along; where queries or keys are one, one more fits where the matrix would be."""
     check_tensor("bias", x)
     B, H, Hkv, M, N = sizes
@@ -132,7 +132,7 @@ def _four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def _sum(terms: list[Relative], sizes: Sizes) -> Relative:
+def toeplitz_sum(terms: list[Relative], sizes: Sizes) -> Relative:
     """Toeplitz terms as one vector over the M + N - 1 distances ``j - i``."""
     first, width = 1 - sizes.M, larger(sizes.M + sizes.N - 1, 0)
     vectors = [window(x, first, width) for x in terms]

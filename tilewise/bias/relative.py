@@ -46,7 +46,8 @@ class RelativeBias(Term):
 
     Args:
         values: (B|1, H|Hkv|1, M|1, R), or (B|1, H|Hkv|1, N|1, R) with ``on="key"``; float16, bfloat16, float32 or
-            float64 (CPU), whatever q's dtype is. Its gradient has its shape and dtype and is summed in float32.
+            float64 (CPU), whatever q's dtype is. Its gradient has its shape and dtype and is summed in float32. Of a
+            packed batch (total_q, H|Hkv|1, R) or (total_k, H|Hkv|1, R).
         lo: entry r belongs to the distance ``lo + r``, key position minus query position.
         reverse: of the distance query position minus key position instead, so that entries descend with the key.
         outside: what any other distance has: 0.0; -inf, hidden like a mask; or "clamp", the entry of the nearest end.
@@ -74,9 +75,9 @@ class RelativeBias(Term):
     buckets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        axes = "(B|1, H|Hkv|1, M|1, R), or N for M where on='key'"
-        check_float(name_of(self, "values"), self.values, (4,), axes)
-        if self.values.shape[3] == 0:
+        axes = "(B|1, H|Hkv|1, M|1, R), or packed (total, H|Hkv|1, R); N for M where on='key'"
+        check_float(name_of(self, "values"), self.values, (3, 4), axes)
+        if self.values.shape[-1] == 0:
             raise ValueError(f"RelativeBias.values: needs one entry or more, got shape {shape_of(self.values)}")
         check_int("RelativeBias.lo", self.lo)
         check_bool("RelativeBias.reverse", self.reverse)
@@ -86,15 +87,20 @@ class RelativeBias(Term):
             raise ValueError(f"RelativeBias.on: must be 'query' or 'key', got {self.on!r}")
         check_starts(self)
         if self.buckets is not None:
-            _check_buckets(self.buckets, self.values.shape[3])
+            _check_buckets(self.buckets, self.values.shape[-1])
         check_device(self, None)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        return "toeplitz" if self.values.shape[2] == 1 else self.on
+        return "toeplitz" if self.values.dim() == 4 and self.values.shape[2] == 1 else self.on
 
     def check(self, sizes: Sizes, device: torch.device | None = None) -> None:
         B, H, Hkv, M, N = sizes
+        if self.values.dim() == 3:
+            raise ValueError(
+                f"RelativeBias.values: three dimensions (total, H|Hkv|1, R) belong to a packed batch, "
+                f"tilewise.varlen_attention; a dense call takes four, got shape {shape_of(self.values)}"
+            )
         rows = {"M|1": (M, 1)} if self.on == "query" else {"N|1": (N, 1)}
         allowed = {"B|1": (B, 1), "H|Hkv|1": (H, Hkv, 1), **rows, "R": (self.values.shape[3],)}
         check_sizes(name_of(self, "values"), self.values, allowed)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from tilewise.problem import Sizes
 from tilewise.tensors import check_tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Term = TypeVar("_Term", bound=type)
-
-
-class Sizes(NamedTuple):
-    """Of a call: batch, query heads, key/value heads, queries, keys."""
-
-    B: int
-    H: int
-    Hkv: int
-    M: int
-    N: int
 
 
 def pytree_node(cls: _Term) -> _Term:

@@ -39,9 +39,24 @@ What a mask means here. transformers asks `attention_mask` once for all layers o
     bool (B, N|1)      causal, and these keys are tokens, not padding; one column says that all of them are
     bool (B|1, W, N|1) the same within a window: query i sees itself and the W - 1 keys before it. The W rows are one
                        row, expanded without memory: their number alone counts
+    int32 (L, S + 1) or (W, L, S + 1)
+                       S sequences end to end, causal, and within a window of W: where each begins, see `packed`
     (B, 1|H, 1|M, N)   the whole truth, causality and window included: bool, True = attend, or floating, added
 
 In all but the last, causality and window stay numbers: no (M, N) mask is made, and tiles that they hide are skipped.
+
+Batches without padding, several sequences in a row, take the packed path, `tilewise.varlen_attention`, and make no mask
+of (M, N). What says where sequences begin:
+
+    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+                       keywords of the model, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives them.
+                       They count always, and on a GPU nobody waits for them
+    position_ids       that restart, where there is neither a cache (use_cache=False) nor an attention_mask: with these
+                       transformers itself does not look at them; nor does it for gpt-oss, whose sequences then see
+                       each other as in its eager attention. On a GPU the host waits once a forward
+
+Beside a position bias, padding or a mask of four dimensions, and under torch.compile in the second case, a mask of
+(M, N) is made all the same.
 """
 
 from __future__ import annotations
@@ -66,9 +81,10 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from tilewise.api import attention
-from tilewise.integrations import models
+from tilewise.integrations import models, packed
 from tilewise.integrations.models import NAME
 from tilewise.integrations.position_bias import PositionBias
+from tilewise.varlen import packed_attention
 
 # Below the logger of transformers: transformers.logging.set_verbosity and TRANSFORMERS_VERBOSITY count for it too.
 _logger = logging.get_logger(f"transformers.{NAME}")
@@ -184,7 +200,9 @@ def attention_forward(
             ``bias`` of `tilewise.attention` takes, or what `use_bias_terms` puts in its place.
         s_aux: attention sinks (gpt-oss), floating, (H,): ``sink`` of `tilewise.attention`; it gets its gradient.
         sinks: those of Inkling-2, of each query, floating, (B, H, M, 1); likewise.
-        kwargs: what else a model passes. The window is the mask's; what does not change the result is ignored.
+        kwargs: what else a model passes. ``cu_seq_lens_q`` and the like say where sequences begin, (S + 1,) int32 or
+            int64 each, and ``max_length_q``, ``max_length_k`` how long they are at most. The window is the mask's; what
+            does not change the result is ignored.
 
     Returns:
         (B, M, H, Dv), contiguous, and None where transformers' eager attention returns its weights. With
@@ -210,8 +228,11 @@ def attention_forward(
         position_bias = position_bias.bias(query.device, aligned)
 
     causal, window, mask, bias = False, None, None, position_bias
+    sequences = packed.sequences_of(attention_mask, kwargs)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    elif packed.is_packed_form(attention_mask):
+        causal, window = True, (attention_mask.shape[0] - 1, 0) if attention_mask.dim() == 3 else None
     elif attention_mask.dim() == 2:
         causal = True
         mask = None if attention_mask.shape[1] == 1 < key.shape[2] else attention_mask[:, None, None, :]
@@ -226,9 +247,24 @@ def attention_forward(
         terms = position_bias if isinstance(position_bias, (tuple, list)) else (position_bias,)
         bias = attention_mask if position_bias is None else (*terms, attention_mask)
 
+    options: dict[str, Any] = {"causal": causal, "window": window}
+    if sequences is not None and bias is None and mask is None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        if s_aux is not None and s_aux.dim() == 3:
+            s_aux = s_aux.expand(batch, -1, query.shape[2]).transpose(0, 1).flatten(1)
+        o = packed_attention(
+            q, k, v, *sequences, sink=s_aux, scale=scaling, softcap=softcap, dropout_p=dropout, **options
+        )  # fmt: skip
+        assert isinstance(o, Tensor)
+        return o.unflatten(0, (batch, -1)).contiguous(), None
+    if sequences is not None:
+        seen = packed.visible(
+            sequences.lengths, (batch, query.shape[2], key.shape[2]), causal, None if window is None else window[0] + 1
+        )
+        mask, options = seen if mask is None else mask & seen, {}
     o = attention(
-        query, key, value, bias=bias, mask=mask, sink=s_aux, causal=causal, window=window, scale=scaling,
-        softcap=softcap, dropout_p=dropout,
+        query, key, value, bias=bias, mask=mask, sink=s_aux, scale=scaling, softcap=softcap, dropout_p=dropout,
+        **options,
     )  # fmt: skip
     return o.transpose(1, 2).contiguous(), None
 
@@ -274,12 +310,18 @@ def attention_mask(
     if allow_is_bidirectional_skip and mask_function is bidirectional_mask_function:
         return None if padding is None else padding[:, None, None, :]
 
+    model_type = getattr(config, "model_type", None)
+    if padding is None and model_type not in _CROP_THE_MASK | _CONVERT_THE_MASK:
+        form = packed.packed_form(mask_function, local_size)
+        if form is not None:
+            return form
+
     # Bottom-right alignment: the last query is the last key. Static caches, longer than what they hold, are not so.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and aligned and getattr(config, "model_type", None) not in _CROP_THE_MASK:
+    if allow_is_causal_skip and aligned and model_type not in _CROP_THE_MASK:
         # A (B, N) answer may come back as `attention_mask`, whose columns then count from kv_offset: it must be 0.
         if (local_size is None or kv_offset + kv_length <= local_size) and (padding is None or kv_offset == 0):
-            if padding is None and getattr(config, "model_type", None) in _CONVERT_THE_MASK:
+            if padding is None and model_type in _CONVERT_THE_MASK:
                 return torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device"))
             return padding
         if local_size is not None and _is_window(local_size, config):

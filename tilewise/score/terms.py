@@ -17,6 +17,7 @@ import torch
 
 from tilewise.score import dropout
 from tilewise.score.integers import larger, smaller
+from tilewise.score.lengths import Packed
 
 Window = tuple[int | None, int | None]  # see `Band.aligned`
 Axis = Literal["query", "key", "none"]
@@ -63,6 +64,10 @@ class Band:
             hi=None if right is None else diagonal + right,
         )
 
+    def shifted(self, diagonal: int) -> Band:
+        """The band of a sequence of a packed batch, whose own is counted from its last query and key: N - M."""
+        return Band(*(None if x is None else x + diagonal for x in (self.lo, self.hi)))
+
     def both(self, other: Band | None) -> Band:
         """What the two leave visible together; None hides nothing."""
         if other is None:
@@ -98,6 +103,7 @@ class Score:
     query, key: of a bias by distance with values per query, and of one per key, which distances have an entry. One for
     all, a Toeplitz bias, has one for each of M + N - 1: `parts.Parts.relatives`.
     dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout.
+    packed: of a packed batch; its band is then counted from the last query and key of each sequence, `Band.shifted`.
     """
 
     scale: float
@@ -106,6 +112,7 @@ class Score:
     query: Distances | None = None
     key: Distances | None = None
     dropout: int = 0
+    packed: Packed | None = None
 
     @classmethod
     def of(
@@ -141,11 +148,18 @@ class Terms(NamedTuple):
     key_count: int | None = None
     key_rule: str = ""
     dropout: int = 0
+    max_q: int | None = None
+    max_k: int | None = None
+    packed_forms: str = ""
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
         band = score.band
         numbers = cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
+        if score.packed is not None:
+            packed = score.packed
+            lengths = packed.max_q, packed.max_k, " ".join(packed.forms)
+            return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout, *lengths)
         if score.query is None and score.key is None:
             return numbers._replace(dropout=score.dropout) if score.dropout else numbers
         return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout)
@@ -154,7 +168,10 @@ class Terms(NamedTuple):
     def score(self) -> Score:
         query = _distances("query", self.query_lo, self.query_count, self.query_rule)
         key = _distances("key", self.key_lo, self.key_count, self.key_rule)
-        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout)
+        packed = None
+        if self.max_q is not None and self.max_k is not None:
+            packed = Packed(self.max_q, self.max_k, tuple(self.packed_forms.split()))
+        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed)
 
 
 def _flat(distances: Distances | None) -> tuple[int | None, int | None, str]:

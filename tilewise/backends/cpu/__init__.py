@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, sink_gradient
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, sequences, sink_gradient
 from tilewise.backends.cpu import fused, tiled
 from tilewise.backends.cpu.parts import minus_delta
 from tilewise.backends.protocol import Pass, at_once
@@ -52,4 +54,8 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         return gradients
 
 
-prepare = {"forward": at_once(forward), "backward": at_once(backward)}
+# What the plan runs: a packed batch goes through these one sequence at a time.
+prepare = {
+    "forward": at_once(partial(sequences.forward, forward)),
+    "backward": at_once(partial(sequences.backward, backward)),
+}

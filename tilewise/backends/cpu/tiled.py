@@ -285,6 +285,7 @@ class _Heads:
         if self.inputs.seed is None:
             return None
         b, h = (torch.arange(x.start, x.stop) for x in self.kv)
+        b += self.problem.sequence
         heads = h[:, None] * self.problem.group + torch.arange(self.problem.group)
         return dropout.stream(self.inputs.seed, b.view(-1, 1, 1, 1, 1), heads[..., None, None])
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tilewise.backends.dropout import kept, stream
 from tilewise.backends.score import query_tiles, score_tile_gradient
+from tilewise.backends.triton.packed import key_tile, query_tile, rows_from
 from tilewise.backends.triton.relative import (
     far_count,
     far_place,
@@ -29,7 +30,9 @@ from tilewise.backends.triton.tensors import (
     dq_accum_at,
     head_at,
     load_rows,
+    lse_length,
     matrix_of,
+    operand_place,
     program_tile,
     row_at,
     store_rows,
@@ -42,25 +45,33 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def preprocess_kernel(o, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
+def preprocess_kernel(o, do, lse, dlse, delta, lse2, dq_accum, lengths, sizes, HAS_DLSE: tl.constexpr, c):
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
     does one whose LSE is beyond COARSE: probabilities cannot be told from it, would be off by any factor and could
     overflow into the gradients of the keys.
     """
-    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
+    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, 1 if c.PACKED else sizes.batch, "tiles")
+    if c.PACKED:
+        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
+        o, do, lse = rows_from(o, start.query), rows_from(do, start.query), lse + start.query
+        delta, lse2 = delta + start.padded, lse2 + start.padded
+        if HAS_DLSE:
+            dlse = rows_from(dlse, start.query)
+        if c.WANT_Q:
+            dq_accum += start.padded
     m0 = tile * c.BLOCK_M
     m = m0 + tl.arange(0, c.BLOCK_M)
     inside = m < sizes.queries
-    head = head_at(b, h, sizes)
+    head = head_at(b, h, sizes, c)
     o_tile = load_rows(o, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
     do_tile = load_rows(do, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
     row = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
-    natural = tl.load(lse + row_at(head, m, sizes.queries), mask=inside, other=-float("inf"))
+    natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
     left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
     at_row = row_at(head, m, sizes.padded_queries)
     tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · a cotangent that is not finite would be NaN
@@ -86,11 +97,14 @@ def finite_kernel(k, v, finite, sizes, c):
 
 
 class OwnKeys(NamedTuple):
-    """By pointers, the keys and values that a program keeps; and which are finite, see `finite_kernel`."""
+    """By pointers, the keys and values that a program keeps, and their gradients; which are finite, see
+    `finite_kernel`."""
 
     k: Any
     v: Any
     finite: Any
+    dk: Any
+    dv: Any
 
 
 @triton.jit
@@ -104,8 +118,12 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
     if c.HIDES:
         n = n0 + tl.arange(0, c.BLOCK_N)
         which = tl.cast(DIM == "value", tl.int64)
-        row = (which * sizes.batch + b) * (sizes.heads // sizes.group) + hk
-        good = tl.load(finite + row * sizes.keys + n, mask=n < sizes.keys, other=0)
+        kv_heads, first = sizes.heads // sizes.group, b
+        keys = sizes.keys
+        if c.PACKED:
+            first, keys = b * 0, sizes.total_keys
+        row = (which * sizes.batch + first) * kv_heads + hk
+        good = tl.load(finite + row * keys + n, mask=n < sizes.keys, other=0)
         end = tl.where(good != 0, sizes.keys, 0)  # a row that is not finite lies past its own end
         tile = load_rows(x_rows, b, hk, n0, c.BLOCK_N, end, DIM, False, True, sizes, c)
     else:
@@ -116,7 +134,7 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
 @triton.jit
 def load_stats(x, b, h, m0, sizes, c):
     """LSE or delta of a tile of queries. By TMA too: as pointers their addresses alone would take 64 registers."""
-    head = head_at(b, h, sizes)
+    head = head_at(b, h, sizes, c)
     if c.TMA:
         stats = x.load([head.to(tl.int32), m0]).reshape([c.BLOCK_M])
     else:
@@ -155,7 +173,7 @@ def tile_gradients(
 @triton.jit
 def _add_queries(dq_accum, value, b, h, m0, sizes, c):
     """Reduce-add a float32 tile of dQᵀ."""
-    head = head_at(b, h, sizes)
+    head = head_at(b, h, sizes, c)
     if c.DQ_TMA:
         dq_accum.atomic_add([head.to(tl.int32), 0, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
     else:
@@ -164,10 +182,10 @@ def _add_queries(dq_accum, value, b, h, m0, sizes, c):
 
 
 @triton.jit
-def _give_bias(dbias, how, db, b, h, m0, n0, sizes, c):
+def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
     """The bias gradient of one transposed tile leaves: stored, or reduced where several tiles share the bias."""
-    mb, mh = matrix_of(how, b, h)
     if c.DBIAS_TMA:
+        mb, mh = matrix_of(how, b, h)
         value = tl.trans(db).to(dbias.dtype).reshape([1, 1, c.BLOCK_M, c.BLOCK_N])
         if c.DBIAS == "store":
             dbias.store([mb, mh, m0, n0], value)
@@ -176,11 +194,11 @@ def _give_bias(dbias, how, db, b, h, m0, n0, sizes, c):
     else:
         m = m0 + tl.arange(0, c.BLOCK_M)
         n = n0 + tl.arange(0, c.BLOCK_N)
-        base = dbias.pointer + tl.cast(mb, tl.int64) * dbias.stride0 + tl.cast(mh, tl.int64) * dbias.stride1
+        base, stride2, stride3 = operand_place(dbias, how, start, b, h, sizes)
         if c.DBIAS == "rows":
-            tl.atomic_add(base + m.to(tl.int64) * dbias.stride2, tl.sum(db, 0), mask=m < sizes.queries, sem="relaxed")
+            tl.atomic_add(base + m.to(tl.int64) * stride2, tl.sum(db, 0), mask=m < sizes.queries, sem="relaxed")
         else:
-            at = base + m.to(tl.int64)[None, :] * dbias.stride2 + n.to(tl.int64)[:, None] * dbias.stride3
+            at = base + m.to(tl.int64)[None, :] * stride2 + n.to(tl.int64)[:, None] * stride3
             inside = (m < sizes.queries)[None, :] & (n < sizes.keys)[:, None]
             if c.DBIAS == "store":
                 tl.store(at, db.to(dbias.pointer.dtype.element_ty), mask=inside)
@@ -210,7 +228,7 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
     if c.DBIAS == "cols":
         dcol += tl.sum(db, 1)
     elif c.DBIAS != "none":
-        _give_bias(dbias, c.BIAS_HOW, db, b, h, m0, n0, sizes, c)
+        _give_bias(dbias, c.BIAS_HOW, x.start, db, b, h, m0, n0, sizes, c)
     if c.DPARTS:
         at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
         give_parts(x, db, at, n0, tl.arange(0, c.BLOCK_N)[:, None], PARTIAL, NEAR, terms, sizes, c)
@@ -218,12 +236,12 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
 
 
 @triton.jit
-def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, own, dq_accum, dk, dv, dbias, terms,
+def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, own, dq_accum, dbias, terms,
                     sizes, c):  # fmt: skip
     """dK and dV of one tile of keys, its share of dQ, dBias, and what it gives to the parts of bias terms; walks the
     query heads of the group.
 
-    parts: a `PartTensors`, or None. own: `OwnKeys`.
+    parts: a `PartTensors`, or None. lengths: of a packed batch, `Lengths` of pointers, or None. own: `OwnKeys`.
     """
     FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with dQ among the products a third loop spills
     # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
@@ -231,12 +249,31 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, ow
     LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
-    tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER)
+    own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
+    if c.PACKED:
+        tiles = sizes.total_keys // c.BLOCK_N + sizes.batch
+        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, 1, c.ORDER)
+        b, tile, start, sizes = key_tile(lengths, tile, sizes, c)
+        q, do = rows_from(q, start.query), rows_from(do, start.query)
+        lse2, delta = lse2 + start.padded, delta + start.padded
+        k, v, own_k, own_v = (
+            rows_from(k, start.key), rows_from(v, start.key), rows_from(own_k, start.key), rows_from(own_v, start.key)
+        )  # fmt: skip
+        if c.HIDES:
+            finite += start.key
+        if c.WANT_Q:
+            dq_accum += start.padded
+        if c.WANT_K:
+            dk = rows_from(dk, start.key)
+        if c.WANT_V:
+            dv = rows_from(dv, start.key)
+    else:
+        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER)
     n0 = tile * c.BLOCK_N
     query_origin, key_origin = origins(parts, terms, b, c)
-    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin)
-    k_tile = _load_keys(k, own.k, own.finite, b, hk, n0, "head", sizes, c)
-    v_tile = _load_keys(v, own.v, own.finite, b, hk, n0, "value", sizes, c)
+    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin, start)
+    k_tile = _load_keys(k, own_k, finite, b, hk, n0, "head", sizes, c)
+    v_tile = _load_keys(v, own_v, finite, b, hk, n0, "value", sizes, c)
     count = tl.minimum(c.BLOCK_N, sizes.keys - n0)
     lo, hi = limits_of(x, terms, c)
     begin, full_begin, full_end, end = query_tiles(n0, count, sizes.queries, lo, hi, c.BLOCK_M)
@@ -291,11 +328,10 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, ow
                 True, c,
             )  # fmt: skip
         if c.DBIAS == "cols":
-            mb, mh = matrix_of(c.BIAS_HOW, b, h)
-            base = dbias.pointer + tl.cast(mb, tl.int64) * dbias.stride0 + tl.cast(mh, tl.int64) * dbias.stride1
+            base, _stride2, stride3 = operand_place(dbias, c.BIAS_HOW, start, b, h, sizes)
             if c.BIAS_HOW.COLS:
                 n = n0 + tl.arange(0, c.BLOCK_N)
-                tl.atomic_add(base + n.to(tl.int64) * dbias.stride3, dcol, mask=n < sizes.keys, sem="relaxed")
+                tl.atomic_add(base + n.to(tl.int64) * stride3, dcol, mask=n < sizes.keys, sem="relaxed")
             else:
                 tl.atomic_add(base, tl.sum(dcol, 0), sem="relaxed")
 
@@ -309,10 +345,13 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, ow
 
 
 @triton.jit
-def postprocess_kernel(dq_accum, dq, terms, sizes, c):
+def postprocess_kernel(dq_accum, dq, lengths, terms, sizes, c):
     """dQ = scale · (sum of dQᵀ)ᵀ in dQ's dtype."""
-    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
+    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, 1 if c.PACKED else sizes.batch, "tiles")
+    if c.PACKED:
+        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
+        dq_accum, dq = dq_accum + start.padded, rows_from(dq, start.query)
     m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-    at, within = dq_accum_at(dq_accum, head_at(b, h, sizes), m, sizes, c)
+    at, within = dq_accum_at(dq_accum, head_at(b, h, sizes, c), m, sizes, c)
     value = tl.load(at, mask=within, other=0.0)
     store_rows(dq, tl.trans(value) * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)

@@ -12,6 +12,7 @@ import triton.language as tl
 from tilewise.backends.dropout import kept, stream
 from tilewise.backends.score import key_tiles, split_tiles, with_sink
 from tilewise.backends.triton import config
+from tilewise.backends.triton.packed import query_tile, rows_from
 from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
 from tilewise.backends.triton.score import score_products, visible_tile
 from tilewise.backends.triton.tensors import (
@@ -22,6 +23,7 @@ from tilewise.backends.triton.tensors import (
     load_group_rows,
     load_rows,
     load_sink,
+    lse_length,
     program_tile,
     row_at,
     store_rows,
@@ -105,12 +107,13 @@ def _start(c):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, o, lse, terms, sizes, c):
+def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, lse, terms, sizes, c):
     """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
 
     Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse. sink: a
     `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part. seed: two
-    numbers, or None without dropout. parts: of bias terms, `Parts` of `Strided`s and pointers, or None.
+    numbers, or None without dropout. parts: of bias terms, `Parts` of `Strided`s and pointers, or None. lengths: of a
+    packed batch, `Lengths` of pointers, or None.
     """
     # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
@@ -118,9 +121,18 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, o, lse, terms,
     tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
     if c.PACK_GQA:
         tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
+    start = 0
     if c.SPLIT:
         tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER)
         split, tile = tile % sizes.splits, tile // sizes.splits
+    elif c.PACKED:
+        tile, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, heads, 1, c.ORDER)
+        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
+        tiles = tl.maximum(tl.cdiv(sizes.queries, c.BLOCK_M), tile + 1)
+        q, o, lse = rows_from(q, start.query), rows_from(o, start.query), lse + start.query
+        k, v = rows_from(k, start.key), rows_from(v, start.key)
+        if sink is not None:
+            sink = rows_from(sink, start.query)
     else:
         tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER)
     if terms.HAS_HI:
@@ -144,7 +156,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, o, lse, terms,
     if seed is not None:
         words = stream(seed, b, at.head)
     query_origin, key_origin = origins(parts, terms, b, c)
-    x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin)
+    x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin, start)
     if not c.LISTS:
         lo, hi = limits_of(x, terms, c)
         begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, lo, hi, c.BLOCK_N)
@@ -199,7 +211,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, o, lse, terms,
         acc *= terms.weight
     if c.SPLIT:
         b += split * sizes.batch
-    row = row_at(head_at(b, head, sizes), m, sizes.queries)
+    row = row_at(head_at(b, head, sizes, c), m, lse_length(sizes, c))
     tl.store(lse + row, m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from tilewise.backends import (
     allocation,
     device_of,
     empty_output,
+    sink_gradient,
 )
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
 from tilewise.backends.score import INTERPRET, Terms, score_terms
@@ -47,6 +50,7 @@ from tilewise.backends.triton.ordered_kernels import (
     diagonal_gradient_kernel,
     query_gradient_kernel,
 )
+from tilewise.backends.triton.packed import flat_lengths, lengths_layout, tile_count
 from tilewise.backends.triton.parts import (
     cast_part_gradients,
     empty_part_gradients,
@@ -54,6 +58,7 @@ from tilewise.backends.triton.parts import (
     flat_gradients,
     flat_parts,
     has_far_tiles,
+    lies,
     part_hows,
     part_numbers,
     parts_layout,
@@ -92,6 +97,8 @@ class Constexprs(NamedTuple):
     PACK_GQA: Any  # see config.Config
     HAS_PARTS: Any  # there are parts of bias terms. Asked of the record itself, Triton 3.6 stumbles over what it lacks
     PARTS: Any  # how they are read, see parts.PartHows
+    PACKED: Any  # a packed batch, see packed
+    FROM_START: Any  # whose Toeplitz bias is counted from the first query and key
     FIRST: Any  # what is added first, the "bias" or the part of that name
     FAR: Any = False  # tiles that meet no distance with an entry have a loop of their own
     LISTS: Any = False  # with a mask, of the tiles to visit: see visibility
@@ -112,14 +119,16 @@ class Forward:
         q, k, v, bias, *_ = inputs
         self.problem = problem
         tma = _uses_tma(problem, q, k, v)
-        self._prepare(forward_config(problem, bias is not None and _uses_tma(problem, bias), tma), inputs)
+        config = forward_config(problem, bias is not None and _uses_tma(problem, bias), tma)
+        # A tile of a packed batch has one head's queries, and all of their keys.
+        self._prepare(config if problem.totals is None else replace(config, pack_gqa=False), inputs)
 
     def _prepare(self, config: Config, inputs: Inputs) -> None:
-        problem, (q, k, v, bias, mask, sink, parts, _) = self.problem, inputs
+        problem, (q, k, v, bias, mask, sink, parts, _, _) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         shares = splits(problem, config)
-        lists = mask is not None and lists_pay(problem, config)
+        lists = mask is not None and problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if mask is not None and lists:
             self.masked = MaskLists(problem, config, mask, by_rows=True, by_keys=False, even=False)
@@ -127,9 +136,11 @@ class Forward:
             problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
         )
         sizes = _sizes(problem)._replace(splits=shares)
+        value = None if problem.totals is None else 0.0  # of rows that no sequence has
         o = target = empty_output(q, problem.value_dim, "meta")
         lse = q.new_empty(q.shape[:3], dtype=torch.float32, device="meta")
-        self.empty_o, self.empty_lse = allocation(o, q.device), allocation(lse, q.device)
+        self.empty_o = _allocation(o, q.device, value)
+        self.empty_lse = _allocation(lse, q.device, None if value is None else -torch.inf)
         self.merge = None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
@@ -142,15 +153,19 @@ class Forward:
         rows, heads = problem.queries, problem.heads
         if config.pack_gqa:
             rows, heads = rows * problem.group, problem.kv_heads
+        programs = triton.cdiv(rows, config.block_m) * problem.batch * shares
+        if problem.totals is not None:
+            programs = tile_count(problem, problem.totals[0], config.block_m)
         self.main = Launch(
             forward_kernel,
-            triton.cdiv(rows, config.block_m) * heads * problem.batch * shares,
+            programs * heads,
             (
                 *_input_layouts(inputs, config, c, tma),
                 sink_layout(sink if shares == 1 else None),
                 POINTER,
                 parts_layout(parts),
                 POINTER,
+                lengths_layout(inputs.lengths),
                 strided(target),
                 POINTER,
             ),
@@ -165,12 +180,12 @@ class Forward:
             o, lse = self.empty_o(), self.empty_lse()
             lists = None if self.masked is None or inputs.mask is None else self.masked(inputs.mask).by_rows
             try:
-                parts = flat_parts(inputs.parts)
+                parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths)
                 if self.merge is None:
-                    self.main(*inputs[:6], inputs.seed, *parts, lists, o, lse)
+                    self.main(*inputs[:6], inputs.seed, *parts, lists, *lengths, o, lse)
                 else:
                     shares, share_lse = (empty() for empty in self.empty_shares)
-                    self.main(*inputs[:5], None, inputs.seed, *parts, lists, shares, share_lse)
+                    self.main(*inputs[:5], None, inputs.seed, *parts, lists, *lengths, shares, share_lse)
                     self.merge(shares, share_lse, o, lse, inputs.sink)
             except OutOfResources as error:
                 self._prepare(_smaller(self.config, error), inputs)
@@ -187,36 +202,45 @@ class Backward:
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
-        problem, needs, (q, k, v, bias, mask, sink, parts, _) = self.problem, self.needs, inputs
+        problem, needs, (q, k, v, bias, mask, sink, parts, _, _) = self.problem, self.needs, inputs
         do, dlse = cotangents
         self.config = config
         tma = _uses_tma(problem, q, k, v, do)
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
-        row_programs = m_tiles * problem.heads * problem.batch
+        row_tiles, row_batch = m_tiles * problem.batch, problem.batch
         key_programs = n_tiles * problem.kv_heads * problem.batch
+        finite_programs, padded = key_programs, m_tiles * block_m
+        if problem.totals is not None:
+            row_tiles, row_batch = tile_count(problem, problem.totals[0], block_m), 1
+            padded = row_tiles * block_m
+            finite_programs = triton.cdiv(problem.totals[1], config.block_n) * problem.kv_heads
+            key_programs = tile_count(problem, problem.totals[1], config.block_n) * problem.kv_heads
+        row_programs = row_tiles * problem.heads
         self.reduction = reduction = bias_reduction(problem) if needs.bias else "none"
         ordered_bias = _ordered(problem, reduction)
 
-        stats = _meta(problem.batch, problem.heads, m_tiles * block_m)
+        stats = _meta(row_batch, problem.heads, padded)
         dq, dk, dv = (
             torch.empty_like(x, device="meta") if need else None for x, need in zip(inputs[:3], needs[:3], strict=True)
         )
         # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
         summed = needs.q and not problem.deterministic
-        dq_accum = _meta(problem.batch * problem.heads, problem.head_dim, m_tiles * block_m) if summed else None
+        dq_accum = _meta(row_batch * problem.heads, problem.head_dim, padded) if summed else None
         dparts = empty_part_gradients(problem, parts, needs, torch.device("meta"))
         ordered_parts = {name: x for name, x in dparts.items() if problem.deterministic and is_summed(problem, name)}
         given = {name: x for name, x in dparts.items() if name not in ordered_parts}
         by_keys = summed or needs.k or needs.v or bool(given) or not (ordered_bias or reduction == "none")
-        lists = mask is not None and lists_pay(problem, config)
+        lists = mask is not None and problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if mask is not None and lists:
             by_rows = needs.q and not summed
             self.masked = MaskLists(problem, config, mask, by_rows=by_rows, by_keys=by_keys, even=True)
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
-        self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
+        value = None if problem.totals is None else 0.0  # of rows that no sequence has
+        self.empty_gradients = [None if x is None else _allocation(x, q.device, value) for x in (dq, dk, dv)]
+        self.empty_gradients.append(None if dq_accum is None else allocation(dq_accum, q.device))
 
         dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
         c = _compiled(
@@ -229,7 +253,7 @@ class Backward:
             DPARTS=bool(given),
             WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
         )  # fmt: skip
-        sizes = _sizes(problem, m_tiles * block_m)
+        sizes = _sizes(problem, padded)
         numbers = (_terms(problem, inputs), sizes, c)
         dq_accum_layout: Any = POINTER
         if dq_accum is not None and c.DQ_TMA.value:
@@ -245,6 +269,7 @@ class Backward:
             POINTER,
         )  # fmt: skip
         rows_of_queries = (*rows, parts_layout(parts))
+        lengths = lengths_layout(inputs.lengths)
         usual = {"num_warps": 4, "num_stages": 3}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
@@ -252,29 +277,38 @@ class Backward:
 
         before = (strided(outputs.o), strided(do), POINTER, strided(None if dlse is None else dlse[..., None]))
         self.preprocess = Launch(
-            preprocess_kernel, row_programs, (*before, POINTER, POINTER, POINTER), (sizes, dlse is not None, c), **usual
+            preprocess_kernel,
+            row_programs,
+            (*before, POINTER, POINTER, POINTER, lengths),
+            (sizes, dlse is not None, c),
+            **usual,
         )
         self.finite = self.main = self.postprocess = self.query_gradient = self.bias_gradient = None
         if c.HIDES.value:
-            self.finite = Launch(finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual)
+            whole = sizes
+            if problem.totals is not None:
+                whole = sizes._replace(batch=1, queries=problem.totals[0], keys=problem.totals[1])
+            layouts = (strided(k), strided(v), POINTER)
+            self.finite = Launch(finite_kernel, finite_programs, layouts, (whole, c), **usual)
         if by_keys:
-            own = Record(OwnKeys, (strided(k), strided(v), POINTER))
+            own = Record(OwnKeys, (strided(k), strided(v), POINTER, strided(dk), strided(dv)))
             self.main = Launch(
                 backward_kernel, key_programs,
                 (
-                    *rows, parts_layout(parts, given), POINTER, own, dq_accum_layout, strided(dk), strided(dv),
-                    dbias_layout,
+                    *rows, parts_layout(parts, given), POINTER, lengths, own, dq_accum_layout, dbias_layout,
                 ),
                 numbers, **options,
             )  # fmt: skip
         if dq_accum is not None:
-            self.postprocess = Launch(postprocess_kernel, row_programs, (POINTER, strided(dq)), numbers, **usual)
+            self.postprocess = Launch(
+                postprocess_kernel, row_programs, (POINTER, strided(dq), lengths), numbers, **usual
+            )
         elif dq is not None:
             self.query_gradient = Launch(
-                query_gradient_kernel, row_programs, (*rows_of_queries, POINTER, strided(dq)), numbers, **fewer
+                query_gradient_kernel, row_programs, (*rows_of_queries, POINTER, lengths, strided(dq)), numbers, **fewer
             )
         self.sink_gradient = None
-        if needs.sink and sink is not None and outputs.lse is not None:
+        if needs.sink and sink is not None and outputs.lse is not None and problem.totals is None:
             self.sink_gradient = SinkGradient(
                 sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0, negative=False
             )
@@ -306,13 +340,14 @@ class Backward:
             return self(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, parts, _ = inputs
+        q, k, v, bias, mask, sink, parts, _, _ = inputs
         do, dlse = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
-            self.preprocess(outputs.o, do, outputs.lse, dlse, delta, lse2, dq_accum)
+            lengths = flat_lengths(inputs.lengths)
+            self.preprocess(outputs.o, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
             finite = None
             if self.finite is not None:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
@@ -322,11 +357,13 @@ class Backward:
             found = MaskTiles(None, None, None) if self.masked is None or mask is None else self.masked(mask)
             if self.main is not None:
                 given = {name: x for name, x in dparts.items() if name not in self.part_gradients}
-                self.main(*rows, *flat_gradients(parts, given), found.by_keys, k, v, finite, dq_accum, dk, dv, dbias)
+                self.main(
+                    *rows, *flat_gradients(parts, given), found.by_keys, *lengths, k, v, finite, dk, dv, dq_accum, dbias
+                )
             if self.postprocess is not None:
-                self.postprocess(dq_accum, dq)
+                self.postprocess(dq_accum, dq, *lengths)
             if self.query_gradient is not None:
-                self.query_gradient(*rows, found.by_rows, dq)
+                self.query_gradient(*rows, found.by_rows, *lengths, dq)
             if self.bias_gradient is not None:
                 self.bias_gradient(*rows, found.states, dbias)
             for name, launch in self.part_gradients.items():
@@ -336,6 +373,8 @@ class Backward:
             dsink = None
             if self.sink_gradient is not None and sink is not None and outputs.lse is not None:
                 dsink = self.sink_gradient(sink, outputs.lse, delta)
+            elif self.needs.sink and sink is not None and outputs.lse is not None:  # of a packed batch
+                dsink = _packed_sink_gradient(sink, outputs, cotangents)
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
 
 
@@ -349,6 +388,22 @@ def _smaller(config: Config, error: OutOfResources) -> Config:
     if smaller is None:
         raise error
     return smaller
+
+
+def _allocation(x: Tensor, device: torch.device, value: float | None) -> Callable[[], Tensor]:
+    """`allocation`, or, of a packed batch, of tensors that are filled: a kernel writes the rows of its sequences."""
+    empty = allocation(x, device)
+    return empty if value is None else lambda: empty().fill_(value)
+
+
+def _packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
+    """Of a packed batch, whose rows that no sequence has may hold anything: they have an LSE of -inf."""
+    lse, (do, dlse) = outputs.lse, cotangents
+    assert lse is not None
+    minus_delta = (do.float() * outputs.o).sum(-1).neg_()
+    minus_delta = minus_delta if dlse is None else minus_delta.add_(dlse)
+    nothing = lse == -torch.inf
+    return sink_gradient(sink, lse.masked_fill(nothing, torch.inf), minus_delta.masked_fill_(nothing, 0.0))
 
 
 def _meta(*shape: int) -> Tensor:
@@ -388,7 +443,8 @@ def _terms(problem: Problem, inputs: Inputs) -> Terms:
 
 def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:
     p = problem
-    return ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
+    sizes = ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
+    return sizes if p.totals is None else sizes._replace(total_queries=p.totals[0], total_keys=p.totals[1])
 
 
 def _compiled(
@@ -407,16 +463,17 @@ def _compiled(
         BLOCK_DV=bdv,
         EVEN_D=bd == problem.head_dim,
         EVEN_DV=bdv == problem.value_dim,
-        RAGGED_M=problem.queries * (problem.group if config.pack_gqa else 1) % config.block_m != 0,
-        RAGGED_N=problem.keys % config.block_n != 0,
+        RAGGED_M=problem.totals is not None
+        or problem.queries * (problem.group if config.pack_gqa else 1) % config.block_m != 0,
+        RAGGED_N=problem.totals is not None or problem.keys % config.block_n != 0,
         TMA=tma,
         WIDE=wide(*tensors),
         BIAS=_adds(problem),
         BIAS_TENSOR=problem.bias is not None,
         BIAS_FIRST=_bias_first(problem),
         MASK=problem.mask is not None,
-        BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config),
-        MASK_HOW=_broadcast(inputs.mask, problem.mask, problem, config),
+        BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias"),
+        MASK_HOW=_broadcast(inputs.mask, problem.mask, problem, config, "mask"),
         HIDES=not every_pair_alike(problem),
         ORDER=problem.raster_order,
         PRECISION=precision(problem),
@@ -425,6 +482,8 @@ def _compiled(
         STAGES_MASKED=2 if problem.mask is not None and config.block_m * bd == 64 * 128 else config.num_stages,
         HAS_PARTS=inputs.parts is not None,
         PARTS=part_hows(problem, inputs.parts),
+        PACKED=problem.totals is not None,
+        FROM_START=problem.score.packed is not None and "from_start" in problem.score.packed.forms,
         FIRST=first_added(problem),
         FAR=not switches["LISTS"] and has_far_tiles(problem, inputs.parts),
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
@@ -437,6 +496,7 @@ def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
     return (
         problem.capability is not None
         and problem.capability >= (9, 0)
+        and problem.totals is None  # a box would reach into the next sequence
         and all(tensor_fits_tma(x, x.data_ptr() % 16 == 0) for x in tensors)
     )
 
@@ -471,12 +531,14 @@ def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> A
     return strided(x)
 
 
-def _broadcast(x: Tensor | None, operand: Operand | None, problem: Problem, config: Config) -> Broadcast | None:
+def _broadcast(
+    x: Tensor | None, operand: Operand | None, problem: Problem, config: Config, name: str
+) -> Broadcast | None:
     if x is None or operand is None:
         return None
     # Rows of a tile with pack_gqa are of several heads.
     tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
-    return broadcast(operand, problem.broadcast_group(operand), tma)
+    return broadcast(operand, problem.broadcast_group(operand), tma, lies(problem, name))
 
 
 def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:
@@ -484,6 +546,8 @@ def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, 
     if reduction == "none" or bias is None:
         return None
     dtype = bias.dtype if reduction == "store" else torch.float32
-    everywhere = reduction == "store" and problem.score.band.unlimited and problem.mask is None
+    everywhere = (
+        reduction == "store" and problem.score.band.unlimited and problem.mask is None and problem.totals is None
+    )
     fill = torch.empty if everywhere else torch.zeros
     return fill(bias.shape, dtype=dtype, device=device)

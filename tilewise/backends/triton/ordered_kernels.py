@@ -12,6 +12,7 @@ import triton.language as tl
 from tilewise.backends.dropout import stream
 from tilewise.backends.score import key_tiles
 from tilewise.backends.triton.backward_kernel import load_stats, tile_gradients
+from tilewise.backends.triton.packed import query_tile, rows_from
 from tilewise.backends.triton.relative import limits_of, origins, store_by_distance
 from tilewise.backends.triton.tensors import QueryRows, Reads, dot, load_rows, program_tile, store_rows
 from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, state_of, tile_at
@@ -49,13 +50,22 @@ def _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, MASKED: tl.const
 
 
 @triton.jit
-def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, dq, terms, sizes, c):
+def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, dq, terms, sizes, c):
     """dQ of one tile of queries; walks the key tiles that it sees."""
     # As in the backward: without a band mixed tiles go with those that are cut.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N
     tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
-    tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
+    start = 0
+    if c.PACKED:
+        tile, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, sizes.heads, 1, c.ORDER)
+        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
+        tiles = tl.maximum(tl.cdiv(sizes.queries, c.BLOCK_M), tile + 1)
+        q, do, dq = rows_from(q, start.query), rows_from(do, start.query), rows_from(dq, start.query)
+        lse2, delta = lse2 + start.padded, delta + start.padded
+        k, v = rows_from(k, start.key), rows_from(v, start.key)
+    else:
+        tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
     if terms.HAS_HI:
         tile = tiles - 1 - tile
     m0 = tile * c.BLOCK_M
@@ -63,7 +73,7 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lis
     if seed is not None:
         words = stream(seed, b, h)
     query_origin, key_origin = origins(parts, terms, b, c)
-    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin)
+    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin, start)
     rows = _load_queries(x, b, h, m0, sizes, c)
     if c.LISTS:
         walk = listed_walk(lists, tile, b, h, False, True, APART, sizes, c)

@@ -48,6 +48,14 @@ class PartHows(NamedTuple):
     toeplitz: Any = None
 
 
+def lies(problem: Problem, name: str) -> str:
+    """How a bias or mask, or a part along the keys or queries, lies in a packed batch: see `Broadcast`."""
+    forms = () if problem.score.packed is None else problem.score.packed.forms
+    if name == "bias" and "ragged" in forms:
+        return "pairs"
+    return "packed" if name in forms else "padded"
+
+
 def part_hows(problem: Problem, parts: Parts | None) -> PartHows | None:
     if parts is None:
         return None
@@ -55,7 +63,7 @@ def part_hows(problem: Problem, parts: Parts | None) -> PartHows | None:
     assert problem.parts is not None
     for name, _ in parts.vectors():
         operand = getattr(problem.parts, name)
-        found[name] = broadcast(operand, problem.broadcast_group(operand), False)
+        found[name] = broadcast(operand, problem.broadcast_group(operand), False, lies(problem, name))
     for name, x in parts.relatives(problem.score, problem.queries):
         found[name] = by_distance(problem, name, x)
     return PartHows(**found)

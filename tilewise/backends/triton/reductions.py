@@ -15,6 +15,8 @@ def is_summed(problem: Problem, name: str) -> bool:
 
 def unordered(problem: Problem) -> str | None:
     """Why some gradient of a part cannot be summed in a fixed order; None if all can."""
+    if problem.totals is not None:
+        return _unordered_packed(problem)
     for name in () if problem.parts is None else problem.parts.grads:
         why = _within_a_row(problem, name)
         operand = _operand(problem, name)
@@ -26,6 +28,21 @@ def unordered(problem: Problem) -> str | None:
                 "compute on the CPU"
             )
     return None
+
+
+def _unordered_packed(problem: Problem) -> str | None:
+    """Of a packed batch no kernel walks all that share an element."""
+    summed = [PART_WORDS[x] for x in (() if problem.parts is None else problem.parts.grads) if is_summed(problem, x)]
+    bias = problem.bias
+    shared = bias is not None and (bias.axes != "matrix" or not problem.broadcast_group(bias).single)
+    if problem.bias_grad and shared:
+        summed.insert(0, "a bias that several queries, keys, heads or sequences share")
+    if not summed:
+        return None
+    return (
+        f"sums the gradient of {summed[0]} in no fixed order in a packed batch: leave deterministic=True out, or "
+        "compute on the CPU"
+    )
 
 
 def _within_a_row(problem: Problem, name: str) -> str | None:

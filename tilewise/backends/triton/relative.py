@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tilewise.backends.score import key_tiles, query_tiles
 from tilewise.backends.triton.reductions import is_summed
-from tilewise.backends.triton.tensors import load_operand, matrix_of
+from tilewise.backends.triton.tensors import load_operand, operand_place
 from tilewise.problem import Problem
 from tilewise.score.relative import Relative
 
@@ -48,13 +48,14 @@ class ByDistance(NamedTuple):
     BUCKETS: Any
     WIDE: Any  # offsets inside one tile need 64 bits
     SUMMED: Any  # several pairs may share an entry, so that its gradient is a sum
+    PACKED: Any  # rows of values lie packed, those of a sequence from its first on
 
 
 def by_distance(problem: Problem, name: str, x: Relative) -> ByDistance:
     """Of the part of that name."""
     operand, distances, band = getattr(problem.parts, name), x.distances, problem.score.band
     inside_band = (
-        x.shift is None
+        x.shift is None and problem.totals is None
         and band.lo is not None and band.lo >= distances.lo
         and band.hi is not None and band.hi <= distances.hi
     )  # fmt: skip
@@ -62,7 +63,7 @@ def by_distance(problem: Problem, name: str, x: Relative) -> ByDistance:
     values: tuple[Any, ...] = (
         distances.axis, distances.outside, distances.axis == "none" or inside_band, distances.reverse,
         problem.broadcast_group(operand).heads, shift, x.buckets is not None, 256 * max(x.values.stride()[2:]) >= 2**31,
-        is_summed(problem, name),
+        is_summed(problem, name), problem.totals is not None,
     )  # fmt: skip
     return ByDistance(*values)
 
@@ -115,7 +116,7 @@ def origins(parts, terms, b, c):
 
 
 @triton.jit
-def entries_at(x, buckets, numbers, origin, how, at, n0, cols, TAIL: tl.constexpr, FAR: tl.constexpr, sizes):
+def entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL: tl.constexpr, FAR: tl.constexpr, sizes):
     """Where the entries of a tile are in the `Strided` ``x``, which pairs have one, and which may be read.
 
     at: `QueryRows`; cols as `load_operand` has them. TAIL: the tile may reach past the queries or keys. FAR: it meets
@@ -132,10 +133,10 @@ def entries_at(x, buckets, numbers, origin, how, at, n0, cols, TAIL: tl.constexp
     inside = entry.to(tl.uint32) < count.to(tl.uint32)  # nor below 0
     exists = inside
     if how.AXIS == "query":
-        place = place + tl.cast(at.m0, tl.int64) * x.stride2
+        place = place + tl.cast(at.m0 + start.query if how.PACKED else at.m0, tl.int64) * x.stride2
         exists = at.m0 + rows < sizes.queries
     elif how.AXIS == "key":
-        place = place + tl.cast(n0, tl.int64) * x.stride2
+        place = place + tl.cast(n0 + start.key if how.PACKED else n0, tl.int64) * x.stride2
         # Past the end of the queries a key's row goes on, with entries that no pair has and that may hold NaN.
         exists = (n0 + cols < sizes.keys) & (at.m0 + rows < sizes.queries)
     if how.WIDE:
@@ -172,10 +173,10 @@ def entries_at(x, buckets, numbers, origin, how, at, n0, cols, TAIL: tl.constexp
 
 
 @triton.jit
-def _add_by_distance(added, ALONE: tl.constexpr, x, buckets, numbers, origin, how, at, n0, cols, TAIL: tl.constexpr,
-                     FAR: tl.constexpr, sizes):  # fmt: skip
+def _add_by_distance(added, ALONE: tl.constexpr, x, buckets, numbers, origin, how, start, at, n0, cols,
+                     TAIL: tl.constexpr, FAR: tl.constexpr, sizes):  # fmt: skip
     """``added``, or ALONE nothing, and the bias of a tile, in float32; a value that no pair of it has is not read."""
-    place, inside, read = entries_at(x, buckets, numbers, origin, how, at, n0, cols, TAIL, FAR, sizes)
+    place, inside, read = entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL, FAR, sizes)
     if TAIL or (how.OUTSIDE != "clamp" and not how.EVERY):  # noqa: SIM108  (one branch is compiled, not both)
         value = tl.load(place, mask=read, other=0.0)
     else:
@@ -189,6 +190,12 @@ def _add_by_distance(added, ALONE: tl.constexpr, x, buckets, numbers, origin, ho
 
 
 @triton.jit
+def _first_diagonal(start, sizes, c):
+    """The entry of distance 0 in a Toeplitz bias."""
+    return sizes.queries - 1 + (start.skew if c.PACKED else 0)
+
+
+@triton.jit
 def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
     """What a tile of scores gets added, in float32: the bias, and the parts of bias terms.
 
@@ -197,26 +204,26 @@ def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, s
     parts = x.parts
     added = tl.zeros([1, 1], tl.float32)
     if c.BIAS_TENSOR:
-        added = load_operand(x.bias, c.BIAS_HOW, at, n0, cols, TAIL, sizes, c).to(tl.float32)
+        added = load_operand(x.bias, c.BIAS_HOW, x.start, at, n0, cols, TAIL, sizes, c).to(tl.float32)
     if c.HAS_PARTS:
         if parts.cols is not None:
-            added += load_operand(parts.cols, c.PARTS.cols, at, n0, cols, TAIL, sizes, c).to(tl.float32)
+            added += load_operand(parts.cols, c.PARTS.cols, x.start, at, n0, cols, TAIL, sizes, c).to(tl.float32)
         if parts.rows is not None:
-            added += load_operand(parts.rows, c.PARTS.rows, at, n0, cols, TAIL, sizes, c).to(tl.float32)
+            added += load_operand(parts.rows, c.PARTS.rows, x.start, at, n0, cols, TAIL, sizes, c).to(tl.float32)
         if parts.toeplitz is not None:
             added = _add_by_distance(
-                added, c.FIRST == "toeplitz", parts.toeplitz, None, terms.toeplitz, sizes.queries - 1,
-                c.PARTS.toeplitz, at, n0, cols, TAIL, False, sizes,
+                added, c.FIRST == "toeplitz", parts.toeplitz, None, terms.toeplitz, _first_diagonal(x.start, sizes, c),
+                c.PARTS.toeplitz, x.start, at, n0, cols, TAIL, False, sizes,
             )  # fmt: skip
         if parts.query is not None and (NEAR or c.PARTS.query.OUTSIDE == "clamp"):
             added = _add_by_distance(
                 added, c.FIRST == "query", parts.query, parts.query_buckets, terms.query, x.query_origin,
-                c.PARTS.query, at, n0, cols, TAIL, not NEAR, sizes,
+                c.PARTS.query, x.start, at, n0, cols, TAIL, not NEAR, sizes,
             )  # fmt: skip
         if parts.key is not None and NEAR:
             added = _add_by_distance(
-                added, c.FIRST == "key", parts.key, parts.key_buckets, terms.key, x.key_origin, c.PARTS.key, at, n0,
-                cols, TAIL, False, sizes,
+                added, c.FIRST == "key", parts.key, parts.key_buckets, terms.key, x.key_origin, c.PARTS.key, x.start,
+                at, n0, cols, TAIL, False, sizes,
             )  # fmt: skip
     return added
 
@@ -228,6 +235,8 @@ def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, s
 def limits_of(x, terms, c):
     """The band of a batch element, (lo, hi): the call's, and what a bias by distance hides by a shift on the device."""
     lo, hi = terms.lo, terms.hi
+    if c.PACKED:  # counted from the last query and key
+        lo, hi = lo + x.start.diagonal, hi + x.start.diagonal
     if c.HAS_PARTS:
         if x.parts.query is not None:
             lo, hi = _narrower(lo, hi, terms.query, x.query_origin, c.PARTS.query)
@@ -293,27 +302,28 @@ def give_parts(x, db, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, term
     """The gradients of the parts that want one leave a tile; ``db`` is that of the biased scores."""
     parts = x.parts
     if parts.dcols is not None:
-        _give_cols(parts.dcols, c.PARTS.cols, db, at, n0, cols, sizes)
+        _give_cols(parts.dcols, c.PARTS.cols, x.start, db, at, n0, cols, sizes)
     if parts.drows is not None:
-        _give_rows(parts.drows, c.PARTS.rows, db, at, sizes)
+        _give_rows(parts.drows, c.PARTS.rows, x.start, db, at, sizes)
     if parts.dtoeplitz is not None:
-        _give_diagonals(parts.dtoeplitz, c.PARTS.toeplitz, db, at, n0, cols, sizes, c)
+        _give_diagonals(parts.dtoeplitz, c.PARTS.toeplitz, x.start, db, at, n0, cols, sizes, c)
     if parts.dquery is not None and (NEAR or c.PARTS.query.OUTSIDE == "clamp"):
         _give_by_distance(
-            parts.dquery, parts.query_buckets, terms.query, x.query_origin, c.PARTS.query, db, at, n0, cols, TAIL,
-            not NEAR, sizes, c,
+            parts.dquery, parts.query_buckets, terms.query, x.query_origin, c.PARTS.query, x.start, db, at, n0, cols,
+            TAIL, not NEAR, sizes, c,
         )  # fmt: skip
     if parts.dkey is not None and NEAR:
         _give_by_distance(
-            parts.dkey, parts.key_buckets, terms.key, x.key_origin, c.PARTS.key, db, at, n0, cols, TAIL, False, sizes, c
-        )
+            parts.dkey, parts.key_buckets, terms.key, x.key_origin, c.PARTS.key, x.start, db, at, n0, cols, TAIL, False,
+            sizes, c,
+        )  # fmt: skip
 
 
 @triton.jit
-def _give_by_distance(x, buckets, numbers, origin, how, db, at, n0, cols, TAIL: tl.constexpr, FAR: tl.constexpr, sizes,
-                     c):  # fmt: skip
+def _give_by_distance(x, buckets, numbers, origin, how, start, db, at, n0, cols, TAIL: tl.constexpr,
+                      FAR: tl.constexpr, sizes, c):  # fmt: skip
     """Stored where an entry has one pair, else added. A pair past the end of the tensor has a gradient of 0."""
-    place, _inside, read = entries_at(x, buckets, numbers, origin, how, at, n0, cols, TAIL, FAR, sizes)
+    place, _inside, read = entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL, FAR, sizes)
     if FAR:
         db = tl.sum(db, 0)[None, :]
     if how.SUMMED:
@@ -325,14 +335,14 @@ def _give_by_distance(x, buckets, numbers, origin, how, db, at, n0, cols, TAIL: 
 @triton.jit
 def store_by_distance(x, numbers, origin, how, total, at, n0, cols, sizes):
     """The same of a sum over all that share the values, whose entries in this tile no other has."""
-    place, _inside, read = entries_at(x, None, numbers, origin, how, at, n0, cols, True, False, sizes)
+    place, _inside, read = entries_at(x, None, numbers, origin, how, 0, at, n0, cols, True, False, sizes)
     # A pair past the end may have the entry of one that is there, in another batch element.
     read = read & (at.m0 + at.rows < sizes.queries) & (n0 + cols < sizes.keys)
     tl.store(place, total, mask=read)
 
 
 @triton.jit
-def _give_diagonals(x, how, db, at, n0, cols, sizes, c):
+def _give_diagonals(x, how, start, db, at, n0, cols, sizes, c):
     """Sums along the diagonals of a tile, one addition for each distance.
 
     Column m is turned by m, so that every diagonal lies in a row: row r has distance r and, from where the columns came
@@ -342,6 +352,8 @@ def _give_diagonals(x, how, db, at, n0, cols, sizes, c):
     head = (at.first_head if how.GROUP > 1 else at.head) // how.GROUP
     place = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(head, tl.int64) * x.stride1
     first = sizes.queries - 1 + n0 - at.m0
+    if c.PACKED:
+        place += tl.cast(start.skew, tl.int64) * x.stride3
     place += tl.cast(first, tl.int64) * x.stride3
     r = tl.arange(0, c.BLOCK_N)
     for turn in tl.static_range((c.BLOCK_M + c.BLOCK_N - 2) // c.BLOCK_N + 1):
@@ -353,9 +365,8 @@ def _give_diagonals(x, how, db, at, n0, cols, sizes, c):
 
 
 @triton.jit
-def _give_cols(x, how, db, at, n0, cols, sizes):
-    mb, mh = matrix_of(how, at.b, at.head)
-    place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
+def _give_cols(x, how, start, db, at, n0, cols, sizes):
+    place, _stride2, _stride3 = operand_place(x, how, start, at.b, at.head, sizes)
     total = tl.sum(db, 1)
     if how.COLS:
         n = n0 + tl.arange(0, cols.shape[0])
@@ -365,8 +376,7 @@ def _give_cols(x, how, db, at, n0, cols, sizes):
 
 
 @triton.jit
-def _give_rows(x, how, db, at, sizes):
-    mb, mh = matrix_of(how, at.b, at.head)
-    place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
+def _give_rows(x, how, start, db, at, sizes):
+    place, _stride2, _stride3 = operand_place(x, how, start, at.b, at.head, sizes)
     m = at.m0 + tl.arange(0, at.rows.shape[1])
     tl.atomic_add(place + m.to(tl.int64) * x.stride2, tl.sum(db, 0), mask=m < sizes.queries, sem="relaxed")

@@ -44,9 +44,13 @@ def visible_tile(x, at, n0, cols, terms, sizes, MASKED: tl.constexpr, PARTIAL: t
     if PARTIAL:
         visible = (n0 + cols < sizes.keys) & (at.rows >= 0)
         if terms.HAS_LO or terms.HAS_HI or not MASKED:
-            visible &= in_band(at.m0 + at.rows, n0 + cols, terms)
+            rows, columns = at.m0 + at.rows, n0 + cols
+            if c.PACKED:  # the band is counted from the last query and key
+                rows += tl.maximum(x.start.diagonal, 0)
+                columns += tl.maximum(-x.start.diagonal, 0)
+            visible &= in_band(rows, columns, terms)
     else:  # always; in the layout of the scores it makes Triton take the mask there too
         visible = (at.rows >= 0) & (cols >= 0)
     if MASKED:
-        visible &= load_operand(x.mask, c.MASK_HOW, at, n0, cols, TAIL, sizes, c) != 0
+        visible &= load_operand(x.mask, c.MASK_HOW, x.start, at, n0, cols, TAIL, sizes, c) != 0
     return visible

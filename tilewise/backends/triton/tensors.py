@@ -25,6 +25,18 @@ class Broadcast(NamedTuple):
     ROWS: Any  # full along the queries, or one row for all
     COLS: Any
     TMA: Any
+    LIES: Any = "padded"  # in a packed batch: or "packed", along its axis, or "pairs", a matrix a sequence
+
+
+class Starts(NamedTuple):
+    """Where a sequence of a packed batch begins, see `packed`."""
+
+    query: Any  # its first row of q and o, and of what lies as they do
+    key: Any
+    pair: Any  # of a ragged bias, its first element
+    padded: Any  # its first row of the backward's row statistics
+    diagonal: Any  # keys - queries
+    skew: Any  # of a Toeplitz bias, the entry of its least distance
 
 
 class Reads(NamedTuple):
@@ -41,6 +53,7 @@ class Reads(NamedTuple):
     parts: Any = None  # `Parts` of `Strided`s and pointers
     query_origin: Any = 0  # see `relative.origin_of`
     key_origin: Any = 0
+    start: Any = 0  # `Starts` of a packed batch
 
 
 class QueryRows(NamedTuple):
@@ -67,10 +80,13 @@ class ProblemSizes(NamedTuple):
     value_dim: int
     padded_queries: int  # queries, rounded up to whole tiles: the length of the backward's row statistics
     splits: int = 1  # programs that share the keys of one tile of queries
+    # Of a packed batch all of them; queries and keys are the longest sequence's, or of a program its own one's.
+    total_queries: int | None = None
+    total_keys: int | None = None
 
 
-def broadcast(x: Operand, group: BroadcastGroup, tma: bool) -> Broadcast:
-    return Broadcast(x.batch > 1, group.heads, x.rows > 1, x.cols > 1, tma)
+def broadcast(x: Operand, group: BroadcastGroup, tma: bool, lies: str = "padded") -> Broadcast:
+    return Broadcast(x.batch > 1, group.heads, x.rows > 1, x.cols > 1, tma, lies)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -113,9 +129,15 @@ def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
 
 
 @triton.jit
-def head_at(b, h, sizes):
-    """The place of a query head among those of all batch elements."""
-    return tl.cast(b, tl.int64) * sizes.heads + h
+def head_at(b, h, sizes, c):
+    """The place of a query head among those of all batch elements; sequences of a packed batch have the same heads."""
+    return tl.cast(b * 0 if c.PACKED else b, tl.int64) * sizes.heads + h
+
+
+@triton.jit
+def lse_length(sizes, c):
+    """Numbers of the LSE that each head has."""
+    return sizes.total_queries if c.PACKED else sizes.queries
 
 
 @triton.jit
@@ -195,6 +217,21 @@ def load_sink(x, b, h, m, sizes):
 
 
 @triton.jit
+def operand_place(x, how, start, b, h, sizes):
+    """Where the matrix that (b, h) uses of a bias or mask begins, and its strides along queries and keys."""
+    mb, mh = matrix_of(how, b, h)
+    place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
+    stride2, stride3 = x.stride2, x.stride3
+    if how.LIES == "pairs":
+        place, stride2, stride3 = place + start.pair, sizes.keys, 1
+    elif how.LIES == "packed" and how.ROWS:
+        place += tl.cast(start.query, tl.int64) * stride2
+    elif how.LIES == "packed":
+        place += tl.cast(start.key, tl.int64) * stride3
+    return place, stride2, stride3
+
+
+@triton.jit
 def matrix_of(how, b, h):
     """Batch and head index of the bias or mask matrix that (b, h) uses."""
     mb = b if how.BATCH else b * 0
@@ -202,34 +239,35 @@ def matrix_of(how, b, h):
 
 
 @triton.jit
-def load_operand(x, how, at, n0, cols, TAIL: tl.constexpr, sizes, c):
+def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
     """The tile of a bias or mask, of a shape that broadcasts to that of the scores; 0 outside the tensor.
 
-    at: `QueryRows`. cols count from 0, [1, BLOCK_N] or, for a transposed tile, [BLOCK_N, 1]. TAIL: the tile may reach
-    past the tensor. Heads of a tile that share a matrix read it once.
+    start: `Starts` of a packed batch. at: `QueryRows`. cols count from 0, [1, BLOCK_N] or, for a transposed tile,
+    [BLOCK_N, 1]. TAIL: the tile may reach past the tensor. Heads of a tile that share a matrix read it once.
     """
     m0, rows = at.m0, at.rows
-    mb, mh = matrix_of(how, at.b, at.first_head if how.GROUP > 1 else at.head)
+    head = at.first_head if how.GROUP > 1 else at.head
     if how.TMA:
+        mb, mh = matrix_of(how, at.b, head)
         BM: tl.constexpr = rows.numel
         BN: tl.constexpr = cols.numel
         tile = x.load([mb, mh, m0, n0]).reshape([BM, BN])
         if rows.shape[0] == 1:
             tile = tl.trans(tile)
     else:
-        at = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
+        at, stride2, stride3 = operand_place(x, how, start, at.b, head, sizes)
         r, n = rows, cols
         if c.WIDE:
             r, n = r.to(tl.int64), n.to(tl.int64)
         if how.ROWS and how.COLS:
-            at = at + tl.cast(m0, tl.int64) * x.stride2 + tl.cast(n0, tl.int64) * x.stride3
-            at = at + r * x.stride2 + n * x.stride3
+            at = at + tl.cast(m0, tl.int64) * stride2 + tl.cast(n0, tl.int64) * stride3
+            at = at + r * stride2 + n * stride3
             inside = (m0 + rows < sizes.queries) & (n0 + cols < sizes.keys)
         elif how.ROWS:
-            at = at + tl.cast(m0, tl.int64) * x.stride2 + r * x.stride2
+            at = at + tl.cast(m0, tl.int64) * stride2 + r * stride2
             inside = m0 + rows < sizes.queries
         elif how.COLS:
-            at = at + tl.cast(n0, tl.int64) * x.stride3 + n * x.stride3
+            at = at + tl.cast(n0, tl.int64) * stride3 + n * stride3
             inside = n0 + cols < sizes.keys
         else:
             at = at + rows * 0

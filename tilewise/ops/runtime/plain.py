@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.score.lengths import Lengths
 from tilewise.score.parts import Parts
 from tilewise.score.reference import transform
 from tilewise.score.relative import gather
@@ -17,9 +18,11 @@ Maybe = Tensor | None
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, parts: Parts | None, seed: Maybe,
-    score: Score,
+    lengths: Lengths | None, score: Score,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
+    if lengths is not None:
+        raise NotImplementedError("varlen_attention: packed batches have no form in ONNX; export a model with padding")
     if seed is not None:
         raise NotImplementedError("dropout_p: dropout has no form in ONNX; export the model in evaluation mode")
     kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)

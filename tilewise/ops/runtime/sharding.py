@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from tilewise.score.lengths import Lengths
 from tilewise.score.parts import DIFFERENTIABLE, Parts
 
 BATCH, HEADS = 0, 1
@@ -28,7 +29,7 @@ Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs
 
 
 # Beside q, k and v: what else attention takes, in the operators' order, and what of all has a gradient.
-OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed")
+OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields)
 DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
 
 
@@ -50,7 +51,10 @@ class Layout(NamedTuple):
 
 
 def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layout]:
-    if operands[-1] is not None:
+    named = dict(zip(OPERANDS, operands, strict=True))
+    if named["cu_q"] is not None:
+        raise NotImplementedError("cu_seqlens_q: packed batches take no DTensors; call it on local tensors")
+    if named["seed"] is not None:
         raise NotImplementedError("seed: dropout takes no DTensors: each device would count its heads from 0")
 
     def operand(name: str, x: Spec | None, dim: int) -> Placement | None:

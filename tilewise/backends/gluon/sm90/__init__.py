@@ -32,6 +32,8 @@ def declines_device(device: str, capability: tuple[int, int] | None, dtype: torc
 
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:
+    if problem.totals is not None:
+        return "has no kernel for packed batches yet: the Triton backend has"
     return _declines_forward(problem) if work == "forward" else _declines_backward(problem)
 
 

@@ -1,0 +1,550 @@
+"""Faults that a careless hand could make, and for each the test that should notice: see mutants.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """file: below tilewise. text: occurs once in it. becomes: the fault. wrong: what goes wrong. test: below tests."""
+
+    file: str
+    text: str
+    becomes: str
+    wrong: str
+    test: str
+
+
+FAULTS = [
+    # --- what is computed, and where ---
+    Fault(
+        "score/reference.py", "(capped / cap).square()", "(capped / cap).abs()",
+        "the softcap's derivative is not its derivative",
+        "test_score.py::test_softcap_derivative",
+    ),
+    Fault(
+        "score/reference.py", "distance <= band.hi", "distance < band.hi",
+        "the band is one key too narrow",
+        "test_score.py::test_in_band",
+    ),
+    Fault(
+        "score/tiles.py", "min(max(row0 + rows - 1 + lo, 0), N)", "min(max(row0 + lo, 0), N)",
+        "tiles that a window's left side cuts pass for full ones",
+        "test_tiles.py::test_key_tiles",
+    ),
+    Fault(
+        "score/tiles.py", "min(part, longer) + begin", "min(part, longer)",
+        "the pieces of a split begin at the first key, whatever the band leaves",
+        "test_tiles.py::test_split_tiles",
+    ),
+    # --- from a call to a backend ---
+    Fault(
+        "memory.py", "all(0 < line < 2**40", "all(0 <= line < 2**40",
+        "TMA is asked to read an axis that repeats, with a stride of 0",
+        "test_hopper.py",
+    ),
+    Fault(
+        "plan.py", 'raise ValueError(f"backend: {backend!r} cannot', 'return make_plan(problem)  # f"{backend!r} can',
+        "a backend that was asked for and declines is replaced without a word",
+        "test_problem.py::test_explicit_backend_that_declines_is_an_error",
+    ),
+    Fault(
+        "sdpa.py", "None, diagonal=0)", "None, key.shape[-2] - query.shape[-2])",
+        "is_causal is aligned bottom-right, as PyTorch's is not",
+        "test_sdpa.py::test_causal_is_top_left",
+    ),
+    Fault(
+        "sdpa.py", "return (-query, -scale) if", "return (query, -scale) if",
+        "a negative scale loses its sign",
+        "test_sdpa.py::test_scale",
+    ),
+    Fault(
+        "call.py", "hi if band.hi is None else min(band.hi, hi)", "hi",
+        "a CausalBias takes the place of the window's right side",
+        "test_doors.py::test_a_causal_bias_beside_other_terms",
+    ),
+    Fault(
+        "api.py", "arguments = (causal, ordered, backend, dropout_p)", "arguments = (causal, backend, dropout_p)",
+        "calls are remembered without what they said of determinism",
+        "test_autograd.py::test_a_usual_call_follows_the_determinism_that_is_asked_for",
+    ),
+    Fault(
+        "dispatch.py", "*cotangents), terms, needs)", "*cotangents), terms)",
+        "a prepared backward answers calls that need other gradients",
+        "test_autograd.py::test_gradients_only_for_what_asks_for_one",
+    ),
+    Fault(
+        "ops/runtime/operator.py", "else x.select(dim, i)", "else x.select(0, i)",
+        "vmap takes the elements along the first axis, whatever in_dims says",
+        "test_transforms.py::test_vmap",
+    ),
+    # --- the CPU ---
+    Fault(
+        "backends/cpu/tiled.py", "l_i = alpha * l_i + p", "l_i = l_i + p",
+        "the softmax's sum keeps the scale of an earlier maximum",
+        "test_cpu.py::test_lengths",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "if cotangents.lse is not None:", "if False:",
+        "the gradient of the LSE is dropped",
+        "test_cpu.py::test_lengths",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "x.unflatten(1, (p.kv_heads, p.group)) if", "x.unflatten(1, (p.group, p.kv_heads)) if",
+        "query heads read the bias of another head of their group",
+        "test_cpu.py::test_groups",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "else x.shift[self.kv[0]]", "else x.shift",
+        "a batch element stands where the first one does",
+        "test_bias_attention.py::test_tile_by_tile",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "visible = visible & (part != -torch.inf)", "pass",
+        "NaN comes through where a term hides a key",
+        "test_bias_attention.py::test_nan_beyond_the_range_and_behind_it",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "if self.relatives and self._hidden_by_distance(rows, j):", "if False:",
+        "tiles that a term hides are visited",
+        "test_bias_attention.py::test_tiles_that_a_term_hides_are_not_visited",
+    ),
+    Fault(
+        "call.py", "bias, cols = cols, None", "bias = cols",
+        "a bias along the keys is added twice",
+        "test_bias_attention.py::test_every_term",
+    ),
+    Fault(
+        "call.py", ".extended(inputs.q, inputs.k, score.scale,", ".extended(inputs.q, inputs.k, 1.0,",
+        "a bias of low rank is scaled as q @ k.mT is",
+        "test_bias_attention.py::test_low_rank_keeps_the_scale_of_q",
+    ),
+    Fault(
+        "autograd.py", "return tuple(named.get(name) for name in INPUT_NAMES)",
+        "return tuple(named.get(name) for name in (*Needs._fields, *INPUT_NAMES))[: len(INPUT_NAMES)]",
+        "gradients go to inputs by position",
+        "test_bias_attention.py::test_compile",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "self.only_visible(dp.sub_(delta).mul_(p), tile)", "dp.sub_(delta).mul_(p)",
+        "NaN in a hidden value leaks into the gradients",
+        "test_cpu.py::test_hidden_keys_may_hold_anything",
+    ),
+    Fault(
+        "backends/cpu/fused.py", "and (lse == 0).any()", "and False",
+        "a query that sees nothing has an LSE of 0, not of -inf",
+        "test_cpu.py::test_rows_that_see_nothing",
+    ),
+    Fault(
+        "backends/cpu/parts.py", "if _is_huge(row):", "if False:",
+        "where all keys have a bias of -1e9 the exponentials are off by any factor",
+        "test_cpu.py::test_a_row_at_a_very_negative_bias_is_a_mean",
+    ),
+    # --- Triton ---
+    Fault(
+        "backends/triton/forward_kernel.py", "LN2) + tl.log2(l_i) * LN2", "LN2) + tl.log2(l_i)",
+        "a part of the LSE is in base 2",
+        "test_triton_interpreter.py::test_lengths",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "base + tl.log2(total) * LN2", "base + tl.log2(total)",
+        "a part of the LSE of a split forward is in base 2",
+        "test_triton_interpreter.py::test_few_queries",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)", "v_tile += 0.0",
+        "NaN in a hidden value leaks into the output",
+        "test_triton_interpreter.py::test_hidden_keys_that_are_not_finite",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "m.to(tl.int64) * dlse.stride2", "m.to(tl.int64)",
+        "the gradient of the LSE is read as if its rows were contiguous",
+        "test_triton_interpreter.py::test_layouts",
+    ),
+    Fault(
+        "backends/score.py", "ds = db * slope", "ds = db",
+        "the softcap's derivative is left out",
+        "test_triton_interpreter.py::test_head_dimensions",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "tl.sum(db, 0), mask=m < ", "tl.sum(db, 1), mask=m < ",
+        "the gradient of a bias of rows is summed over the queries",
+        "test_triton_interpreter.py::test_bias_broadcasts",
+    ),
+    Fault(
+        "backends/triton/visibility.py", "visits & is_full(n, full_begin, full_end, state)", "visits & (cut == 0)",
+        "a mixed tile is computed without its mask",
+        "test_visibility.py::test_masks_of_hidden_and_whole_tiles",
+    ),
+    Fault(
+        "backends/triton/visibility.py", "whole + tl.cumsum(cut, 0)", "whole + tl.cumsum(full, 0)",
+        "tiles that are cut are listed one over the other",
+        "test_visibility.py::test_lists_of_a_mask",
+    ),
+    Fault(
+        "backends/triton/ordered_kernels.py", "acc += _tile_gradient(", "acc = _tile_gradient(",
+        "the ordered gradient of a shared bias is that of the last who shares it",
+        "test_triton_interpreter.py::test_bias_broadcasts",
+    ),
+    Fault(
+        "backends/triton/launch.py", 'problem.deterministic and reduction not in ("none", "store")', "False",
+        "a gradient that should be summed in one order is summed by atomics",
+        "test_triton_interpreter.py::test_what_has_an_order_has_no_atomics",
+    ),
+    Fault(
+        "backends/triton/config.py", "(room - block_m * d * size - 4096)", "(room - 4096)",
+        "a program of few queries takes more shared memory than there is",
+        "test_triton_room.py::test_few_wide_queries",
+    ),
+    # --- Hopper, as far as a CPU can run it ---
+    Fault(
+        "backends/gluon/sm90/dq_accum.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
+        "dQ is summed in another order than it is read in",
+        "test_hopper_dq_accum.py",
+    ),
+    Fault(
+        "backends/gluon/sm90/dq_accum.py", "(step * c.DQ_PARTS + PART) & 1) ^ 1)", "(step * c.DQ_PARTS + PART) & 1))",
+        "dQ is stored before the tile ahead of it has left, or never",
+        "test_hopper_roles.py",
+    ),
+    Fault(
+        "backends/gluon/mask_kernels.py", "    if cols < c.BLOCK_N:\n        full_begin = end\n", "",
+        "keys past the end pass for keys that every query sees",
+        "test_hopper_mask.py::test_summary_by_keys",
+    ),
+    Fault(
+        "backends/gluon/preprocess.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
+        "a bias of the queries is taken out of an LSE in another base",
+        "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "(distance <= terms.hi)", "(distance < terms.hi)",
+        "rows that are computed again do not see the last key of the band",
+        "test_hopper_rows.py::test_rows_are_computed_again",
+    ),
+    Fault(
+        "backends/gluon/sm90/backward_scheduler.py", "head // parts // alone", "head // parts % alone",
+        "a program works for the batch element of another",
+        "test_hopper_work.py::test_every_tile_has_one_program_and_sharers_are_one_group",
+    ),
+    Fault(
+        "backends/gluon/tile_scheduler.py", "64 * (WARPGROUP + 1) - 1 + terms.hi", "64 * WARPGROUP + terms.hi",
+        "a warpgroup leaves out tiles that all but its first query see",
+        "test_hopper_schedule.py::test_what_a_warpgroup_leaves_out_or_does_not_mask",
+    ),
+    Fault(
+        "backends/gluon/score.py", "seen = cols <= last", "seen = cols < last",
+        "the band is one key too narrow",
+        "test_hopper_bands.py",
+    ),
+    Fault(
+        "backends/gluon/sm90/config.py", "do_stages=1 if one else 2", "do_stages=2",
+        "a backward of 256 dimensions takes more shared memory than there is",
+        "test_hopper_room.py::test_every_structure_has_room",
+    ),
+    Fault(
+        "backends/gluon/score.py", "1.0 if capped else 1.0 / score.scale", "1.0 if capped else score.scale",
+        "a bias is multiplied by the scale twice, not divided by it",
+        "test_hopper_terms.py::test_scores_in_the_units_of_the_kernels",
+    ),
+    Fault(
+        "backends/gluon/sm90/launch.py", "is not None and bias.batch > 1", "is not None and problem.batch > 1",
+        "a bias that all batch elements share is read past its end",
+        "test_hopper_terms.py::test_a_bias_and_a_mask_are_those_of_the_head",
+    ),
+    Fault(
+        "backends/gluon/sm90/softmax.py", "l_i * alpha + sums_of_rows", "l_i + sums_of_rows",
+        "the softmax's sum keeps the scale of an earlier maximum",
+        "test_hopper_terms.py::test_tiles_of_a_row_add_up_to_its_softmax",
+    ),
+    Fault(
+        "backends/gluon/score.py", "softcap_derivative(s, terms.cap)", "softcap_derivative(s + bias, terms.cap)",
+        "the softcap's derivative is taken behind the bias",
+        "test_hopper_terms.py::test_probabilities_of_the_backward",
+    ),
+    Fault(
+        "backends/gluon/sm90/forward_kernel.py", "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(2,",
+        "the softmax reads scores before their product is done",
+        "test_hopper_aot.py",
+    ),
+    # --- a product and a softmax of their own ---
+    Fault(
+        "ops/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
+        "beta is lost",
+        "test_matmul_interpreter.py::test_triton",
+    ),
+    Fault(
+        "ops/matmul/problem.py", "any(o != inner.size * i for", "any(o < inner.size * i for",
+        "axes are merged that do not follow each other in memory",
+        "test_matmul.py::test_merged_axes",
+    ),
+    Fault(
+        "ops/softmax/cpu.py", "ds.masked_fill_(hidden, 0.0)", "pass",
+        "where a visible dP is NaN so is the gradient of what is hidden",
+        "test_softmax.py::test_a_visible_gradient_that_is_not_finite_leaves_alone_where_p_is_zero",
+    ),
+    Fault(
+        "ops/softmax/triton/backward.py", "(ds * scale).to(", "ds.to(",
+        "dx loses the scale",
+        "test_softmax_triton.py::test_axes_and_layouts",
+    ),
+    # --- sinks ---
+    Fault(
+        "backends/triton/forward_kernel.py", "m_i, l_i, alpha = with_sink(", "_, l_i, alpha = with_sink(",
+        "the LSE does not know of a sink that is above all scores",
+        "test_sinks.py::test_triton",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "total += tl.exp(more - base)", "pass",
+        "a sink is forgotten where the keys are split",
+        "test_sinks.py::test_few_queries",
+    ),
+    Fault(
+        "backends/__init__.py", "(p * minus_delta).sum_to_size", "(p * -minus_delta).sum_to_size",
+        "dsink has the wrong sign",
+        "test_sinks.py::test_gradcheck",
+    ),
+    Fault(
+        "backends/gluon/sm90/softmax.py", "l_i * alpha + gl.exp2((sink", "l_i + gl.exp2((sink",
+        "the sum on Hopper keeps the scale of a maximum below the sink",
+        "test_hopper_terms.py::test_a_sink_is_one_more_score",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "        acc *= alpha[:, None]\n", "",
+        "a row that is computed again keeps the sink's share",
+        "test_hopper_rows.py::test_rows_are_computed_again",
+    ),
+    Fault(
+        "backends/sinks.py", "total -= sign * p", "total += sign * p",
+        "the kernels' dsink has the wrong sign",
+        "test_sinks.py::test_the_kernel_of_the_gradient_is_its_twin",
+    ),
+    Fault(
+        "backends/sinks.py", "own + 1 if ROWS else blocks", "own + 1",
+        "dsink of a head is that of its first queries",
+        "test_sinks.py::test_the_kernel_of_the_gradient_is_its_twin",
+    ),
+    Fault(
+        "backends/sinks.py", "(m // tile) * between", "(m // tile) * tile",
+        "dsink on Hopper takes a row's LSE for its delta",
+        "test_hopper_rows.py::test_the_gradient_of_a_sink",
+    ),
+    # --- values by distance ---
+    Fault(
+        "backends/gluon/values.py", " + (WIDEST if distances.lo > 0 else 0)", "",
+        "TMA is asked for a tile that begins at a negative column",
+        "test_hopper_relative.py::test_a_tile_of_the_forward",
+    ),
+    Fault(
+        "backends/gluon/values.py", "distances.lo if band.lo is None else max(distances.lo, band.lo)", "distances.lo",
+        "entries of tiles that a window leaves out are neither stored nor zeroed",
+        "test_hopper_relative.py::test_tiles_of_the_backward",
+    ),
+    Fault(
+        "backends/gluon/values.py", "found.flip(3) if", "found if",
+        "the gradient of values that descend ascends",
+        "test_hopper_relative.py::test_values_that_tma_reads_are_not_copied",
+    ),
+    Fault(
+        "backends/gluon/sm90/range_tiles.py", "found == INSIDE", "found >= CUT",
+        "a tile that is cut is stored over the entries of another",
+        "test_hopper_relative.py::test_how_a_gradient_leaves",
+    ),
+    Fault(
+        "backends/gluon/sm90/range_tiles.py", "m - 1, work_tile.end - 1", "m - 1, work_tile.end",
+        "the first values of the next head are those of a tile behind",
+        "test_hopper_relative.py::test_the_backward_knows_the_tile_that_follows",
+    ),
+    Fault(
+        "backends/gluon/sm90/zero_kernel.py", "m0 + BLOCK_M - 1 + inner_lo", "m0 + inner_lo",
+        "what tiles at the range's lower end add to is not zeroed",
+        "test_hopper_relative.py::test_tiles_of_the_backward",
+    ),
+    Fault(
+        "backends/gluon/sm90/zero_kernel.py", "tl.cast(bh // heads, tl.int64) * dvalues.stride0", "0",
+        "the first batch element alone is zeroed",
+        "test_hopper_relative.py::test_zeros_of_every_head",
+    ),
+    Fault(
+        "backends/triton/relative.py", 'value = tl.where(inside, value, -float("inf"))', "pass",
+        "what a term hides is visible",
+        "test_relative_triton.py::test_terms",
+    ),
+    Fault(
+        "backends/triton/relative.py", "tl.gather(db, (cols + at.rows) % c.BLOCK_N, 0)",
+        "tl.gather(db, (cols - at.rows + c.BLOCK_M * c.BLOCK_N) % c.BLOCK_N, 0)",
+        "columns are turned the other way, so that no diagonal is a row",
+        "test_relative_triton.py::test_terms",
+    ),
+    Fault(
+        "backends/triton/relative.py", "near_end + i - left)", "near_end + i - left + 1)",
+        "of the tiles beyond the entries one is left out",
+        "test_relative_triton.py::test_lengths",
+    ),
+    Fault(
+        "backends/triton/relative.py", "and band.lo is not None and band.lo >= distances.lo", "and band.lo is not None",
+        "values in front of a row pass for its own",
+        "test_relative_triton.py::test_tiles_without_an_entry",
+    ),
+    Fault(
+        "backends/triton/relative.py", "    hi = _plain(numbers.distances) - 1 - origin\n    if BY",
+        "    hi = _plain(numbers.distances) - 2 - origin\n    if BY",
+        "a tile with the last entry alone passes for one without",
+        "test_relative_triton.py::test_tiles_without_an_entry",
+    ),
+    Fault(
+        "backends/triton/parts.py", '("cols", "rows", "toeplitz", "query", "key")',
+        '("cols", "rows", "query", "toeplitz", "key")',
+        "a Toeplitz bias is lost beside values per query",
+        "test_relative_triton.py::test_together",
+    ),
+    Fault(
+        "backends/triton/parts.py", "{name: x.contiguous() for", "{name: x for",
+        "buckets that lie apart are read as if they did not",
+        "test_relative_triton.py::test_terms",
+    ),
+    Fault(
+        "bias/canonical.py", "heads = max(x.shape[1] for x in vectors)", "heads = vectors[0].shape[1]",
+        "Toeplitz terms are added up for the heads of the first",
+        "test_bias_calls.py::test_toeplitz_terms_in_any_order",
+    ),
+    Fault(
+        "score/relative.py", "        and (values.stride(-2) >= values.shape[-1] or values.shape[-2] == 1)\n", "",
+        "rows of values that are one in memory are sheared",
+        "test_bias_attention.py::test_tile_by_tile",
+    ),
+    Fault(
+        "score/relative.py", "return state(least + first, most + last,", "return state(least + first, most + first,",
+        "batch elements that stand further on are judged by the first",
+        "test_bias_terms.py::test_every_rule_axis_order_and_start",
+    ),
+    # --- dropout ---
+    Fault(
+        "score/dropout.py", "torch.where(cols & 8 == 0, word", "torch.where(rows & 8 == 0, word",
+        "of four scores two by two share a number",
+        "test_dropout.py::test_numbers",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "            dp.mul_(z)\n", "            pass\n",
+        "the gradients of the scores on the CPU know of no dropout",
+        "test_dropout.py::test_gradcheck",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "- delta[None, :], -delta[None, :])", "- delta[None, :], 0.0)",
+        "the score of a dropped probability has no gradient, though it was part of the sum",
+        "test_dropout.py::test_triton",
+    ),
+    Fault(
+        "backends/triton/forward_kernel.py", "stream(seed, b, at.head)", "stream(seed, b, h)",
+        "query heads that are packed into a tile drop as one head does",
+        "test_dropout.py::test_few_queries",
+    ),
+    Fault(
+        "backends/dropout.py", "(j & 8) == 0", "(i & 8) == 0",
+        "the kernels' scores share numbers that the reference keeps apart",
+        "test_dropout.py::test_triton",
+    ),
+    Fault(
+        "backends/dropout.py", "0xBB67AE85", "0x9E3779B9",
+        "the kernels' Philox has one key schedule for both words",
+        "test_dropout.py::test_triton",
+    ),
+    Fault(
+        "backends/dropout.py", "sequence, head, low.to", "sequence, sequence, low.to",
+        "all heads of the kernels drop the same",
+        "test_dropout.py::test_triton",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "            dv_sum *= terms.weight\n", "            pass\n",
+        "dV misses the weight of what is kept",
+        "test_dropout.py::test_triton",
+    ),
+    # --- models ---
+    Fault(
+        "integrations/models.py", 'return -_own(module, "build_mpt', 'return _own(module, "build_mpt',
+        "MPT's slopes have the wrong sign",
+        "integrations/test_bias_terms_of_models.py::test_outputs_and_gradients",
+    ),
+    Fault(
+        "integrations/models.py", "    if module.clip_qkv:", "    if False:",
+        "MPT's clip of q, k and v is forgotten",
+        "integrations/test_bias_terms_of_models.py::test_settings_that_small_models_leave_at_their_defaults",
+    ),
+    Fault(
+        "integrations/models.py", "        module.relative_attention_max_distance,", "        128,",
+        "T5's buckets are those of the usual distance",
+        "integrations/test_bias_terms_of_models.py::test_settings_that_small_models_leave_at_their_defaults",
+    ),
+    Fault(
+        "integrations/models.py", "module.pos_dropout(rel_embeddings)", "rel_embeddings",
+        "DeBERTa's embeddings of distances are not dropped out",
+        "integrations/test_bias_terms_of_models.py::test_dropout_beside_the_attention",
+    ),
+    Fault(
+        "integrations/models.py", "past_key_values.is_updated[module.layer_idx] = True", "pass",
+        "UMT5's cross attention adds its keys to the cache at each token",
+        "integrations/test_bias_terms_of_models.py::test_decoding_of_t5_with_a_cache",
+    ),
+    Fault(
+        "integrations/position_bias.py", "max_distance, query_start=query_start)", "max_distance)",
+        "T5's queries stand at the end of a static cache",
+        "integrations/test_bias_terms_of_models.py::test_static_caches",
+    ),
+    Fault(
+        "integrations/position_bias.py", "query_start=query_start, key_start=key_start", "query_start=query_start",
+        "Inkling's keys stand at 0, wherever they do",
+        "integrations/test_bias_terms_of_models.py::test_relative_logits_of_positions_that_count_from_anywhere",
+    ),
+    # --- around them ---
+    Fault(
+        "backends/launcher.py", "self._compiled if aligned == self._aligned else None", "self._compiled",
+        "a kernel that was compiled for aligned addresses gets others",
+        "test_launcher.py::test_another_alignment_is_asked_for",
+    ),
+    Fault(
+        "backends/launcher.py", "(self._wants, *kinds, *aligned)", "(self._wants, *kinds)",
+        "the same, where another launch has asked before",
+        "test_launcher.py::test_another_alignment_is_asked_for",
+    ),
+    Fault(
+        "backends/launcher.py", "return _kind(layout[1:])", "return None",
+        "strides that 16 does not divide get the kernel of those that it divides",
+        "test_launcher.py::test_a_kernel_is_shared_where_triton_would_choose_the_same",
+    ),
+    Fault(
+        "ops/runtime/sharding.py", "return Partial() if split and", "return Replicate() if split and",
+        "a gradient that is a sum over the devices passes for the same on each",
+        "test_sharding.py",
+    ),
+    Fault(
+        "layouts/operand.py", "self.atom_bytes * self._along(self.grid)[0]", "self.atom_bytes * self.grid[0]",
+        "the leading byte offset of an MN-major operand counts atoms along the wrong side",
+        "test_layouts_operand.py::test_laws",
+    ),
+    Fault(
+        "integrations/transformers.py", "(attention_mask.shape[1] - 1, 0)", "(attention_mask.shape[1], 0)",
+        "a sliding window is one key too wide",
+        "integrations/test_transformers.py",
+    ),
+    Fault(
+        "integrations/flash_attn.py", "None if width is None or width < 0 else width",
+        "None if width is None or width <= 0 else width",
+        "a side of flash-attn's window of width 0 has no limit",
+        "integrations/test_flash_attn.py::test_options",
+    ),
+    Fault(
+        "integrations/flash_attn.py", "else (term, *bias)", "else tuple(bias)",
+        "slopes beside a tuple of biases are left out",
+        "integrations/test_flash_attn.py::test_bias_terms_and_slopes",
+    ),
+    Fault(
+        "explanation.py", "if problem.bias and problem.bias_grad else 0", "if problem.bias else 0",
+        "the traffic counts a bias gradient that nobody asked for",
+        "test_explain.py::test_traffic_of_a_bias",
+    ),
+    Fault(
+        "bench/reference.py", "if not e <= tolerance", "if e > tolerance",
+        "NaN passes for a right answer",
+        "test_bench.py::test_a_wrong_answer_is_not_timed",
+    ),
+]  # fmt: skip

@@ -1,0 +1,115 @@
+"""Kernels of packed batches, compiled ahead of time; runs in a child of `aot_compilers.Compilers`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import aot_child
+import torch
+
+from tilewise.bias import RaggedBias, RelativeBias, t5_bias
+
+H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
+
+
+class Packed(NamedTuple):
+    """A packed batch of 52 sequences; bias: "", "ragged", "t5" or "relative"."""
+
+    D: int = 128
+    Hkv: int = H
+    bias: str = ""
+    causal: bool = False
+    deterministic: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        words = [f"D{self.D}"] + [f"Hkv {self.Hkv}"] * (self.Hkv != H) + [self.bias] * (self.bias != "")
+        return ", ".join(words + ["causal"] * self.causal + ["deterministic"] * self.deterministic)
+
+
+def _bias(x: Packed) -> Any:
+    def meta(*shape: int, dtype: torch.dtype = x.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return {
+        "": lambda: None,
+        "ragged": lambda: RaggedBias(meta(H, 40_000_000), meta(SEQUENCES + 1, dtype=torch.int64)),
+        "t5": lambda: t5_bias(meta(32, H), True),
+        "relative": lambda: RelativeBias(meta(TOTAL, H, 1024), lo=-1023),
+    }[x.bias]()
+
+
+def compile_packed(x: Packed) -> list[aot_child.Kernel]:
+    """Every Triton kernel that the forward and backward launch."""
+    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends.triton import config, launch
+    from tilewise.problem import Problem
+    from tilewise.score.lengths import Lengths
+    from tilewise.score.parts import DIFFERENTIABLE
+    from tilewise.varlen import read_packed
+
+    q, k, v = (torch.empty(TOTAL, heads, x.D, dtype=x.dtype, device="meta") for heads in (H, x.Hkv, x.Hkv))
+    offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32, device="meta")
+    call = read_packed(
+        q, k, v, Lengths(offsets, offsets), (LONGEST, LONGEST), bias=_bias(x), mask=None, sink=None, causal=x.causal,
+        window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None, validate=False,
+    )  # fmt: skip
+    inputs, parts = call.inputs, call.inputs.parts
+    grads = tuple(name for name in DIFFERENTIABLE if parts is not None and getattr(parts, name) is not None)
+    problem = Problem.of(
+        *inputs, call.score, bias_grad=inputs.bias is not None, part_grads=grads, deterministic=x.deterministic
+    )
+    problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
+    aot_child._launched.clear()
+    launch.Forward(problem, inputs)(inputs)
+    o = empty_output(inputs.q, x.D)
+    outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
+    needs = Needs(True, True, True, inputs.bias is not None, **dict.fromkeys(grads, True))
+    launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    limit = config.shared_memory(problem)
+    return [aot_child._report(launched, limit) for launched in aot_child._launched]
+
+
+def hold_named(lengths: str, bias: str | None = None, **options: Any) -> None:
+    """`varlen_helpers.hold` of lengths and a bias by their names in test_varlen.py, for the interpreter's process."""
+    import test_varlen
+    from varlen_helpers import Lengths, hold
+
+    tiles = Lengths((70, 0, 3, 40, 1), (33, 1, 0, 80, 64), past=1)  # more queries than keys, and fewer; some tiles
+    found: Any = tiles if lengths == "TILES" else getattr(test_varlen, lengths)
+    generator = torch.Generator().manual_seed(2)
+    if (shape := options.pop("mask_shape", None)) is not None:
+        options["mask"] = torch.rand(shape, generator=generator) < 0.6
+    if (shape := options.pop("sink_shape", None)) is not None:
+        options["sink"] = torch.randn(shape, generator=generator).requires_grad_()
+    hold(found, None if bias is None else test_varlen.BIASES[bias], backend="triton", **options)
+
+
+def same_drops(dropout_p: float) -> None:
+    """A packed batch drops what the CPU does."""
+    import test_varlen
+    from varlen_helpers import call, tensors
+
+    lengths = test_varlen.USED
+    qkv, do, _ = tensors(lengths)
+    found = []
+    for backend in ("cpu", "triton"):
+        o, _ = call(qkv, lengths, dropout_p=dropout_p, dropout_seed=(5, 6), backend=backend)
+        found.append((o, *torch.autograd.grad((o * do).sum(), qkv)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def stays_inside() -> None:
+    """Offsets that are none: of an error nobody is told without validate=, and nothing is written or read outside."""
+    from tilewise import varlen_attention
+
+    room, total = 64, 40
+    for offsets in ([0, 90, 20, 40], [-5, 10, 10, 400], [7, 3, 50, 2]):
+        whole = [torch.full((total + 2 * room, 2, 16), 7.0) for _ in range(3)]
+        q, k, v = (x[room : room + total].requires_grad_() for x in (y.clone() for y in whole))
+        cu = torch.tensor(offsets)
+        o = varlen_attention(q, k, v, cu, cu, total, total, causal=True, backend="triton")
+        o.sum().backward()
+        assert o.isfinite().all()
+        assert q.grad.isfinite().all()

@@ -1,0 +1,36 @@
+"""The Triton kernels of packed batches, compiled ahead of time: see test_triton_aot.py."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from packed_child import Packed, compile_packed
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+# Triton, target, call, bytes that may spill: ceilings. Rows come by pointers, whose addresses take registers.
+RUNS = [
+    ("3.6.0", 90, Packed(), {"backward_kernel": 180}),
+    ("3.6.0", 90, Packed(causal=True, Hkv=4), {"forward_kernel": 148, "backward_kernel": 292}),
+    ("3.6.0", 90, Packed(D=64, bias="ragged"), {"backward_kernel": 448}),
+    ("3.6.0", 90, Packed(D=64, bias="t5"), {"backward_kernel": 708}),
+    ("3.6.0", 90, Packed(bias="relative", causal=True), {"forward_kernel": 584, "backward_kernel": 468}),
+    ("3.6.0", 90, Packed(causal=True, deterministic=True), {"forward_kernel": 140, "query_gradient_kernel": 260}),
+    ("installed", 80, Packed(D=64, bias="ragged"), {"forward_kernel": 20, "backward_kernel": 124}),
+    ("installed", 90, Packed(causal=True), {"forward_kernel": 92, "backward_kernel": 48}),
+    ("installed", 100, Packed(causal=True), {"forward_kernel": 56}),
+]
+
+
+@pytest.mark.parametrize(("triton", "target", "x", "allowed"), RUNS, ids=str)
+def test_compiled_kernels(compilers, triton, target, x, allowed):
+    kernels = compilers.compile(compile_packed, triton, target, x)
+    names = {kernel.name for kernel in kernels}
+    assert names >= {"forward_kernel", "preprocess_kernel", "backward_kernel"}
+    assert ("query_gradient_kernel" in names) == x.deterministic != ("postprocess_kernel" in names)
+    for kernel in kernels:
+        print(kernel)
+        assert kernel.shared <= kernel.shared_limit
+        assert kernel.spill_stores <= allowed.get(kernel.name, 0), f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert not kernel.warnings

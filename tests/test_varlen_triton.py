@@ -1,0 +1,75 @@
+"""Packed batches in the Triton kernels, in Triton's interpreter, by the error rule: see varlen_helpers.py."""
+
+from __future__ import annotations
+
+import packed_child
+import pytest
+import torch
+from test_varlen import BIASES, USED, H
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize("lengths", ["SMALL", "USED"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (2, 1), "softcap": 3.0, "scale": 0.4}, {"dtype": HALF, "causal": True}],
+    ids=str,
+)
+def test_lengths(interpreter, lengths, options):
+    interpreter(run, lengths, None, options)
+
+
+def test_lengths_about_those_of_tiles(interpreter):
+    interpreter(run, "TILES", None, {"window": (30, 20), "dtype": HALF, "heads": (2, 1), "dims": (16, 16)})
+
+
+# Of the rest nothing else is computed by the kernels.
+LEFT_OUT = (
+    "padded bh11", "padded 1111", "padded 11m1", "along the keys, one dimension", "along the queries, one head",
+    "ragged, groups", "query, start of all", "query, starts of keys", "all, start", "all, start of keys", "t5, starts",
+    "alibi", "alibi, start", "several by distance", "several with starts", "low rank", "padded, along both",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [x for x in BIASES if x not in LEFT_OUT])
+def test_bias(interpreter, bias):
+    """By turns causal or not, with softcap or without one."""
+    n = [*BIASES].index(bias)
+    causal = {"causal": True} if n % 2 else {}
+    interpreter(run, "USED", bias, causal if bias == "everything" or n % 3 else causal | CAP)
+
+
+CAP = {"softcap": 3.0}
+
+
+@pytest.mark.parametrize("bias", ["ragged", "t5", "query", "key"])
+def test_bias_across_tiles(interpreter, bias):
+    interpreter(run, "TILES", bias, {"heads": (H, 2), "dims": (16, 8)})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask_shape": (USED.B, 1, USED.max_q, USED.max_k), "causal": True},
+        {"mask_shape": (1, H, 1, USED.max_k)},
+        {"sink_shape": (H,)},
+        {"sink_shape": (H, USED.total_q), "causal": True},
+        {"offsets_dtype": torch.int64, "deterministic": True, "causal": True},
+    ],
+    ids=str,
+)
+def test_options(interpreter, options):
+    interpreter(run, "USED", None, options)
+
+
+def test_dropout(interpreter):
+    interpreter(packed_child.same_drops, 0.3)
+
+
+def test_offsets_that_are_none_write_nothing_outside(interpreter):
+    interpreter(packed_child.stays_inside)
+
+
+def run(lengths, bias, options):
+    packed_child.hold_named(lengths, bias, **options)

@@ -1,0 +1,108 @@
+"""Packed batches in the Triton kernels: a program finds its sequence once, and then computes a dense call of that one.
+
+Tensors that lie packed get their pointers moved to the sequence's first row, and sizes become its own; what is counted
+from the ends, the band and a Toeplitz bias, is moved by how the sequence's lengths differ. Nobody waits for lengths:
+there are as many programs as tiles could be, ``total // BLOCK + B``, and the first tile of sequence b has the number
+``cu[b] // BLOCK + b``, which leaves room for all of its tiles. Row statistics are padded to whole tiles in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.launcher import POINTER, Record, Strided
+from tilewise.backends.triton.tensors import ProblemSizes, Starts
+from tilewise.problem import Problem
+from tilewise.score.lengths import Lengths
+
+_NONE = (None,)
+READ = tl.constexpr(128)  # offsets that are read at a time
+
+
+def lengths_layout(lengths: Lengths | None) -> Any:
+    """The layout of `flat_lengths`; of a dense call the kernel is compiled as if it knew of none."""
+    return POINTER if lengths is None else Record(Lengths, (POINTER,) * len(lengths))
+
+
+def flat_lengths(lengths: Lengths | None) -> tuple:
+    """For a `Launch`."""
+    return _NONE if lengths is None else tuple([None if x is None else x.contiguous() for x in lengths])
+
+
+def tile_count(problem: Problem, total: int, block: int) -> int:
+    """Tiles of a packed batch's queries or keys, some of which are empty."""
+    return total // block + problem.batch
+
+
+@triton.jit
+def rows_from(x, first):
+    """A `Strided` whose rows begin at row ``first``."""
+    return Strided(x.pointer + tl.cast(first, tl.int64) * x.stride2, x.stride0, x.stride1, x.stride2, x.stride3)
+
+
+@triton.jit
+def _offset(at, total):
+    """An offset between 0 and ``total``, whatever stands there: nothing outside is read or written."""
+    return tl.minimum(tl.maximum(tl.load(at), 0), total).to(tl.int32)
+
+
+@triton.jit
+def _sequence_of(cu, tile, total, sizes, BLOCK: tl.constexpr):
+    """(sequence, tile in it) of one of `tile_count` tiles; a tile that the sequence does not have is empty."""
+    count = tile * 0
+    for n0 in range(0, sizes.batch, READ):
+        n = n0 + tl.arange(0, READ)
+        begin = tl.load(cu + n, mask=n < sizes.batch, other=0)
+        begin = tl.minimum(tl.maximum(begin, 0), total).to(tl.int32)
+        count += tl.sum(((begin // BLOCK + n <= tile) & (n < sizes.batch)).to(tl.int32), 0)
+    b = tl.maximum(count - 1, 0)
+    return b, tile - (_offset(cu + b, total) // BLOCK + b)
+
+
+@triton.jit
+def _sequence(lengths, b, sizes, c):
+    """Where a sequence begins, how many queries it has, and how many keys."""
+    q0, k0 = _offset(lengths.cu_q + b, sizes.total_queries), _offset(lengths.cu_k + b, sizes.total_keys)
+    queries = tl.maximum(_offset(lengths.cu_q + b + 1, sizes.total_queries) - q0, 0)
+    keys = tl.maximum(_offset(lengths.cu_k + b + 1, sizes.total_keys) - k0, 0)
+    if lengths.used_k is not None:
+        keys = _offset(lengths.used_k + b, keys)
+    # A bias that is padded has no more.
+    queries, keys = tl.minimum(queries, sizes.queries), tl.minimum(keys, sizes.keys)
+    skew = sizes.queries - queries if c.FROM_START else sizes.keys - keys
+    pair = tl.cast(q0, tl.int64) * 0
+    if lengths.pairs is not None:
+        pair = tl.load(lengths.pairs + b).to(tl.int64)
+    start = Starts(q0, k0, pair, (q0 // c.BLOCK_M + b) * c.BLOCK_M, keys - queries, skew)
+    return start, queries, keys
+
+
+@triton.jit
+def _sizes_of(queries, keys, exists, sizes):
+    """The sizes of a dense call of a sequence. Of a tile that does not exist they are 0, so that it visits no tile and
+    stores nothing. (Triton 3.6 loses constants of the arguments after an early return.)"""
+    return ProblemSizes(
+        1, sizes.heads, sizes.group, tl.where(exists, queries, 0), tl.where(exists, keys, 0), sizes.head_dim,
+        sizes.value_dim, sizes.padded_queries, 1, sizes.total_queries, sizes.total_keys,
+    )  # fmt: skip
+
+
+@triton.jit
+def query_tile(lengths, tile, sizes, c):
+    """(sequence, its tile of queries, `Starts`, its sizes) of a program."""
+    b, tile = _sequence_of(lengths.cu_q, tile, sizes.total_queries, sizes, c.BLOCK_M)
+    start, queries, keys = _sequence(lengths, b, sizes, c)
+    own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_M < queries), sizes)
+    return b, tl.maximum(tile, 0), start, own
+
+
+@triton.jit
+def key_tile(lengths, tile, sizes, c):
+    """The same of a tile of keys."""
+    b, tile = _sequence_of(lengths.cu_k, tile, sizes.total_keys, sizes, c.BLOCK_N)
+    start, queries, keys = _sequence(lengths, b, sizes, c)
+    own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_N < keys), sizes)
+    return b, tl.maximum(tile, 0), start, own
