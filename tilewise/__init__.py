@@ -4,7 +4,7 @@ attention                      softmax(scale · q kᵀ + bias) v with masks, and
 scaled_dot_product_attention   the same by PyTorch's signature
 varlen_attention               the same of a packed batch: sequences of any lengths, end to end
 varlen_attn                    that by PyTorch's signature
-explain                        what a call of attention would do, and what limits it
+explain, explain_varlen        what a call of attention would do, and what limits it
 matmul, softmax                attention's parts, as operators of their own
 
 `tilewise.bias` has biases that need no matrix: by distance, T5's, ALiBi's, of low rank.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
-    from tilewise.explanation import explain
+    from tilewise.explanation import explain, explain_varlen
     from tilewise.ops.matmul.api import matmul
     from tilewise.ops.softmax.api import softmax
     from tilewise.sdpa import scaled_dot_product_attention
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "attention": "tilewise.api",
     "explain": "tilewise.explanation",
+    "explain_varlen": "tilewise.explanation",
     "matmul": "tilewise.ops.matmul.api",
     "scaled_dot_product_attention": "tilewise.sdpa",
     "softmax": "tilewise.ops.softmax.api",
@@ -42,6 +43,7 @@ _HOMES = {
 __all__ = [
     "attention",
     "explain",
+    "explain_varlen",
     "matmul",
     "scaled_dot_product_attention",
     "softmax",
@@ -56,7 +58,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    if name != "explain":
+    if name not in ("explain", "explain_varlen"):
         from tilewise.ops.runtime.scripting import refuse
 
         refuse(value)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, Unpack, get_type_hints
+from typing import Any, Literal, NamedTuple, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
-from tilewise.call import Bias, Seed, read_call
+from tilewise.call import Bias, Call, Seed, read_call
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import PART_WORDS, Operand, Problem, irregular
-from tilewise.quantities import duration, number, percent, quantity
+from tilewise.quantities import count, duration, number, percent, quantity
 from tilewise.score.dropout import NUMBERS, weight
+from tilewise.score.lengths import Lengths, places
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS
 from tilewise.score.reference import in_band
 from tilewise.score.terms import Numbers, Window
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
+from tilewise.tensors import check_tensor
+from tilewise.varlen import read_packed
 
 
 class Limits(NamedTuple):
@@ -87,6 +91,9 @@ class Work:
     flops: int
     bytes: int
     unfused_bytes: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.unfused_bytes + other.unfused_bytes)
 
     @property
     def intensity(self) -> float:
@@ -187,23 +194,7 @@ def explain(
             q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, **numbers,
         )  # fmt: skip
-    parts = call.inputs.parts or NO_PARTS
-    asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]
-    problem = Problem.of(
-        *call.inputs,
-        call.score,
-        bias_grad=call.inputs.bias is not None and call.inputs.bias.requires_grad,
-        sink_grad=sink is not None and sink.requires_grad,
-        part_grads=tuple(asking),
-        deterministic=call.deterministic,
-        irregular=irregular(*call.inputs[:4]),
-    )
-    if device is not None:
-        problem, name = on_device(problem, device), None
-    elif q.is_meta:
-        raise ValueError("device: needed for tensors on the meta device: 'cpu' or a compute capability such as 'sm_90'")
-    else:
-        name = torch.cuda.get_device_name(q.device) if q.is_cuda else None
+    problem, name = _problem_of(call, device)
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
     plan = make_plan(problem, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
@@ -211,6 +202,95 @@ def explain(
     if share is not None:
         forward, backward = (replace(x, flops=round(x.flops * share.pairs)) for x in (forward, backward))
     return Explanation(plan, tiles, forward, backward, known, share)
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    device: str | None = None,
+    limits: tuple[float, float] | None = None,
+    **options: Any,
+) -> Explanation:
+    """`explain` of `tilewise.varlen_attention`: FLOPs and bytes of every sequence, added up.
+
+    Args:
+        q, k, v: as for `varlen_attention`; also on the meta device, together with ``device=``.
+        cu_seqlens_q, cu_seqlens_k, seqused_k: as there. They are read, for which the host waits on a GPU, and so need
+            elements: beside tensors on the meta device they lie on the CPU.
+        max_seqlen_q, max_seqlen_k: as there.
+        device, limits: as for `explain`.
+        options: the other keywords of `varlen_attention`. What a mask hides is not looked at.
+
+    Raises:
+        ValueError, TypeError: as `varlen_attention`, and as `explain`.
+    """
+    allowed = inspect.signature(read_packed).parameters.keys() | Numbers.__annotations__.keys() | {"return_lse"}
+    if unknown := [name for name in options if name not in allowed or name in ("lengths", "longest")]:
+        raise unexpected("explain_varlen", unknown)
+    options.pop("return_lse", None)  # changes nothing
+    read = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    for argument, x in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), read, strict=False):
+        if x is not None:
+            check_tensor(argument, x)
+            if x.is_meta:
+                raise ValueError(f"{argument}: is read, and needs elements: pass it on the CPU beside meta tensors")
+    moved = Lengths(*(None if x is None else x.to(q.device) for x in read))
+    with torch.enable_grad():
+        call = read_packed(q, k, v, moved, (max_seqlen_q, max_seqlen_k), **options)
+    problem, name = _problem_of(call, device)
+    assert problem.totals is not None
+    assert problem.score.packed is not None
+    known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
+    plan = make_plan(problem, call.backend)
+    tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
+    plain = replace(problem, bias=None, mask=None, sink=None, parts=None, totals=None, batch=1)
+    forward = backward = Work(0, 0, 0)
+    for place in places(read, problem.score.packed, problem.totals):
+        band = problem.score.band.shifted(place.keys - place.queries)
+        score = replace(problem.score, band=band, packed=None)
+        own = replace(plain, queries=place.queries, keys=place.keys, score=score)
+        forward, backward = forward + forward_work(own), backward + backward_work(own)
+    given, grads = _operand_bytes(call, problem)
+    forward = replace(forward, bytes=forward.bytes + given)
+    return Explanation(plan, tiles, forward, replace(backward, bytes=backward.bytes + given + grads), known)
+
+
+def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
+    """Of a packed batch: bytes of what there is beside q, k and v, once, and of the gradients that are asked for."""
+    inputs, parts = call.inputs, call.inputs.parts or NO_PARTS
+    sizes = {"bias": inputs.bias, "mask": inputs.mask, "sink": inputs.sink, **parts._asdict()}
+    found = {name: x.numel() * x.element_size() for name, x in sizes.items() if x is not None}
+    asking = [*["bias"] * problem.bias_grad, *["sink"] * problem.sink_grad]
+    asking += [] if problem.parts is None else problem.parts.grads
+    return sum(found.values()), sum(found[name] for name in asking)
+
+
+def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:
+    """The problem of a call, and the name of the GPU that its tensors are on."""
+    q, bias, sink = call.inputs.q, call.inputs.bias, call.inputs.sink
+    parts = call.inputs.parts or NO_PARTS
+    asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]
+    problem = Problem.of(
+        *call.inputs,
+        call.score,
+        bias_grad=bias is not None and bias.requires_grad,
+        sink_grad=sink is not None and sink.requires_grad,
+        part_grads=tuple(asking),
+        deterministic=call.deterministic,
+        irregular=irregular(*call.inputs[:4]),
+    )
+    if device is not None:
+        return on_device(problem, device), None
+    if q.is_meta:
+        raise ValueError("device: needed for tensors on the meta device: 'cpu' or a compute capability such as 'sm_90'")
+    return problem, torch.cuda.get_device_name(q.device) if q.is_cuda else None
 
 
 def _mask_share(problem: Problem, mask: Tensor | None) -> MaskShare | None:
@@ -326,9 +406,16 @@ def _lines(e: Explanation) -> Iterator[str]:
     p = e.problem
     where = p.device if p.capability is None else f"{p.device} (compute capability {p.capability[0]}.{p.capability[1]})"
     yield f"attention on {where}, {dtype_name(p.dtype)}"
-    yield f"  q ({p.batch}, {p.heads}, {p.queries}, {p.head_dim})"
-    yield f"  k ({p.batch}, {p.kv_heads}, {p.keys}, {p.head_dim})"
-    yield f"  v ({p.batch}, {p.kv_heads}, {p.keys}, {p.value_dim})"
+    if p.totals is not None:
+        queries, keys = p.totals
+        yield f"  {count(p.batch, 'sequence')} of at most {p.queries} queries and {count(p.keys, 'key')}"
+        yield f"  q ({queries}, {p.heads}, {p.head_dim})"
+        yield f"  k ({keys}, {p.kv_heads}, {p.head_dim})"
+        yield f"  v ({keys}, {p.kv_heads}, {p.value_dim})"
+    else:
+        yield f"  q ({p.batch}, {p.heads}, {p.queries}, {p.head_dim})"
+        yield f"  k ({p.batch}, {p.kv_heads}, {p.keys}, {p.head_dim})"
+        yield f"  v ({p.batch}, {p.kv_heads}, {p.keys}, {p.value_dim})"
     for name, x in (("bias", p.bias), ("mask", p.mask)):
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
@@ -343,7 +430,7 @@ def _lines(e: Explanation) -> Iterator[str]:
     if p.score.dropout:
         share, others = p.score.dropout / NUMBERS, weight(p.score.dropout)
         yield f"  dropout: {percent(share)} of the probabilities are 0, the others {number(others)} times as large"
-    if not p.score.band.unlimited:
+    if not p.score.band.unlimited and p.totals is None:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
     if e.mask is not None:
@@ -391,9 +478,9 @@ def traffic_table(e: Explanation) -> list[str]:
         if e.limits is not None:
             fused, unfused = (x / e.limits.bytes_per_second for x in (work.bytes, work.bytes + work.unfused_bytes))
             lines.append(_traffic("  takes at least", fused, unfused, duration))
-        for operand, count in passes.items():
-            total = quantity(count * _matrix(e.problem), "B")
-            lines.append(f"  {operand:2} {count} times {matrix:11}{'–':>8}{total:>12}")
+        for operand, times in passes.items():
+            total = quantity(times * _matrix(e.problem), "B")
+            lines.append(f"  {operand:2} {times} times {matrix:11}{'–':>8}{total:>12}")
     return lines
 
 

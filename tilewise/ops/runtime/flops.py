@@ -1,5 +1,8 @@
 """FLOPs of the operators for `torch.utils.flop_counter`, counted as PyTorch counts those of its own attention: every
 score, hidden or not, and products alone. `tilewise.explain` counts the scores that the band leaves visible.
+
+Of a packed batch the scores are those of each sequence. Where the lengths have no numbers, all sequences are taken for
+the longest, as PyTorch takes them.
 """
 
 from __future__ import annotations
@@ -9,20 +12,38 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Shape = Sequence[int]
 
 
-def _attention(q: Shape, k: Shape, v: Shape, *others: Any, **more: Any) -> int:
+def _attention(*arguments: Any, out_val: Any = None) -> int:
     """S over the head dimension, O over the value dimension."""
-    return 2 * prod(q[:3]) * v[2] * (q[3] + v[3])
+    named = _named("attention", arguments)
+    return 2 * _scores(named) * (named["q"].shape[3] + named["v"].shape[3])
 
 
-def _attention_backward(do: Shape | None, dlse: Shape | None, q: Shape, k: Shape, v: Shape, *others, **more) -> int:
+def _attention_backward(*arguments: Any, out_val: Any = None) -> int:
     """S, dQ and dK over the head dimension, dP and dV over the value dimension, whoever needs them."""
-    return 2 * prod(q[:3]) * v[2] * (3 * q[3] + 2 * v[3])
+    named = _named("attention_backward", arguments)
+    return 2 * _scores(named) * (3 * named["q"].shape[3] + 2 * named["v"].shape[3])
+
+
+def _named(name: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    schema = getattr(torch.ops.tilewise, name).default._schema
+    return {x.name: value for x, value in zip(schema.arguments, arguments, strict=False)}
+
+
+def _scores(named: dict[str, Any]) -> int:
+    """Over all batch elements and heads."""
+    q, keys, cu_q, cu_k, used = named["q"], named["v"].shape[2], named["cu_q"], named["cu_k"], named["used_k"]
+    if cu_q is None:
+        return prod(q.shape[:3]) * keys
+    if cu_q.is_meta or is_fake(cu_q):
+        return q.shape[1] * (cu_q.shape[0] - 1) * named["max_q"] * named["max_k"]
+    return q.shape[1] * int((cu_q.diff() * (cu_k.diff() if used is None else used)).sum())
 
 
 def _matmul(a: Shape, b: Shape, *others: Any, **more: Any) -> int:
@@ -42,6 +63,6 @@ def tell(names: Sequence[str]) -> None:
     for name in _FORMULAS.keys() & names:
         operator = getattr(torch.ops.tilewise, name)
         if operator not in flop_counter.flop_registry:
-            flop_counter.register_flop_formula(operator)(_FORMULAS[name])
+            flop_counter.register_flop_formula(operator, get_raw=name != "matmul")(_FORMULAS[name])
         for registry in registries:
             registry.setdefault(operator, flop_counter.flop_registry[operator])
