@@ -31,7 +31,7 @@ PATH = Path(__file__).parent / "aot_ledger.json"
 DIGITS = 16  # of a hash
 ROOM = "room"  # in the place of a case
 SIZES = ("B", "H", "M", "N", "K", "shape")
-NUMBERS = ("window", "softcap", "scale")
+OPTIONAL = ("window", "softcap", "scale", "bias", "mask", "sink")
 
 
 class Entry(NamedTuple):
@@ -124,7 +124,7 @@ def ptx_instructions(name: str, ptx: str) -> str:
 
 def covering(runs: Sequence[Sequence[Any]]) -> list[bool]:
     """Whether a run is one of few that have between them every value that any run has; of a case: of its fields but
-    for sizes, which are no constants of a kernel, and of a number whether there is one."""
+    for sizes, which are no constants of a kernel, and of what may be left out whether it is there."""
     left = {n: set(_values(run)) for n, run in enumerate(runs)}
     missing = set().union(*left.values())
     while missing:
@@ -137,7 +137,7 @@ def _values(run: Sequence[Any]) -> Iterator[tuple[object, str]]:
     for n, x in enumerate(run):
         if is_dataclass(x):
             for name, value in vars(x).items():
-                if name in NUMBERS:
+                if name in OPTIONAL:
                     ends = value if isinstance(value, tuple) else (value,)
                     yield name, repr([end is not None for end in ends if value is not None])
                 elif name not in SIZES:
