@@ -26,10 +26,11 @@ def test_lengths_about_those_of_tiles(interpreter):
 
 # Of the rest nothing else is computed by the kernels.
 LEFT_OUT = (
-    "padded bh11", "padded 11mn", "along the keys, one head", "ragged, shared", "key, hidden outside",
-    "query, a start of all on the device", "query, starts of keys", "padded 1111", "padded 11m1", "along the keys, one dimension", "along the queries, one head",
-    "ragged, groups", "query, start of all", "all, start", "all, start of keys", "t5, starts",
-    "alibi", "alibi, start", "several by distance", "several with starts", "low rank", "padded, along both",
+    "padded bh11", "padded 11mn", "padded 1111", "padded 11m1", "along the keys, one head",
+    "along the keys, one dimension", "along the queries, one head", "ragged, shared", "ragged, groups",
+    "query, start of all", "query, a start of all on the device", "query, starts of keys", "key, hidden outside",
+    "all, start", "all, start of keys", "t5, starts", "alibi", "alibi, start", "several by distance",
+    "several with starts", "low rank", "padded, along both",
 )  # fmt: skip
 
 
