@@ -1,0 +1,102 @@
+"""Packed batches on a GPU: every sequence equals a dense call of it on the CPU in float64, by the error rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import attention, varlen_attention
+from tilewise.bias import RaggedBias, RelativeBias, t5_bias
+
+H, HKV, D = 4, 2, 64
+QUERIES = (127, 0, 1, 300, 64, 3, 129)
+KEYS = (129, 5, 1, 239, 800, 0, 1)
+EDGES_Q, EDGES_K = ([0, *torch.tensor(x).cumsum(0).tolist()] for x in (QUERIES, KEYS))
+PAIRS = [0, *torch.tensor([m * n for m, n in zip(QUERIES, KEYS, strict=True)]).cumsum(0).tolist()]
+
+
+def leaf(*shape, dtype, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", dtype=dtype, generator=generator).requires_grad_()
+
+
+def ragged(dtype):
+    values = leaf(H, PAIRS[-1], dtype=dtype, seed=7)
+    return RaggedBias(values, torch.tensor(PAIRS, device="cuda")), [values]
+
+
+def relative(dtype):
+    values = leaf(EDGES_Q[-1], H, 65, dtype=dtype, seed=8)
+    return RelativeBias(values, lo=-40), [values]
+
+
+def t5(dtype):
+    table = leaf(32, H, dtype=torch.float32, seed=9)
+    return t5_bias(table, True), [table]
+
+
+def own_bias(kind, leaves, b):
+    """Of sequence b, as a dense call takes it."""
+    if kind is None:
+        return None
+    (x,) = leaves
+    if kind is ragged:
+        return x[:, PAIRS[b] : PAIRS[b + 1]].view(1, H, QUERIES[b], KEYS[b])
+    if kind is t5:
+        return t5_bias(x, True)
+    return RelativeBias(x[EDGES_Q[b] : EDGES_Q[b + 1]].transpose(0, 1)[None], lo=-40)
+
+
+def one_by_one(q, k, v, kind, leaves, **options):
+    """By the oracle in float64, or in another backend's own dtype."""
+    found = []
+    for b in range(len(QUERIES)):
+        rows, cols = slice(EDGES_Q[b], EDGES_Q[b + 1]), slice(EDGES_K[b], EDGES_K[b + 1])
+        own = [x.transpose(0, 1)[None] for x in (q[rows], k[cols], v[cols])]
+        bias = own_bias(kind, leaves, b) if QUERIES[b] and KEYS[b] else None
+        found.append(attention(*own, bias=bias, return_lse=True, **options))
+    return torch.cat([o[0].transpose(0, 1) for o, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+def gradients(o, lse, leaves, do, dlse):
+    loss = (o * do.to(o.dtype)).sum() + (lse * dlse.to(lse.dtype)).masked_fill(lse == -torch.inf, 0.0).sum()
+    return [o, lse, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20), "softcap": 9.0}], ids=str)
+@pytest.mark.parametrize("kind", [None, ragged, relative, t5], ids=lambda x: x.__name__ if x else "plain")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sequences(dtype, kind, options):
+    q = leaf(EDGES_Q[-1], H, D, dtype=dtype, seed=1)
+    k, v = (leaf(EDGES_K[-1], HKV, D, dtype=dtype, seed=seed) for seed in (2, 3))
+    do, dlse = leaf(*q.shape, dtype=dtype, seed=4), leaf(H, EDGES_Q[-1], dtype=torch.float32, seed=5)
+    bias, leaves = (None, []) if kind is None else kind(dtype)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
+    found = varlen_attention(
+        q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, return_lse=True, backend="triton", **options
+    )
+    every = (q, k, v, *leaves)
+    ours = gradients(*found, every, do, dlse)
+    wide = [x.detach().double().requires_grad_() for x in every]
+    exact = gradients(*one_by_one(*wide[:3], kind, wide[3:], backend="oracle", **options), wide, do, dlse)
+    theirs = gradients(*one_by_one(q, k, v, kind, leaves, backend="triton", **options), every, do, dlse)
+    for x, truth, other in zip(ours, exact, theirs, strict=True):
+        assert torch.equal(x == -torch.inf, truth == -torch.inf)
+        x, truth, other = (y.detach().double().masked_fill(truth == -torch.inf, 0.0) for y in (x, truth, other))
+        allowed = 2 * float((other - truth).abs().max()) + 1e-3 * max(1.0, float(truth.abs().max()))
+        assert float((x - truth).abs().max()) <= allowed
+
+
+def test_repeats_are_equal():
+    """Where determinism is promised."""
+    q = leaf(EDGES_Q[-1], H, D, dtype=torch.bfloat16, seed=1)
+    k, v = (leaf(EDGES_K[-1], HKV, D, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
+    bias, leaves = ragged(torch.bfloat16)
+    runs = []
+    for _ in range(100):
+        o = varlen_attention(
+            q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, causal=True, deterministic=True, backend="triton"
+        )
+        runs.append([o, *torch.autograd.grad(o.float().square().sum(), (q, k, v, *leaves))])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
