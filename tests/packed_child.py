@@ -101,15 +101,37 @@ def same_drops(dropout_p: float) -> None:
 
 
 def stays_inside() -> None:
-    """Offsets that are none: of an error nobody is told without validate=, and nothing is written or read outside."""
+    """Offsets that are none: without validate= nobody is told of an error, but nothing outside is read or written. NaN
+    lies around all inputs, and a ragged bias's gradient is that of the sequence whose offset is one."""
     from tilewise import varlen_attention
 
-    room, total = 64, 40
+    def leaf(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.full((shape[0] + 256, *shape[1:]), float("nan"))
+        whole[128:-128] = 0.5
+        whole.requires_grad_()
+        return whole, whole[128:-128]
+
+    total = 40
     for offsets in ([0, 90, 20, 40], [-5, 10, 10, 400], [7, 3, 50, 2]):
-        whole = [torch.full((total + 2 * room, 2, 16), 7.0) for _ in range(3)]
-        q, k, v = (x[room : room + total].requires_grad_() for x in (y.clone() for y in whole))
+        (whole, q), (_, k), (_, v) = (leaf(total, 2, 16) for _ in range(3))
         cu = torch.tensor(offsets)
         o = varlen_attention(q, k, v, cu, cu, total, total, causal=True, backend="triton")
         o.sum().backward()
         assert o.isfinite().all()
-        assert q.grad.isfinite().all()
+        assert whole.grad is not None
+        assert whole.grad.isfinite().all()
+
+    cu = torch.tensor([0, 4, 8, 12])
+    for begin in (-3, 30, 10**12):
+        q, k, v = (torch.rand(12, 1, 16) for _ in range(3))
+        whole, values = leaf(40, 1)
+        bias = RaggedBias(values.T, torch.tensor([0, begin, 20, 36]))
+        o, lse = varlen_attention(q, k, v, cu, cu, 4, 4, bias=bias, backend="triton", return_lse=True)
+        assert (lse == -float("inf")).tolist() == [4 * [False] + 4 * [True] + 4 * [False]]
+        o.square().sum().backward()
+        assert whole.grad is not None
+        found = whole.grad[128:-128, 0]
+        assert (found[:16] != 0).all()
+        assert (found[20:36] != 0).all()
+        assert (found[16:20] == 0).all()
+        assert (found[36:] == 0).all()

@@ -45,15 +45,15 @@ def backward(
     """The same backwards. What sequences share gets a sum in the dtype of the LSE."""
     if problem.totals is None:
         return run(problem, inputs, outputs, cotangents, needs)
-    named = _named(inputs)
+    named, shared = _named(inputs), _shared(problem, inputs)
     sums = {
-        name: torch.zeros_like(x, dtype=lse_dtype(problem.dtype) if name in _shared(problem, inputs) else x.dtype)
+        name: torch.zeros_like(x, dtype=lse_dtype(problem.dtype) if name in shared else x.dtype)
         for name, x in named.items()
         if getattr(needs, name, False)
     }
-    for x in _sequences(problem, inputs, wide=_shared(problem, inputs) & sums.keys()):
+    for x in _sequences(problem, inputs, wide=shared & sums.keys()):
         if x.place.keys == 0:
-            _sink_alone(x, outputs, cotangents, sums)
+            _sink_alone(x, cotangents, sums)
             continue
         own, own_cotangents = (
             Outputs(x.part("q", y.o), None if y.lse is None else x.part("q", y.lse)) for y in (outputs, cotangents)
@@ -68,7 +68,7 @@ def backward(
     ))  # fmt: skip
 
 
-def _sink_alone(x: _Sequence, outputs: Outputs, cotangents: Outputs, sums: dict[str, Tensor]) -> None:
+def _sink_alone(x: _Sequence, cotangents: Outputs, sums: dict[str, Tensor]) -> None:
     """Of queries without a key: lse = sink, so that dsink = dlse."""
     if "sink" in sums and cotangents.lse is not None and x.inputs.sink is not None:
         total = x.part("sink", sums["sink"])

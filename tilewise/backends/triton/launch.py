@@ -180,7 +180,7 @@ class Forward:
             o, lse = self.empty_o(), self.empty_lse()
             lists = None if self.masked is None or inputs.mask is None else self.masked(inputs.mask).by_rows
             try:
-                parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths)
+                parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
                 if self.merge is None:
                     self.main(*inputs[:6], inputs.seed, *parts, lists, *lengths, o, lse)
                 else:
@@ -346,7 +346,7 @@ class Backward:
             delta, lse2 = self.empty_stats(), self.empty_stats()
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
-            lengths = flat_lengths(inputs.lengths)
+            lengths = flat_lengths(inputs.lengths, inputs.bias)
             self.preprocess(outputs.o, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
             finite = None
             if self.finite is not None:

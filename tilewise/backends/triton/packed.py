@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tilewise.backends.launcher import POINTER, Record, Strided
 from tilewise.backends.triton.tensors import ProblemSizes, Starts
@@ -27,9 +29,24 @@ def lengths_layout(lengths: Lengths | None) -> Any:
     return POINTER if lengths is None else Record(Lengths, (POINTER,) * len(lengths))
 
 
-def flat_lengths(lengths: Lengths | None) -> tuple:
+def flat_lengths(lengths: Lengths | None, bias: Tensor | None) -> tuple:
     """For a `Launch`."""
-    return _NONE if lengths is None else tuple([None if x is None else x.contiguous() for x in lengths])
+    if lengths is None:
+        return _NONE
+    if lengths.pairs is not None and bias is not None:
+        lengths = _inside(lengths, lengths.pairs, bias.shape[3])
+    return tuple([None if x is None else x.contiguous() for x in lengths])
+
+
+def _inside(lengths: Lengths, begins: Tensor, pairs: int) -> Lengths:
+    """With no key for a sequence whose matrix does not lie within so many pairs: nothing outside is read or written.
+    A kernel finds at most as many queries and keys as these differences say."""
+    assert lengths.cu_q is not None
+    assert lengths.cu_k is not None
+    keys = lengths.cu_k.diff() if lengths.used_k is None else lengths.used_k
+    begin = begins[:-1].to(torch.int64)
+    fits = (begin >= 0) & (begin + keys.to(torch.int64) * lengths.cu_q.diff() <= pairs)
+    return lengths._replace(used_k=torch.where(fits, keys, 0))
 
 
 def tile_count(problem: Problem, total: int, block: int) -> int:
