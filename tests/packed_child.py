@@ -14,7 +14,7 @@ H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
 
 
 class Packed(NamedTuple):
-    """A packed batch of 52 sequences; bias: "", "ragged", "t5" or "relative"."""
+    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", or "keys", packed as they are."""
 
     D: int = 128
     Hkv: int = H
@@ -34,16 +34,15 @@ def _bias(x: Packed) -> Any:
 
     return {
         "": lambda: None,
+        "keys": lambda: meta(1, TOTAL),
         "ragged": lambda: RaggedBias(meta(H, 40_000_000), meta(SEQUENCES + 1, dtype=torch.int64)),
         "t5": lambda: t5_bias(meta(32, H), True),
         "relative": lambda: RelativeBias(meta(TOTAL, H, 1024), lo=-1023),
     }[x.bias]()
 
 
-def compile_packed(x: Packed) -> list[aot_child.Kernel]:
-    """Every Triton kernel that the forward and backward launch."""
-    from tilewise.backends import Needs, Outputs, empty_output
-    from tilewise.backends.triton import config, launch
+def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
+    """The problem on the target, inputs on the meta device, and the parts that want a gradient."""
     from tilewise.problem import Problem
     from tilewise.score.lengths import Lengths
     from tilewise.score.parts import DIFFERENTIABLE
@@ -60,7 +59,27 @@ def compile_packed(x: Packed) -> list[aot_child.Kernel]:
     problem = Problem.of(
         *inputs, call.score, bias_grad=inputs.bias is not None, part_grads=grads, deterministic=x.deterministic
     )
-    problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
+    return dataclasses.replace(problem, device="cuda", capability=aot_child._capability), inputs, grads
+
+
+def compile_hopper_packed(x: Packed) -> list[aot_child.Code]:
+    """Every kernel that the forward launches in the Hopper backend."""
+    from tilewise.backends.gluon import sm90
+    from tilewise.backends.gluon.sm90 import config, launch
+
+    problem, inputs, _ = _call(x)
+    assert sm90.declines(problem) is None
+    aot_child._launched.clear()
+    launch.Forward(problem, inputs)(inputs)
+    return aot_child._codes(config.SHARED_MEMORY)
+
+
+def compile_packed(x: Packed) -> list[aot_child.Kernel]:
+    """Every Triton kernel that the forward and backward launch."""
+    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends.triton import config, launch
+
+    problem, inputs, grads = _call(x)
     aot_child._launched.clear()
     launch.Forward(problem, inputs)(inputs)
     o = empty_output(inputs.q, x.D)

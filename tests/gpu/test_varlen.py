@@ -8,7 +8,7 @@ import torch
 from tilewise import attention, varlen_attention
 from tilewise.bias import RaggedBias, RelativeBias, t5_bias
 
-H, HKV, D = 4, 2, 64
+H, HKV = 4, 2
 QUERIES = (127, 0, 1, 300, 64, 3, 129)
 KEYS = (129, 5, 1, 239, 800, 0, 1)
 EDGES_Q, EDGES_K = ([0, *torch.tensor(x).cumsum(0).tolist()] for x in (QUERIES, KEYS))
@@ -35,6 +35,16 @@ def t5(dtype):
     return t5_bias(table, True), [table]
 
 
+def keys(dtype):
+    values = leaf(H, EDGES_K[-1], dtype=dtype, seed=10)
+    return values, [values]
+
+
+def queries(dtype):
+    values = leaf(1, EDGES_Q[-1], 1, dtype=torch.float32, seed=11)
+    return values, [values]
+
+
 def own_bias(kind, leaves, b):
     """Of sequence b, as a dense call takes it."""
     if kind is None:
@@ -42,6 +52,10 @@ def own_bias(kind, leaves, b):
     (x,) = leaves
     if kind is ragged:
         return x[:, PAIRS[b] : PAIRS[b + 1]].view(1, H, QUERIES[b], KEYS[b])
+    if kind is keys:
+        return x[:, EDGES_K[b] : EDGES_K[b + 1]].view(1, H, 1, KEYS[b])
+    if kind is queries:
+        return x[:, EDGES_Q[b] : EDGES_Q[b + 1]].view(1, 1, QUERIES[b], 1)
     if kind is t5:
         return t5_bias(x, True)
     return RelativeBias(x[EDGES_Q[b] : EDGES_Q[b + 1]].transpose(0, 1)[None], lo=-40)
@@ -63,17 +77,29 @@ def gradients(o, lse, leaves, do, dlse):
     return [o, lse, *torch.autograd.grad(loss, leaves)]
 
 
+RUNS = [
+    *(("triton", kind, 64) for kind in (None, ragged, relative, t5)),
+    *(("hopper", kind, 64) for kind in (None, keys, queries)),
+    *(("hopper", None, dim) for dim in (32, 128, 256)),
+    ("hopper", keys, 128),
+]
+
+
+def named(x):
+    return x.__name__ if callable(x) else str(x)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20), "softcap": 9.0}], ids=str)
-@pytest.mark.parametrize("kind", [None, ragged, relative, t5], ids=lambda x: x.__name__ if x else "plain")
+@pytest.mark.parametrize(("backend", "kind", "D"), RUNS, ids=named)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sequences(dtype, kind, options):
+def test_sequences(dtype, backend, kind, D, options):
     q = leaf(EDGES_Q[-1], H, D, dtype=dtype, seed=1)
     k, v = (leaf(EDGES_K[-1], HKV, D, dtype=dtype, seed=seed) for seed in (2, 3))
     do, dlse = leaf(*q.shape, dtype=dtype, seed=4), leaf(H, EDGES_Q[-1], dtype=torch.float32, seed=5)
     bias, leaves = (None, []) if kind is None else kind(dtype)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
     found = varlen_attention(
-        q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, return_lse=True, backend="triton", **options
+        q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, return_lse=True, backend=backend, **options
     )
     every = (q, k, v, *leaves)
     ours = gradients(*found, every, do, dlse)
@@ -87,16 +113,63 @@ def test_sequences(dtype, kind, options):
         assert float((x - truth).abs().max()) <= allowed
 
 
-def test_repeats_are_equal():
+@pytest.mark.parametrize(("backend", "bias_of"), [("triton", ragged), ("hopper", keys)], ids=named)
+def test_repeats_are_equal(backend, bias_of):
     """Where determinism is promised."""
-    q = leaf(EDGES_Q[-1], H, D, dtype=torch.bfloat16, seed=1)
-    k, v = (leaf(EDGES_K[-1], HKV, D, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    q = leaf(EDGES_Q[-1], H, 64, dtype=torch.bfloat16, seed=1)
+    k, v = (leaf(EDGES_K[-1], HKV, 64, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
-    bias, leaves = ragged(torch.bfloat16)
+    bias, leaves = bias_of(torch.bfloat16)
     runs = []
     for _ in range(100):
         o = varlen_attention(
-            q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, causal=True, deterministic=True, backend="triton"
+            q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, causal=True, deterministic=True, backend=backend
         )
         runs.append([o, *torch.autograd.grad(o.float().square().sum(), (q, k, v, *leaves))])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_leaves_neighbours_alone(dim, causal):
+    """NaN in the sequences beside it, and in rows past the last, does not reach a sequence; rows of none are zero."""
+    total, past = EDGES_Q[-1], 70
+    x = [torch.randn(total + past, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (H, HKV, HKV)]
+    cu = torch.tensor(EDGES_Q, dtype=torch.int32, device="cuda")
+    longest, options = max(QUERIES), {"causal": causal, "return_lse": True, "backend": "hopper"}
+    clean = varlen_attention(*x, cu, cu, longest, longest, **options)
+    for b in (0, 3, 5):
+        dirty = [torch.full_like(y, torch.nan) for y in x]
+        rows = slice(EDGES_Q[b], EDGES_Q[b + 1])
+        for y, of in zip(dirty, x, strict=True):
+            y[rows] = of[rows]
+        o, lse = varlen_attention(*dirty, cu, cu, longest, longest, **options)
+        assert torch.equal(o[rows], clean[0][rows])
+        assert torch.equal(lse[:, rows], clean[1][:, rows])
+        assert not o[total:].any()
+        assert not lse[:, total:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_takes_many_sequences(causal):
+    """More than one look of the kernel that lists tiles, and every row as the Triton kernels have it."""
+    lengths = torch.randint(0, 70, (1000,), generator=torch.Generator().manual_seed(3))
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
+    q, k, v = (torch.randn(int(lengths.sum()), H, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    found = [varlen_attention(q, k, v, cu, cu, 70, 70, causal=causal, backend=x) for x in ("hopper", "triton")]
+    assert float((found[0].float() - found[1].float()).abs().max()) < 2e-2
+
+
+def test_hopper_computes_again_what_a_hidden_value_has_spoilt():
+    """A value that is not finite shows in the rows of its own sequence that see it, and nowhere else."""
+    cu = torch.tensor(EDGES_Q, dtype=torch.int32, device="cuda")
+    longest = max(QUERIES)
+    x = [torch.randn(EDGES_Q[-1], H, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    clean = varlen_attention(*x, cu, cu, longest, longest, causal=True, backend="hopper")
+    planted = EDGES_Q[3] + 200
+    x[2][planted] = torch.inf
+    found = varlen_attention(*x, cu, cu, longest, longest, causal=True, backend="hopper")
+    seen = torch.zeros(EDGES_Q[-1], dtype=torch.bool, device="cuda")
+    seen[planted : EDGES_Q[4]] = True
+    assert not found[seen].isfinite().any()
+    assert torch.allclose(found[~seen].float(), clean[~seen].float(), atol=1e-2)

@@ -105,17 +105,20 @@ def sink_layout(sink: Tensor | None) -> Any:
 _templates: dict[tuple, Any] = {}
 
 
-def boxed(kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any) -> Any:
+def boxed(
+    kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any, shape: Sequence[int] | None = None
+) -> Any:
     """The layout of a tensor that is read by TMA in boxes, a descriptor of ``kind`` without its tensor.
 
     The first with such a box passes the descriptor's checks; of another tensor only sizes and strides are new, and
-    those `tilewise.memory` has looked at.
+    those `tilewise.memory` has looked at. shape: another than the tensor's.
     """
+    shape = list(x.shape if shape is None else shape)
     key = (kind, x.dtype, *box)
     template = _templates.get(key)
     if template is None:
-        _templates[key] = template = bound(kind(x, list(x.shape), list(strides), list(box), *shared), None)
-    return bound(template, None, shape=list(x.shape), strides=list(strides))
+        _templates[key] = template = bound(kind(x, shape, list(strides), list(box), *shared), None)
+    return bound(template, None, shape=shape, strides=list(strides))
 
 
 def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:

@@ -32,9 +32,16 @@ class Ring(NamedTuple):
 @gluon.jit
 def new_ring(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr):
     """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it."""
-    return with_barriers(
-        gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, ROWS, COLS], source.layout), SLOTS, READERS
-    )
+    return with_barriers(new_tiles(source, SLOTS, ROWS, COLS), SLOTS, READERS)
+
+
+@gluon.jit
+def new_tiles(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for tiles of what ``source`` describes, of a `tensors.ragged` one too."""
+    if len(source.block_type.shape) == 5:
+        return gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, 1, ROWS, COLS], source.layout)
+    else:
+        return gl.allocate_shared_memory(source.dtype, [SLOTS, 1, 1, ROWS, COLS], source.layout)
 
 
 @gluon.jit
@@ -69,9 +76,14 @@ def use_of(ring, n, LANES: gl.constexpr = 1):
 @gluon.jit
 def fill(ring, slot, use, source, b, h, row, col):
     """Load a tile into a slot for the ``use``-th time, once the readers of the use before have left it."""
+    fill_at(ring, slot, use, source, [b, h, row, col])
+
+
+@gluon.jit
+def fill_at(ring, slot, use, source, at):
     mbarrier.wait(ring.empty.index(slot), (use & 1) ^ 1)
     mbarrier.expect(ring.full.index(slot), source.block_type.nbytes)
-    tma_load(source, [b, h, row, col], ring.full.index(slot), ring.slots.index(slot))
+    tma_load(source, at, ring.full.index(slot), ring.slots.index(slot))
 
 
 @gluon.jit

@@ -27,6 +27,27 @@ def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
     return boxes(x, [1, 1, rows, cols], [*strides[:3], 1])
 
 
+# Of a descriptor of `ragged`: more than any coordinate, and the rows of its sequence axis.
+ENDLESS, ROWS = 0x7FFF0000, 2**30
+
+
+def ragged(x: Tensor, rows: int, cols: int) -> Any:
+    """The layout of a packed tensor (1, H, T, D) that is read and written by TMA, in boxes of (rows, cols) that end
+    where a sequence does: the hardware reads 0 past its end and writes nothing there.
+
+    The axis of rows has 2^30 of them, of which a sequence takes the last, so that its end is the tensor's. Two axes in
+    front put them in their place, both in steps of a row: one goes to the sequence's end, and one goes 2^30 rows back,
+    by 2^30 steps of 2^34 elements less a row, because addresses are counted modulo 2^64. `packed.box_of` has the
+    coordinates. (Triton's tools.ragged_tma does the same.)
+    """
+    _, H, T, D = x.shape
+    row = x.stride(2) if T > 1 else (D * x.element_size() + 15) // 16 * 16 // x.element_size()
+    head = x.stride(1) if H > 1 else row
+    box = [1, 1, 1, rows, cols]
+    shape, strides = [ENDLESS, ENDLESS, H, ROWS, D], [2**34 - row, row, head, row, 1]
+    return boxed(TensorDescriptor, x, strides, box, _shared(tuple(box), x.dtype), shape=shape)
+
+
 def boxes(x: Tensor, box: list[int], strides: Sequence[int]) -> TensorDescriptor:
     """The same for boxes of any shape."""
     return boxed(TensorDescriptor, x, strides, box, _shared(tuple(box), x.dtype))

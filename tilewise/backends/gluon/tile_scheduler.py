@@ -8,26 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.backends.gluon.packed import SeqInfo, listed_tile
 from tilewise.backends.gluon.pipeline import release, slot_of, use_of, wait_full
 from tilewise.backends.gluon.score import key_tiles, mask_of
-
-
-class ForwardSizes(NamedTuple):
-    batch: int
-    heads: int
-    group: int  # query heads that share a key/value head
-    queries: int
-    keys: int
-    row_tiles: int  # tiles of queries of one head
-    tiles: int  # of all heads and batch elements
-    at_once: int  # heads whose tiles run together, see work_tile_at
-    last: int  # the first head of the last of them
 
 
 class QueryTile(NamedTuple):
     """One program's work tile: a tile of queries, and the tiles of keys that it visits."""
 
-    b: Any
+    seq: Any
+    b: Any  # of tensors with an axis of batch elements: 0 for a packed batch
     h: Any
     row0: Any
     count: Any  # of the tiles of keys
@@ -77,7 +67,11 @@ def work_tile_at(t, x, terms, sizes, c):
     """The ``t``-th tile of queries. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
     count = sizes.row_tiles
-    if c.ORDER == "tiles":  # of one head: they share its keys and values
+    if c.PACKED:  # heads that share keys and values
+        h = t % sizes.heads
+        b = 0
+        seq, m = listed_tile(x.tile_list, t // sizes.heads)
+    elif c.ORDER == "tiles":  # of one head: they share its keys and values
         m = t % count
         bh = t // count
         h = bh % sizes.heads
@@ -104,12 +98,25 @@ def work_tile_at(t, x, terms, sizes, c):
     # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
     if c.MASK:
         tile_list = x.tile_list + (mask_of(b, h, sizes.heads, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
-        return QueryTile(b, h, row0, gl.load(tile_list), 0, 0, 0, tile_list + 1)
+        seq = SeqInfo(0, 0, sizes.queries, sizes.keys, 0)
+        return QueryTile(seq, b, h, row0, gl.load(tile_list), 0, 0, 0, tile_list + 1)
     else:
-        rows = gl.minimum(BLOCK_M, sizes.queries - row0)
-        begin, full_begin, full_end, end = key_tiles(row0, rows, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+        if not c.PACKED:
+            seq = SeqInfo(0, 0, sizes.queries, sizes.keys, 0)
+        lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
+        rows = gl.minimum(BLOCK_M, seq.queries - row0)
+        begin, full_begin, full_end, end = key_tiles(row0, rows, seq.keys, lo, hi, c.BLOCK_N)
         end = gl.maximum(end, begin + 1)
-        return QueryTile(b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
+        return QueryTile(seq, b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
+
+
+@gluon.jit
+def work_tile_count(x, sizes, c):
+    """How many there are: of a packed batch as many as `packed.tiles_kernel` has found."""
+    if c.PACKED:
+        return gl.load(x.tile_list) * sizes.heads
+    else:
+        return sizes.tiles
 
 
 @gluon.jit
@@ -129,7 +136,8 @@ def first_entry(tile, terms, c, WARPGROUP: gl.constexpr):
     the first keys, which no band without a lower limit leaves out."""
     first = 0
     if c.SKIPS_HIDDEN and WARPGROUP + 1 < c.WARPGROUPS:
-        last = gl.maximum(tile.row0 + 64 * (WARPGROUP + 1) - 1 + terms.hi, 0) // c.BLOCK_N
+        hi = terms.hi + tile.seq.diagonal
+        last = gl.maximum(tile.row0 + 64 * (WARPGROUP + 1) - 1 + hi, 0) // c.BLOCK_N
         first = gl.maximum(tile.last - last, 0)
     return first
 

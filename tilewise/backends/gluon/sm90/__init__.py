@@ -33,8 +33,23 @@ def declines_device(device: str, capability: tuple[int, int] | None, dtype: torc
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:
     if problem.totals is not None:
-        return "has no kernel for packed batches yet: the Triton backend has"
+        reason = _declines_packed(problem, work)
+        if reason is not None:
+            return reason
     return _declines_forward(problem) if work == "forward" else _declines_backward(problem)
+
+
+def _declines_packed(problem: Problem, work: Pass) -> str | None:
+    if work == "backward":
+        return "has no kernel for the gradients of packed batches yet"
+    bias, packed = problem.bias, problem.score.packed
+    if problem.mask is not None:
+        return "takes no mask beside a packed batch"
+    if bias is not None and (packed is None or "bias" not in packed.forms):
+        return "takes a bias of a packed batch along its keys or queries alone, packed as they are"
+    if problem.totals is not None and max(problem.totals) > 2**30:
+        return "counts the rows of a packed batch up to 2**30"
+    return None
 
 
 def prefers(problem: Problem) -> str | None:

@@ -14,7 +14,7 @@ from tilewise.backends.gluon.pipeline import fill, release, release_after_loads,
 from tilewise.backends.gluon.relative import CUT, column_of, in_range, range_state
 from tilewise.backends.gluon.score import in_units, widened
 from tilewise.backends.gluon.sm90.wgmma import accumulator
-from tilewise.backends.gluon.tile_scheduler import entry_at, first_entry, next_tile_index, work_tile_at
+from tilewise.backends.gluon.tile_scheduler import entry_at, first_entry, next_tile_index, work_tile_at, work_tile_count
 
 
 @gluon.jit
@@ -23,7 +23,7 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
     step = 0
     t = 0
     tile_index = gl.program_id(0)
-    while tile_index < sizes.tiles:
+    while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         b = tile.b if c.BIAS_BATCH else 0
         if c.RANGE_LO or c.RANGE_HI:
@@ -87,9 +87,10 @@ def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.cons
         n0 = entry.n * c.BLOCK_N
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
-        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(n0, gl.int64) * x.bias.stride3
+        first = tile.seq.first_key + n0
+        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(first, gl.int64) * x.bias.stride3
         at = at + cols.to(gl.int64) * x.bias.stride3
-        bias = gl.load(at, mask=cols < sizes.keys - n0, other=0.0)[None, :]
+        bias = gl.load(at, mask=cols < tile.seq.keys - n0, other=0.0)[None, :]
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias

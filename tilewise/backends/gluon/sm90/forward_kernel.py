@@ -19,13 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.gluon.compat import tma_store
+from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
     fetch_tile_index,
-    fill,
+    fill_at,
     new_ring,
     new_ring_of_numbers,
+    new_tiles,
     release,
     release_after_loads,
     slot_of,
@@ -63,6 +65,7 @@ from tilewise.backends.gluon.tile_scheduler import (
     hand_out_tile_index,
     next_tile_index,
     work_tile_at,
+    work_tile_count,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -104,6 +107,7 @@ class ForwardConstants(NamedTuple):
     HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
     ORDER: Any  # see work_tile_at
     DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
+    PACKED: Any  # a packed batch: work tiles are listed, see packed
 
 
 class Operands(NamedTuple):
@@ -147,27 +151,20 @@ def load(x, rings, terms, sizes, c):
     step = 0
     t = 0
     tile_index = gl.program_id(0)
-    while tile_index < sizes.tiles:
+    while tile_index < work_tile_count(x, sizes, c):
         next_index = tile_index + gl.num_programs(0)
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
-            fill(
-                rings.q,
-                slot_of(rings.q, t, w, c.WARPGROUPS),
-                use_of(rings.q, t, c.WARPGROUPS),
-                x.q,
-                tile.b,
-                tile.h,
-                tile.row0 + 64 * w,
-                0,
-            )
+            at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
+            fill_at(rings.q, slot_of(rings.q, t, w, c.WARPGROUPS), use_of(rings.q, t, c.WARPGROUPS), x.q, at)
         for i in range(tile.count):
             if c.DYNAMIC and i == tile.count - 1:  # while the ring is full, but not before: others may be done sooner
                 next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
-            fill(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, tile.b, hk, n0, 0)
-            fill(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, tile.b, hk, n0, 0)
+            at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
+            fill_at(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, at)
+            fill_at(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, at)
             step += 1
         if c.DYNAMIC:
             hand_out_tile_index(rings, t, next_index)
@@ -187,7 +184,8 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
     if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
         if entry.partial:
             n0 = entry.n * c.BLOCK_N
-            s = banded(s, tile.row0 + 64 * WARPGROUP - n0, sizes.keys - n0, terms, c)
+            row0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP
+            s = banded(s, row0 - n0, tile.seq.keys - n0, terms, c)
     if c.MASK:  # noqa: SIM102
         if entry.mixed:
             s = masked(s, words, c)
@@ -229,7 +227,8 @@ def masked(s, words, c):
 
 @gluon.jit
 def banded(s, row0, keys, terms, c):
-    """-inf where the band hides; ``row0`` and ``keys`` count from the first key of the tile.
+    """-inf where the band hides; ``row0`` and ``keys`` count from the first key of the tile, and ``row0`` from where a
+    sequence's band begins.
 
     As [64, BLOCK_N / 8, 8]: a thread holds two neighbours of every eight columns, so that the index of the eight is a
     constant of each instruction. Indices of all columns would stay in registers for the whole kernel.
@@ -362,7 +361,8 @@ def load_sink(x, tile, sizes, c, WARPGROUP: gl.constexpr):
     """The sink of a warpgroup's queries, in float32."""
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
     at = x.sink.pointer + gl.cast(tile.b, gl.int64) * x.sink.stride0 + gl.cast(tile.h, gl.int64) * x.sink.stride1
-    return gl.load(at + rows.to(gl.int64) * x.sink.stride2, mask=rows < sizes.queries, other=0.0).to(gl.float32)
+    at += (tile.seq.first_query + rows).to(gl.int64) * x.sink.stride2
+    return gl.load(at, mask=rows < tile.seq.queries, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -371,7 +371,7 @@ def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_DV))
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
-    inside = rows < sizes.queries
+    inside = rows < tile.seq.queries
     value = (m_i * terms.exponent + gl.log2(l_i)) * LN2  # a row that saw nothing: m = -inf, l = 0
     if c.HIDES:
         # NaN is the mark of rows for the repair kernel: 0 · NaN has spoilt O, or the bias is beyond the units of s.
@@ -382,12 +382,13 @@ def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
     if c.BIAS == "rows":  # the same for all keys: it moves the LSE and leaves the softmax alone
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
-        bias = gl.load(at + rows.to(gl.int64) * x.bias.stride2, mask=inside, other=0.0).to(gl.float32)
+        at += (tile.seq.first_query + rows).to(gl.int64) * x.bias.stride2
+        bias = gl.load(at, mask=inside, other=0.0).to(gl.float32)
         hidden = bias == -float("inf")
         value = gl.where(hidden, bias, value + bias)
         o += gl.convert_layout(gl.where(hidden, 0.0, bias - bias), ROWS_OF_O, assert_trivial=True)[:, None]
         o = gl.where(gl.convert_layout(hidden, ROWS_OF_O, assert_trivial=True)[:, None], 0.0, o)
-    row = (gl.cast(tile.b, gl.int64) * sizes.heads + tile.h) * sizes.queries + rows
+    row = (gl.cast(tile.b, gl.int64) * sizes.heads + tile.h) * sizes.queries + (tile.seq.first_query + rows)
     gl.store(lse + row, value, mask=inside)
     return o
 
@@ -403,7 +404,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
     t = 0
     tile_index = gl.program_id(0)
-    while tile_index < sizes.tiles:
+    while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         slot = slot_of(rings.q, t, WARPGROUP, c.WARPGROUPS)
         q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
@@ -477,7 +478,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             tma.store_wait(0)  # of the tile before
         stage.reshape([64, c.BLOCK_DV]).store(o.to(x.q.dtype))
         fence_async_shared()
-        tma_store(x.o, [tile.b, tile.h, tile.row0 + 64 * WARPGROUP, 0], stage)
+        row = tile.row0 + 64 * WARPGROUP
+        tma_store(x.o, box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c), stage)
         if c.O_IN_Q:
             tma.store_wait(0)
             release(rings.q, slot)
@@ -488,7 +490,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def forward_kernel(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
     """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; sink: a `Strided` or None; bits,
-    tile_list: see mask_kernels.
+    tile_list: see mask_kernels, and of a packed batch packed.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC.
     """
@@ -504,7 +506,7 @@ def forward_kernel(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_sema
     elif c.O_IN_BIAS:
         stage = bias_ring.slots
     else:
-        stage = gl.allocate_shared_memory(o.dtype, [c.WARPGROUPS, 1, 1, 64, c.BLOCK_DV], o.layout)
+        stage = new_tiles(o, c.WARPGROUPS, 64, c.BLOCK_DV)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)

@@ -6,13 +6,13 @@ import torch
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.gluon.masks import MaskSummary
+from tilewise.backends.gluon.packed import ForwardSizes, TileList
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
 from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
-from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, repair_kernel
-from tilewise.backends.gluon.tensors import descriptor
-from tilewise.backends.gluon.tile_scheduler import ForwardSizes
+from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
+from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
 from tilewise.problem import Problem
@@ -32,9 +32,13 @@ class Forward:
         config = forward_config(problem)
         programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
-        terms, c = score_terms(problem), _compiled(problem, config, config.dynamic and sizes.tiles > programs)
+        packed = inputs.lengths is not None
+        terms = score_terms(problem)
+        c = _compiled(problem, config, packed or (config.dynamic and sizes.tiles > programs))
+        box = ragged if packed else descriptor
         self.mask = None if mask is None else MaskSummary(problem, mask, config.block_n, config.warpgroups)
         o = empty_output(q, problem.value_dim, "meta")
+        self.packed = None if inputs.lengths is None else TileList(problem, inputs.lengths, o, config.block_m)
         self.empty_o = allocation(o, q.device)
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
         is_matrix = c.BIAS.value == "matrix"
@@ -43,14 +47,14 @@ class Forward:
             forward_kernel,
             min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
             (
-                descriptor(q, 64, c.BLOCK_D.value),
-                descriptor(k, config.block_n, c.BLOCK_D.value),
-                descriptor(v, config.block_n, c.BLOCK_DV.value),
+                box(q, 64, c.BLOCK_D.value),
+                box(k, config.block_n, c.BLOCK_D.value),
+                box(v, config.block_n, c.BLOCK_DV.value),
                 descriptor(bias, 64, config.block_n) if is_matrix else strided(bias),
                 sink_layout(sink),
                 POINTER,
                 POINTER,
-                descriptor(o, 64, c.BLOCK_DV.value),
+                box(o, 64, c.BLOCK_DV.value),
                 POINTER,
                 POINTER,
             ),
@@ -60,27 +64,33 @@ class Forward:
         )
         self.repair = None
         if c.HIDES.value:
-            r = _repair(problem)
-            looks = -(-problem.queries // r.BLOCK_M.value) * problem.heads * problem.batch
+            r = _repair(problem, config)
+            looks = -(-sizes.queries // r.BLOCK_M.value) * problem.heads * sizes.batch
             looks = -(-looks // r.SCAN.value)
+            tile_list = (POINTER,) if packed else ()
             self.repair = Launch(
-                repair_kernel,
+                packed_repair_kernel if packed else repair_kernel,
                 min(looks, programs),
-                (*(strided(x) for x in (q, k, v, bias, mask)), sink_layout(sink), strided(o), POINTER),
+                (*(strided(x) for x in (q, k, v, bias, mask)), sink_layout(sink), *tile_list, strided(o), POINTER),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask, sink, parts, _, _ = inputs
+        q, k, v, bias, mask, sink, parts, _, lengths = inputs
         with device_of(q):
             if self.values is not None and parts is not None and parts.query is not None:
                 bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
             bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
-            tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
+            if self.packed is not None and lengths is not None:
+                tile_list, tile_count_semaphore = self.packed(lengths, o, lse)
+            else:
+                tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
             self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)
-            if self.repair is not None:
+            if self.repair is not None and self.packed is not None:
+                self.repair(q, k, v, bias, mask, sink, tile_list, o, lse)
+            elif self.repair is not None:
                 self.repair(q, k, v, bias, mask, sink, o, lse)
         return Outputs(o, lse)
 
@@ -91,6 +101,9 @@ def multiprocessors(device: torch.device) -> int:
 
 def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
     p = problem
+    if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
+        row_tiles = p.totals[0] // config.block_m + p.batch
+        return ForwardSizes(1, p.heads, p.group, *p.totals, row_tiles, row_tiles * p.heads, 1, 0)
     row_tiles = -(-p.queries // config.block_m)
     heads = p.heads * p.batch
     at_once = min(-(-WAVES * programs // (row_tiles * p.group)) * p.group, heads)
@@ -127,15 +140,16 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
-        RAGGED=problem.keys % config.block_n != 0,
+        RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=problem.raster_order,
         DYNAMIC=dynamic,
+        PACKED=problem.totals is not None,
     )
     return constants(values)
 
 
-def _repair(problem: Problem) -> RepairConstants:
+def _repair(problem: Problem, config: Config) -> RepairConstants:
     bias, mask = problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
@@ -152,6 +166,7 @@ def _repair(problem: Problem) -> RepairConstants:
         MASK=mask is not None,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,
+        LISTED=0 if problem.totals is None else config.block_m,
     )
     return constants(values)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.backends.gluon.packed import SeqInfo, listed_tile, sizes_of
 from tilewise.backends.score import INTERPRET, key_tiles, score_tile, with_sink
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -34,23 +35,24 @@ class RepairConstants(NamedTuple):
     MASK: Any
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
+    LISTED: Any  # of a packed batch, the queries of a tile of its list, see packed; else 0
 
 
 @triton.jit
-def _load(x, b, h, rows, row_end, cols, col_end):
-    """A tile [rows, cols] of a `Strided`; 0 outside the tensor."""
+def _load(x, b, h, rows, row_end, cols, col_end, row0=0, col0=0):
+    """A tile [rows, cols] of a `Strided`, counted from row0 and col0; 0 outside the tensor."""
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
+    at = at + (row0 + rows).to(tl.int64)[:, None] * x.stride2 + (col0 + cols).to(tl.int64)[None, :] * x.stride3
     return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0)
 
 
 @triton.jit
-def _load_scores(x, b, h, rows, cols, sizes, COLS: tl.constexpr):
+def _load_scores(x, b, h, rows, cols, sizes, seq, COLS: tl.constexpr):
     """The tile of a bias or mask, [rows, 1] if it has no columns: Triton fails on a wider tile of one column."""
     if COLS:
-        return _load(x, b, h, rows, sizes.queries, cols, sizes.keys)
+        return _load(x, b, h, rows, sizes.queries, cols, sizes.keys, 0, seq.first_key)
     else:
-        return _load(x, b, h, rows, sizes.queries, tl.arange(0, 1), 1)
+        return _load(x, b, h, rows, sizes.queries, tl.arange(0, 1), 1, seq.first_query)
 
 
 @triton.jit
@@ -65,11 +67,14 @@ def _load_by_distance(x, b, h, rows, cols, sizes, terms):
 
 
 @triton.jit
-def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes, r, b, h, m0):
-    """The rows of one tile whose LSE is NaN."""
+def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
+            m0):  # fmt: skip
+    """The rows of one tile whose LSE is NaN. seq: `SeqInfo` of a packed batch. sizes: of its sequence; lse_rows: of the
+    LSE."""
+    lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
-    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * sizes.queries + rows
+    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
     old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)
     hk = h // sizes.group
     acc = tl.zeros([r.BLOCK_M, r.BLOCK_DV], tl.float32)
@@ -78,34 +83,32 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes
     exponent = LOG2E
     if not (r.BIAS or terms.HAS_CAP):  # see `score_tile`
         exponent = LOG2E * terms.scale
-    begin, _, _, end = key_tiles(
-        m0, tl.minimum(r.BLOCK_M, sizes.queries - m0), sizes.keys, terms.lo, terms.hi, r.BLOCK_N
-    )
+    begin, _, _, end = key_tiles(m0, tl.minimum(r.BLOCK_M, sizes.queries - m0), sizes.keys, lo, hi, r.BLOCK_N)
     for n in tl.range(begin, end, num_stages=1):
         cols = n * r.BLOCK_N + tl.arange(0, r.BLOCK_N)
-        q_tile = _load(q, b, h, rows, sizes.queries, dims, head_dim)
-        k_tile = _load(k, b, hk, cols, sizes.keys, dims, head_dim)
+        q_tile = _load(q, b, h, rows, sizes.queries, dims, head_dim, seq.first_query)
+        k_tile = _load(k, b, hk, cols, sizes.keys, dims, head_dim, seq.first_key)
         products = tl.dot(q_tile, k_tile.T)
         added = products
         if r.BIAS:
             if r.RELATIVE:
                 added = _load_by_distance(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, terms).to(tl.float32)
             else:
-                added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, r.BIAS_COLS).to(tl.float32)
+                added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, seq, r.BIAS_COLS).to(tl.float32)
         distance = cols[None, :] - rows[:, None]
         s, _slope = score_tile(products, added, terms, r.BIAS)
-        visible = (cols < sizes.keys)[None, :] & (distance >= terms.lo) & (distance <= terms.hi)
+        visible = (cols < sizes.keys)[None, :] & (distance >= lo) & (distance <= hi)
         if r.BIAS:
             visible &= added != -float("inf")
         if r.MASK:
-            visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, r.MASK_COLS) != 0
+            visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, seq, r.MASK_COLS) != 0
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = tl.exp2((m_i - base) * exponent)
         p = tl.exp2((s - base[:, None]) * exponent)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim)
+        v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim, seq.first_key)
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
         # visible · not finite overflows the sum to infinity, hidden · not finite adds 0
         marked = tl.where(finite, 0.0, 1e38).to(MARK)
@@ -118,7 +121,7 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes
     acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
     if sink is not None:
         at = sink.pointer + tl.cast(b, tl.int64) * sink.stride0 + tl.cast(h, tl.int64) * sink.stride1
-        at = at + rows.to(tl.int64) * sink.stride2
+        at = at + (seq.first_query + rows).to(tl.int64) * sink.stride2
         found = tl.load(at, mask=rows < sizes.queries, other=0.0).to(tl.float32) / (exponent * LN2)
         m_i, l_i, alpha = with_sink(m_i, l_i, found, exponent)
         acc *= alpha[:, None]
@@ -126,9 +129,36 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes
     spoilt = old != old
     tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
     at = o.pointer + tl.cast(b, tl.int64) * o.stride0 + tl.cast(h, tl.int64) * o.stride1
-    at = at + rows.to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
+    at = at + (seq.first_query + rows).to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
     tl.store(at, acc.to(o.pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def packed_repair_kernel(q, k, v, bias, mask, sink, tile_list, o, lse, head_dim, value_dim, terms, sizes, r):
+    """`repair_kernel` of a packed batch: looks through the LSE without regard to sequences, and through the list of
+    their tiles where it finds something. A tile belongs to the look in which it begins; each also sees what follows."""
+    looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
+    for look in tl.range(tl.program_id(0), looks * sizes.heads, tl.num_programs(0), num_stages=1):
+        h, first = look // looks, look % looks * (r.SCAN * r.BLOCK_M)
+        row = lse + tl.cast(h, tl.int64) * sizes.queries
+        rows = first + tl.arange(0, r.SCAN * r.BLOCK_M)
+        seen = tl.load(row + rows, mask=rows < sizes.queries, other=0.0)
+        after = first + r.SCAN * r.BLOCK_M + tl.arange(0, 256)
+        beyond = tl.load(row + after, mask=after < sizes.queries, other=0.0)
+        if tl.max((seen != seen).to(tl.int32), 0) + tl.max((beyond != beyond).to(tl.int32), 0) != 0:
+            for n in tl.range(0, tl.load(tile_list), num_stages=1):
+                seq, tile = listed_tile(tile_list, n)
+                begin = seq.first_query + tile * r.LISTED
+                if (begin >= first) & (begin < first + r.SCAN * r.BLOCK_M):
+                    own = sizes_of(seq, sizes)
+                    for part in tl.range(0, r.LISTED // r.BLOCK_M, num_stages=1):
+                        m0 = tile * r.LISTED + part * r.BLOCK_M
+                        mine = m0 + tl.arange(0, r.BLOCK_M)
+                        again = tl.load(row + seq.first_query + mine, mask=mine < seq.queries, other=0.0)
+                        if tl.max((again != again).to(tl.int32), 0) != 0:
+                            _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, own,
+                                    sizes.queries, r, 0, h, m0)  # fmt: skip
 
 
 @triton.jit
@@ -150,5 +180,5 @@ def repair_kernel(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms,
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes, r, bh // sizes.heads,
-                            bh % sizes.heads, m0)  # fmt: skip
+                    _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, SeqInfo(0, 0, 0, 0, 0),
+                            sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads, m0)  # fmt: skip

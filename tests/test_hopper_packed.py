@@ -1,0 +1,93 @@
+"""Packed batches on Hopper: the list of work tiles and the rows computed again, in Triton's interpreter, and where a
+ragged box lies, in integers."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import hopper_packed_child
+import pytest
+import torch
+from hopper_packed_child import Call
+from varlen_helpers import Lengths
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SHORT = Lengths((70, 0, 3, 140, 1), (33, 1, 0, 80, 64), past=3)  # more queries than keys, and fewer
+MANY = Lengths(tuple(n % 5 for n in range(300)), tuple(n * 7 % 11 for n in range(300)))
+USED = Lengths((129, 65, 5), (300, 70, 64), used=(257, 70, 0), past=1, longer=40)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, MANY, USED], ids=["short", "many", "used"])
+def test_tiles_are_listed(interpreter, lengths):
+    """Each tile of queries once, sequences of most keys first and the last queries of each; rows of none are zero."""
+    found, o, lse, block = interpreter(hopper_packed_child.tile_list, Call(lengths))
+    sequences = sorted(lengths.sequences(), key=lambda s: (-s.n, s.b))
+    expected = [[m, s.q0, s.k0, s.m, s.n] for s in sequences for m in reversed(range(-(-s.m // block)))]
+    assert found[0] == len(expected)
+    assert found[8:].unflatten(0, (-1, 8))[: len(expected), :5].tolist() == expected
+    inside = torch.zeros(lengths.total_q, dtype=torch.bool)
+    inside[: lengths.total_q - lengths.past] = True
+    assert o[:, :, inside].isnan().all()
+    assert lse[:, :, inside].isnan().all()
+    assert not o[:, :, ~inside].any()
+    assert not lse[:, :, ~inside].any()
+
+
+def test_offsets_that_are_none(interpreter):
+    """Whatever stands in them, a tile lies inside its tensors, and rows that no sequence has are zero."""
+    lengths = Lengths((70, 70, 70), (33, 33, 33))
+    found, o, _, block = interpreter(hopper_packed_child.tile_list, Call(lengths), {"cu_q": (-5, 300, 20, 90)})
+    tiles = found[8:].unflatten(0, (-1, 8))[: int(found[0])].tolist()
+    assert tiles
+    for m, q0, k0, queries, keys, *_ in tiles:
+        assert 0 <= q0 <= q0 + queries <= lengths.total_q
+        assert 0 <= k0 <= k0 + keys <= lengths.total_k
+        assert m * block < queries
+    reached = torch.zeros(lengths.total_q, dtype=torch.bool)
+    for _, q0, _, queries, *_ in tiles:
+        reached[q0 : q0 + queries] = True
+    assert not o[:, :, ~reached].any()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(SHORT, causal=True),
+        Call(USED, window=(40, 20), softcap=2.0),
+        Call(SHORT, bias="keys", sink="hm"),
+        Call(USED, bias="queries", causal=True),
+        Call(MANY, bias="keys", causal=True, sink="h"),
+    ],
+    ids=["causal", "window", "keys", "queries", "many"],
+)
+def test_rows_are_computed_again(interpreter, call):
+    """Those that are NaN in the LSE, and no other."""
+    o, lse, after, after_lse, spoilt = interpreter(hopper_packed_child.repair, call, 0.2)
+    assert spoilt.any()
+    assert torch.equal(after[~spoilt], o[~spoilt])
+    assert torch.equal(after_lse[~spoilt], lse[~spoilt])
+    torch.testing.assert_close(after[spoilt], o[spoilt], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(after_lse[spoilt], lse[spoilt], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "total", "dim"), [(16, 32768, 128), (1, 5, 8), (3, 1 << 20, 256)])
+def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
+    """A coordinate is inside exactly for rows of the sequence, and its address, modulo 2^64, is the row's."""
+    from tilewise.backends.gluon.packed import LONGEST, box_of
+    from tilewise.backends.gluon.tensors import ragged
+
+    x = torch.empty(total, heads, dim, dtype=torch.float16, device="meta").transpose(0, 1)[None]
+    box = ragged(x, 64, max(32, dim))
+    assert LONGEST == 1 << 30
+    first, count = total // 3, total // 2
+    for row, h in ((0, 0), (count - 1, heads - 1), (count, 0), (count + 70, 0)):
+        at = box_of.fn(first, count, 0, h, row, type("Packed", (), {"PACKED": True}))
+        assert all(i >= 0 for i in at)
+        assert (at[3] < box.shape[3]) == (row < count)
+        assert all(at[n] < box.shape[n] for n in (0, 1, 2, 4))
+        address = sum(i * stride for i, stride in zip(at, box.strides, strict=True)) * x.element_size()
+        expected = (h * x.stride(1) + (first + row) * x.stride(2)) * x.element_size()
+        assert address % 2**64 == expected
+    assert all(stride * x.element_size() % 16 == 0 for stride in box.strides[:4])
+    assert all(0 < stride * x.element_size() < 2**40 for stride in box.strides[:4])
