@@ -83,10 +83,11 @@ class Forward:
                 bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
             bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
+            tile_count_semaphore = None
             if self.packed is not None and lengths is not None:
                 tile_list, tile_count_semaphore = self.packed(lengths, o, lse)
-            else:
-                tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device) if self.dynamic else None
+            elif self.dynamic:
+                tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
             self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None and self.packed is not None:
                 self.repair(q, k, v, bias, mask, sink, tile_list, o, lse)
