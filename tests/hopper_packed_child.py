@@ -58,7 +58,7 @@ def tile_list(x: Call, others: dict[str, tuple[int, ...]] | None = None) -> tupl
     run, inputs = x.forward()
     o, lse = torch.full_like(inputs.q, torch.nan), torch.full(inputs.q.shape[:3], torch.nan)
     given = {name: torch.tensor(offsets, dtype=torch.int32) for name, offsets in (others or {}).items()}
-    found, semaphore = run.packed(inputs.lengths._replace(**given), o, lse)
+    found, semaphore = run.packed(inputs.lengths._replace(**given), o, lse=lse)
     assert semaphore[0] == 0
     return found, o, lse, 64 * run.main.numbers[2].WARPGROUPS.value
 
@@ -75,6 +75,6 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     spoilt[:, :, x.lengths.total_q - x.lengths.past :] = False
     after, after_lse = o.clone(), lse.clone()
     after[spoilt], after_lse[spoilt] = 7.0, torch.nan
-    found, _ = run.packed(inputs.lengths, o.clone(), lse.clone())
+    found, _ = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
     run.repair(*inputs[:6], found, after, after_lse)
     return o, lse, after, after_lse, spoilt

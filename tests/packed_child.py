@@ -62,15 +62,24 @@ def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
     return dataclasses.replace(problem, device="cuda", capability=aot_child._capability), inputs, grads
 
 
-def compile_hopper_packed(x: Packed) -> list[aot_child.Code]:
-    """Every kernel that the forward launches in the Hopper backend."""
+def compile_hopper_packed(x: Packed, backward: bool = False) -> list[aot_child.Code]:
+    """Every kernel that the forward, or the backward, launches in the Hopper backend."""
+    from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.gluon import sm90
-    from tilewise.backends.gluon.sm90 import config, launch
+    from tilewise.backends.gluon.sm90 import backward_launch, config, launch
 
     problem, inputs, _ = _call(x)
-    assert sm90.declines(problem) is None
+    assert sm90.declines(problem, "backward" if backward else "forward") is None
     aot_child._launched.clear()
-    launch.Forward(problem, inputs)(inputs)
+    if backward:
+        o = empty_output(inputs.q, x.D)
+        outputs, needs = (
+            Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta")),
+            Needs(*[True] * 3, False),
+        )
+        backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    else:
+        launch.Forward(problem, inputs)(inputs)
     return aot_child._codes(config.SHARED_MEMORY)
 
 

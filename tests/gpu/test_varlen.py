@@ -136,28 +136,59 @@ def test_hopper_leaves_neighbours_alone(dim, causal):
     total, past = EDGES_Q[-1], 70
     x = [torch.randn(total + past, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (H, HKV, HKV)]
     cu = torch.tensor(EDGES_Q, dtype=torch.int32, device="cuda")
-    longest, options = max(QUERIES), {"causal": causal, "return_lse": True, "backend": "hopper"}
-    clean = varlen_attention(*x, cu, cu, longest, longest, **options)
+    longest = max(QUERIES)
+
+    def found(x):
+        leaves = [y.requires_grad_() for y in x]
+        o, lse = varlen_attention(
+            *leaves, cu, cu, longest, longest, causal=causal, deterministic=True, return_lse=True, backend="hopper"
+        )
+        return o, lse.transpose(0, 1), *torch.autograd.grad((o, lse), leaves, (o.detach(), lse.detach() * 0 + 0.5))
+
+    clean = found([y.clone() for y in x])
     for b in (0, 3, 5):
         dirty = [torch.full_like(y, torch.nan) for y in x]
         rows = slice(EDGES_Q[b], EDGES_Q[b + 1])
         for y, of in zip(dirty, x, strict=True):
             y[rows] = of[rows]
-        o, lse = varlen_attention(*dirty, cu, cu, longest, longest, **options)
-        assert torch.equal(o[rows], clean[0][rows])
-        assert torch.equal(lse[:, rows], clean[1][:, rows])
-        assert not o[total:].any()
-        assert not lse[:, total:].any()
+        for ours, theirs in zip(found(dirty), clean, strict=True):
+            assert torch.equal(ours[rows], theirs[rows])
+            assert not ours[total:].any()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_hopper_takes_many_sequences(causal):
+def test_hopper_takes_many_sequences(causal, deterministic):
     """More than one look of the kernel that lists tiles, and every row as the Triton kernels have it."""
     lengths = torch.randint(0, 70, (1000,), generator=torch.Generator().manual_seed(3))
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
-    q, k, v = (torch.randn(int(lengths.sum()), H, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    found = [varlen_attention(q, k, v, cu, cu, 70, 70, causal=causal, backend=x) for x in ("hopper", "triton")]
-    assert float((found[0].float() - found[1].float()).abs().max()) < 2e-2
+    x = [leaf(int(lengths.sum()), H, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3)]
+    found = []
+    for backend in ("hopper", "triton"):
+        o = varlen_attention(*x, cu, cu, 70, 70, causal=causal, deterministic=deterministic, backend=backend)
+        found.append([o, *torch.autograd.grad(o, x, x[0])])
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours.float() - theirs.float()).abs().max()) < 2e-2 * max(1.0, float(theirs.abs().max()))
+
+
+def test_hopper_leaves_keys_that_do_not_count():
+    """Of a cache with room: gradients of keys past `seqused_k` are zero, whatever they hold."""
+    used = torch.tensor([min(n, 100) for n in KEYS], dtype=torch.int32, device="cuda")
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
+    q = leaf(EDGES_Q[-1], H, 64, dtype=torch.bfloat16, seed=1)
+    counted = torch.zeros(EDGES_K[-1], dtype=torch.bool, device="cuda")
+    for b in range(len(KEYS)):
+        counted[EDGES_K[b] : EDGES_K[b] + int(used[b])] = True
+    keys = [leaf(EDGES_K[-1], HKV, 64, dtype=torch.bfloat16, seed=seed).detach() for seed in (2, 3)]
+    found = []
+    for backend, hidden in (("hopper", torch.nan), ("triton", 0.0)):
+        kv = [torch.where(counted[:, None, None], y, hidden).requires_grad_() for y in keys]
+        o = varlen_attention(q, *kv, cu_q, cu_k, max(QUERIES), 100, seqused_k=used, backend=backend)
+        found.append([o, *torch.autograd.grad(o, (q, *kv), q)])
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours.float() - theirs.float()).abs().max()) < 2e-2 * max(1.0, float(theirs.abs().max()))
+    assert not found[0][2][~counted].any()
+    assert not found[0][3][~counted].any()
 
 
 def test_hopper_computes_again_what_a_hidden_value_has_spoilt():

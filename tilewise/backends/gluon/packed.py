@@ -2,7 +2,8 @@
 
 Nobody waits for lengths. One kernel lists the tiles of queries of all sequences, those with most keys first: each
 program of it takes some sequences and counts what stands before them, so that nothing is sorted. A program of the
-forward takes the next tile of the list, and reads beside it all that it must know of its sequence.
+forward takes the next tile of the list, and reads beside it all that it must know of its sequence. The backward has a
+list of tiles of keys as well, those with most queries first.
 
 The list, int32: a head of `HEAD` numbers, of which the first is the number of tiles and number `SEMAPHORE` a counter
 that starts at 0, and then `ENTRY` numbers for each tile.
@@ -24,7 +25,7 @@ from tilewise.score.lengths import Lengths
 
 HEAD = tl.constexpr(8)
 SEMAPHORE = 4  # 16 bytes from the begin
-ENTRY = tl.constexpr(8)  # tile of its sequence, first query, first key, queries, keys, and some without a use
+ENTRY = tl.constexpr(8)  # tile of its sequence, first query, first key, queries, keys, sequence; two without a use
 SEQUENCES = tl.constexpr(128)  # of a program of `tiles_kernel`
 LONGEST = 2**30  # rows that a box of `tensors.ragged` can count
 
@@ -51,6 +52,13 @@ def listed_tile(tile_list, n):
 def sizes_of(seq, sizes):
     """The sizes of a dense call of one sequence."""
     return ForwardSizes(1, sizes.heads, sizes.group, seq.queries, seq.keys, 0, 0, 0, 0)
+
+
+@triton.jit
+def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
+    """The number of the first tile of queries of the ``n``-th work tile's sequence, where each leaves room for all that
+    the others may have: row statistics and the sum of dQ lie by it."""
+    return seq.first_query // BLOCK_M + tl.load(tile_list + HEAD + n * ENTRY + 5)
 
 
 @gluon.jit
@@ -105,85 +113,124 @@ class ListSizes(NamedTuple):
     total_queries: int
     total_keys: int
     heads: int
-    dim: int  # of o
+    kv_heads: int
+    x_dim: int  # head dimensions of what is zeroed
+    y_dim: int
 
 
 @triton.jit
-def tiles_kernel(lengths, tile_list, o, lse, sizes, SEQUENCES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """List the tiles of `SEQUENCES` sequences a program; and zero O and the LSE of rows that no sequence has.
+def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+                 BY_KEYS: tl.constexpr):  # fmt: skip
+    """List the tiles of `SEQUENCES` sequences a program, of queries, or of keys; and zero rows that no sequence has.
 
-    lengths: `Lengths` of pointers. o: `Strided`. lse: (1, H, T), float32.
+    lengths: `Lengths` of pointers. x, y: `Strided`, or y None, tensors of queries, or of keys. lse: (1, H, T), float32,
+    or None.
     """
     pid = tl.program_id(0)
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
     q0, k0, queries, keys = _sequences(lengths, n, sizes.batch, sizes)
-    tiles = (queries + BLOCK_M - 1) // BLOCK_M
+    mine, length = (keys, queries) if BY_KEYS else (queries, keys)
+    tiles = (mine + BLOCK - 1) // BLOCK
     place, count = n * 0, pid * 0
     for first in range(0, sizes.batch, SEQUENCES):
         other = first + tl.arange(0, SEQUENCES)
         _, _, their_queries, their_keys = _sequences(lengths, other, sizes.batch, sizes)
-        their_tiles = (their_queries + BLOCK_M - 1) // BLOCK_M
-        before = (their_keys[None, :] > keys[:, None]) | (
-            (their_keys[None, :] == keys[:, None]) & (other[None, :] < n[:, None])
+        theirs, their_length = (their_keys, their_queries) if BY_KEYS else (their_queries, their_keys)
+        their_tiles = (theirs + BLOCK - 1) // BLOCK
+        before = (their_length[None, :] > length[:, None]) | (
+            (their_length[None, :] == length[:, None]) & (other[None, :] < n[:, None])
         )
         place += tl.sum(tl.where(before, their_tiles[None, :], 0), 1)
         count += tl.sum(their_tiles, 0)
     if pid == 0:
         tl.store(tile_list + tl.arange(0, HEAD), tl.where(tl.arange(0, HEAD) == 0, count, 0))
     at = tile_list + HEAD + place * ENTRY
-    for i in range(0, tl.max(tiles, 0)):  # the last queries see most keys: they come first
+    for i in range(0, tl.max(tiles, 0)):  # the last queries see most keys: they come first, and so do the first keys
         inside, to = i < tiles, at + i * ENTRY
-        tl.store(to, tiles - 1 - i, mask=inside)
+        tl.store(to, (n * 0 + i) if BY_KEYS else tiles - 1 - i, mask=inside)
         tl.store(to + 1, q0, mask=inside)
         tl.store(to + 2, k0, mask=inside)
         tl.store(to + 3, queries, mask=inside)
         tl.store(to + 4, keys, mask=inside)
-
-    # Between the rows of sequence n - 1 and those of n, the last one's to the end, which all programs zero together.
-    g = pid * SEQUENCES + tl.arange(0, SEQUENCES)
-    before_q0, _, before_queries, _ = _sequences(lengths, g - 1, sizes.batch, sizes)
-    ends = before_q0 + before_queries
-    gap = tl.where(g < sizes.batch, _offset(lengths.cu_q, g, sizes.total_queries, sizes.batch) - ends, 0)
-    for i in range(0, tl.max(gap, 0)):
-        _zero(o, lse, ends + i, i < gap, sizes)
-    last = sizes.batch - 1 + tl.arange(0, 1)
-    last_q0, _, last_queries, _ = _sequences(lengths, last, sizes.batch, sizes)
-    end = tl.sum(last_q0 + last_queries, 0)
-    for first in range(end + pid * SEQUENCES, sizes.total_queries, tl.num_programs(0) * SEQUENCES):
-        rows = first + tl.arange(0, SEQUENCES)
-        _zero(o, lse, rows, rows < sizes.total_queries, sizes)
+        tl.store(to + 5, n, mask=inside)
+    if not (BY_KEYS and lengths.used_k is not None):
+        _zero_between(lengths, x, y, lse, sizes, SEQUENCES, BY_KEYS)
 
 
 @triton.jit
-def _zero(o, lse, rows, inside, sizes):
-    for h in range(0, sizes.heads):
-        at = o.pointer + tl.cast(h, tl.int64) * o.stride1 + rows.to(tl.int64)[:, None] * o.stride2
-        for d0 in range(0, sizes.dim, 16):
-            cols = d0 + tl.arange(0, 16)
-            zeros = tl.zeros([rows.shape[0], 16], o.pointer.dtype.element_ty)
-            tl.store(at + cols[None, :], zeros, mask=inside[:, None] & (cols < sizes.dim)[None, :])
-        at_lse = lse + tl.cast(h, tl.int64) * sizes.total_queries + rows
-        tl.store(at_lse, tl.zeros([rows.shape[0]], tl.float32), mask=inside)
+def _rows_of(lengths, n, sizes, BY_KEYS: tl.constexpr):
+    """Where the rows of the sequences ``n`` begin, and where they end that are written."""
+    q0, k0, queries, keys = _sequences(lengths, n, sizes.batch, sizes)
+    if BY_KEYS:
+        return k0, k0 + keys
+    else:
+        return q0, q0 + queries
+
+
+@triton.jit
+def _zero_between(lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Zero the rows of x, y and the LSE that no sequence has: between two, of which there are none if offsets and
+    longest lengths are right, and after the last, which all programs do together."""
+    pid = tl.program_id(0)
+    total, heads = (sizes.total_keys, sizes.kv_heads) if BY_KEYS else (sizes.total_queries, sizes.heads)
+    n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
+    begins, _ = _rows_of(lengths, n, sizes, BY_KEYS)
+    _, ends = _rows_of(lengths, n - 1, sizes, BY_KEYS)
+    gap = tl.where(n < sizes.batch, begins - ends, 0)
+    for i in range(0, tl.max(gap, 0)):
+        _zero(x, y, lse, ends + i, i < gap, total, heads, sizes)
+    _, end = _rows_of(lengths, sizes.batch - 1 + tl.arange(0, 1), sizes, BY_KEYS)
+    for first in range(tl.sum(end, 0) + pid * SEQUENCES, total, tl.num_programs(0) * SEQUENCES):
+        rows = first + tl.arange(0, SEQUENCES)
+        _zero(x, y, lse, rows, rows < total, total, heads, sizes)
+
+
+@triton.jit
+def _zero(x, y, lse, rows, inside, total, heads, sizes):
+    for h in range(0, heads):
+        _zero_rows(x, h, rows, inside, sizes.x_dim)
+        if y is not None:
+            _zero_rows(y, h, rows, inside, sizes.y_dim)
+        if lse is not None:
+            at = lse + tl.cast(h, tl.int64) * total + rows
+            tl.store(at, tl.zeros([rows.shape[0]], tl.float32), mask=inside)
+
+
+@triton.jit
+def _zero_rows(x, h, rows, inside, dim):
+    at = x.pointer + tl.cast(h, tl.int64) * x.stride1 + rows.to(tl.int64)[:, None] * x.stride2
+    for d0 in range(0, dim, 16):
+        cols = d0 + tl.arange(0, 16)
+        zeros = tl.zeros([rows.shape[0], 16], x.pointer.dtype.element_ty)
+        tl.store(at + cols[None, :], zeros, mask=inside[:, None] & (cols < dim)[None, :])
 
 
 class TileList:
-    """Makes the list for one problem and one layout of its tensors."""
+    """Makes the list for one problem and one layout of its tensors.
 
-    def __init__(self, problem: Problem, lengths: Lengths, o: Tensor, block_m: int):
+    x, y: of queries or, by_keys, of keys; their rows without a sequence are zeroed, and those of an LSE. With
+    `Lengths.used_k` and by_keys that is the caller's: most rows may be without use.
+    """
+
+    def __init__(self, problem: Problem, block: int, x: Tensor, y: Tensor | None = None, by_keys: bool = False):
         assert problem.totals is not None
-        self.most = problem.totals[0] // block_m + problem.batch  # tiles of one head
+        self.most = problem.totals[by_keys] // block + problem.batch  # tiles of one head
         self.shape = HEAD.value + ENTRY.value * self.most
         sizes = ListSizes(
-            problem.batch, problem.queries, problem.keys, *problem.totals, problem.heads, problem.value_dim
-        )
+            problem.batch, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads, x.shape[3],
+            0 if y is None else y.shape[3],
+        )  # fmt: skip
         programs = -(-problem.batch // SEQUENCES.value) + 31  # more than sequences ask for zero rows
         self.make = Launch(
-            tiles_kernel, programs, (Record(Lengths, (POINTER,) * 4), POINTER, strided(o), POINTER),
-            (sizes, SEQUENCES.value, block_m), num_warps=4,
+            tiles_kernel, programs,
+            (Record(Lengths, (POINTER,) * 4), POINTER, strided(x), POINTER if y is None else strided(y), POINTER),
+            (sizes, SEQUENCES.value, block, by_keys), num_warps=4,
         )  # fmt: skip
 
-    def __call__(self, lengths: Lengths, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, lengths: Lengths, x: Tensor, y: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The list, and the semaphore in it."""
-        tile_list = torch.empty(self.shape, dtype=torch.int32, device=o.device)
-        self.make(*[None if x is None else x.contiguous() for x in lengths], tile_list, o, lse)
+        tile_list = torch.empty(self.shape, dtype=torch.int32, device=x.device)
+        self.make(*[None if x is None else x.contiguous() for x in lengths], tile_list, x, y, lse)
         return tile_list, tile_list[SEMAPHORE:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gluon.packed import first_tile_of, listed_tile
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -17,6 +18,20 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :]
     return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, tile_list, value_dim, sizes, counters,
+                             BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
+                             BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """`preprocess_kernel` of a packed batch: one program for each tile of the list and head."""
+    _zero_counters(counts, counters)
+    n, h = tl.program_id(0) % sizes.row_tiles, tl.program_id(0) // sizes.row_tiles
+    if n < tl.load(tile_list):
+        seq, tile = listed_tile(tile_list, n)
+        place = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
+        _statistics(o, do, lse, dlse, bias, stats, dq_accum, 0, h, place, tile * BLOCK_M, seq.first_query, seq.queries,
+                    value_dim, sizes, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -33,23 +48,39 @@ def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim
     o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
     BLOCK_M·BLOCK_D). counts: (counters,), int32. float32 but o, do and the bias.
     """
+    _zero_counters(counts, counters)
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
-    h, b = bh % heads, bh // heads
-    rows = pid % sizes.row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_D)
-    inside = rows < sizes.queries
-    at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
-    o_tile = _load_rows(o, b, h, rows, sizes.queries, cols, value_dim)
-    do_tile = _load_rows(do, b, h, rows, sizes.queries, cols, value_dim)
-    natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
-    if bh // sizes.group < sizes.zeroed:
-        zero_at = dq_accum + tl.cast(pid, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-        tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
-    for first in range(pid * 128, counters, tl.num_programs(0) * 128):
+    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh // heads, bh % heads, pid, pid % sizes.row_tiles * BLOCK_M,
+                0, sizes.queries, value_dim, sizes, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _zero_counters(counts, counters):
+    for first in range(tl.program_id(0) * 128, counters, tl.num_programs(0) * 128):
         counter = first + tl.arange(0, 128)
         tl.store(counts + counter, tl.zeros([128], tl.int32), mask=counter < counters)
+
+
+@triton.jit
+def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, first_query, queries, value_dim, sizes,
+                BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_D: tl.constexpr):  # fmt: skip
+    """Of one tile: of the rows from ``row0`` on of a sequence, whose queries begin at ``first_query``. place: among the
+    tiles of all heads."""
+    bh = b * (sizes.kv_heads * sizes.group) + h
+    within = row0 + tl.arange(0, BLOCK_M)
+    inside = within < queries
+    rows, end = first_query + within, first_query + queries
+    cols = tl.arange(0, BLOCK_D)
+    at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
+    o_tile = _load_rows(o, b, h, rows, end, cols, value_dim)
+    do_tile = _load_rows(do, b, h, rows, end, cols, value_dim)
+    natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
+    if bh // sizes.group < sizes.zeroed:
+        zero_at = dq_accum + tl.cast(place, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+        tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
     delta = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
@@ -59,7 +90,7 @@ def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim
         at = bias.pointer + tl.cast(b, tl.int64) * bias.stride0 + tl.cast(h // BIAS_GROUP, tl.int64) * bias.stride1
         constant = tl.load(at + rows.to(tl.int64) * bias.stride2, mask=inside, other=0.0).to(tl.float32)
         base2 = (natural - constant) * LOG2E
-    at_stats = stats + tl.cast(pid, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    at_stats = stats + tl.cast(place, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
     tl.store(at_stats, tl.where(left_out, float("inf"), base2))
     tl.store(at_stats + BLOCK_M, tl.where(left_out, 0.0, -delta))  # 0 · a cotangent that is not finite would be NaN

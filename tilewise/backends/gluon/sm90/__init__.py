@@ -41,7 +41,12 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
 
 def _declines_packed(problem: Problem, work: Pass) -> str | None:
     if work == "backward":
-        return "has no kernel for the gradients of packed batches yet"
+        if problem.bias is not None:
+            return "has no kernel for the gradients of a packed batch beside a bias"
+        if problem.sink_grad:
+            return "has no kernel for the gradient of a packed batch's sink"
+        if 2 * problem.heads * (max(problem.totals or ()) + 128 * problem.batch) >= 2**31:
+            return "counts the rows of all heads in 32 bits"
     bias, packed = problem.bias, problem.score.packed
     if problem.mask is not None:
         return "takes no mask beside a packed batch"

@@ -32,6 +32,7 @@ from tilewise.backends.gluon.pipeline import (
     border,
     new_ring,
     new_ring_of_numbers,
+    new_tiles,
     only_slot,
     release,
     slot_of,
@@ -45,6 +46,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
     place_of,
+    row_tile,
     step_of,
     tile_list_of,
     work_tile_at,
@@ -120,6 +122,7 @@ class BackwardConstants(NamedTuple):
     HEAD_SWIZZLE: Any  # see backward_scheduler.head_and_tile
     KEY_STAGES: Any
     DYNAMIC: Any  # a program stays, and takes the next work tile that is left; else it has one
+    PACKED: Any  # a packed batch: work tiles are listed, see packed
 
 
 class Operands(NamedTuple):
@@ -127,7 +130,8 @@ class Operands(NamedTuple):
 
     dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA.
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
-    is the ring of `DbiasTiles`. bits, tile_list: of a mask, see mask_kernels; None without one.
+    is the ring of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one. tile_list: likewise, or of a
+    packed batch, see packed.
     """
 
     q: Any
@@ -228,7 +232,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
     else:
         do_slot = slot_of(rows.do_ring, step)
     m0 = m * c.BLOCK_M
-    tile_of_head = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + m
+    tile_of_head = row_tile(work_tile, h, m, sizes)
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
     if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
@@ -371,7 +375,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     done."""
     DTYPE: gl.constexpr = x.k.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
-    work_tile = work_tile_at(tile_index, terms, sizes, c)
+    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
@@ -466,7 +470,7 @@ def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms,
     nth = gl.to_tensor(0)
     if c.DYNAMIC:
         tile_index = next_tile_index(0, nth, tile_indices, c)
-        while tile_index < work_tile_count(sizes):
+        while tile_index < work_tile_count(x, sizes, c):
             step = differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
@@ -498,7 +502,7 @@ def backward_kernel(
         do_slots = do_ring.slots
     else:
         do_ring = Ring(ABSENT, ABSENT, ABSENT)
-        do_slots = gl.allocate_shared_memory(do.dtype, [c.DO_STAGES, 1, 1, c.BLOCK_M, c.BLOCK_D], do.layout)
+        do_slots = new_tiles(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
     dq_ring = new_dq_ring(dq, c)
     BEHIND: gl.constexpr = 1 if c.DBIAS == "add" else 0  # see `range_tiles`

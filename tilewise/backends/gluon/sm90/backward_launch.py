@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import MaskSummary
-from tilewise.backends.gluon.preprocess import preprocess_kernel
+from tilewise.backends.gluon.packed import TileList
+from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
@@ -22,10 +23,10 @@ from tilewise.backends.gluon.sm90.dbias import (
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
 from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
-from tilewise.backends.gluon.sm90.dq_accum import postprocess_kernel
+from tilewise.backends.gluon.sm90.dq_accum import packed_postprocess_kernel, postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
-from tilewise.backends.gluon.tensors import boxes, descriptor, vector
+from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.sinks import SinkGradient
@@ -44,14 +45,15 @@ class Backward:
         if parts is not None and parts.query is not None and problem.score.query is not None:
             self.values = Sheared(parts.query, problem.score.query)
             problem, bias = as_matrix(problem), self.values.like
-        self.problem, self.needs = problem, needs
+        self.problem, self.needs, self.row_list = problem, needs, None
         config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
         self.block_m = block_m
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
-        row_programs = sizes.row_tiles * p.heads * p.batch
+        batch = 1 if p.totals is not None else p.batch
+        row_programs = sizes.row_tiles * p.heads * batch
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
@@ -77,14 +79,19 @@ class Backward:
         )
         self.mask = None if mask is None else MaskSummary(problem, mask, block_n, 1, by_keys=True)
         dlse_rows = None if dlse is None else dlse[..., None]
-        work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
-        dynamic = config.dynamic and reduction(p) != "reduce" and work_tiles > programs
+        work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
+        packed = p.totals is not None
+        dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        if packed:
+            self.row_list, self.key_list = TileList(p, block_m, dq), TileList(p, block_n, dk, dv, by_keys=True)
+            self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
+        rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         if self.adds and self.values is not None:
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
-            preprocess_kernel,
+            packed_preprocess_kernel if packed else preprocess_kernel,
             row_programs,
             (
                 strided(outputs.o),
@@ -95,6 +102,7 @@ class Backward:
                 POINTER,
                 POINTER,
                 POINTER,
+                *rows_listed,
             ),
             (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
@@ -104,19 +112,19 @@ class Backward:
             dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
             backward_kernel,
-            programs if dynamic else work_tiles,
+            min(programs, work_tiles) if dynamic else work_tiles,
             (
-                descriptor(q, block_m, width),
-                descriptor(k, block_n, width),
-                descriptor(v, block_n, width),
-                descriptor(do, block_m, width),
+                box(q, block_m, width),
+                box(k, block_n, width),
+                box(v, block_n, width),
+                box(do, block_m, width),
                 strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
                 boxes(dq_accum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], dq_accum.stride())
                 if config.dq_by_tma
                 else POINTER,
-                descriptor(dk, block_n, width),
-                descriptor(dv, block_n, width),
+                box(dk, block_n, width),
+                box(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
                 POINTER if self.mask is None else vector(self.mask.bits_like, 2 * block_n),
                 POINTER,
@@ -132,9 +140,9 @@ class Backward:
             dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
         )  # fmt: skip
         # Beside the last programs of `main`, unless they are most of it: what waits disturbs them.
-        beside = work_tiles >= 4 * programs
+        beside = work_tiles >= 4 * programs and not packed
         self.after = Launch(
-            postprocess_kernel,
+            packed_postprocess_kernel if packed else postprocess_kernel,
             row_programs,
             (POINTER, strided(dq), POINTER),
             (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
@@ -146,13 +154,20 @@ class Backward:
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, parts, _, _ = inputs
+        q, k, v, bias, mask, sink, parts, _, lengths = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs
         with device_of(q):
             stats, dq_accum, counts = self.empty_stats(), self.empty_dq_accum(), self.empty_counts()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
+            rows_listed: tuple[Tensor, ...] = ()
+            key_list = None
+            if self.row_list is not None and lengths is not None:
+                rows_listed, (key_list, _) = self.row_list(lengths, dq)[:1], self.key_list(lengths, dk, dv)
+                if self.gaps:  # keys that do not count
+                    dk.zero_()
+                    dv.zero_()
             dbias = None if self.empty_dbias is None else self.empty_dbias(device=q.device)
             values = None
             if self.values is not None and parts is not None and parts.query is not None:
@@ -161,17 +176,19 @@ class Backward:
                 if self.adds:
                     dbias = self.values.empty_gradient(values)
                     self.zeros(self.values.entries(dbias))
-            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts)
+            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
             masking: tuple[Tensor | None, ...] = (None, None, None)
             if self.mask is not None and mask is not None:
                 masking = self.mask(mask)
             bits, tile_list, states = masking
+            if key_list is not None:
+                tile_list = key_list
             dbias_tiles = (dq_accum if ring is None else ring, None if ring is None else dbias, counts, states)
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
             self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, bits, tile_list, *dbias_tiles)
-            self.after(dq_accum, dq, counts)  # next, because it begins while `main` still runs
+            self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
             if ring is not None:
                 self.reduce_group(*dbias_tiles)
             dquery = None
@@ -195,6 +212,10 @@ class Backward:
 def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[BackwardSizes, int]:
     """Sizes, and how many groups of programs there are."""
     p, broadcast = problem, broadcast_group(problem)
+    if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
+        row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
+        sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
+        return sizes, 0
     row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
     groups = key_tiles * p.kv_heads * p.batch // broadcast.programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
@@ -246,10 +267,11 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         ADDS=adds(problem),
         ORDERED=problem.deterministic,
         DEFERRED_RELEASE=config.deferred_release,
-        RAGGED=problem.keys % config.block_n != 0,
+        RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,
         DYNAMIC=dynamic,
+        PACKED=problem.totals is not None,
     )
     return constants(values)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile
 from tilewise.backends.gluon.score import mask_of, query_tiles
 
 
@@ -46,6 +47,8 @@ class KeyTile(NamedTuple):
     full_begin: Any
     full_end: Any
     end: Any
+    seq: Any
+    first_tile: Any  # of a packed batch, the number of its sequence's first tile of queries; else 0
 
 
 @gluon.jit
@@ -140,7 +143,32 @@ def work_tile_of(group, member, terms, sizes, c):
             full_end = end
     if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
         full_end = end
-    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end)
+    seq = SeqInfo(0, 0, sizes.queries, sizes.keys, 0)
+    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, 0)
+
+
+@gluon.jit
+def packed_work_tile(tile_index, x, terms, sizes, c):
+    """The ``tile_index``-th of the list, of key/value heads in turn."""
+    n, hk = tile_index // sizes.kv_heads, tile_index % sizes.kv_heads
+    seq, tile = listed_tile(x.tile_list, n)
+    n0 = tile * c.BLOCK_N
+    cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
+    lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
+    begin, full_begin, full_end, end = query_tiles(n0, cols, seq.queries, lo, hi, c.BLOCK_M)
+    ragged = n0 + c.BLOCK_N > seq.keys
+    full_begin = gl.where(ragged, end, full_begin)
+    full_end = gl.where(ragged, end, full_end)
+    if not terms.HAS_LO:
+        full_end = end
+    first_tile = first_tile_of(x.tile_list, n, seq, c.BLOCK_M)
+    return KeyTile(0, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
+
+
+@gluon.jit
+def row_tile(work_tile, h, m, sizes):
+    """The place of a tile of queries among those of all heads."""
+    return (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + (work_tile.first_tile + m)
 
 
 @gluon.jit
@@ -153,14 +181,20 @@ def group_before(group, sizes, c):
 
 
 @gluon.jit
-def work_tile_at(tile_index, terms, sizes, c):
+def work_tile_at(tile_index, x, terms, sizes, c):
     """The ``tile_index``-th work tile."""
-    return work_tile_of(tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS, terms, sizes, c)
+    if c.PACKED:
+        return packed_work_tile(tile_index, x, terms, sizes, c)
+    else:
+        return work_tile_of(tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS, terms, sizes, c)
 
 
 @gluon.jit
-def work_tile_count(sizes):
-    return sizes.key_tiles * sizes.kv_heads * sizes.batch
+def work_tile_count(x, sizes, c):
+    if c.PACKED:
+        return gl.load(x.tile_list) * sizes.kv_heads
+    else:
+        return sizes.key_tiles * sizes.kv_heads * sizes.batch
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.gluon.compat import tma_add, warps_barrier
+from tilewise.backends.gluon.packed import first_tile_of, listed_tile
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
@@ -32,6 +33,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     done_at,
     entry_at,
     head_and_tile,
+    row_tile,
     tile_list_of,
     work_tile_at,
 )
@@ -181,12 +183,12 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
     """
     begun, before = step, step  # before: the tile of queries of the step before
     if c.DQ_BY_TMA:
-        work_tile = work_tile_at(tile_index, terms, sizes, c)
+        work_tile = work_tile_at(tile_index, x, terms, sizes, c)
         counters = counters_at(counts, sizes, c)
         wait_zeroed(work_tile, counters, sizes)
         for g in range(sizes.group):
             h = work_tile.hk * sizes.group + g
-            head = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
+            head = row_tile(work_tile, h, 0, sizes)
             tile_list, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(tile_list):
                 m, _ = entry_at(i, listed, work_tile, c)
@@ -195,8 +197,10 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
                     if c.MASK:
                         dq_order = gl.load(listed + sizes.row_tiles + i)
                     else:
-                        count = gl.minimum(c.BLOCK_M, sizes.queries - m0)
-                        first, _, _, _ = key_tiles(m0, count, sizes.keys, terms.lo, terms.hi, c.BLOCK_N)
+                        seq = work_tile.seq
+                        lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
+                        count = gl.minimum(c.BLOCK_M, seq.queries - m0)
+                        first, _, _, _ = key_tiles(m0, count, seq.keys, lo, hi, c.BLOCK_N)
                         dq_order = work_tile.n0 // c.BLOCK_N - first
                     wait_count(counters.dq_semaphores + head + m, dq_order)
                 for part in gl.static_range(c.DQ_PARTS):
@@ -219,6 +223,37 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
 
 
 @gluon.jit
+def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
+                  BLOCK_D: gl.constexpr):  # fmt: skip
+    """`postprocess_kernel` of a packed batch, after the backward: one program for each tile of the list and head."""
+    n, h = gl.program_id(0) % sizes.row_tiles, gl.program_id(0) // sizes.row_tiles
+    if n < gl.load(tile_list):
+        seq, tile = listed_tile(tile_list, n)
+        pid = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
+        to = dq.pointer + gl.cast(h, gl.int64) * dq.stride1 + gl.cast(seq.first_query, gl.int64) * dq.stride2
+        store_dq(dq_accum, to, dq, pid, tile * BLOCK_M, seq.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D)
+
+
+@gluon.jit
+def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
+             BLOCK_D: gl.constexpr):  # fmt: skip
+    """The ``pid``-th tile of the sum, scaled, as the rows from ``row0`` on of what begins at ``to``."""
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = BLOCK_D // PARTS
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
+    at = places(BLOCK_M * WIDTH // COLS, WARPS)
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
+    to += gl.cast(row0, gl.int64) * dq.stride2
+    for part in gl.static_range(PARTS):
+        found = gl.load(dq_accum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
+        value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
+        inside = (rows < queries - row0) & (cols < dim - part * WIDTH)
+        to_part = to + rows.to(gl.int64) * dq.stride2 + (cols + part * WIDTH)
+        gl.store(to_part, gl.convert_layout(value, OUT), mask=inside)
+
+
+@gluon.jit
 def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_D: gl.constexpr):  # fmt: skip
     """dQ = scale · sum in dQ's dtype, for one tile of queries, by as many warps as have computed it.
@@ -227,24 +262,12 @@ def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.conste
     dq: `Strided`. dq_accum: float32 (B·H·tiles · PARTS · rows of a part, COLS). counts: see
     `backward_scheduler.counters_at`.
     """
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = BLOCK_D // PARTS
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     pid = gl.program_id(0)
     heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
     row0 = pid % sizes.row_tiles * BLOCK_M
-    at = places(BLOCK_M * WIDTH // COLS, WARPS)
     to = dq.pointer + gl.cast(bh // heads, gl.int64) * dq.stride0 + gl.cast(bh % heads, gl.int64) * dq.stride1
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
-    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
-    to += gl.cast(row0, gl.int64) * dq.stride2
     wait_count(done_at(counts, sizes) + bh // sizes.group, sizes.key_tiles, PAUSE=500)
-    for part in gl.static_range(PARTS):
-        found = gl.load(dq_accum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
-        value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
-        inside = (rows < sizes.queries - row0) & (cols < dim - part * WIDTH)
-        to_part = to + rows.to(gl.int64) * dq.stride2 + (cols + part * WIDTH)
-        gl.store(to_part, gl.convert_layout(value, OUT), mask=inside)
+    store_dq(dq_accum, to, dq, pid, row0, sizes.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D)
     if pid == gl.num_programs(0) - 1:  # so that this kernel has not ended before that one has
         wait_for_previous()

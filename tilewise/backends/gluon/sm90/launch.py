@@ -38,7 +38,7 @@ class Forward:
         box = ragged if packed else descriptor
         self.mask = None if mask is None else MaskSummary(problem, mask, config.block_n, config.warpgroups)
         o = empty_output(q, problem.value_dim, "meta")
-        self.packed = None if inputs.lengths is None else TileList(problem, inputs.lengths, o, config.block_m)
+        self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
         self.empty_o = allocation(o, q.device)
         self.empty_lse = allocation(q.new_empty(q.shape[:3], dtype=torch.float32, device="meta"), q.device)
         is_matrix = c.BIAS.value == "matrix"
@@ -85,7 +85,7 @@ class Forward:
             bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
             tile_count_semaphore = None
             if self.packed is not None and lengths is not None:
-                tile_list, tile_count_semaphore = self.packed(lengths, o, lse)
+                tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
             elif self.dynamic:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
             self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)

@@ -45,7 +45,7 @@ def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
             if terms.HAS_LO or terms.HAS_HI:
                 # What of an index differs between the elements of a thread is a constant of each comparison.
                 row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
-                at = (m0 - work_tile.n0) + (rows - row) - (cols - col)
+                at = (m0 + work_tile.seq.diagonal - work_tile.n0) + (rows - row) - (cols - col)
                 p = gl.where(in_band(at, col - row, 1 << 30, terms), p, 0.0)
             if c.MASK:
                 bit = in_words(2 * (rows // 8) + rows % 2 + 16 * (cols // 8 % 2))
@@ -59,5 +59,5 @@ def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
                 seen = (words.expand_dims(1).expand_dims(3).expand_dims(5) >> bit) & 1
                 p = gl.convert_layout(gl.where(seen != 0, in_words(p), 0.0).reshape(p.shape), S, assert_trivial=True)
             elif c.RAGGED:
-                p = gl.where(cols < sizes.keys - work_tile.n0, p, 0.0)
+                p = gl.where(cols < work_tile.seq.keys - work_tile.n0, p, 0.0)
     return p

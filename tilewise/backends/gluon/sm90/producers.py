@@ -7,11 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tilewise.backends.gluon.compat import tma_load, tma_store
+from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
     count_stored,
     count_up,
     fetch_tile_index,
-    fill,
+    fill_at,
     let_next_begin,
     release,
     slot_of,
@@ -22,6 +23,7 @@ from tilewise.backends.gluon.relative import CUT, column_of
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
+    row_tile,
     tile_list_of,
     work_tile_at,
     work_tile_count,
@@ -41,12 +43,12 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
     DO_BYTES: gl.constexpr = x.do.block_type.nbytes + x.stats.block_type.nbytes
     BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS == "matrix" else 0
     DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
-    work_tile = work_tile_at(tile_index, terms, sizes, c)
+    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
+    seq = work_tile.seq
     next_index = -1
     for g in range(sizes.group):
         h = work_tile.hk * sizes.group + g
         bias_b = work_tile.b if c.BIAS_BATCH else 0
-        first_tile = (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles
         count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
         for i in range(count):
             if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not before: others may be done sooner
@@ -69,15 +71,16 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
                     tma_load(x.bias, at, full, rows.bias.index(slot), pred=reads)
                 else:
                     tma_load(x.bias, at, full, rows.bias.index(slot))
-            tma_load(x.q, [work_tile.b, h, m * c.BLOCK_M, 0], full, rows.ring.slots.index(slot))
-            at_stats = (first_tile + m) * (2 * c.BLOCK_M)
+            at_rows = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
+            tma_load(x.q, at_rows, full, rows.ring.slots.index(slot))
+            at_stats = row_tile(work_tile, h, m, sizes) * (2 * c.BLOCK_M)
             tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
             if DO_APART:
                 slot = slot_of(rows.do_ring, step)
                 full = rows.do_ring.full.index(slot)
                 mbarrier.wait(rows.do_ring.empty.index(slot), (use_of(rows.do_ring, step) & 1) ^ 1)
                 mbarrier.expect(full, DO_BYTES)
-            tma_load(x.do, [work_tile.b, h, m * c.BLOCK_M, 0], full, rows.do.index(slot))
+            tma_load(x.do, at_rows, full, rows.do.index(slot))
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
             step += 1
     if c.DYNAMIC and next_index < 0:  # no tile of the last head is visible
@@ -98,7 +101,7 @@ def load(x, rows, tile_indices, counts, terms, sizes, c):
         nth = 0
         tile_index = fetch_tile_index(counters_at(counts, sizes, c).tile_count_semaphore)
         hand_out_tile_index(tile_indices, nth, tile_index)
-        while tile_index < work_tile_count(sizes):
+        while tile_index < work_tile_count(x, sizes, c):
             step, tile_index = load_queries(tile_index, step, x, rows, counts, terms, sizes, c)
             nth += 1
             hand_out_tile_index(tile_indices, nth, tile_index)
@@ -109,27 +112,29 @@ def load(x, rows, tile_indices, counts, terms, sizes, c):
 @gluon.jit
 def fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c):
     """K and V of a program's ``nth`` work tile, when dK and dV have left that had their place."""
-    work_tile = work_tile_at(tile_index, terms, sizes, c)
+    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     slot = slot_of(keys, nth)
-    fill(keys, slot, use_of(keys, nth), x.k, work_tile.b, work_tile.hk, work_tile.n0, 0)
-    fill(values, slot, use_of(values, nth), x.v, work_tile.b, work_tile.hk, work_tile.n0, 0)
+    at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
+    fill_at(keys, slot, use_of(keys, nth), x.k, at)
+    fill_at(values, slot, use_of(values, nth), x.v, at)
 
 
 @gluon.jit
 def store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c):
     """dK and dV of a program's ``nth`` work tile, when they are in shared memory."""
-    work_tile = work_tile_at(tile_index, terms, sizes, c)
+    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     slot = slot_of(dq_ring.stored, nth)
     wait_full(dq_ring.stored, slot, use_of(dq_ring.stored, nth))
     fence_async_shared()  # warps have stored, TMA reads
-    tma_store(x.dv, [work_tile.b, work_tile.hk, work_tile.n0, 0], shared.v.index(slot))
-    tma_store(x.dk, [work_tile.b, work_tile.hk, work_tile.n0, 0], shared.k.index(slot))
+    at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
+    tma_store(x.dv, at, shared.v.index(slot))
+    tma_store(x.dk, at, shared.k.index(slot))
 
 
 @gluon.jit
-def signal_done(tile_index, counts, terms, sizes, c):
+def signal_done(tile_index, x, counts, terms, sizes, c):
     """All that a work tile stores or adds is there."""
-    work_tile = work_tile_at(tile_index, terms, sizes, c)
+    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
     if c.DBIAS == "reduce":
         count_up(counters.ended + tile_index // c.GROUP_PROGRAMS)
@@ -143,13 +148,13 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
     if c.DYNAMIC:
         nth = 0
         tile_index = next_tile_index(0, nth, tile_indices, c)
-        while tile_index < work_tile_count(sizes):
+        while tile_index < work_tile_count(x, sizes, c):
             step = add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
             store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c)
             tma.store_wait(0)  # they have left shared memory
             release(keys, slot_of(keys, nth))
             release(values, slot_of(values, nth))
-            signal_done(tile_index, counts, terms, sizes, c)
+            signal_done(tile_index, x, counts, terms, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
     else:
@@ -157,7 +162,7 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
         fetch_keys(tile_index, gl.to_tensor(0), x, keys, values, terms, sizes, c)
         add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
         store_keys(tile_index, gl.to_tensor(0), x, dq_ring, shared, terms, sizes, c)
-        signal_done(tile_index, counts, terms, sizes, c)
+        signal_done(tile_index, x, counts, terms, sizes, c)
 
 
 @gluon.jit
@@ -169,7 +174,7 @@ def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, count
     elif c.DYNAMIC:
         nth = 0
         tile_index = next_tile_index(0, nth, tile_indices, c)
-        while tile_index < work_tile_count(sizes):
+        while tile_index < work_tile_count(x, sizes, c):
             fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c)
             if c.GROUP_PROGRAMS == 1:  # else heads are not in their order, and `preprocess_kernel` has zeroed all sums
                 zero_ahead(tile_index, dbias_tiles, counts, sizes, c)
