@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.gluon.packed import SeqInfo, listed_tile
+from tilewise.backends.gluon.packed import SeqInfo, listed_tile_and_head
 from tilewise.backends.gluon.pipeline import release, slot_of, use_of, wait_full
 from tilewise.backends.gluon.score import key_tiles, mask_of
 
@@ -67,10 +67,9 @@ def work_tile_at(t, x, terms, sizes, c):
     """The ``t``-th tile of queries. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
     count = sizes.row_tiles
-    if c.PACKED:  # heads that share keys and values
-        h = t % sizes.heads
+    if c.PACKED:
         b = 0
-        seq, m = listed_tile(x.tile_list, t // sizes.heads)
+        seq, m, h, _ = listed_tile_and_head(x.tile_list, t, sizes.heads, c.HEADS_AT_ONCE, BLOCK_M, False)
     elif c.ORDER == "tiles":  # of one head: they share its keys and values
         m = t % count
         bh = t // count

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile
+from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile_and_head
 from tilewise.backends.gluon.score import mask_of, query_tiles
 
 
@@ -149,9 +149,8 @@ def work_tile_of(group, member, terms, sizes, c):
 
 @gluon.jit
 def packed_work_tile(tile_index, x, terms, sizes, c):
-    """The ``tile_index``-th of the list, of key/value heads in turn."""
-    n, hk = tile_index // sizes.kv_heads, tile_index % sizes.kv_heads
-    seq, tile = listed_tile(x.tile_list, n)
+    """The ``tile_index``-th of the list, see `packed.listed_tile_and_head`."""
+    seq, tile, hk, n = listed_tile_and_head(x.tile_list, tile_index, sizes.kv_heads, c.HEADS_AT_ONCE, c.BLOCK_N, True)
     n0 = tile * c.BLOCK_N
     cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
