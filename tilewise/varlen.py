@@ -178,8 +178,8 @@ def packed_attention(
     call = read_packed(q, k, v, lengths, longest, **options)
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
-    o = o[0].transpose(0, 1)
-    return (o, lse[0]) if return_lse else o  # type: ignore[index]
+    o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
+    return o if lse is None else (o, lse.squeeze(0))
 
 
 def read_packed(

@@ -55,22 +55,19 @@ def sizes_of(seq, sizes):
 
 
 @triton.jit
-def listed_tile_and_head(tile_list, t, heads, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+def listed_tile_and_head(tile_list, t, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     """(`SeqInfo`, its tile, head, an entry of its sequence) of the ``t``-th of the tiles of all heads.
 
-    Of a sequence come all tiles of AT_ONCE heads, and then those of the next: what they share fits the L2 cache. The
-    tiles before it in the list, of all heads, come before those of the sequence, which the entry t // heads shows.
+    Of a sequence come all tiles of one head, which have keys or queries in common, then those of the next. Tiles of the
+    sequences before it, of all heads, come first: the entry t // heads is one of its own.
     """
     n = t // heads
     seq, tile = listed_tile(tile_list, n)
     tiles = tl.cdiv(seq.keys if BY_KEYS else seq.queries, BLOCK)
     nth = tile if BY_KEYS else tiles - 1 - tile
     t -= (n - nth) * heads  # counted from the sequence's first
-    first = t // (AT_ONCE * tiles) * AT_ONCE
-    width = tl.minimum(AT_ONCE, heads - first)
-    t -= first * tiles
-    nth = t // width
-    return seq, nth if BY_KEYS else tiles - 1 - nth, first + t % width, n
+    nth = t % tiles
+    return seq, nth if BY_KEYS else tiles - 1 - nth, t // tiles, n
 
 
 @triton.jit

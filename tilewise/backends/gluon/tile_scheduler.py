@@ -69,7 +69,7 @@ def work_tile_at(t, x, terms, sizes, c):
     count = sizes.row_tiles
     if c.PACKED:
         b = 0
-        seq, m, h, _ = listed_tile_and_head(x.tile_list, t, sizes.heads, c.HEADS_AT_ONCE, BLOCK_M, False)
+        seq, m, h, _ = listed_tile_and_head(x.tile_list, t, sizes.heads, BLOCK_M, False)
     elif c.ORDER == "tiles":  # of one head: they share its keys and values
         m = t % count
         bh = t // count

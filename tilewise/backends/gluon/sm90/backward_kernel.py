@@ -123,7 +123,6 @@ class BackwardConstants(NamedTuple):
     KEY_STAGES: Any
     DYNAMIC: Any  # a program stays, and takes the next work tile that is left; else it has one
     PACKED: Any  # a packed batch: work tiles are listed, see packed
-    HEADS_AT_ONCE: Any  # whose work tiles then come together
 
 
 class Operands(NamedTuple):

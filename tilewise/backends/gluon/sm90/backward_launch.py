@@ -24,7 +24,7 @@ from tilewise.backends.gluon.sm90.dbias import (
 from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
 from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
 from tilewise.backends.gluon.sm90.dq_accum import packed_postprocess_kernel, postprocess_kernel
-from tilewise.backends.gluon.sm90.launch import heads_at_once, hides, multiprocessors
+from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
@@ -273,6 +273,5 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         KEY_STAGES=config.key_stages if dynamic else 1,
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
-        HEADS_AT_ONCE=heads_at_once(problem) if problem.totals is not None else 1,
     )
     return constants(values)

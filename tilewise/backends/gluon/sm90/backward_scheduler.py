@@ -150,7 +150,7 @@ def work_tile_of(group, member, terms, sizes, c):
 @gluon.jit
 def packed_work_tile(tile_index, x, terms, sizes, c):
     """The ``tile_index``-th of the list, see `packed.listed_tile_and_head`."""
-    seq, tile, hk, n = listed_tile_and_head(x.tile_list, tile_index, sizes.kv_heads, c.HEADS_AT_ONCE, c.BLOCK_N, True)
+    seq, tile, hk, n = listed_tile_and_head(x.tile_list, tile_index, sizes.kv_heads, c.BLOCK_N, True)
     n0 = tile * c.BLOCK_N
     cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal

@@ -108,7 +108,6 @@ class ForwardConstants(NamedTuple):
     ORDER: Any  # see work_tile_at
     DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
     PACKED: Any  # a packed batch: work tiles are listed, see packed
-    HEADS_AT_ONCE: Any  # whose work tiles then come together
 
 
 class Operands(NamedTuple):

@@ -146,7 +146,6 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         ORDER=problem.raster_order,
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
-        HEADS_AT_ONCE=heads_at_once(problem) if problem.totals is not None else 1,
     )
     return constants(values)
 
@@ -171,12 +170,6 @@ def _repair(problem: Problem, config: Config) -> RepairConstants:
         LISTED=0 if problem.totals is None else config.block_m,
     )
     return constants(values)
-
-
-def heads_at_once(problem: Problem) -> int:
-    import os
-
-    return min(int(os.environ.get("HEADS_AT_ONCE", "1")), problem.heads)
 
 
 def hides(problem: Problem) -> bool:
