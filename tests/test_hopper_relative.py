@@ -121,7 +121,7 @@ def plain(monkeypatch):
         name: getattr(module, name).fn
         for module, names in (
             (relative, ("range_state", "column_of", "in_range")),
-            (tile_scheduler, ("work_tile_at", "entry_at", "first_entry", "first_full")),
+            (tile_scheduler, ("work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
             (bias_tiles, ("first_below_range", "without_range")),
         )
         for name in names
@@ -205,6 +205,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
             events.append(("release", nth - 1))
         return state
 
+    monkeypatch.setattr(forward_kernel, "box_of", lambda first, count, b, h, row, c: [b, h, row, 0])
     monkeypatch.setattr(forward_kernel, "skip_tile", skip_tile)
     monkeypatch.setattr(forward_kernel, "attend", attend)
     for warpgroup in range(c.WARPGROUPS):

@@ -14,6 +14,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from tilewise.backends.gluon.packed import SeqInfo
 from tilewise.backends.gluon.pipeline import Ring
 from tilewise.backends.gluon.sm90 import dq_accum, producers
 
@@ -130,9 +131,10 @@ def test_every_part_of_dq_is_added_once(
     work_tiles, key_stages = work_tiles if dynamic else 1, 2 if "ahead" in programs else 1
     roles, added, counted, stored, kept, left = Roles(late), [], [], [], [], []
     keys, values = (Ring(None, Barriers(key_stages), Barriers(key_stages)) for _ in range(2))
+    seq = SeqInfo(0, 0, 64 * entries, 64, 0)
     gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x)
 
-    def fill(ring, slot, use, source, *place):
+    def fill_at(ring, slot, use, source, place):
         roles.wait(ring.empty.index(slot), (use & 1) ^ 1)
         kept.append((source, use * key_stages + slot))
         roles.arrive(ring.full.index(slot), 1)
@@ -140,7 +142,9 @@ def test_every_part_of_dq_is_added_once(
     stubs = {
         "gl": gl,
         "mbarrier": roles,
-        "fill": fill,
+        "fill_at": fill_at,
+        "box_of": lambda first, count, b, h, row, c: [b, h, row, 0],
+        "row_tile": lambda work_tile, h, m, sizes: h * sizes.row_tiles + m,
         "slot_of": lambda ring, n: n % len(ring.full.barriers),
         "use_of": lambda ring, n: n // len(ring.full.barriers),
         "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
@@ -150,8 +154,8 @@ def test_every_part_of_dq_is_added_once(
         "tma_store": lambda to, place, slot: left.append((to, place[1], len(stored))),
         "as_threads_hold_it": lambda dq, _: dq,
         "place_of_part": lambda tile, part, c: tile * c.DQ_PARTS + part,
-        "work_tile_at": lambda tile_index, *_: SimpleNamespace(b=0, hk=tile_index, n0=0),
-        "work_tile_count": lambda _: work_tiles,
+        "work_tile_at": lambda tile_index, *_: SimpleNamespace(b=0, hk=tile_index, n0=0, seq=seq),
+        "work_tile_count": lambda *_: work_tiles,
         "next_tile_index": lambda tile_index, t, *_: t,
         "zero_ahead": lambda *_: None,
         "reduce_earlier_group": lambda *_: None,

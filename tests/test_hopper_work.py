@@ -179,7 +179,7 @@ def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):
     monkeypatch.setattr(producers, "zero_ahead", lambda *arguments: called.append("zeroes"))
     monkeypatch.setattr(producers, "reduce_earlier_group", lambda *arguments: called.append("adds up"))
     monkeypatch.setattr(producers, "gl", SimpleNamespace(program_id=lambda _: 0, to_tensor=lambda x: x))
-    monkeypatch.setattr(producers, "work_tile_count", lambda _: 1)
+    monkeypatch.setattr(producers, "work_tile_count", lambda *_: 1)
     monkeypatch.setattr(producers, "next_tile_index", lambda tile_index, t, *_: t)
     monkeypatch.setattr(producers, "fetch_keys", lambda *arguments: None)
     for p, trainable in itertools.product(PROBLEMS, [False, True]):
@@ -293,7 +293,7 @@ def test_a_program_has_no_work_before_it_runs(monkeypatch):
 
     gl = SimpleNamespace(to_tensor=lambda x: x)  # a program that stays need not know its number
     stubs = {
-        "gl": gl, "let_next_begin": lambda: None, "load_queries": load_queries, "work_tile_count": lambda _: 6,
+        "gl": gl, "let_next_begin": lambda: None, "load_queries": load_queries, "work_tile_count": lambda *_: 6,
         "fetch_tile_index": lambda _: next(tile_indices),
         "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None),
         "hand_out_tile_index": lambda _, nth, tile_index: handed.append((nth, tile_index)),

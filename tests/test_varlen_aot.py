@@ -1,11 +1,12 @@
-"""The Triton kernels of packed batches, compiled ahead of time: see test_triton_aot.py."""
+"""The kernels of packed batches, compiled ahead of time: see test_triton_aot.py and test_hopper_aot.py."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
-from packed_child import Packed, compile_packed
+from aot_compilers import hold_hopper
+from packed_child import Packed, compile_hopper_packed, compile_packed
 from test_triton_aot import TENSOR_CORES, hold
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -31,3 +32,36 @@ def test_compiled_kernels(compilers, triton, target, x, allowed):
     assert names >= {"forward_kernel", "preprocess_kernel", "backward_kernel"}
     assert ("query_gradient_kernel" in names) == x.deterministic != ("postprocess_kernel" in names)
     hold(kernels, TENSOR_CORES[target], allowed)
+
+
+# Triton, call, backward, wgmma of the main kernel as of a dense call, bytes that the kernel that lists tiles may spill:
+# it runs once, for some microseconds.
+LISTS = 40
+HOPPER = [
+    ("3.6.0", Packed(), False, 64, 0),
+    ("3.6.0", Packed(causal=True), False, 96, 0),
+    ("3.6.0", Packed(D=64), False, 72, 0),
+    ("3.6.0", Packed(D=64, causal=True), False, 72, 0),
+    ("3.6.0", Packed(bias="keys", causal=True), False, 72, 0),
+    ("installed", Packed(causal=True, Hkv=4), False, 96, 0),
+    ("3.6.0", Packed(causal=True), True, 64, 0),
+    ("3.6.0", Packed(D=64), True, 44, 8),
+    ("3.6.0", Packed(D=64, causal=True, deterministic=True), True, 84, 0),
+    ("3.6.0", Packed(causal=True, Hkv=4, deterministic=True), True, 64, 0),
+    ("installed", Packed(causal=True), True, 64, 0),
+]
+
+
+@pytest.mark.parametrize(("triton", "x", "backward", "designed", "spilled"), HOPPER, ids=str)
+def test_hopper_kernels(compilers, triton, x, backward, designed, spilled):
+    codes = compilers.compile(compile_hopper_packed, triton, 90, x, backward)
+    names = [code.kernel.name for code in codes]
+    if backward:
+        main = "backward_kernel"
+        assert names == [*["tiles_kernel"] * 2, "packed_preprocess_kernel", main, "packed_postprocess_kernel"]
+    else:
+        main = "forward_kernel"
+        assert names == ["tiles_kernel", main] + ["packed_repair_kernel"] * (x.causal or bool(x.bias))
+    hold_hopper([code for code in codes if code.kernel.name != "tiles_kernel"], spilled)
+    hold_hopper([code for code in codes if code.kernel.name == "tiles_kernel"], LISTS)
+    assert [code.wgmma for code in codes if code.kernel.name == main] == [designed]

@@ -179,7 +179,10 @@ def packed_attention(
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
-    return o if lse is None else (o, lse.squeeze(0))
+    if not return_lse:
+        return o
+    assert lse is not None
+    return o, lse.squeeze(0)
 
 
 def read_packed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.packed import first_tile_of, listed_tile
+from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,7 +30,7 @@ def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, ti
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
         place = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
-        _statistics(o, do, lse, dlse, bias, stats, dq_accum, 0, h, place, tile * BLOCK_M, seq.first_query, seq.queries,
+        _statistics(o, do, lse, dlse, bias, stats, dq_accum, 0, h, place, tile * BLOCK_M, seq,
                     value_dim, sizes, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -52,8 +52,9 @@ def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
-    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh // heads, bh % heads, pid, pid % sizes.row_tiles * BLOCK_M,
-                0, sizes.queries, value_dim, sizes, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+    row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
+    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh // heads, bh % heads, pid, row0, seq, value_dim, sizes,
+                BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -64,15 +65,14 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, first_query, queries, value_dim, sizes,
+def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, seq, value_dim, sizes,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of one tile: of the rows from ``row0`` on of a sequence, whose queries begin at ``first_query``. place: among the
-    tiles of all heads."""
+    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. place: among the tiles of all heads."""
     bh = b * (sizes.kv_heads * sizes.group) + h
     within = row0 + tl.arange(0, BLOCK_M)
-    inside = within < queries
-    rows, end = first_query + within, first_query + queries
+    inside = within < seq.queries
+    rows, end = seq.first_query + within, seq.first_query + seq.queries
     cols = tl.arange(0, BLOCK_D)
     at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
     o_tile = _load_rows(o, b, h, rows, end, cols, value_dim)
