@@ -218,7 +218,7 @@ FAULTS = [
         "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
     ),
     Fault(
-        "backends/gluon/sm90/repair_kernel.py", "(distance <= terms.hi)", "(distance < terms.hi)",
+        "backends/gluon/sm90/repair_kernel.py", "(distance <= hi)", "(distance < hi)",
         "rows that are computed again do not see the last key of the band",
         "test_hopper_rows.py::test_rows_are_computed_again",
     ),
@@ -228,9 +228,29 @@ FAULTS = [
         "test_hopper_work.py::test_every_tile_has_one_program_and_sharers_are_one_group",
     ),
     Fault(
-        "backends/gluon/tile_scheduler.py", "64 * (WARPGROUP + 1) - 1 + terms.hi", "64 * WARPGROUP + terms.hi",
+        "backends/gluon/tile_scheduler.py", "64 * (WARPGROUP + 1) - 1 + hi", "64 * WARPGROUP + hi",
         "a warpgroup leaves out tiles that all but its first query see",
         "test_hopper_schedule.py::test_what_a_warpgroup_leaves_out_or_does_not_mask",
+    ),
+    Fault(
+        "backends/gluon/packed.py", "_length[None, :] > length[:, None]", "_length[None, :] < length[:, None]",
+        "the longest sequences of a packed batch come last",
+        "test_hopper_packed.py::test_tiles_are_listed",
+    ),
+    Fault(
+        "backends/gluon/packed.py", "t -= (n - nth) * heads", "t -= n * heads",
+        "some tiles of a packed batch come twice, and others never",
+        "test_hopper_packed.py::test_each_tile_and_head_comes_once",
+    ),
+    Fault(
+        "backends/gluon/packed.py", "tl.minimum(tl.maximum(found, 0), most)", "found",
+        "offsets of a packed batch that are none lead outside",
+        "test_hopper_packed.py::test_offsets_that_are_none",
+    ),
+    Fault(
+        "backends/gluon/packed.py", "(1 << 30) - count + row", "(1 << 30) - count + row - 1",
+        "boxes of a packed batch begin a row too early",
+        "test_hopper_packed.py::test_a_ragged_box_ends_with_its_sequence",
     ),
     Fault(
         "backends/gluon/score.py", "seen = cols <= last", "seen = cols < last",

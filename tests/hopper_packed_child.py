@@ -38,9 +38,8 @@ class Call(NamedTuple):
         options = {"bias": bias, "sink": sink, "causal": self.causal, "window": self.window, "softcap": self.softcap}
         return (q, k, v), options
 
-    def forward(self) -> tuple[Any, Any]:
-        """The prepared forward, and its inputs."""
-        from tilewise.backends.gluon.sm90.launch import Forward
+    def read(self) -> tuple[Any, Any]:
+        """The problem and its inputs."""
         from tilewise.problem import Problem
         from tilewise.score.lengths import Lengths as Tensors
 
@@ -50,7 +49,14 @@ class Call(NamedTuple):
             *qkv, Tensors(cu_q, cu_k, self.lengths.seqused().get("seqused_k")), tuple(longest), mask=None,
             dropout_p=0.0, dropout_seed=None, deterministic=False, backend=None, validate=False, **options,
         )  # fmt: skip
-        return Forward(Problem.of(*call.inputs, call.score), call.inputs), call.inputs
+        return Problem.of(*call.inputs, call.score), call.inputs
+
+    def forward(self) -> tuple[Any, Any]:
+        """The prepared forward, and its inputs."""
+        from tilewise.backends.gluon.sm90.launch import Forward
+
+        problem, inputs = self.read()
+        return Forward(problem, inputs), inputs
 
 
 def tile_list(x: Call, others: dict[str, tuple[int, ...]] | None = None) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -78,3 +84,19 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     found, _ = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
     run.repair(*inputs[:6], found, after, after_lse)
     return o, lse, after, after_lse, spoilt
+
+
+def tiles_of_heads(x: Call, by_keys: bool, block: int = 64) -> tuple[Tensor, Tensor]:
+    """The list of tiles of queries, or of keys; and what it comes to for all heads, (first query,
+    first key, tile, head) each."""
+    from hopper_packed_kernel import tiles_of_heads_kernel
+
+    from tilewise.backends.gluon.packed import TileList
+
+    problem, inputs = x.read()
+    rows = inputs.k if by_keys else inputs.q
+    found, _ = TileList(problem, block, rows, by_keys=by_keys)(inputs.lengths, rows.clone())
+    out = torch.full((int(found[0]) * HEADS, 4), -1, dtype=torch.int32)
+    if len(out):
+        tiles_of_heads_kernel[(len(out),)](found, out, HEADS, block, by_keys)
+    return found, out

@@ -34,6 +34,21 @@ def test_tiles_are_listed(interpreter, lengths):
     assert not lse[:, :, ~inside].any()
 
 
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("lengths", [SHORT, USED], ids=["short", "used"])
+def test_each_tile_and_head_comes_once(interpreter, lengths, by_keys):
+    """Of a sequence all of one head, then those of the next; a list of keys has the sequences of most queries first."""
+    found, out = interpreter(hopper_packed_child.tiles_of_heads, Call(lengths), by_keys)
+    sequences = sorted(lengths.sequences(), key=lambda s: (-(s.m if by_keys else s.n), s.b))
+    expected = []
+    for s in sequences:
+        tiles = range(-(-(s.n if by_keys else s.m) // 64))
+        order = tiles if by_keys else tiles[::-1]
+        expected += [[s.q0, s.k0, tile, head] for head in range(hopper_packed_child.HEADS) for tile in order]
+    assert out.tolist() == expected
+    assert int(found[0]) * hopper_packed_child.HEADS == len(expected)
+
+
 def test_offsets_that_are_none(interpreter):
     """Whatever stands in them, a tile lies inside its tensors, and rows that no sequence has are zero."""
     lengths = Lengths((70, 70, 70), (33, 33, 33))

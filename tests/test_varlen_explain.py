@@ -52,8 +52,11 @@ def test_seqused_and_other_devices():
     q, k, v, *lengths = packed("meta", dtype=torch.bfloat16)
     found = explain_varlen(q, k, v, *lengths, seqused_k=used, device="sm_90", limits=(1e12, 1e12))
     assert found.forward.flops == 2 * 2 * D * H * (3 * 1 + 7 * 3)
-    assert found.plan.backend == "triton"
-    assert "packed batches" in dict(found.plan.declined)["hopper"]
+    assert found.plan.backend == "hopper"
+    matrix = torch.zeros(1, H, 7, 7, device="meta", dtype=torch.bfloat16)
+    biased = explain_varlen(q, k, v, *lengths, bias=matrix, device="sm_90", limits=(1e12, 1e12))
+    assert biased.plan.backend == "triton"
+    assert "packed batch along its keys" in dict(biased.plan.declined)["hopper"]
     with pytest.raises(ValueError, match=r"^device: needed"):
         explain_varlen(q, k, v, *lengths)
     lengths[0] = lengths[0].to("meta")
