@@ -34,6 +34,12 @@ def test_tiles_are_listed(interpreter, lengths):
     assert not lse[:, :, ~inside].any()
 
 
+def test_sequences_that_overlap_fit_the_list(interpreter):
+    lengths = Lengths((210,) * 5, (33,) * 5, longer=840)
+    found, *_ = interpreter(hopper_packed_child.tile_list, Call(lengths), {"cu_q": (0, 1050, 0, 1050, 0, 1050)})
+    assert 0 < int(found[0]) <= found[8:].numel() // 8
+
+
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("lengths", [SHORT, USED], ids=["short", "used"])
 def test_each_tile_and_head_comes_once(interpreter, lengths, by_keys):

@@ -124,6 +124,7 @@ class ForwardSizes(NamedTuple):
 
 class ListSizes(NamedTuple):
     batch: int
+    most: int  # tiles
     queries: int  # of the longest sequence
     keys: int
     total_queries: int
@@ -159,10 +160,12 @@ def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, 
         place += tl.sum(tl.where(before, their_tiles[None, :], 0), 1)
         count += tl.sum(their_tiles, 0)
     if pid == 0:
+        count = tl.minimum(count, sizes.most)
         tl.store(tile_list + tl.arange(0, HEAD), tl.where(tl.arange(0, HEAD) == 0, count, 0))
     at = tile_list + HEAD + place * ENTRY
     for i in range(0, tl.max(tiles, 0)):  # the last queries see most keys: they come first, and so do the first keys
-        inside, to = i < tiles, at + i * ENTRY
+        # Sequences that overlap, for offsets that descend, may have more tiles than there is room for.
+        inside, to = (i < tiles) & (place + i < sizes.most), at + i * ENTRY
         tl.store(to, (n * 0 + i) if BY_KEYS else tiles - 1 - i, mask=inside)
         tl.store(to + 1, q0, mask=inside)
         tl.store(to + 2, k0, mask=inside)
@@ -233,8 +236,8 @@ class TileList:
         self.most = problem.totals[by_keys] // block + problem.batch  # tiles of one head
         self.shape = HEAD.value + ENTRY.value * self.most
         sizes = ListSizes(
-            problem.batch, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads, x.shape[3],
-            0 if y is None else y.shape[3],
+            problem.batch, self.most, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads,
+            x.shape[3], 0 if y is None else y.shape[3],
         )  # fmt: skip
         programs = -(-problem.batch // SEQUENCES.value) + 31  # more than sequences ask for zero rows
         self.make = Launch(
