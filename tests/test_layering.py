@@ -49,6 +49,7 @@ ROOMS = {
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,
+    "tilewise.merge": {"tilewise.problem", "tilewise.tensors"},
     "tilewise.plan": {"tilewise.backends.protocol", "tilewise.problem"},
     "tilewise.ops": set(),
     "tilewise.ops.runtime": {"tilewise.score", "tilewise.tensors"},  # PyTorch alone is needed for what it asks

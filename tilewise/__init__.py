@@ -4,6 +4,7 @@ attention                      softmax(scale · q kᵀ + bias) v with masks, and
 scaled_dot_product_attention   the same by PyTorch's signature
 varlen_attention               the same of a packed batch: sequences of any lengths, end to end
 varlen_attn                    that by PyTorch's signature
+merge_attention                attention of parts of the keys, put together by their LSEs, with gradients
 explain, explain_varlen        what a call of attention would do, and what limits it
 matmul, softmax                attention's parts, as operators of their own
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tilewise.api import attention
     from tilewise.explanation import explain, explain_varlen
+    from tilewise.merge import merge_attention
     from tilewise.ops.matmul.api import matmul
     from tilewise.ops.softmax.api import softmax
     from tilewise.sdpa import scaled_dot_product_attention
@@ -34,6 +36,7 @@ _HOMES = {
     "explain": "tilewise.explanation",
     "explain_varlen": "tilewise.explanation",
     "matmul": "tilewise.ops.matmul.api",
+    "merge_attention": "tilewise.merge",
     "scaled_dot_product_attention": "tilewise.sdpa",
     "softmax": "tilewise.ops.softmax.api",
     "varlen_attention": "tilewise.varlen",
@@ -45,6 +48,7 @@ __all__ = [
     "explain",
     "explain_varlen",
     "matmul",
+    "merge_attention",
     "scaled_dot_product_attention",
     "softmax",
     "varlen_attention",

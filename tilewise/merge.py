@@ -1,0 +1,110 @@
+"""Attention over parts of the keys, put together by their LSEs: docs/maths.md, "Online softmax"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import DTYPES
+from tilewise.tensors import check_tensor
+
+
+def merge_attention(
+    outputs: Sequence[Tensor], lses: Sequence[Tensor], *, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of all keys, from attention of disjoint parts of them with ``return_lse=True``.
+
+    ``lse = log(sum_p exp(lse_p))`` and ``o = sum_p exp(lse_p - lse) * o_p``, with the sink as one more part that has no
+    value. Made of PyTorch's own operators: derivatives of any order, in outputs, lses and sink.
+
+    Args:
+        outputs: one (B, H, M, Dv) of each part; all float16, bfloat16, float32 or float64.
+        lses: as many (B, H, M), natural logarithms, float32 (float64 for float64 outputs). Where one is -inf the part
+            saw nothing: it counts for nothing, whatever its output holds there.
+        sink: one more logit in each row, as `tilewise.attention` takes it: (H,), or broadcastable {B|1} × {H|1} ×
+            {M|1}. It is of the whole row: the parts are to be computed without it.
+
+    Returns:
+        o in the outputs' dtype and lse in the lses', summed in float32 (float64). A row that no part has seen, and that
+        has no sink, gives o = 0, lse = -inf and zero gradients.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+    """
+    _check(outputs, lses, sink)
+    o, lse = combine(outputs, lses, sink)
+    return o.to(outputs[0].dtype), lse
+
+
+def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same without a check; o stays in the lses' dtype."""
+    wide = lses[0].dtype
+    logits = [*lses]
+    if sink is not None:
+        sink = sink[None, :, None] if sink.dim() == 1 else sink
+        logits.append(sink.to(wide).expand(lses[0].shape))
+    # Any reference point gives the same numbers, so that it needs no derivative. Of an infinite one none is taken.
+    most = torch.stack([x.detach() for x in logits]).amax(0)
+    most = most.masked_fill(most == -torch.inf, 0.0)
+    weights = [torch.exp(x - most) for x in logits]
+    total = torch.stack(weights).sum(0)
+    seen = total != 0
+    total = torch.where(seen, total, 1.0)
+    o = torch.zeros_like(outputs[0], dtype=wide)
+    for part, lse, weight in zip(outputs, lses, weights, strict=False):
+        # By the quotient, which is exact for a large LSE too: a difference of two of them is not.
+        o = o + (weight / total)[..., None] * part.to(wide).masked_fill(lse[..., None] == -torch.inf, 0.0)
+    return o, torch.where(seen, total.log() + most, -torch.inf)
+
+
+def _check(outputs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None) -> None:
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, (tuple, list)):
+            raise TypeError(f"{name}: expected a sequence of tensors, one of each part, got {type(parts).__name__}")
+    if not outputs:
+        raise ValueError("outputs: needs one part or more, got none")
+    if len(lses) != len(outputs):
+        raise ValueError(f"lses: expected one for each of the {len(outputs)} outputs, got {len(lses)}")
+    first = outputs[0]
+    for n, o in enumerate(outputs):
+        name = f"outputs[{n}]"
+        check_tensor(name, o)
+        if o.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (B, H, M, Dv), got shape {tuple(o.shape)}")
+        if o.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype must be float16, bfloat16, float32 or float64, got {o.dtype}")
+        if o.dtype != first.dtype:
+            raise TypeError(f"{name}: dtype must equal outputs[0]'s {first.dtype}, got {o.dtype}")
+        if o.shape != first.shape:
+            raise ValueError(f"{name}: shape must equal outputs[0]'s {tuple(first.shape)}, got {tuple(o.shape)}")
+        if o.device != first.device:
+            raise ValueError(f"{name}: must be on outputs[0]'s device {first.device}, got {o.device}")
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    for n, lse in enumerate(lses):
+        name = f"lses[{n}]"
+        check_tensor(name, lse)
+        if lse.shape != first.shape[:3]:
+            raise ValueError(f"{name}: expected shape (B, H, M) = {tuple(first.shape[:3])}, got {tuple(lse.shape)}")
+        if lse.dtype != wide:
+            raise TypeError(f"{name}: dtype must be {wide} for outputs of {first.dtype}, got {lse.dtype}")
+        if lse.device != first.device:
+            raise ValueError(f"{name}: must be on outputs[0]'s device {first.device}, got {lse.device}")
+    if sink is not None:
+        _check_sink(sink, first)
+
+
+def _check_sink(sink: Tensor, o: Tensor) -> None:
+    check_tensor("sink", sink)
+    B, H, M, _ = o.shape
+    if sink.dtype not in DTYPES:
+        raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {sink.dtype}")
+    axes = (B, H, M) if sink.dim() == 3 else (H,)
+    if sink.dim() not in (1, 3) or any(n not in (1, size) for n, size in zip(sink.shape, axes, strict=True)):
+        raise ValueError(
+            f"sink: expected one logit for each head, ({H}|1,), or for each query, ({B}|1, {H}|1, {M}|1), got shape "
+            f"{tuple(sink.shape)}"
+        )
+    if sink.device != o.device:
+        raise ValueError(f"sink: must be on outputs[0]'s device {o.device}, got {sink.device}")
