@@ -92,6 +92,27 @@ def test_rows_are_computed_again(interpreter, call):
     torch.testing.assert_close(after_lse[spoilt], lse[spoilt], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "terms", [{"causal": True}, {"window": (3, None)}, {"window": (None, 3)}, {"window": (9, 9)}, {}]
+)
+@pytest.mark.parametrize(("queries", "keys"), [(5, 1), (1, 5), (12, 4), (4, 12), (7, 7)])
+def test_what_a_band_hides_from_a_sequence_is_looked_for(queries, keys, terms):
+    """A band counts from each sequence's last query and key: it may hide pairs of some where it hides none of the
+    longest lengths taken as one sequence."""
+    from tilewise.backends.gluon.sm90.launch import hides
+
+    problem, _ = Call(Lengths((queries, 1), (keys, 1)), **terms).read()
+    lo, hi = problem.score.band.lo, problem.score.band.hi
+    hidden = any(
+        (lo is not None and j - i < lo + n - m) or (hi is not None and j - i > hi + n - m)
+        for m, n in ((queries, keys), (1, 1))
+        for i in range(m)
+        for j in range(n)
+    )
+    assert hides(problem) or not hidden
+    assert hides(problem) == bool(terms)
+
+
 @pytest.mark.parametrize(("heads", "total", "dim"), [(16, 32768, 128), (1, 5, 8), (3, 1 << 20, 256)])
 def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
     """A coordinate is inside exactly for rows of the sequence, and its address, modulo 2^64, is the row's."""

@@ -174,5 +174,8 @@ def _repair(problem: Problem, config: Config) -> RepairConstants:
 
 def hides(problem: Problem) -> bool:
     """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
-    all_pairs = problem.batch * problem.heads * problem.queries * problem.keys
-    return problem.mask is not None or bias_axes(problem) in ("matrix", "cols") or problem.pairs != all_pairs
+    if problem.mask is not None or bias_axes(problem) in ("matrix", "cols"):
+        return True
+    if problem.totals is not None:  # a band counts from each sequence's end, and its lengths lie on the device
+        return not problem.score.band.unlimited
+    return problem.pairs != problem.batch * problem.heads * problem.queries * problem.keys
