@@ -73,10 +73,8 @@ def compile_hopper_packed(x: Packed, backward: bool = False) -> list[aot_child.C
     aot_child._launched.clear()
     if backward:
         o = empty_output(inputs.q, x.D)
-        outputs, needs = (
-            Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta")),
-            Needs(*[True] * 3, False),
-        )
+        outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
+        needs = Needs(q=True, k=True, v=True, bias=False)
         backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
     else:
         launch.Forward(problem, inputs)(inputs)

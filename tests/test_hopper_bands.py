@@ -47,7 +47,7 @@ def plain(monkeypatch):
     for module in (backward_scheduler, score, mask_tiles):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast"):
+    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
         monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
     monkeypatch.setattr(mask_tiles, "in_band", score.in_band.fn)
 

@@ -135,7 +135,7 @@ def plain(monkeypatch):
     for name in ("tile_state", "next_corner", "without_range", "places", "gradient_state"):
         monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast"):
+    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
         monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
     for module in (relative, bias_tiles, range_tiles):
         monkeypatch.setattr(module, "CUT", distances_of.CUT)

@@ -31,7 +31,7 @@ def plain(monkeypatch):
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "group_of", "heads_at_once", "groups_per_broadcast", "groups", "done_at"):
+    for name in ("head_and_tile", "group_of", "heads_at_once", "key_tile", "groups_per_broadcast", "groups", "done_at"):
         monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
     for module, name in ((dbias_reduce, "ROWS"), (dbias_reduce, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.problem import DTYPES
+from tilewise.problem import DTYPES, Sizes, check_sink
 from tilewise.tensors import check_tensor
 
 
@@ -92,19 +92,6 @@ def _check(outputs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | Non
         if lse.device != first.device:
             raise ValueError(f"{name}: must be on outputs[0]'s device {first.device}, got {lse.device}")
     if sink is not None:
-        _check_sink(sink, first)
-
-
-def _check_sink(sink: Tensor, o: Tensor) -> None:
-    check_tensor("sink", sink)
-    B, H, M, _ = o.shape
-    if sink.dtype not in DTYPES:
-        raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {sink.dtype}")
-    axes = (B, H, M) if sink.dim() == 3 else (H,)
-    if sink.dim() not in (1, 3) or any(n not in (1, size) for n, size in zip(sink.shape, axes, strict=True)):
-        raise ValueError(
-            f"sink: expected one logit for each head, ({H}|1,), or for each query, ({B}|1, {H}|1, {M}|1), got shape "
-            f"{tuple(sink.shape)}"
-        )
-    if sink.device != o.device:
-        raise ValueError(f"sink: must be on outputs[0]'s device {o.device}, got {sink.device}")
+        check_tensor("sink", sink)
+        B, H, M, _ = first.shape
+        check_sink(sink, Sizes(B, H, H, M, 0), first.device, of="outputs[0]")

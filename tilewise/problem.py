@@ -311,11 +311,11 @@ def _check_operand(name: str, x: Tensor, sizes: Sizes, device: torch.device) -> 
         )
 
 
-def _check_sink(x: Tensor, sizes: Sizes, device: torch.device) -> None:
+def check_sink(x: Tensor, sizes: Sizes, device: torch.device, of: str = "q") -> None:
     if x.dtype not in DTYPES:
         raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.device != device:
-        raise ValueError(f"sink: must be on q's device {device}, got {x.device}")
+        raise ValueError(f"sink: must be on {of}'s device {device}, got {x.device}")
     if not _is_sink_of(x, sizes):
         B, H, _, M, _ = sizes
         raise ValueError(
@@ -404,9 +404,9 @@ class _Operands:
         if x.dim() == 1:  # of the operator, which its callers give three
             raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
         if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
-            _check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
+            check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
             return Operand(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
-        _check_sink(x, self.sizes, self.device)
+        check_sink(x, self.sizes, self.device)
         batch, heads, rows = x.shape
         return Operand(x.dtype, batch, heads, rows, 1)
 
@@ -494,7 +494,7 @@ def sink_of_rows(sink: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A sink of heads, (H,), as (1, H, 1); an error shows the shape that came."""
     if q.dim() == k.dim() == 4 and not _is_sink_of(sink, sizes := _sizes(q, k)):
         check_qkv(q, k, v)
-        _check_sink(sink, sizes, q.device)
+        check_sink(sink, sizes, q.device)
     return sink[None, :, None] if sink.dim() == 1 else sink
 
 

@@ -9,3 +9,5 @@ preprocess      the statistics of rows before a backward
 tensors         TMA descriptors
 compat          what differs between versions of Triton
 """
+
+RAGGED_ROWS = 2**30  # more than a packed tensor may have, see `tensors.ragged`

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 
+from tilewise.backends.gluon import RAGGED_ROWS
 from tilewise.backends.launcher import POINTER, Launch, Record, strided
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
@@ -27,7 +28,7 @@ HEAD = tl.constexpr(8)
 SEMAPHORE = 4  # 16 bytes from the begin
 ENTRY = tl.constexpr(8)  # tile of its sequence, first query, first key, queries, keys, sequence; two without a use
 SEQUENCES = tl.constexpr(128)  # of a program of `tiles_kernel`
-LONGEST = 2**30  # rows that a box of `tensors.ragged` can count
+ROWS = tl.constexpr(RAGGED_ROWS)  # of the axis that `box_of` counts from its end
 
 
 class SeqInfo(NamedTuple):
@@ -46,12 +47,6 @@ def listed_tile(tile_list, n):
     at = tile_list + HEAD + n * ENTRY
     queries, keys = tl.load(at + 3), tl.load(at + 4)
     return SeqInfo(tl.load(at + 1), tl.load(at + 2), queries, keys, keys - queries), tl.load(at)
-
-
-@triton.jit
-def sizes_of(seq, sizes):
-    """The sizes of a dense call of one sequence."""
-    return ForwardSizes(1, sizes.heads, sizes.group, seq.queries, seq.keys, 0, 0, 0, 0)
 
 
 @triton.jit
@@ -81,7 +76,7 @@ def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
 def box_of(first, count, b, h, row, c):
     """Where TMA finds the tile from row ``row`` on: of a packed batch, of the ``count`` rows from ``first`` on."""
     if c.PACKED:
-        return [1 << 30, first + count, h, (1 << 30) - count + row, 0]
+        return [ROWS, first + count, h, ROWS - count + row, 0]
     else:
         return [b, h, row, 0]
 
@@ -108,18 +103,6 @@ def _sequences(lengths, n, batch, sizes):
     queries = tl.where(there, tl.minimum(tl.maximum(queries, 0), sizes.queries), 0)
     keys = tl.where(there, tl.minimum(tl.maximum(keys, 0), sizes.keys), 0)
     return q0, k0, queries, keys
-
-
-class ForwardSizes(NamedTuple):
-    batch: int
-    heads: int
-    group: int  # query heads that share a key/value head
-    queries: int
-    keys: int
-    row_tiles: int  # tiles of queries of one head
-    tiles: int  # of all heads and batch elements
-    at_once: int  # heads whose tiles run together, see work_tile_at
-    last: int  # the first head of the last of them
 
 
 class ListSizes(NamedTuple):

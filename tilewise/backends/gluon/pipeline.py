@@ -81,6 +81,7 @@ def fill(ring, slot, use, source, b, h, row, col):
 
 @gluon.jit
 def fill_at(ring, slot, use, source, at):
+    """`fill`, with all coordinates of the tile."""
     mbarrier.wait(ring.empty.index(slot), (use & 1) ^ 1)
     mbarrier.expect(ring.full.index(slot), source.block_type.nbytes)
     tma_load(source, at, ring.full.index(slot), ring.slots.index(slot))

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilewise.backends.gluon import RAGGED_ROWS
 from tilewise.backends.launcher import POINTER, boxed
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
@@ -27,8 +28,7 @@ def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
     return boxes(x, [1, 1, rows, cols], [*strides[:3], 1])
 
 
-# Of a descriptor of `ragged`: more than any coordinate, and the rows of its sequence axis.
-ENDLESS, ROWS = 0x7FFF0000, 2**30
+ENDLESS = 0x7FFF0000  # of a descriptor of `ragged`: more than any coordinate
 
 
 def ragged(x: Tensor, rows: int, cols: int) -> Any:
@@ -44,7 +44,7 @@ def ragged(x: Tensor, rows: int, cols: int) -> Any:
     row = x.stride(2) if T > 1 else (D * x.element_size() + 15) // 16 * 16 // x.element_size()
     head = x.stride(1) if H > 1 else row
     box = [1, 1, 1, rows, cols]
-    shape, strides = [ENDLESS, ENDLESS, H, ROWS, D], [2**34 - row, row, head, row, 1]
+    shape, strides = [ENDLESS, ENDLESS, H, RAGGED_ROWS, D], [2**34 - row, row, head, row, 1]
     return boxed(TensorDescriptor, x, strides, box, _shared(tuple(box), x.dtype), shape=shape)
 
 

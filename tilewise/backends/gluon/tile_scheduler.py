@@ -13,6 +13,18 @@ from tilewise.backends.gluon.pipeline import release, slot_of, use_of, wait_full
 from tilewise.backends.gluon.score import key_tiles, mask_of
 
 
+class ForwardSizes(NamedTuple):
+    batch: int
+    heads: int
+    group: int  # query heads that share a key/value head
+    queries: int
+    keys: int
+    row_tiles: int  # tiles of queries of one head
+    tiles: int  # of all heads and batch elements
+    at_once: int  # heads whose tiles run together, see work_tile_at
+    last: int  # the first head of the last of them
+
+
 class QueryTile(NamedTuple):
     """One program's work tile: a tile of queries, and the tiles of keys that it visits."""
 

@@ -10,6 +10,7 @@ import os
 import torch
 
 from tilewise.backends import has_triton, no_parts
+from tilewise.backends.gluon import RAGGED_ROWS
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
@@ -45,15 +46,13 @@ def _declines_packed(problem: Problem, work: Pass) -> str | None:
             return "has no kernel for the gradients of a packed batch beside a bias"
         if problem.sink_grad:
             return "has no kernel for the gradient of a packed batch's sink"
-        if 2 * problem.heads * (max(problem.totals or ()) + 128 * problem.batch) >= 2**31:
-            return "counts the rows of all heads in 32 bits"
     bias, packed = problem.bias, problem.score.packed
     if problem.mask is not None:
         return "takes no mask beside a packed batch"
     if bias is not None and (packed is None or "bias" not in packed.forms):
         return "takes a bias of a packed batch along its keys or queries alone, packed as they are"
-    if problem.totals is not None and max(problem.totals) > 2**30:
-        return "counts the rows of a packed batch up to 2**30"
+    if problem.totals is not None and max(problem.totals) > RAGGED_ROWS:
+        return f"counts the rows of a packed batch up to {RAGGED_ROWS}"
     return None
 
 
@@ -126,7 +125,11 @@ def _declines_backward(problem: Problem) -> str | None:
         return f"writes gradients by TMA, in rows of a multiple of 16 bytes: not {d} elements"
     if "do" in problem.irregular:
         return "reads do by TMA, which cannot describe it"
-    if 2 * problem.batch * problem.heads * (problem.queries + 128) >= 2**31:
+    if problem.totals is None:
+        rows = problem.batch * (problem.queries + 128)  # each sequence may end with a tile of which it fills one row
+    else:
+        rows = max(problem.totals) + 128 * problem.batch
+    if 2 * problem.heads * rows >= 2**31:
         return "counts the rows of all heads in 32 bits"
     mask, bias = problem.mask, problem.bias
     if problem.parts is not None and problem.parts.query is not None:

@@ -126,6 +126,21 @@ def groups_per_broadcast(sizes, c):
 
 
 @gluon.jit
+def key_tile(b, hk, n0, seq, first_tile, terms, c):
+    """The work tile of the keys from n0 on."""
+    cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
+    lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
+    begin, full_begin, full_end, end = query_tiles(n0, cols, seq.queries, lo, hi, c.BLOCK_M)
+    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
+        if n0 + c.BLOCK_N > seq.keys:  # keys past the end: every tile is partial
+            full_begin = end
+            full_end = end
+    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
+        full_end = end
+    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
+
+
+@gluon.jit
 def work_tile_of(group, member, terms, sizes, c):
     """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
     head, tile = head_and_tile(group, sizes, c)
@@ -134,34 +149,14 @@ def work_tile_of(group, member, terms, sizes, c):
     alone = sizes.kv_heads // sizes.broadcast_heads
     b = member % sizes.broadcast_batch + head // parts // alone
     hk = member // sizes.broadcast_batch + head // parts % alone
-    n0 = tile * c.BLOCK_N
-    cols = gl.minimum(c.BLOCK_N, sizes.keys - n0)
-    begin, full_begin, full_end, end = query_tiles(n0, cols, sizes.queries, terms.lo, terms.hi, c.BLOCK_M)
-    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
-        if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
-            full_begin = end
-            full_end = end
-    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
-        full_end = end
-    seq = SeqInfo(0, 0, sizes.queries, sizes.keys, 0)
-    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, 0)
+    return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
 
 
 @gluon.jit
 def packed_work_tile(tile_index, x, terms, sizes, c):
     """The ``tile_index``-th of the list, see `packed.listed_tile_and_head`."""
     seq, tile, hk, n = listed_tile_and_head(x.tile_list, tile_index, sizes.kv_heads, c.BLOCK_N, True)
-    n0 = tile * c.BLOCK_N
-    cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
-    lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
-    begin, full_begin, full_end, end = query_tiles(n0, cols, seq.queries, lo, hi, c.BLOCK_M)
-    ragged = n0 + c.BLOCK_N > seq.keys
-    full_begin = gl.where(ragged, end, full_begin)
-    full_end = gl.where(ragged, end, full_end)
-    if not terms.HAS_LO:
-        full_end = end
-    first_tile = first_tile_of(x.tile_list, n, seq, c.BLOCK_M)
-    return KeyTile(0, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
+    return key_tile(0, hk, tile * c.BLOCK_N, seq, first_tile_of(x.tile_list, n, seq, c.BLOCK_M), terms, c)
 
 
 @gluon.jit

@@ -123,7 +123,7 @@ def forward_config(problem: Problem) -> Config:
         bias_first=bias > 0 and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=(problem.bias is None or ends_below) if d >= 128 else not small,
-        dynamic=band or masked,
+        dynamic=band or masked or problem.totals is not None,  # whose tiles the host does not count
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
         o_in_q=fills and not o_in_bias and padded(problem.head_dim) == padded(problem.value_dim),

@@ -6,13 +6,14 @@ import torch
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.gluon.masks import MaskSummary
-from tilewise.backends.gluon.packed import ForwardSizes, TileList
+from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
 from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
 from tilewise.backends.gluon.tensors import descriptor, ragged
+from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
 from tilewise.problem import Problem
@@ -34,7 +35,7 @@ class Forward:
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
         terms = score_terms(problem)
-        c = _compiled(problem, config, packed or (config.dynamic and sizes.tiles > programs))
+        c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs))
         box = ragged if packed else descriptor
         self.mask = None if mask is None else MaskSummary(problem, mask, config.block_n, config.warpgroups)
         o = empty_output(q, problem.value_dim, "meta")
@@ -89,10 +90,9 @@ class Forward:
             elif self.dynamic:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
             self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)
-            if self.repair is not None and self.packed is not None:
-                self.repair(q, k, v, bias, mask, sink, tile_list, o, lse)
-            elif self.repair is not None:
-                self.repair(q, k, v, bias, mask, sink, o, lse)
+            if self.repair is not None:
+                listed = () if self.packed is None else (tile_list,)
+                self.repair(q, k, v, bias, mask, sink, *listed, o, lse)
         return Outputs(o, lse)
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.packed import SeqInfo, listed_tile, sizes_of
+from tilewise.backends.gluon.packed import SeqInfo, listed_tile
+from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.score import INTERPRET, key_tiles, score_tile, with_sink
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -132,6 +133,12 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, 
     at = at + (seq.first_query + rows).to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
     tl.store(at, acc.to(o.pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sizes_of(seq, sizes):
+    """The sizes of a dense call of one sequence."""
+    return ForwardSizes(1, sizes.heads, sizes.group, seq.queries, seq.keys, 0, 0, 0, 0)
 
 
 @triton.jit
