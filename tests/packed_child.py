@@ -100,6 +100,7 @@ def compile_packed(x: Packed) -> list[aot_child.Kernel]:
 def hold_named(lengths: str, bias: str | None = None, **options: Any) -> None:
     """`varlen_helpers.hold` of lengths and a bias by their names in test_varlen.py, for the interpreter's process."""
     import test_varlen
+    import varlen_biases
     from varlen_helpers import Lengths, hold
 
     tiles = Lengths((70, 0, 3, 40, 1), (33, 1, 0, 80, 64), past=1)  # more queries than keys, and fewer; some tiles
@@ -109,7 +110,7 @@ def hold_named(lengths: str, bias: str | None = None, **options: Any) -> None:
         options["mask"] = torch.rand(shape, generator=generator) < 0.6
     if (shape := options.pop("sink_shape", None)) is not None:
         options["sink"] = torch.randn(shape, generator=generator).requires_grad_()
-    hold(found, None if bias is None else test_varlen.BIASES[bias], backend="triton", **options)
+    hold(found, None if bias is None else varlen_biases.BIASES[bias], backend="triton", **options)
 
 
 def same_drops(dropout_p: float) -> None:

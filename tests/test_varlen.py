@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
+from varlen_biases import BIASES, padded, t5, toeplitz
 from varlen_helpers import (
     BRAIN,
     DOUBLE,
@@ -21,22 +22,23 @@ from varlen_helpers import (
     Lengths,
     New,
     call,
-    cut,
     gradients,
     hold,
     one_by_one,
-    ragged,
     tensors,
 )
 
 from tilewise import attention, varlen, varlen_attention
-from tilewise.bias import RaggedBias, RelativeBias, alibi, low_rank_bias, t5_bias
+from tilewise.backends import sequences
+from tilewise.bias import RaggedBias, alibi
 from tilewise.score.terms import Terms
 
 INF = math.inf
 # Queries without keys, keys without queries, neither; one of each; more of the one and of the other.
 SMALL = Lengths((3, 0, 7, 1, 5, 0), (5, 4, 0, 1, 9, 0), past=2)
 USED = SMALL._replace(keys=(8, 4, 2, 1, 9, 3), used=(5, 4, 0, 1, 7, 2), longer=3)
+# Sequences of equal lengths in a row, whose keys begin 6 rows after each other, and then no longer.
+RUNS = Lengths((3, 3, 3, 3, 2, 2), (6, 6, 6, 5, 4, 4), used=(4, 4, 4, 4, 4, 4), past=1)
 SQUARE = Lengths((4, 6, 1), (4, 6, 1))
 LONG = Lengths((3, 127, 0, 129, 1, 239, 128), (128, 1, 3, 239, 0, 127, 129), past=3)
 each_backend = pytest.mark.parametrize("backend", ["cpu", "oracle"])
@@ -56,6 +58,8 @@ EDGES = {
     "small": SMALL,
     "keys that do not count": USED,
     "square": SQUARE,
+    "runs": RUNS,
+    "runs without a gap": Lengths((2, 2, 0, 2, 2, 1, 1), (3, 3, 3, 3, 3, 0, 0)),
     "one": Lengths((5,), (7,)),
     "longest larger than needed": SMALL._replace(longer=60),
     "no sequence": Lengths((), ()),
@@ -155,151 +159,6 @@ def test_a_row_that_sees_nothing(backend):
 
 # --- bias ---
 
-
-def padded(axes):
-    def make(new):
-        x = new.lengths
-        sizes = {"b": x.B, "h": H, "k": HKV, "m": x.max_q, "n": x.max_k, "1": 1}
-        w = new(*(sizes[axis] for axis in axes))
-        return w, lambda s: [cut(w, s)]
-
-    return make
-
-
-def along_keys(*shape):
-    def make(new):
-        w = new(*shape, new.lengths.total_k)
-        full = w.expand(1, *w.shape) if w.dim() == 1 else w
-        return w, lambda s: [full[None, :, None, s.cols]]
-
-    return make
-
-
-def along_queries(heads):
-    def make(new):
-        w = new(heads, new.lengths.total_q, 1)
-        return w, lambda s: [w[None, :, s.rows]]
-
-    return make
-
-
-def ragged_bias(heads):
-    def make(new):
-        w = new(heads, new.lengths.pairs[-1])
-        return RaggedBias(w, torch.tensor(new.lengths.pairs)), lambda s: [ragged(w, s)]
-
-    return make
-
-
-def relative(on, heads=H, R=5, lo=-2, **settings):
-    """Values of each query or key; a start that is a tensor has a number for each sequence."""
-
-    def make(new):
-        values = new(new.lengths.total_q if on == "query" else new.lengths.total_k, heads, R)
-        starts = {name: x[: new.lengths.B] if isinstance(x, torch.Tensor) and x.dim() else x
-                  for name, x in settings.items() if name.endswith("start")}  # fmt: skip
-        given = {**settings, **starts}
-
-        def of(s):
-            own = values[s.rows if on == "query" else s.cols].transpose(0, 1)[None]
-            return [RelativeBias(own, lo=lo, on=on, **given | start_of(starts, s))]
-
-        return RelativeBias(values, lo=lo, on=on, **given), of
-
-    return make
-
-
-def start_of(starts, s):
-    return {name: x[s.b] if isinstance(x, torch.Tensor) and x.dim() else x for name, x in starts.items()}
-
-
-def toeplitz(make_term, *shape, per_sequence=False, **starts):
-    """``make_term(leaf, **starts)``; a leaf with an axis of sequences is that of each."""
-
-    def make(new):
-        leaf = new(*((new.lengths.B, *shape) if per_sequence else shape))
-        given = {name: x[: new.lengths.B] if isinstance(x, torch.Tensor) and x.dim() else x
-                 for name, x in starts.items()}  # fmt: skip
-
-        def of(s):
-            return [make_term(leaf[s.b : s.b + 1] if per_sequence else leaf, **start_of(given, s))]
-
-        return make_term(leaf, **given), of
-
-    return make
-
-
-def low_rank(new):
-    u, w = new(1, H, new.lengths.total_q, 3), new(1, HKV, new.lengths.total_k, 3)
-    return low_rank_bias(u, w), lambda s: [low_rank_bias(u[:, :, s.rows], w[:, :, s.cols])]
-
-
-def several(*makers):
-    def make(new):
-        made = [maker(new) for maker in makers]
-        return tuple(bias for bias, _ in made), lambda s: [x for _, of in made for x in of(s)]
-
-    return make
-
-
-def for_all(values, **starts):
-    return RelativeBias(values, lo=-2, outside="clamp", **starts)
-
-
-def hidden_far(values, **starts):
-    return RelativeBias(values, lo=-3, outside=-INF, reverse=True, **starts)
-
-
-def t5(table, **starts):
-    return t5_bias(table, True, 6, **starts)
-
-
-BUCKETS = torch.tensor([3, 0, 0, 1, 2, 2, 4])
-STARTS = torch.tensor([4, 0, 9, 2, 1, 3])
-BIASES = {
-    **{f"padded {axes}": padded(axes) for axes in
-       ("bhmn", "1kmn", "11mn", "b11n", "1h1n", "bkm1", "11m1", "bh11", "1111")},
-    "along the keys": along_keys(H),
-    "along the keys, groups": along_keys(HKV),
-    "along the keys, one head": along_keys(1),
-    "along the keys, one dimension": along_keys(),
-    "along the queries": along_queries(H),
-    "along the queries, one head": along_queries(1),
-    "ragged": ragged_bias(H),
-    "ragged, groups": ragged_bias(HKV),
-    "ragged, shared": ragged_bias(1),
-    "query": relative("query"),
-    "query, hidden outside": relative("query", HKV, outside=-INF),
-    "query, clamped and reversed": relative("query", 1, outside="clamp", reverse=True),
-    "query, buckets": relative("query", buckets=BUCKETS, outside="clamp"),
-    "query, start of all": relative("query", query_start=2, key_start=1),
-    "query, a start of all on the device": relative("query", query_start=torch.tensor(2)),
-    "query, starts": relative("query", query_start=STARTS, outside=-INF),
-    "query, starts of keys": relative("query", key_start=STARTS),
-    "key": relative("key"),
-    "key, hidden outside": relative("key", outside=-INF, reverse=True),
-    "key, clamped": relative("key", HKV, outside="clamp"),
-    "key, buckets and starts": relative("key", 1, buckets=BUCKETS, query_start=STARTS, key_start=1),
-    "all": toeplitz(for_all, 1, H, 1, 6),
-    "all, of each sequence": toeplitz(for_all, HKV, 1, 6, per_sequence=True),
-    "all, hidden outside": toeplitz(hidden_far, 1, H, 1, 7),
-    "all, start": toeplitz(for_all, 1, 1, 1, 6, query_start=1, key_start=2),
-    "all, start of keys": toeplitz(for_all, 1, 1, 1, 6, key_start=2),
-    "t5": toeplitz(t5, 8, H),
-    "t5, starts": toeplitz(t5, 8, H, query_start=STARTS),
-    "alibi": toeplitz(alibi, H),
-    "alibi, start": toeplitz(alibi, H, query_start=3),
-    "alibi, of each sequence": toeplitz(alibi, H, per_sequence=True),
-    "several by distance": several(toeplitz(t5, 8, H), toeplitz(alibi, 1), toeplitz(for_all, 1, H, 1, 6)),
-    "several with starts": several(toeplitz(t5, 8, H, query_start=STARTS), toeplitz(alibi, H, query_start=2)),
-    "low rank": low_rank,
-    "ragged, along the keys and alibi": several(ragged_bias(H), along_keys(1), toeplitz(alibi, H)),
-    "padded, along both": several(padded("1hmn"), along_keys(H), along_queries(1)),
-    "everything": several(
-        ragged_bias(1), along_keys(HKV), along_queries(H), relative("query"), relative("key", 1, outside="clamp"),
-        toeplitz(t5, 8, H), low_rank,
-    ),
-}  # fmt: skip
 each_bias = pytest.mark.parametrize("name", BIASES)
 
 
@@ -308,6 +167,11 @@ each_bias = pytest.mark.parametrize("name", BIASES)
 def test_bias(name, backend):
     hold(SMALL, BIASES[name], DOUBLE, backend)
     hold(USED, BIASES[name], DOUBLE, backend, causal=True)
+
+
+@each_bias
+def test_bias_of_sequences_of_equal_lengths(name):
+    hold(RUNS, BIASES[name], DOUBLE, causal=True)
 
 
 @each_bias
@@ -359,12 +223,50 @@ def test_a_ragged_bias_in_another_order():
     torch.testing.assert_close(*(gradients(x, leaves, do, dlse) for x in (found, exact)))
 
 
+def test_a_ragged_bias_that_has_gaps():
+    """Equal lengths, and matrices that do not follow each other: no run."""
+    lengths = Lengths((2, 2, 2), (3, 3, 3))
+    qkv, do, dlse = tensors(lengths, DOUBLE)
+    values = torch.randn(H, 30, dtype=DOUBLE, requires_grad=True)
+    begins = (0, 6, 20)
+
+    def parts(s):
+        return [values[:, begins[s.b] : begins[s.b] + 6].unflatten(1, (2, 3))[None]]
+
+    found, exact = (
+        call(qkv, lengths, bias=RaggedBias(values, torch.tensor([*begins, 0]))),
+        one_by_one(qkv, lengths, parts),
+    )
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(*(gradients(x, (*qkv, values), do, dlse) for x in (found, exact)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        (Lengths((16,) * 512, (16,) * 512), [512]),
+        (RUNS, [4, 2]),
+        (SMALL, [1, 1, 1, 1]),
+        (Lengths((600,) * 5, (700,) * 5), [2, 2, 1]),
+    ],
+    ids=["short", "runs", "small", "long"],
+)
+def test_sequences_of_equal_lengths_are_one_dense_batch(monkeypatch, lengths, batches):
+    """In the forward and in the backward."""
+    found, runs = [], sequences._runs
+    monkeypatch.setattr(sequences, "_runs", lambda *x: (found.append(run.batch) or run for run in runs(*x)))
+    qkv, do, dlse = tensors(lengths)
+    gradients(call(qkv, lengths), qkv, do, dlse)
+    assert found == 2 * batches
+
+
 @each_backend
 @pytest.mark.parametrize("axes", ["bhmn", "b11n", "1km1", "11mn"])
 def test_mask(backend, axes):
     sizes = {"b": USED.B, "h": H, "k": HKV, "m": USED.max_q, "n": USED.max_k, "1": 1}
     mask = torch.rand([sizes[axis] for axis in axes], generator=torch.Generator().manual_seed(3)) < 0.7
     hold(USED, mask=mask, backend=backend)
+    hold(RUNS, mask=mask[:, :, : RUNS.max_q, : RUNS.max_k], backend=backend)
     hold(USED, BIASES["ragged"], BRAIN, backend, mask=mask, causal=True, bias_dtype=FLOAT)
 
 
@@ -385,7 +287,7 @@ def test_sink(backend, shape, dtype):
 @pytest.mark.parametrize("name", [None, "alibi"])
 def test_dropout_is_that_of_the_padded_batch(backend, name):
     """Sequence b drops what batch element b would."""
-    lengths = Lengths((5, 0, 17, 2), (5, 3, 17, 20))
+    lengths = Lengths((5, 0, 17, 17, 2), (5, 3, 17, 17, 20))
     (q, k, v), do, _ = tensors(lengths, DOUBLE)
     bias = None if name is None else BIASES[name](New(lengths, DOUBLE))[0]
     terms = {"bias": bias, "dropout_p": 0.4, "dropout_seed": (7, 8), "backend": backend}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import packed_child
 import pytest
 import torch
-from test_varlen import BIASES, USED, H
+from test_varlen import USED, H
+from varlen_biases import BIASES
 
 HALF = torch.float16
 

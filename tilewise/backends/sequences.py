@@ -1,5 +1,8 @@
 """A packed batch one sequence after the other, by a backend that computes dense calls: views, and no copies.
 
+Sequences of equal lengths that follow each other are one dense batch: of short ones a call for each would cost more
+than what it computes.
+
 The host reads where sequences begin. That costs nothing on the CPU; on a GPU it would wait, and the oracle does.
 """
 
@@ -18,6 +21,8 @@ from tilewise.score.lengths import Place, places
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Distances, Score
 
+PAIRS = 2**20  # of a query head, at which a run of sequences ends: more in one call saves nothing
+
 Forward = Callable[[Problem, Inputs], Outputs]
 Backward = Callable[[Problem, Inputs, Outputs, Outputs, Needs], Gradients]
 
@@ -29,7 +34,7 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
     o = empty_output(inputs.q, problem.value_dim).zero_()
     lse = o.new_full(o.shape[:3], -torch.inf, dtype=lse_dtype(o.dtype))
     for x in _sequences(problem, inputs):
-        if x.place.keys:
+        if x.run.keys:
             found = run(x.problem, x.inputs)
             x.part("q", o).copy_(found.o)
             assert found.lse is not None
@@ -52,7 +57,7 @@ def backward(
         if getattr(needs, name, False)
     }
     for x in _sequences(problem, inputs, wide=shared & sums.keys()):
-        if x.place.keys == 0:
+        if x.run.keys == 0:
             _sink_alone(x, cotangents, sums)
             continue
         own, own_cotangents = (
@@ -75,16 +80,82 @@ def _sink_alone(x: _Sequence, cotangents: Outputs, sums: dict[str, Tensor]) -> N
         total.add_(x.part("q", cotangents.lse).sum_to_size(total.shape))
 
 
+class _Run(NamedTuple):
+    """Sequences of equal lengths, from the first on; their keys begin ``step`` rows after each other's."""
+
+    first: Place
+    batch: int  # how many
+    step: int
+
+    @property
+    def queries(self) -> int:
+        return self.first.queries
+
+    @property
+    def keys(self) -> int:
+        return self.first.keys
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The queries of an operand (1, H, total_q, ...), as (batch, H, queries, ...)."""
+        return self._windows(x, 2, self.first.first_query, self.queries, self.queries)
+
+    def cols(self, x: Tensor, dim: int) -> Tensor:
+        """The keys alike, which lie along ``dim``."""
+        return self._windows(x, dim, self.first.first_key, self.keys, self.step)
+
+    def pairs(self, x: Tensor) -> Tensor:
+        """The matrices of a ragged bias (1, H|1, 1, pairs), as (batch, H|1, queries, keys)."""
+        first, size = self.first.first_pair, self.queries * self.keys
+        found = x[0, :, 0, first : first + self.batch * size]
+        return found.unflatten(1, (self.batch, self.queries, self.keys)).transpose(0, 1)
+
+    def _windows(self, x: Tensor, dim: int, first: int, size: int, step: int) -> Tensor:
+        if self.batch == 1:
+            return x.narrow(dim, first, size)
+        found = x[0].narrow(dim - 1, first, (self.batch - 1) * step + size).unfold(dim - 1, size, step)
+        return found.movedim((dim - 1, -1), (0, dim))
+
+
+def _runs(found: list[Place], shifts: list[tuple[int, ...]], ragged: bool) -> Iterator[_Run]:
+    """Of those that have queries. ``shifts``: of each sequence, the starts of its distances."""
+    run: _Run | None = None
+    for x in found:
+        if x.queries == 0:
+            continue
+        if run is not None and _follows(run, x, shifts, ragged):
+            run = run._replace(batch=run.batch + 1, step=run.step or x.first_key - run.first.first_key)
+            continue
+        if run is not None:
+            yield run
+        run = _Run(x, 1, 0)
+    if run is not None:
+        yield run
+
+
+def _follows(run: _Run, x: Place, shifts: list[tuple[int, ...]], ragged: bool) -> bool:
+    first, n = run.first, run.batch
+    step = run.step or x.first_key - first.first_key
+    pairs = x.queries * x.keys
+    return (
+        x.keys > 0
+        and x.number == first.number + n
+        and (x.queries, x.keys, shifts[x.number]) == (first.queries, first.keys, shifts[first.number])
+        and x.first_key == first.first_key + n * step
+        and (not ragged or x.first_pair == first.first_pair + n * pairs)
+        and (n + 1) * pairs <= PAIRS
+    )
+
+
 class _Sequence(NamedTuple):
-    """One sequence as a dense call."""
+    """A run of sequences as a dense call."""
 
     packed: Problem
-    place: Place
+    run: _Run
     problem: Problem
     inputs: Inputs
 
     def part(self, name: str, x: Tensor) -> Tensor:
-        return _part(self.packed, self.place, name, x)
+        return _part(self.packed, self.run, name, x)
 
 
 def _named(inputs: Inputs) -> dict[str, Tensor]:
@@ -102,65 +173,73 @@ def _shared(problem: Problem, inputs: Inputs) -> set[str]:
     return {name for name, x in named.items() if name not in packed and x.shape[0] == 1}
 
 
-def _part(problem: Problem, place: Place, name: str, x: Tensor) -> Tensor:
-    """Of an operand of the packed batch, or of what is laid out like it, the view that belongs to a sequence."""
+def _part(problem: Problem, run: _Run, name: str, x: Tensor) -> Tensor:
+    """Of an operand of the packed batch, or of what is laid out like it, the view that belongs to a run."""
     packed = problem.score.packed
     assert packed is not None
     assert problem.totals is not None
     if name in ("q", "query") or (name == "sink" and "sink" in packed.forms):
-        return x[:, :, place.rows]
+        return run.rows(x)
     if name in ("k", "v", "key"):
-        return x[:, :, place.cols]
+        return run.cols(x, 2)
     if name == "bias" and "ragged" in packed.forms:
-        pairs = place.queries * place.keys
-        return x[:, :, 0, place.first_pair : place.first_pair + pairs].unflatten(2, (place.queries, place.keys))
+        return run.pairs(x)
     if name in packed.forms:
         along_keys = x.shape[2] == 1 and x.shape[3] == problem.totals[1]
-        return x[..., place.cols] if along_keys else x[:, :, place.rows]
+        return run.cols(x, 3) if along_keys else run.rows(x)
     if x.shape[0] > 1:
-        x = x[place.number : place.number + 1]
+        x = x[run.first.number : run.first.number + run.batch]
     if name == "sink":
         return x
     if name == "toeplitz":
-        count = max(place.queries + place.keys - 1, 0)
-        first = packed.max_q - place.queries if "from_start" in packed.forms else packed.max_k - place.keys
+        count = max(run.queries + run.keys - 1, 0)
+        first = packed.max_q - run.queries if "from_start" in packed.forms else packed.max_k - run.keys
         return x[..., first : first + count]
-    rows = x[:, :, : place.queries] if x.shape[2] > 1 else x
-    return rows[..., : place.keys] if x.shape[3] > 1 else rows
+    rows = x[:, :, : run.queries] if x.shape[2] > 1 else x
+    return rows[..., : run.keys] if x.shape[3] > 1 else rows
 
 
 def _sequences(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> Iterator[_Sequence]:
-    """Those that have queries. ``wide``: what goes in in the LSE's dtype, for a gradient that is not rounded yet."""
+    """Those that have queries, in runs. ``wide``: what goes in in the LSE's dtype, for a gradient that is not rounded
+    yet."""
     packed = problem.score.packed
     assert inputs.lengths is not None
     assert packed is not None
     assert problem.totals is not None
-    pairs = None if inputs.bias is None or "ragged" not in packed.forms else inputs.bias.shape[3]
+    ragged = inputs.bias is not None and "ragged" in packed.forms
+    pairs = inputs.bias.shape[3] if ragged and inputs.bias is not None else None
+    found = places(inputs.lengths, packed, problem.totals, pairs)
     dense: dict[tuple, Problem] = {}
-    for place in places(inputs.lengths, packed, problem.totals, pairs):
-        if place.queries == 0:
-            continue
-        found = _dense_inputs(problem, inputs, place, wide)
-        score = _dense_score(problem, inputs, place)
-        sequence = place.number if inputs.seed is not None else 0
-        key = (place.queries, place.keys, score, sequence)
+    for run in _runs(found, _shifts(inputs, len(found)), ragged):
+        own = _dense_inputs(problem, inputs, run, wide)
+        score = _dense_score(problem, inputs, run)
+        sequence = run.first.number if inputs.seed is not None else 0
+        key = (run.batch, run.queries, run.keys, score, sequence)
         if key not in dense:
             dense[key] = replace(
                 Problem.of(
-                    *found, score, bias_grad=problem.bias_grad, sink_grad=problem.sink_grad,
+                    *own, score, bias_grad=problem.bias_grad, sink_grad=problem.sink_grad,
                     part_grads=() if problem.parts is None else problem.parts.grads,
                     deterministic=problem.deterministic, exact=problem.exact,
                 ),
                 sequence=sequence,
             )  # fmt: skip
-        yield _Sequence(problem, place, dense[key], found)
+        yield _Sequence(problem, run, dense[key], own)
 
 
-def _dense_inputs(problem: Problem, inputs: Inputs, place: Place, wide: Collection[str]) -> Inputs:
+def _shifts(inputs: Inputs, count: int) -> list[tuple[int, ...]]:
+    """Of each sequence where the distances of its values begin, as far as tensors say it."""
+    parts = inputs.parts
+    tensors = [] if parts is None else [x for x in (parts.query_shift, parts.key_shift) if x is not None]
+    columns = [x.tolist() if x.shape[0] > 1 else x.tolist() * count for x in tensors]
+    return list(zip(*columns, strict=True)) if columns else [()] * count
+
+
+def _dense_inputs(problem: Problem, inputs: Inputs, run: _Run, wide: Collection[str]) -> Inputs:
     def part(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        view = _part(problem, place, name, x)
+        view = _part(problem, run, name, x)
         return view.to(lse_dtype(problem.dtype)) if name in wide else view
 
     parts = inputs.parts
@@ -179,17 +258,17 @@ def _dense_inputs(problem: Problem, inputs: Inputs, place: Place, wide: Collecti
     return Inputs(q, k, v, bias, mask, sink, parts, inputs.seed)
 
 
-def _dense_score(problem: Problem, inputs: Inputs, place: Place) -> Score:
-    """With the band, and with distances, counted from this sequence's first query and key."""
+def _dense_score(problem: Problem, inputs: Inputs, run: _Run) -> Score:
+    """With the band, and with distances, counted from each sequence's first query and key."""
     score, parts = problem.score, inputs.parts
-    band = score.band.shifted(place.keys - place.queries)
+    band = score.band.shifted(run.keys - run.queries)
     found: dict[str, Distances | None] = {"query": score.query, "key": score.key}
     for name, distances in found.items():
         shift = None if parts is None else getattr(parts, f"{name}_shift")
         if distances is None:
             continue
         if shift is not None:
-            known = int(shift[place.number if shift.shape[0] > 1 else 0])
+            known = int(shift[run.first.number if shift.shape[0] > 1 else 0])
             found[name] = distances = replace(distances, lo=distances.lo - known)
         if distances.outside == "hidden":  # tiles beyond it are not even visited
             band = band.both(Band(distances.lo, distances.hi))

@@ -56,14 +56,6 @@ class Place(NamedTuple):
     keys: int
     first_pair: int  # of a ragged bias, its first element
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.first_query, self.first_query + self.queries)
-
-    @property
-    def cols(self) -> slice:
-        return slice(self.first_key, self.first_key + self.keys)
-
 
 def places(lengths: Lengths, packed: Packed, totals: tuple[int, int], pairs: int | None = None) -> list[Place]:
     """Every sequence, checked against the numbers of queries and keys and, of a ragged bias, of ``pairs``.

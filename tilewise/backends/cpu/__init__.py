@@ -54,7 +54,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         return gradients
 
 
-# What the plan runs: a packed batch goes through these one sequence at a time.
+# What the plan runs: a packed batch goes through these, sequences of equal lengths together.
 prepare = {
     "forward": at_once(partial(sequences.forward, forward)),
     "backward": at_once(partial(sequences.backward, backward)),
