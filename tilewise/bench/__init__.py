@@ -2,6 +2,7 @@
 
 cases       what is computed: named shapes of attention
 operators   the same of the other operators, softmax and matmul, and who computes them
+packed      the same of packed batches, of many lengths; packed_peers: who computes them
 providers   who computes it: tilewise's backends and their peers
 reference   the right answer, which everybody is held to before the clock starts
 timing      the clock, the memory gauge and the calibration

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bench import operators, terms
+from tilewise.bench import operators, packed, terms
 from tilewise.problem import Operand, PartOperands, Problem
 from tilewise.score.terms import Band, Score
 
@@ -41,8 +41,8 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of attention; the other operators' are in `operators`. Those of a ``family`` are one curve over their
-    lengths in a picture.
+    """One shape of attention; the other operators' are in `operators`, packed batches in `packed`. Those of a
+    ``family`` are one curve over their lengths in a picture.
 
     Attributes:
         bias: shape of an additive bias in ``dtype``; its gradient is part of the backward.
@@ -271,10 +271,26 @@ def _cpu_quick() -> Iterator[Case]:
     yield tiny("float32", bias=True)
 
 
-AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase
+def _packed(device: str) -> Iterator[Case | packed.PackedCase]:
+    """Each batch of many lengths with the dense one of as many sequences of their mean length beside it."""
+    if device == "cpu":
+        yield packed.ragged_case("float32")
+        return
+    for head_dim in (128, 64):
+        for causal in (True, False):
+            case = packed.lognormal_case(head_dim, causal)
+            yield case
+            batch, mean = len(case.lengths), case.keys // len(case.lengths)
+            family = f"{case.family} dense at the mean length"
+            yield Case(family, batch, case.heads, case.heads, mean, mean, head_dim, causal)
+    yield from packed.biased()
+    yield packed.short_case()
+
+
+AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase | packed.PackedCase
 
 
 def cases(device: str, quick: bool = False) -> list[AnyCase]:
     """The cases of a device type ("cuda" or "cpu"), in the order in which they are run."""
     attention = (_gpu_quick if quick else _gpu) if device == "cuda" else (_cpu_quick if quick else _cpu)
-    return [*attention(), *operators.cases(device, quick)]
+    return [*attention(), *operators.cases(device, quick), *([] if quick else _packed(device))]

@@ -6,14 +6,14 @@ import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench import operators, terms
+from tilewise.bench import operators, packed, packed_peers, terms
 from tilewise.bench.cases import DROPOUT_SEED, Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
@@ -28,11 +28,13 @@ class Steps(NamedTuple):
         forward: () -> o (B, H, M, D), any strides.
         backward: (o) -> gradients of `Inputs.leaves` in their order, for the cotangent ``do``. Can be repeated.
         context: entered around all calls; not a part of what is timed.
+        plain: of o and the gradients, what is held to the right answer, where they are laid out otherwise.
     """
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], tuple[Tensor, ...]]
     context: Callable[[], AbstractContextManager] = nullcontext
+    plain: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda found: found
 
 
 class Provider(NamedTuple):
@@ -83,7 +85,41 @@ def providers(device: torch.device) -> list[Provider]:
             _cudnn_graph,
         ),
         *(_of_operator(*computer) for computer in operators.computers()),
+        *_of_packed(device, elsewhere, flex),
     ]
+
+
+def _of_packed(device: torch.device, elsewhere: str | None, flex: str | None) -> list[Provider]:
+    """Those of packed batches; a padded one is there to compare with, though tilewise computes it."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+    def tilewise_varlen(backend: str) -> Provider:
+        return Provider(
+            f"tilewise-varlen-{backend}",
+            None,
+            lambda case: backend_module(backend).declines(case.problem(device.type, capability)),
+            lambda case, x: _autograd(packed_peers.tilewise_varlen(case, x, backend), x),
+            "varlen",
+        )
+
+    def other(name: str, unavailable: str | None, declines: Any, make: Any) -> Provider:
+        return Provider(name, unavailable, declines, lambda case, x: _autograd(make(case, x), x), "varlen")
+
+    no_fa4 = elsewhere or _missing("flash_attn.cute", "flash-attn-4")
+    no_varlen = elsewhere or _missing("torch.nn.attention.varlen", "a torch with varlen_attn")
+    return [
+        *(tilewise_varlen(backend) for backend in AUTOMATIC),
+        other("fa4-varlen", no_fa4, packed_peers.no_bias, packed_peers.fa4),
+        other("torch-varlen", no_varlen, packed_peers.no_bias, packed_peers.torch_varlen),
+        other("flex-varlen", flex, lambda case: None, packed_peers.flex),
+        Provider("padded", None, packed_peers.ragged_alone, _padded, "varlen"),
+    ]
+
+
+def _padded(case: packed.PackedCase, x: packed.Inputs) -> Steps:
+    full = packed_peers.padded(case, x)
+    steps = _autograd(packed_peers.tilewise_padded(case, full), full)
+    return steps._replace(plain=lambda found: packed_peers.packed_again(case, full, found))
 
 
 def _of_operator(operator: str, name: str, make: Callable[[Any, operators.Inputs], Callable[[], Tensor]]) -> Provider:
@@ -99,7 +135,16 @@ def _missing(module: str, distribution: str) -> str | None:
         return f"{distribution} cannot be imported: {error}"
 
 
-def _autograd(forward: Callable[[], Tensor], x: Inputs | operators.Inputs, context: Any = nullcontext) -> Steps:
+class _Leaves(Protocol):
+    """What has gradients, and the cotangent: the inputs of every kind of case."""
+
+    @property
+    def leaves(self) -> list[Tensor]: ...
+    @property
+    def do(self) -> Tensor: ...
+
+
+def _autograd(forward: Callable[[], Tensor], x: _Leaves, context: Any = nullcontext) -> Steps:
     return Steps(forward, lambda o: torch.autograd.grad(o, x.leaves, x.do, retain_graph=True), context)
 
 

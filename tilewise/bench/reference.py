@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.bench import terms
+from tilewise.bench import packed, terms
 from tilewise.bench.cases import DROPOUT_SEED, AnyCase, Case, Inputs
 from tilewise.score import dropout
 
@@ -39,6 +39,30 @@ def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, T
             for g in range(case.kv_heads):
                 for r in _slices(case.queries, rows):
                     _chunk(case, x, results, b, g, r, scale)
+    return results
+
+
+def exact_packed(case: packed.PackedCase, x: packed.Inputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The same of a packed batch, in its layout: by `exact`, one sequence after the other.
+
+    The heads of a sequence stand for a batch, so that many short ones take no time for each.
+    """
+    if wide is None:
+        wide = torch.float32 if x.do.dtype.itemsize == 2 else torch.float64
+    shapes = {"o": x.do.shape} | ({f"d{name}": leaf.shape for name, leaf in x.named.items()} if case.backward else {})
+    results = {name: torch.zeros(shape, dtype=wide, device=x.do.device) for name, shape in shapes.items()}
+    with torch.no_grad():
+        for b, (rows, n) in enumerate(zip(case.sequences, case.lengths, strict=True)):
+            q, k, v, do = (t[rows].transpose(0, 1)[:, None] for t in (*x.leaves[:3], x.do))
+            bias = packed.matrix(case, x.named["bias"], b)[:, None] if case.bias else None
+            shape = None if bias is None else (bias.shape[0], 1, bias.shape[2], n)
+            one = Case("", case.heads, 1, 1, n, n, case.head_dim, case.causal, shape, case.dtype, case.backward)
+            found = exact(one, Inputs(q, k, v, bias, do), wide)
+            for name in ("o", "dq", "dk", "dv"):
+                if name in found:
+                    results[name][rows] = found[name][:, 0].transpose(0, 1)
+            if "dbias" in found:
+                packed.add_gradient(case, results["dbias"], found["dbias"][:, 0], b)
     return results
 
 
@@ -109,6 +133,36 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
     rows. A gradient is not compared row by row: in a row that is all cancellation there is nothing to compare with.
     """
     return {name: _error(found[name], right[name], by_row=name == "o") for name in right}
+
+
+def errors_packed(case: packed.PackedCase, found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    """`errors` of a packed batch: of a gradient the worst of its sequences and heads, of o of its rows.
+
+    An error is relative to the norm of the right answer there or, where that is larger, of an average part as long: in
+    a sequence of one token all cancels.
+    """
+    worst = {}
+    for name, exact in right.items():
+        if found[name].shape != exact.shape:
+            raise ValueError(f"the shape is {tuple(found[name].shape)}, not {tuple(exact.shape)}")
+        off, own = (_by_sequence(case, name, x) for x in (found[name].detach().to(exact.dtype) - exact, exact))
+        if name != "o":
+            sizes = _by_sequence(case, name, torch.ones_like(exact))
+            own = torch.maximum(own, own.sum(0) * sizes / sizes.sum(0))
+        worst[name] = (off / own.clamp_min(torch.finfo(own.dtype).tiny)).max().sqrt().item()
+    return worst
+
+
+def _by_sequence(case: packed.PackedCase, name: str, x: Tensor) -> Tensor:
+    """Sums of squares in float64, (B, H) of a gradient, (total, H) of o."""
+    squares = x.double().square()
+    squares = squares.sum(-1) if x.dim() == 3 else squares.mT  # a bias of two dimensions has its elements last
+    if name == "o":
+        return squares
+    ragged = name == "dbias" and case.bias == "ragged"
+    counts = torch.tensor([n * n if ragged else n for n in case.lengths], device=x.device)
+    number = torch.repeat_interleave(torch.arange(len(counts), device=x.device), counts)
+    return squares.new_zeros(len(counts), squares.shape[1]).index_add_(0, number, squares)
 
 
 def wrong(errors: dict[str, float], case: AnyCase) -> str:

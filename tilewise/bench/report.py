@@ -170,7 +170,9 @@ def _slower(results: Results) -> list[str]:
     return found
 
 
-def _matrix(results: Results, cell: Callable[[Row], str], operators: tuple[str, ...] = ("attention", "matmul")) -> str:
+def _matrix(
+    results: Results, cell: Callable[[Row], str], operators: tuple[str, ...] = ("attention", "matmul", "varlen")
+) -> str:
     """For each operator a table: a line for every case with a cell, a column for every provider that measured one."""
     tables = []
     for operator in operators:

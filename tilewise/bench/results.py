@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewise.bench import operators
+from tilewise.bench import operators, packed
 from tilewise.bench.cases import AnyCase, Case
 from tilewise.bench.providers import is_ours
 from tilewise.explanation import Limits, Work, backward_work, forward_work
@@ -210,7 +210,8 @@ def _case(fields: dict[str, Any]) -> AnyCase:
     operator = fields.get("operator", Case.operator)
     if operator == Case.operator:
         return Case(**{**fields, "bias": fields["bias"] and tuple(fields["bias"])})
-    return {"softmax": operators.SoftmaxCase, "matmul": operators.MatmulCase}[operator](**fields)
+    known = {"softmax": operators.SoftmaxCase, "matmul": operators.MatmulCase, "varlen": packed.PackedCase}
+    return known[operator](**fields)
 
 
 def _checked(results: Results) -> Results:

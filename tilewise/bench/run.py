@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 import tilewise
-from tilewise.bench import operators, reference
+from tilewise.bench import operators, packed, reference
 from tilewise.bench.cases import AnyCase, Case, Inputs, cases
 from tilewise.bench.providers import Provider, Steps, is_ours, providers, wants_cuda
 from tilewise.bench.results import Results, Row, Timing, left_out
@@ -44,6 +44,8 @@ _ERRORS = (
 )
 _PACKAGES = ("torch", "triton", "cudnn", "flash_attn", "cutlass", "quack", "tvm_ffi")
 _DISTRIBUTIONS = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
+
+AnyInputs = Inputs | operators.Inputs | packed.Inputs
 
 
 class UsageError(ValueError):
@@ -204,7 +206,7 @@ class _Measured:
 
     def __init__(self, case: AnyCase, clock: Clock) -> None:
         self.case, self.clock = case, clock
-        self.inputs: Inputs | operators.Inputs | None = None
+        self.inputs: AnyInputs | None = None
         self.right: dict[str, torch.Tensor] = {}
         self.rounds: dict[str, list[tuple[Timing, Timing | None]]] = {}  # of each provider forward and backward
 
@@ -258,12 +260,12 @@ class _Measured:
             backward=over_rounds(backwards) if backwards else None,
         )
 
-    def _measure_again(self, provider: Provider, x: Inputs | operators.Inputs, row: Row) -> Row:
+    def _measure_again(self, provider: Provider, x: AnyInputs, row: Row) -> Row:
         steps = provider.prepare(self.case, x)
         with steps.context():
             return self._time(provider, steps, row)
 
-    def _measure(self, provider: Provider, x: Inputs | operators.Inputs) -> Row:
+    def _measure(self, provider: Provider, x: AnyInputs) -> Row:
         case, clock = self.case, self.clock
         start = time.perf_counter()
         steps = provider.prepare(case, x)
@@ -276,10 +278,11 @@ class _Measured:
             found = both()
             synchronize(clock.device)
             first_call = time.perf_counter() - start
+            found = steps.plain(found)
             names = ("o", *(f"d{name}" for name in x.names))
             # What another draws it drops by a generator of its own: nothing here says what is right.
             known = not isinstance(case, Case) or not case.dropout or is_ours(provider.name)
-            errors = reference.errors(dict(zip(names, found, strict=False)), self.right) if known else {}
+            errors = _errors(case, dict(zip(names, found, strict=False)), self.right) if known else {}
             del found
             row = Row(case.name, provider.name, "measured", errors=errors, first_call_s=first_call)
             wrong = reference.wrong(errors, case)
@@ -294,7 +297,15 @@ class _Measured:
 
 
 def _exact(case: AnyCase, x: Any) -> dict[str, torch.Tensor]:
+    if isinstance(case, packed.PackedCase):
+        return reference.exact_packed(case, x)
     return reference.exact(case, x) if isinstance(case, Case) else case.exact(x)
+
+
+def _errors(case: AnyCase, found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
+    if isinstance(case, packed.PackedCase):
+        return reference.errors_packed(case, found, right)
+    return reference.errors(found, right)
 
 
 def provider_errors() -> tuple[type[Exception], ...]:

@@ -1,0 +1,295 @@
+"""The cases of packed batches: lengths that everybody gets alike, tensors, biases by definition, work.
+
+lognormal   32,768 tokens of 52 lengths, the longest 3,800: the 52 quantiles of the one lognormal distribution that
+            gives both
+uneven      lengths from 64 to 512, log-uniform, as many as make 16,384 tokens or a few more
+short       4,096 lengths from 8 to 64, uniform
+few         five lengths of some tokens, for tests
+
+All are the same on every machine: they draw by `random.Random(seed).random()`, whose numbers Python keeps.
+
+keys        a bias along the keys, packed, (1, total)
+relative    values by distance (total, H, 256) of the last 256 keys
+ragged      a matrix for each sequence, (H, pairs), of a sequence's n·n numbers row after row
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import exp
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import lse_dtype
+from tilewise.bias import RaggedBias, RelativeBias
+from tilewise.explanation import Work
+from tilewise.problem import Problem, irregular
+from tilewise.score.lengths import Lengths
+from tilewise.score.parts import DIFFERENTIABLE
+from tilewise.varlen import read_packed
+
+ENTRIES = 256
+BIASES = ("keys", "relative", "ragged")
+
+
+def lognormal(count: int, total: int, longest: int) -> tuple[int, ...]:
+    """``count`` lengths with this sum, of which one is the longest, in an order that is drawn.
+
+    Length n is ``longest * exp(sigma * (z[n] - z[-1]))``, z the normal quantiles (n + 1/2) / count, and sigma is what
+    gives the sum. All but the longest are rounded so that their sums are, and none is lost.
+    """
+    z = [NormalDist().inv_cdf((n + 0.5) / count) for n in range(count)]
+    low, high = 0.0, 16.0
+    for _ in range(100):  # the sum falls as sigma grows
+        sigma = (low + high) / 2
+        if longest * sum(exp(sigma * (x - z[-1])) for x in z) > total:
+            low = sigma
+        else:
+            high = sigma
+    rest = [longest * exp(low * (x - z[-1])) for x in z[:-1]]
+    share = (total - longest) / sum(rest)
+    ends = [round(share * end) for end in accumulate(rest, initial=0.0)]
+    found = [*(end - begin for begin, end in pairwise(ends)), longest]
+    draw = random.Random(1)
+    return tuple(n for _, n in sorted((draw.random(), n) for n in found))
+
+
+def uneven(total: int) -> tuple[int, ...]:
+    draw, found = random.Random(2), [0]
+    while sum(found) < total:
+        found.append(round(64 * 8 ** draw.random()))
+    return tuple(found[1:])
+
+
+def short(count: int) -> tuple[int, ...]:
+    draw = random.Random(3)
+    return tuple(8 + int(57 * draw.random()) for _ in range(count))
+
+
+BATCHES: dict[str, Callable[[], tuple[int, ...]]] = {
+    "lognormal": lambda: lognormal(52, 32768, 3800),
+    "uneven": lambda: uneven(16384),
+    "short": lambda: short(4096),
+    "few": lambda: (5, 1, 33, 2, 12),
+}
+
+
+@lru_cache
+def lengths_of(batch: str) -> tuple[int, ...]:
+    return BATCHES[batch]()
+
+
+class Inputs(NamedTuple):
+    """named: the leaves q, k, v (total, H, D) and, of a case that has one, bias; do as the output.
+
+    cu: (B + 1,) int32, where sequences begin; pairs: (B + 1,) int64, where their matrices do.
+    """
+
+    named: dict[str, Tensor]
+    do: Tensor
+    cu: Tensor
+    pairs: Tensor
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.named)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return list(self.named.values())
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """Self-attention of a packed batch.
+
+    Attributes:
+        batch: whose lengths, one of `BATCHES`.
+        bias: one of `BIASES`, trainable, or None.
+        host: that the host's time for a call is measured too.
+    """
+
+    family: str
+    batch: str
+    heads: int
+    head_dim: int
+    causal: bool = False
+    bias: str | None = None
+    dtype: str = "bfloat16"
+    backward: bool = True
+    host: bool = False
+    operator: str = "varlen"
+
+    def __post_init__(self) -> None:
+        if self.batch not in BATCHES or self.bias not in (None, *BIASES):
+            raise ValueError(f"there is no packed batch {self.batch!r} with bias {self.bias!r}")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return lengths_of(self.batch)
+
+    @property
+    def keys(self) -> int:
+        """Of all sequences."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} T{self.keys}"
+
+    @property
+    def sequences(self) -> list[slice]:
+        """Their rows."""
+        return [slice(*ends) for ends in pairwise(accumulate(self.lengths, initial=0))]
+
+    @property
+    def matrices(self) -> list[slice]:
+        """Of a ragged bias, the elements of each sequence."""
+        return [slice(*ends) for ends in pairwise(accumulate((n * n for n in self.lengths), initial=0))]
+
+    @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        if self.bias is None:
+            return None
+        shapes = {
+            "keys": (1, self.keys),
+            "relative": (self.keys, self.heads, ENTRIES),
+            "ragged": (self.heads, sum(n * n for n in self.lengths)),
+        }
+        return shapes[self.bias]
+
+    def tensors(self, device: torch.device, new: Callable[..., Tensor]) -> Inputs:
+        """``new`` makes a tensor of a shape."""
+        rows = (self.keys, self.heads, self.head_dim)
+        named, do = {name: new(*rows) for name in ("q", "k", "v")}, new(*rows)
+        if self.bias_shape is not None:
+            named["bias"] = new(*self.bias_shape)
+        cu, pairs = ([0, *(x.stop for x in found)] for found in (self.sequences, self.matrices))
+        return Inputs(
+            {name: x.requires_grad_(self.backward) for name, x in named.items()},
+            do,
+            torch.tensor(cu, dtype=torch.int32, device=device),
+            torch.tensor(pairs, device=device),
+        )
+
+    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Fresh standard normal inputs."""
+        generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, self.dtype)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
+
+        return self.tensors(device, normal)
+
+    def term(self, x: Inputs) -> Any:
+        """The bias as tilewise takes it."""
+        bias = x.named.get("bias")
+        if bias is None or self.bias == "keys":
+            return bias
+        return RelativeBias(bias, lo=1 - ENTRIES) if self.bias == "relative" else RaggedBias(bias, x.pairs)
+
+    def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
+        """The case as tilewise's backends see it on a device."""
+        return replace(_problem(self), device=device, capability=capability)
+
+    def work(self, which: str) -> Work:
+        """Of the pairs that a sequence sees of itself, 4·D a head in a forward and 10·D in a backward. A forward reads
+        q, k, v and the bias and writes o and the LSE; a backward reads all of these and do, and writes a gradient for
+        each leaf."""
+        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        dtype = getattr(torch, self.dtype)
+        rows, bias = self.keys * self.heads * self.head_dim, 1 if self.bias_shape else 0
+        for n in self.bias_shape or ():
+            bias *= n
+        lse = self.keys * self.heads * lse_dtype(dtype).itemsize
+        if which == "forward":
+            return Work(4 * self.head_dim * pairs * self.heads, (4 * rows + bias) * dtype.itemsize + lse, 0)
+        return Work(10 * self.head_dim * pairs * self.heads, (8 * rows + 2 * bias) * dtype.itemsize + lse, 0)
+
+
+@lru_cache
+def _problem(case: PackedCase) -> Problem:
+    meta = torch.device("meta")
+    x = case.tensors(meta, lambda *shape: torch.empty(shape, dtype=getattr(torch, case.dtype), device=meta))
+    q, k, v, *_ = x.leaves
+    longest = (case.longest, case.longest)
+    call = read_packed(q, k, v, Lengths(x.cu, x.cu), longest, bias=case.term(x), causal=case.causal)
+    parts = call.inputs.parts
+    grads = [name for name in DIFFERENTIABLE if parts is not None and getattr(parts, name) is not None]
+    return Problem.of(
+        *call.inputs,
+        call.score,
+        bias_grad=call.inputs.bias is not None and case.backward,
+        part_grads=tuple(grads) if case.backward else (),
+        irregular=irregular(*call.inputs[:4]),
+    )
+
+
+# What the bias of one sequence is by definition, and its gradient
+
+
+def matrix(case: PackedCase, bias: Tensor, b: int) -> Tensor:
+    """Of sequence ``b``, (H|1, n|1, n)."""
+    rows, n = case.sequences[b], case.lengths[b]
+    if case.bias == "keys":
+        return bias[:, None, rows]
+    if case.bias == "ragged":
+        return bias[:, case.matrices[b]].unflatten(1, (n, n))
+    entry, inside = _entries(n, bias.device)
+    values = bias[rows].transpose(0, 1)
+    return torch.where(inside, values.gather(-1, entry.expand(case.heads, n, n)), 0.0)
+
+
+def add_gradient(case: PackedCase, total: Tensor, dmatrix: Tensor, b: int) -> None:
+    """`matrix` backwards: adds to ``total``, of the bias's shape, what its matrix's gradient (H|1, n|1, n) comes to."""
+    rows, n = case.sequences[b], case.lengths[b]
+    if case.bias == "keys":
+        total[:, rows] += dmatrix[:, 0]
+    elif case.bias == "ragged":
+        total[:, case.matrices[b]] += dmatrix.flatten(1)
+    else:
+        entry, inside = _entries(n, total.device)
+        zeros = torch.zeros(case.heads, n, ENTRIES, dtype=total.dtype, device=total.device)
+        zeros.scatter_add_(-1, entry.expand_as(dmatrix), torch.where(inside, dmatrix, 0.0))
+        total[rows] += zeros.transpose(0, 1)
+
+
+def _entries(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of the values by distance a pair has, (n, n), and whether it has one."""
+    i = torch.arange(n, device=device)
+    entry = i[None, :] - i[:, None] + ENTRIES - 1
+    return entry.clamp(0, ENTRIES - 1), (entry >= 0) & (entry < ENTRIES)
+
+
+# The list
+
+
+def lognormal_case(head_dim: int, causal: bool, bias: str | None = None) -> PackedCase:
+    """2,048 of heads times head dimension."""
+    words = {None: "", "keys": " bias along keys", "relative": " bias by distance"}[bias]
+    family = f"varlen D{head_dim} {'causal' if causal else 'full'}{words}"
+    return PackedCase(family, "lognormal", 2048 // head_dim, head_dim, causal, bias)
+
+
+def ragged_case(dtype: str = "bfloat16") -> PackedCase:
+    return PackedCase("varlen ragged bias D32", "uneven", 4, 32, bias="ragged", dtype=dtype)
+
+
+def short_case() -> PackedCase:
+    return PackedCase("varlen short D64 full", "short", 16, 64, host=True)
+
+
+def biased() -> Iterator[PackedCase]:
+    yield from (lognormal_case(128, causal=True, bias=bias) for bias in ("keys", "relative"))
+    yield ragged_case()
