@@ -255,7 +255,7 @@ def test_tensors_without_strides_are_refused_by_name(which):
 
 def test_jagged_tensors_are_refused_by_name():
     jagged = torch.nested.nested_tensor([torch.zeros(H, M, D)] * B, layout=torch.jagged)
-    for call in (attention, explain):
+    for call in (attention, explain):  # beside others that are none
         with pytest.raises(TypeError, match=r"^q: expected a dense tensor .* got a nested tensor$"):
             call(jagged, *tensors()[1:])
 

@@ -84,3 +84,22 @@ def test_flops_of_lengths_without_numbers():
     with FlopCounterMode(display=False) as counter:
         tilewise.varlen_attention(q, k, v, *lengths, backend="cpu")
     assert counter.get_total_flops() == 2 * H * len(QUERIES) * max(QUERIES) * max(KEYS) * 2 * D
+
+
+def test_of_jagged_tensors():
+    """As of the packed batch that they are."""
+    q, k, v, cu_q, cu_k, *longest = packed()
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    own = [torch.nested.nested_tensor_from_jagged(x, cu) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))]
+    own = [x.transpose(1, 2) for x in own]
+    for options in (
+        {},
+        {"causal": True, "device": "sm_90", "dropout_p": 0.1},
+        {"window": (2, 1), "limits": (1e12, 1e11)},
+    ):
+        found, expected = explain(*own, **options), explain_varlen(q, k, v, cu_q, cu_k, *longest, **options)
+        assert str(found) == str(expected)
+        assert found.forward == expected.forward
+        assert found.backward == expected.backward
+    with pytest.raises(ValueError, match=r"^q: its lengths are read"):
+        explain(*(x.to("meta") for x in own), device="sm_90")

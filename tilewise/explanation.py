@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
 from tilewise.call import Bias, Call, Seed, read_call
+from tilewise.jagged import are_jagged, packed_of
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
 from tilewise.plan import Plan, make_plan
@@ -27,7 +28,7 @@ from tilewise.score.reference import in_band
 from tilewise.score.terms import Numbers, Window
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
-from tilewise.tensors import check_tensor
+from tilewise.tensors import PLAIN, check_tensor
 from tilewise.varlen import read_packed
 
 
@@ -173,7 +174,8 @@ def explain(
     Args:
         q, k, v, bias, mask, sink, causal, window, dropout_p, dropout_seed, deterministic, backend, and the score's
             numbers: as for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
-            A bias of low rank shows as what it becomes: wider q and k.
+            A bias of low rank shows as what it becomes: wider q and k. Of jagged nested tensors the lengths are read,
+            as `explain_varlen` does, and so need elements.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for
@@ -189,6 +191,17 @@ def explain(
     """
     if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
         raise unexpected("explain", unknown)
+    if type(q) not in PLAIN and are_jagged(q, k, v):
+        values, lengths, longest = packed_of(q, k, v)
+        assert lengths.cu_q is not None
+        assert lengths.cu_k is not None
+        if q.is_meta:
+            raise ValueError("q: its lengths are read, and need elements; on the meta device use explain_varlen")
+        return explain_varlen(
+            *values, lengths.cu_q, lengths.cu_k, *longest, bias=bias, mask=mask, sink=sink, causal=causal,
+            window=window, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+            backend=backend, device=device, limits=limits, **numbers,
+        )  # fmt: skip
     with torch.enable_grad():  # what is made of a trained table asks for a gradient as the table does
         call = read_call(
             q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,

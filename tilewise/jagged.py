@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,27 @@ def jagged_attention(
         ValueError, TypeError: naming the argument, what came and what is allowed.
         NotImplementedError: jagged tensors with holes; under torch.compile, different j that would have to be compared.
     """
+    values, lengths, longest = packed_of(q, k, v, names, equal_lengths)
+    found = packed_attention(*values, lengths, longest, return_lse=return_lse, **options)
+    if return_lse:
+        o, lse = found
+        return _as(q, o.transpose(0, 1)), _as(q, lse)
+    assert isinstance(found, Tensor)
+    return _as(q, found.transpose(0, 1))
+
+
+class PackedOf(NamedTuple):
+    """What jagged tensors are as a packed batch: (total, heads, head_dim) each of q, k and v, in views."""
+
+    values: tuple[Tensor, Tensor, Tensor]
+    lengths: Lengths
+    longest: tuple[int, int]
+
+
+def packed_of(
+    q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v"), equal_lengths: str | None = None
+) -> PackedOf:
+    """Arguments and errors of `jagged_attention`."""
     for name, x in zip(names, (q, k, v), strict=True):
         _check(name, x, names[0], q)
     if not _have_equal_lengths(k, v, names[2]):
@@ -62,20 +83,11 @@ def jagged_attention(
         )
     if equal_lengths is not None and not _have_equal_lengths(q, k, names[1]):
         raise ValueError(equal_lengths)
-    found = packed_attention(
-        q.values().transpose(0, 1),
-        k.values().transpose(0, 1),
-        v.values().transpose(0, 1),
+    return PackedOf(
+        (q.values().transpose(0, 1), k.values().transpose(0, 1), v.values().transpose(0, 1)),
         Lengths(q.offsets(), k.offsets()),
         (q._get_max_seqlen(), k._get_max_seqlen()),
-        return_lse=return_lse,
-        **options,
     )
-    if return_lse:
-        o, lse = found
-        return _as(q, o.transpose(0, 1)), _as(q, lse)
-    assert isinstance(found, Tensor)
-    return _as(q, found.transpose(0, 1))
 
 
 def _as(q: Any, values: Tensor) -> Tensor:
