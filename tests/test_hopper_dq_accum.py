@@ -25,7 +25,7 @@ def plain(monkeypatch):
     """The functions of the kernels as Python functions; that no register moves is for the compiler to check."""
     gl = SimpleNamespace(convert_layout=lambda x, *_, **__: x, constexpr=lambda x: x, BlockedLayout=lambda *_: None)
     monkeypatch.setattr(dq_accum, "gl", gl)
-    monkeypatch.setattr(dq_accum, "COLS", 32)
+    monkeypatch.setattr(dq_accum, "DQ_COLS", 32)
     monkeypatch.setattr(dq_accum, "in_order", lambda _: None)
     monkeypatch.setattr(dq_accum, "accumulator", lambda *_: None)
 

@@ -116,12 +116,12 @@ def test_what_a_band_hides_from_a_sequence_is_looked_for(queries, keys, terms):
 @pytest.mark.parametrize(("heads", "total", "dim"), [(16, 32768, 128), (1, 5, 8), (3, 1 << 20, 256)])
 def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
     """A coordinate is inside exactly for rows of the sequence, and its address, modulo 2^64, is the row's."""
-    from tilewise.backends.gluon.packed import ROWS, box_of
+    from tilewise.backends.gluon.packed import RAGGED_AXIS, box_of
     from tilewise.backends.gluon.tensors import ragged
 
     x = torch.empty(total, heads, dim, dtype=torch.float16, device="meta").transpose(0, 1)[None]
     box = ragged(x, 64, max(32, dim))
-    assert ROWS == 1 << 30
+    assert RAGGED_AXIS == 1 << 30
     first, count = total // 3, total // 2
     for row, h in ((0, 0), (count - 1, heads - 1), (count, 0), (count + 70, 0)):
         at = box_of.fn(first, count, 0, h, row, type("Packed", (), {"PACKED": True}))

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from collections import defaultdict
+from pathlib import Path
+
 import ledger
 from helpers import Case
+
+import tilewise
 
 
 def test_a_program_is_what_a_compiler_reads():
@@ -11,6 +17,19 @@ def test_a_program_is_what_a_compiler_reads():
     same = 'def f(x):\n    """Adds one."""\n    # to x\n    return (x\n            + 1)\n'
     assert ledger.program(program) == ledger.program(same)
     assert ledger.program(program) != ledger.program(program.replace("1", "2"))
+
+
+def test_a_constant_of_kernels_has_one_value():
+    """Triton hashes the constants that a kernel reads in the order of their names and then of their modules' addresses:
+    two of one name and different values would make another fingerprint in another process."""
+    found = defaultdict(set)
+    for path in Path(tilewise.__file__).parent.rglob("*.py"):
+        for x in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(x, ast.Assign) and isinstance(x.value, ast.Call) and "constexpr" in ast.unparse(x.value.func):
+                for target in x.targets:
+                    found[ast.unparse(target)].add(ast.unparse(x.value.args[0]))
+    assert len(found) > 10
+    assert not {name: values for name, values in found.items() if len(values) > 1}
 
 
 def test_covering_runs_have_every_value():

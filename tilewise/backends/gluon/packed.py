@@ -5,8 +5,8 @@ program of it takes some sequences and counts what stands before them, so that n
 forward takes the next tile of the list, and reads beside it all that it must know of its sequence. The backward has a
 list of tiles of keys as well, those with most queries first.
 
-The list, int32: a head of `HEAD` numbers, of which the first is the number of tiles and number `SEMAPHORE` a counter
-that starts at 0, and then `ENTRY` numbers for each tile.
+The list, int32: a head of `LIST_HEAD` numbers, of which the first is the number of tiles and number `SEMAPHORE` a
+counter that starts at 0, and then `ENTRY` numbers for each tile.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tilewise.backends.launcher import POINTER, Launch, Record, strided
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
 
-HEAD = tl.constexpr(8)
+LIST_HEAD = tl.constexpr(8)
 SEMAPHORE = 4  # 16 bytes from the begin
 ENTRY = tl.constexpr(8)  # tile of its sequence, first query, first key, queries, keys, sequence; two without a use
 SEQUENCES = tl.constexpr(128)  # of a program of `tiles_kernel`
-ROWS = tl.constexpr(RAGGED_ROWS)  # of the axis that `box_of` counts from its end
+RAGGED_AXIS = tl.constexpr(RAGGED_ROWS)  # rows of the axis that `box_of` counts from its end
 
 
 class SeqInfo(NamedTuple):
@@ -44,7 +44,7 @@ class SeqInfo(NamedTuple):
 @triton.jit
 def listed_tile(tile_list, n):
     """(`SeqInfo`, tile of its queries) of the ``n``-th work tile."""
-    at = tile_list + HEAD + n * ENTRY
+    at = tile_list + LIST_HEAD + n * ENTRY
     queries, keys = tl.load(at + 3), tl.load(at + 4)
     return SeqInfo(tl.load(at + 1), tl.load(at + 2), queries, keys, keys - queries), tl.load(at)
 
@@ -69,14 +69,14 @@ def listed_tile_and_head(tile_list, t, heads, BLOCK: tl.constexpr, BY_KEYS: tl.c
 def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
     """The number of the first tile of queries of the ``n``-th work tile's sequence, where each leaves room for all that
     the others may have: row statistics and the sum of dQ lie by it."""
-    return seq.first_query // BLOCK_M + tl.load(tile_list + HEAD + n * ENTRY + 5)
+    return seq.first_query // BLOCK_M + tl.load(tile_list + LIST_HEAD + n * ENTRY + 5)
 
 
 @gluon.jit
 def box_of(first, count, b, h, row, c):
     """Where TMA finds the tile from row ``row`` on: of a packed batch, of the ``count`` rows from ``first`` on."""
     if c.PACKED:
-        return [ROWS, first + count, h, ROWS - count + row, 0]
+        return [RAGGED_AXIS, first + count, h, RAGGED_AXIS - count + row, 0]
     else:
         return [b, h, row, 0]
 
@@ -144,8 +144,8 @@ def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, 
         count += tl.sum(their_tiles, 0)
     if pid == 0:
         count = tl.minimum(count, sizes.most)
-        tl.store(tile_list + tl.arange(0, HEAD), tl.where(tl.arange(0, HEAD) == 0, count, 0))
-    at = tile_list + HEAD + place * ENTRY
+        tl.store(tile_list + tl.arange(0, LIST_HEAD), tl.where(tl.arange(0, LIST_HEAD) == 0, count, 0))
+    at = tile_list + LIST_HEAD + place * ENTRY
     for i in range(0, tl.max(tiles, 0)):  # the last queries see most keys: they come first, and so do the first keys
         # Sequences that overlap, for offsets that descend, may have more tiles than there is room for.
         inside, to = (i < tiles) & (place + i < sizes.most), at + i * ENTRY
@@ -217,7 +217,7 @@ class TileList:
     def __init__(self, problem: Problem, block: int, x: Tensor, y: Tensor | None = None, by_keys: bool = False):
         assert problem.totals is not None
         self.most = problem.totals[by_keys] // block + problem.batch  # tiles of one head
-        self.shape = HEAD.value + ENTRY.value * self.most
+        self.shape = LIST_HEAD.value + ENTRY.value * self.most
         sizes = ListSizes(
             problem.batch, self.most, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads,
             x.shape[3], 0 if y is None else y.shape[3],

@@ -22,8 +22,7 @@ from tilewise.backends.gluon.sm90.dbias import (
     reduction,
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
-from tilewise.backends.gluon.sm90.dq_accum import COLS as DQ_COLS
-from tilewise.backends.gluon.sm90.dq_accum import packed_postprocess_kernel, postprocess_kernel
+from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector

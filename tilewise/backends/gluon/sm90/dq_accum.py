@@ -40,7 +40,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
-COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
+DQ_COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
 
 class DqRing(NamedTuple):
@@ -75,20 +75,20 @@ def in_order(warps):
 
 @gluon.jit
 def as_threads_hold_it(dq, WARPS: gl.constexpr):
-    """A tile [rows, columns] in wgmma's layout as [.., COLS] in the order of the sum; no register moves."""
+    """A tile [rows, columns] in wgmma's layout as [.., DQ_COLS] in the order of the sum; no register moves."""
     ROWS: gl.constexpr = dq.shape[0]
     WIDTH: gl.constexpr = dq.shape[1]
     HALVES: gl.constexpr = 16 * WARPS // ROWS  # of the columns, one for each warpgroup
     # sixteen rows of a warp, half of them, row; half of the columns, eight columns, two of them, column
     parts = dq.reshape([ROWS // 16, 2, 8, HALVES, WIDTH // (8 * HALVES), 4, 2])
-    flat = parts.permute((4, 3, 0, 2, 5, 1, 6)).reshape([ROWS * WIDTH // COLS, COLS])
+    flat = parts.permute((4, 3, 0, 2, 5, 1, 6)).reshape([ROWS * WIDTH // DQ_COLS, DQ_COLS])
     return gl.convert_layout(flat, in_order(WARPS), assert_trivial=True)
 
 
 @gluon.jit
 def as_rows(flat, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """The inverse of `as_threads_hold_it`."""
-    WIDTH: gl.constexpr = flat.shape[0] * COLS // ROWS
+    WIDTH: gl.constexpr = flat.shape[0] * DQ_COLS // ROWS
     HALVES: gl.constexpr = 16 * WARPS // ROWS
     parts = flat.reshape([WIDTH // (8 * HALVES), HALVES, ROWS // 16, 8, 4, 2, 2])
     dq = parts.permute((2, 5, 3, 1, 0, 4, 6)).reshape([ROWS, WIDTH])
@@ -100,7 +100,7 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Where the elements of a flat tile lie."""
     IN: gl.constexpr = in_order(WARPS)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, IN))
-    return rows[:, None] * COLS + gl.arange(0, COLS, gl.SliceLayout(0, IN))[None, :]
+    return rows[:, None] * DQ_COLS + gl.arange(0, DQ_COLS, gl.SliceLayout(0, IN))[None, :]
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def begin_dq(ds, shared, PART: gl.constexpr, c):
 @gluon.jit
 def place_of_part(tile_of_head, part, c):
     """The first row of a part of a tile's sum; tiles are counted over all heads and batch elements."""
-    return (tile_of_head * c.DQ_PARTS + part) * (c.BLOCK_M * c.BLOCK_D // c.DQ_PARTS // COLS)
+    return (tile_of_head * c.DQ_PARTS + part) * (c.BLOCK_M * c.BLOCK_D // c.DQ_PARTS // DQ_COLS)
 
 
 @gluon.jit
@@ -153,7 +153,7 @@ def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, c):
         dq_ring.slots.index(0).store(flat)
     else:
         part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
-        gl.atomic_add(x.dq + part * COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
+        gl.atomic_add(x.dq + part * DQ_COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -241,7 +241,7 @@ def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constex
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = BLOCK_D // PARTS
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
-    at = places(BLOCK_M * WIDTH // COLS, WARPS)
+    at = places(BLOCK_M * WIDTH // DQ_COLS, WARPS)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
     to += gl.cast(row0, gl.int64) * dq.stride2
@@ -259,7 +259,7 @@ def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.conste
     """dQ = scale · sum in dQ's dtype, for one tile of queries, by as many warps as have computed it.
 
     It runs while the last programs of the backward do, where these leave multiprocessors idle.
-    dq: `Strided`. dq_accum: float32 (B·H·tiles · PARTS · rows of a part, COLS). counts: see
+    dq: `Strided`. dq_accum: float32 (B·H·tiles · PARTS · rows of a part, DQ_COLS). counts: see
     `backward_scheduler.counters_at`.
     """
     pid = gl.program_id(0)
