@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import varlen_draws
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 from varlen_biases import BIASES, padded, t5, toeplitz
@@ -278,6 +279,20 @@ def test_sink(backend, shape, dtype):
     sink[..., 1 % sink.shape[-1]] = -INF
     hold(USED, sink=sink.requires_grad_(), dtype=dtype, backend=backend)
     hold(USED, BIASES["along the keys"], sink=sink, dtype=dtype, backend=backend, causal=True, softcap=3.0)
+
+
+@each_backend
+@pytest.mark.parametrize("lengths", [Lengths((0, 0), (3, 3), past=2), Lengths((3, 2), (0, 0), past=2)], ids=str)
+def test_a_sink_where_there_is_nothing_to_compute(backend, lengths):
+    """Rows past the last sequence have none."""
+    sink = torch.randn(H, lengths.total_q, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    hold(lengths, sink=sink, backend=backend)
+
+
+@pytest.mark.parametrize("n", range(60))
+def test_at_random(n):
+    """Lengths, biases, mask, sink and numbers together; the first of 5,000 that were tried."""
+    varlen_draws.drawn(n).hold()
 
 
 # --- dropout ---

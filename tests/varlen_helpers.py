@@ -205,11 +205,11 @@ def gradients(outputs, leaves, do, dlse):
 
 
 def hold(lengths: Lengths, make=None, dtype=FLOAT, backend="cpu", *, bias_dtype=None, heads=(H, HKV), dims=(D, DV),
-         mask=None, sink=None, offsets_dtype=torch.int32, validate=False, **options):  # fmt: skip
+         mask=None, sink=None, offsets_dtype=torch.int32, validate=False, as_dense=False, **options):  # fmt: skip
     """The error rule: o, lse and each gradient at most twice as far from the oracle's sequences as plain torch's.
 
-    In 16 bits also where the backend's own dense calls are as far: O is rounded before it meets dO in the gradients, of
-    which most cancels in a sum over many pairs. Those have a rule of their own.
+    In 16 bits, and with ``as_dense``, also where the backend's own dense calls are as far: O is rounded before it meets
+    dO in the gradients, of which most cancels in a sum over many pairs. Those have a rule of their own.
 
     make: ``(new) -> (bias, parts)``, the bias of the packed batch, and ``parts(sequence)``, what one has of it.
     """
@@ -223,7 +223,7 @@ def hold(lengths: Lengths, make=None, dtype=FLOAT, backend="cpu", *, bias_dtype=
     terms = {"parts": parts, "mask": mask, "sink": sink, **options}
     exact, other = one_by_one(qkv, lengths, **terms), plain(qkv, lengths, **terms)
     calls = [found, exact, other]
-    if dtype in (HALF, BRAIN):
+    if as_dense or dtype in (HALF, BRAIN):
         calls.append(one_by_one(qkv, lengths, **terms, backend=backend) if backend != "oracle" else other)
     results = [(*x, *gradients(x, leaves, do, dlse)) for x in calls]
     wide = DOUBLE if dtype == DOUBLE else FLOAT

@@ -72,6 +72,8 @@ def _empty_forward(inputs: Inputs) -> Outputs:
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
     if inputs.sink is not None:
         lse.copy_(inputs.sink.expand_as(lse))
+        if inputs.lengths is not None and inputs.lengths.cu_q is not None:  # rows past the last sequence have no sink
+            lse.masked_fill_(torch.arange(q.shape[2], device=q.device) >= inputs.lengths.cu_q[-1], -torch.inf)
     return Outputs(empty_output(q, inputs.v.shape[3]).zero_(), lse)
 
 
@@ -85,7 +87,8 @@ def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs
     if needs.sink and sink is not None:
         assert outputs.lse is not None
         dlse = torch.zeros_like(outputs.lse) if cotangents.lse is None else cotangents.lse
-        dsink = sink_gradient(sink, outputs.lse, dlse)
+        nothing = outputs.lse == -torch.inf
+        dsink = sink_gradient(sink, outputs.lse.masked_fill(nothing, torch.inf), dlse.masked_fill(nothing, 0.0))
     dparts = {name: torch.zeros_like(getattr(parts, name)) for name in needs.parts}
     return Gradients(dq, dk, dv, dbias, dsink, **dparts)
 
