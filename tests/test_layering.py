@@ -86,6 +86,16 @@ ROOMS = {
         *READING,
     },
     "tilewise.jagged": {"tilewise.problem", "tilewise.score", "tilewise.tensors", "tilewise.varlen"},
+    "tilewise.distributed": {  # above call, beside api
+        "tilewise.autograd",
+        "tilewise.bias",
+        "tilewise.call",
+        "tilewise.dispatch",
+        "tilewise.merge",
+        "tilewise.plan",
+        *READING,
+        *BACKEND,
+    },
     "tilewise.api": {
         "tilewise.autograd",
         "tilewise.backends",

@@ -9,6 +9,7 @@ explain, explain_varlen        what a call of attention would do, and what limit
 matmul, softmax                attention's parts, as operators of their own
 
 `tilewise.bias` has biases that need no matrix: by distance, T5's, ALiBi's, of low rank.
+`tilewise.distributed` has attention of a sequence that is split over several GPUs.
 `tilewise.layouts` has shared-memory layouts of tensor-core operands, `tilewise.integrations.transformers` the
 integration with Hugging Face, `tilewise.integrations.flash_attn` functions for code that was written for flash-attn.
 
@@ -57,8 +58,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "bias":
-        return importlib.import_module("tilewise.bias")
+    if name in ("bias", "distributed"):
+        return importlib.import_module(f"tilewise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

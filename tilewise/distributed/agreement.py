@@ -1,0 +1,53 @@
+"""Whether all ranks make one and the same call: they say so to each other before the first of a kind.
+
+A rank that others wait for in a collective hangs them, so an error of one is raised on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from tilewise.distributed.layout import Ranks
+
+Description = tuple[tuple[str, Hashable], ...]
+_KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, TypeError, NotImplementedError)}
+_agreed: WeakKeyDictionary[Any, dict[Description, str]] = WeakKeyDictionary()
+
+
+def agreed(ranks: Ranks, description: Description) -> str | None:
+    """The method of such calls, if this rank has made one with these before."""
+    return _agreed.get(ranks.group, {}).get(description)
+
+
+def agree(ranks: Ranks, description: Description | None, method: str | None, failure: Exception | None) -> None:
+    """Tell all ranks what this one is about to do, or why it cannot; raise on every rank if that is not the same."""
+    mine = description if failure is None else (type(failure).__name__, str(failure))
+    everybody: list[Any] = [None] * ranks.size
+    try:
+        dist.all_gather_object(everybody, (failure is None, mine), group=ranks.group)
+    except RuntimeError as error:
+        if failure is not None:  # the others, who had made such calls before, were somewhere else
+            raise failure from error
+        raise
+    if failure is not None:
+        raise failure
+    for rank, (fine, found) in enumerate(everybody):
+        if not fine:
+            kind, message = found
+            raise _KINDS[kind](f"rank {rank}: {message}")
+    first = dict(everybody[0][1])
+    for rank, (_, found) in enumerate(everybody):
+        other = dict(found)
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"{name}: must be alike on all ranks, got {first.get(name)} on rank 0 and {other.get(name)} on "
+                    f"rank {rank}"
+                )
+    assert description is not None
+    assert method is not None
+    _agreed.setdefault(ranks.group, {})[description] = method

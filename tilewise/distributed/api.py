@@ -1,0 +1,209 @@
+"""The public calls on shards: arguments named, read and checked, agreed on with the other ranks, and run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.call import Bias, Window
+from tilewise.dispatch import describe
+from tilewise.distributed.agreement import Description, agree, agreed
+from tilewise.distributed.layout import LoadBalancer, Ranks
+from tilewise.distributed.methods import METHODS, attend
+from tilewise.distributed.operands import FUNCTION, Options, ShardedCall, read
+from tilewise.distributed.plan import ContextParallelPlan, make_plan
+from tilewise.keywords import named_only, unexpected
+from tilewise.plan import check_backend
+from tilewise.problem import check_flag
+from tilewise.score.terms import Terms
+
+MethodName = Literal["auto", "all_gather", "ring", "all_to_all"]
+
+
+@named_only
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    bias: Bias = None,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    load_balancer: LoadBalancer = None,
+    method: MethodName = "auto",
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    validate: bool = False,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tilewise.attention` of a sequence that is split over the ranks of a mesh: this rank's queries and all keys.
+
+    A collective: every rank of the mesh makes the call, and the backward, in the same order. Gradients are those of the
+    sum of all ranks' losses.
+
+    Args:
+        q, k, v: this rank's shards, (B, H, M / ranks, D), (B, Hkv, N / ranks, D) and (B, Hkv, N / ranks, Dv), of one
+            shape on every rank: the r-th part, or with a load balancer what `shard` makes.
+        mesh: a DeviceMesh of one axis, that of the sequence: ``mesh["cp"]`` of one that has more.
+        bias: as `tilewise.attention` takes it, but for CausalBias. A matrix has this rank's rows and all keys in their
+            own order, (B|1, H|Hkv|1, M / ranks, N), and its gradient stays here; a bias along the queries, or along the
+            keys (B|1, H|Hkv|1, 1, N / ranks), is split as q or k is. So are values per query or key of a RelativeBias,
+            and u and w of a low rank. Tables, slopes and whatever else has neither axis are the same on every rank, and
+            so are their gradients: the sum over ranks. Terms count positions in the whole sequence.
+        mask: bool, in the shapes of a bias.
+        sink: (H,), the same on every rank, or of this rank's queries, (B|1, H|1, M / ranks).
+        causal, window, scale, softcap, deterministic, backend: as for `tilewise.attention`, of the whole sequence.
+        load_balancer: how the sequence was split. None: in contiguous parts. "head_tail": a chunk of its head and one
+            of its tail for each rank, which gives all ranks equal work under a causal mask.
+        method: "all_gather" gathers keys and values; "ring" passes them round while it computes; "all_to_all" trades
+            rows for heads, if the ranks divide the heads. "auto": see `explain_context_parallel`.
+        validate: compare the ranks' arguments before every call; else once for each kind of call. What the comparison
+            finds, and what is wrong on one rank, is raised on all; without it ranks that differ wait for each other
+            until the group's timeout.
+        return_lse: also return the logarithm of each row's softmax denominator.
+
+    Dropout, DTensors, packed batches and jagged tensors are not taken.
+
+    Returns:
+        o (B, H, M / ranks, Dv), split as q is; with ``return_lse`` also lse (B, H, M / ranks).
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+        NotImplementedError: what is not taken, by its name.
+
+    Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509); all_gather with a head and a tail:
+    Llama 3 (arXiv 2407.21783), section 3.3.2.
+    """
+    given = {"bias": bias, "mask": mask, "sink": sink}
+    options = Options(causal, window, scale, softcap, deterministic, backend)
+    found = _run(
+        mesh, load_balancer, (q, k, v), given, options, unknown, method=method, validate=validate, return_lse=return_lse
+    )
+    return found if return_lse else found[0]
+
+
+@named_only
+def explain_context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    bias: Bias = None,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    load_balancer: LoadBalancer = None,
+    method: MethodName = "auto",
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    **unknown: Any,
+) -> ContextParallelPlan:
+    """What `context_parallel_attention` would do, and what each method sends, holds and computes; nothing is sent.
+
+    "auto" takes the method with the fewest bytes that no product hides. The ring's count as hidden where its products
+    take longer than its transfers at the figures of `plan.HIDDEN_FROM`; no method was timed for this.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as the call would on this rank.
+    """
+    _refuse(unknown)
+    options = Options(causal, window, scale, softcap, deterministic, backend)
+    ranks = Ranks.of(mesh, load_balancer)
+    call, tensors = read((q, k, v), bias, mask, sink, ranks, options)
+    _check_method(method)
+    _check_locally(call, tensors)
+    return make_plan(call, tensors, method)
+
+
+@torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
+def _run(
+    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
+    options: Options, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ranks = Ranks.of(mesh, load_balancer)
+    failure: Exception | None = None
+    description: Description | None = None
+    chosen: str | None = None
+    try:
+        _refuse(unknown)
+        check_flag("validate", validate)
+        check_flag("return_lse", return_lse)
+        _check_method(method)
+        call, tensors = read(qkv, given["bias"], given["mask"], given["sink"], ranks, options)
+        description = _description(call, tensors, method, return_lse)
+        chosen = agreed(ranks, description)
+        known = chosen is not None
+        if not known or validate:
+            _check_locally(call, tensors)
+            chosen = make_plan(call, tensors, method).method
+    except (ValueError, TypeError, NotImplementedError) as error:
+        failure, known = error, False
+    if not known or validate:
+        agree(ranks, description, chosen, failure)
+    assert chosen is not None
+    return attend(chosen, call, tensors, return_lse)
+
+
+def _refuse(unknown: dict[str, Any]) -> None:
+    for name in unknown:
+        if name in ("dropout_p", "dropout_seed"):
+            if unknown[name] is not None and not (name == "dropout_p" and unknown[name] == 0):
+                raise NotImplementedError(
+                    f"{name}: {FUNCTION} has no dropout: kernels count queries, keys and heads from 0, so that each "
+                    "rank would drop by places that are not the sequence's"
+                )
+        elif name.startswith(("cu_seqlens", "seqused", "max_seqlen")):
+            raise NotImplementedError(f"{name}: {FUNCTION} takes no packed batches; one sequence length for all")
+        else:
+            raise unexpected(FUNCTION, unknown)
+
+
+def _check_method(method: str) -> None:
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method: must be 'auto' or one of {', '.join(map(repr, METHODS))}, got {method!r}")
+
+
+def _check_locally(call: ShardedCall, tensors: list[Tensor]) -> None:
+    """All that a local call would raise, before anything is sent."""
+    check_backend(call.options.backend)
+    ranks = call.ranks
+    at = ranks.chunks(call.queries)[0], ranks.chunks(call.keys)[0]
+    local = call.local(call.cut(tensors, *at), *at)
+    describe(local.inputs, Terms.of(local.score, local.deterministic, local.backend))
+    device = tensors[0].device.type
+    if device != ranks.device:
+        raise ValueError(f"q: must be on the mesh's device {ranks.device}, got {device}")
+
+
+def _description(call: ShardedCall, tensors: list[Tensor], method: str, return_lse: bool) -> Description:
+    """What has to be alike on all ranks."""
+    layouts = tuple(
+        (slot.name if count == 0 else f"{slot.name} ({count + 1})", (tuple(x.shape), x.dtype, x.requires_grad))
+        for (slot, count), x in zip(_numbered(call), tensors, strict=True)
+    )
+    terms = (("bias terms", tuple(repr(piece.term) for piece in call.pieces)),)
+    options = tuple(call.options._asdict().items())
+    rest = (
+        ("method", method), ("load_balancer", call.ranks.split.pieces), ("return_lse", return_lse),
+        ("torch.is_grad_enabled()", torch.is_grad_enabled()),
+    )  # fmt: skip
+    return *layouts, *terms, *options, *rest
+
+
+def _numbered(call: ShardedCall) -> list[tuple[Any, int]]:
+    """Slots, and how many before have the same name."""
+    names = [slot.name for slot in call.slots]
+    return [(slot, names[:n].count(slot.name)) for n, slot in enumerate(call.slots)]

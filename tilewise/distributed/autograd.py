@@ -1,0 +1,175 @@
+"""Collectives that autograd differentiates, and the ring, whose backward goes round as its forward does.
+
+Gradients of 16 bits are summed over ranks in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.backends import Needs, Outputs
+from tilewise.bias.terms import wide
+from tilewise.dispatch import backward_of
+from tilewise.distributed import ring
+from tilewise.distributed.layout import Chunk, Ranks, shards_of, whole_of
+from tilewise.distributed.operands import ShardedCall
+from tilewise.score.parts import DIFFERENTIABLE
+from tilewise.score.terms import Terms
+
+# PyTorch has renamed two of its collectives.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    sent = ring.as_bytes(x.contiguous())
+    stacked = sent.new_empty((ranks.size * sent.shape[0], *sent.shape[1:]))
+    _all_gather(stacked, sent, group=ranks.group)
+    return whole_of(stacked.view(x.dtype).unflatten(0, (ranks.size, -1)), dim, ranks.split)
+
+
+def _scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """The sum over ranks, of which this one gets its shard."""
+    sent = shards_of(wide(x), dim, ranks.split).contiguous()
+    found = sent.new_empty(sent.shape[1:])
+    _reduce_scatter(found, sent.flatten(0, 1), group=ranks.group)
+    return found.to(x.dtype)
+
+
+def _all_to_all(stacked: Tensor, ranks: Ranks) -> Tensor:
+    sent = ring.as_bytes(stacked.contiguous())
+    found = torch.empty_like(sent)
+    dist.all_to_all_single(found, sent, group=ranks.group)
+    return found.view(stacked.dtype)
+
+
+def _to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+    stacked = x.unflatten(heads, (ranks.size, x.shape[heads] // ranks.size)).movedim(heads, 0)
+    return whole_of(_all_to_all(stacked, ranks), rows, ranks.split)
+
+
+def _to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+    return _all_to_all(shards_of(x, rows, ranks.split), ranks).movedim(0, heads).flatten(heads, heads + 1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.where = ranks, dim
+        return _gathered(x, ranks, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scattered(grad, *ctx.where), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = wide(grad).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.ranks.group)
+        return total.to(grad.dtype), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, heads: int, rows: int, to_heads: bool) -> Tensor:
+        ctx.where, ctx.to_heads = (ranks, heads, rows), to_heads
+        return (_to_heads if to_heads else _to_rows)(x, ranks, heads, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_to_rows if ctx.to_heads else _to_heads)(grad, *ctx.where), None, None, None, None
+
+
+def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """The whole of what the ranks have shards of along ``dim``. Backward: each rank gets the sum of all ranks'
+    gradients of its shard."""
+    found: Tensor = _Gather.apply(x, ranks, dim)
+    return found
+
+
+def summed(x: Tensor, ranks: Ranks) -> Tensor:
+    """``x``, which is the same on every rank; its gradient is the sum of all ranks'."""
+    found: Tensor = _Summed.apply(x, ranks)
+    return found
+
+
+def to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+    """Of a shard along axis ``rows`` with all heads, all rows with this rank's heads."""
+    found: Tensor = _Exchange.apply(x, ranks, heads, rows, True)
+    return found
+
+
+def to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+    """`to_heads` backwards."""
+    found: Tensor = _Exchange.apply(x, ranks, heads, rows, False)
+    return found
+
+
+# --- the ring ---
+
+
+class _Ring(torch.autograd.Function):
+    """``*tensors, call -> o, lse``; the tensors are those of ``call.slots``."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, call = arguments
+        o, lse = ring.forward(call, tensors)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, o, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:-1]
+        cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
+        with torch.no_grad():
+            return *ring.backward(ctx.call, tensors, Outputs(o, lse), cotangents, needs, part_gradients), None
+
+
+def ring_attention(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _Ring.apply(*tensors, call)
+    return found
+
+
+def part_gradients(
+    call: ShardedCall, tensors: Sequence[Tensor], at: tuple[Chunk, Chunk], outputs: Outputs, cotangents: Outputs,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """What the pairs of some queries and some keys add to the gradients of ``tensors``, which are cut to these.
+
+    dS = P ∘ (dP − D) holds for a part of a row with the LSE and o of the whole row: ``outputs``. So this is the
+    operator's own backward with these in place of the part's. What a bias term's tensors were made into is
+    differentiated by autograd.
+    """
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+    with torch.enable_grad():
+        local = call.local(leaves, *at, sink=False)
+    inputs = local.inputs
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias")}
+    if inputs.parts is not None:
+        named |= {name: getattr(inputs.parts, name) for name in DIFFERENTIABLE}
+    asked = {name: x for name, x in named.items() if x is not None and x.requires_grad}
+    if not asked:
+        return [None] * len(leaves)
+    wanted = Needs(*(name in asked for name in Needs._fields))
+    terms = Terms.of(local.score, local.deterministic, local.backend)
+    grads = backward_of(inputs, outputs, cotangents, terms, wanted)(inputs, outputs, cotangents)
+    made, given = list(asked.values()), [getattr(grads, name) for name in asked]
+    targets = [x for x in leaves if x.requires_grad]
+    found = iter(torch.autograd.grad(made, targets, given, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in leaves]

@@ -1,0 +1,125 @@
+"""Which rows of a sequence a rank has, and the tensors that collectives send: pure arithmetic and views.
+
+Contiguous: rank r has the r-th part. "head_tail": the sequence is cut into 2R chunks and rank r has the r-th of them
+from the start and the r-th from the end, one after the other, so that under a causal mask each rank has as many visible
+pairs as every other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.score.terms import Band
+
+LoadBalancer = Literal["head_tail"] | None
+BALANCERS = (None, "head_tail")
+
+
+class Chunk(NamedTuple):
+    """Rows of a shard that follow each other in the sequence: the first one's place in the shard, and in the whole."""
+
+    local: int
+    start: int
+    length: int
+
+
+class Split(NamedTuple):
+    """A sequence over ``size`` ranks, in so many ``pieces`` each: 1, or 2 of a head and a tail."""
+
+    size: int
+    pieces: int
+
+    def chunks(self, rank: int, length: int) -> tuple[Chunk, ...]:
+        """Of the ``length`` rows of that rank's shard."""
+        if self.pieces == 1:
+            return (Chunk(0, rank * length, length),)
+        half = length // 2
+        return Chunk(0, rank * half, half), Chunk(half, (2 * self.size - 1 - rank) * half, half)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a mesh, this one's place among them, and how they split a sequence."""
+
+    group: Any  # a ProcessGroup
+    rank: int
+    split: Split
+    device: str  # the mesh's
+
+    @property
+    def size(self) -> int:
+        return self.split.size
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> Ranks:
+        """Raise a ValueError or TypeError that names the mesh or the load balancer."""
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: expected one axis, that of the sequence, got {mesh.ndim}; of a mesh with names pass mesh['cp']"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"mesh: this process, rank {dist.get_rank()}, is not in it: {mesh}")
+        if load_balancer not in BALANCERS:
+            raise ValueError(f"load_balancer: must be None or 'head_tail', got {load_balancer!r}")
+        group = mesh.get_group()
+        split = Split(dist.get_world_size(group), 1 if load_balancer is None else 2)
+        return cls(group, dist.get_rank(group), split, mesh.device_type)
+
+    def chunks(self, length: int) -> tuple[Chunk, ...]:
+        return self.split.chunks(self.rank, length)
+
+
+def shards_of(x: Tensor, dim: int, split: Split) -> Tensor:
+    """A whole tensor as all ranks' shards along ``dim``, stacked in front."""
+    if split.pieces == 1:
+        return x.unflatten(dim, (split.size, x.shape[dim] // split.size)).movedim(dim, 0)
+    chunks = x.unflatten(dim, (2 * split.size, x.shape[dim] // (2 * split.size))).movedim(dim, 0)
+    return torch.cat([chunks[: split.size], chunks[split.size :].flip(0)], dim + 1)
+
+
+def whole_of(shards: Tensor, dim: int, split: Split) -> Tensor:
+    """`shards_of` backwards."""
+    if split.pieces == 2:
+        heads, tails = shards.chunk(2, dim + 1)
+        shards = torch.cat([heads, tails.flip(0)])
+    return shards.movedim(0, dim).flatten(dim, dim + 1)
+
+
+# --- which parts see each other ---
+
+
+def local_band(band: Band, query: int, key: int) -> Band:
+    """The band of a whole sequence, for queries that begin at ``query`` and keys that begin at ``key``."""
+    return band.shifted(query - key)
+
+
+def sees(band: Band, query: Chunk, key: Chunk) -> bool:
+    """Whether any of these queries sees any of these keys."""
+    local = local_band(band, query.start, key.start)
+    least, most = 1 - query.length, key.length - 1
+    lo = least if local.lo is None else max(local.lo, least)
+    hi = most if local.hi is None else min(local.hi, most)
+    return lo <= hi
+
+
+@lru_cache(maxsize=1024)
+def ring_steps(band: Band, split: Split, queries: int, keys: int) -> int:
+    """After how many steps of a ring no rank's queries would see any more keys; 1 or more. In step t rank r has the
+    keys of rank r - t; ``queries``, ``keys``: of each rank."""
+    if band.unlimited:
+        return split.size
+    for step in range(split.size - 1, 0, -1):
+        for rank in range(split.size):
+            source = (rank - step) % split.size
+            if any(sees(band, q, k) for q in split.chunks(rank, queries) for k in split.chunks(source, keys)):
+                return step + 1
+    return 1

@@ -1,0 +1,148 @@
+"""Which method a call takes: by the bytes that each sends, and by what products hide of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewise.bias.terms import wide
+from tilewise.distributed.layout import local_band, ring_steps
+from tilewise.distributed.operands import ShardedCall
+from tilewise.score.tiles import visible_pairs
+
+# From so many FLOPs for each byte of a hop on, a step of the ring takes longer than its transfer: 5e14 FLOP/s over
+# 2e11 B/s, about what a Hopper GPU and its NVLink do. A figure for choosing, not a measurement of this machine.
+HIDDEN_FROM = 2500.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one method, for each rank: bytes sent in the forward and in the backward, and bytes held beside its shards
+    while it computes. declines: why it cannot run the call; None if it can. hidden: its transfers take less time than
+    the products that run beside them, by `HIDDEN_FROM`."""
+
+    method: str
+    forward_bytes: int
+    backward_bytes: int
+    held_bytes: int
+    hidden: bool = False
+    declines: str | None = None
+
+    @property
+    def exposed_bytes(self) -> int:
+        return 0 if self.hidden else self.forward_bytes + self.backward_bytes
+
+    def __str__(self) -> str:
+        if self.declines is not None:
+            return f"{self.method}: declines, {self.declines}"
+        words = f"{self.method}: sends {_size(self.forward_bytes)} forward, {_size(self.backward_bytes)} backward"
+        return f"{words}{' (hidden)' if self.hidden else ''}, holds {_size(self.held_bytes)} more"
+
+
+@dataclass(frozen=True)
+class ContextParallelPlan:
+    """What a call would do; str() says it in lines.
+
+    method: the one it takes. flops: of the forward of each rank, in the order of ranks, where queries stay at home
+    (all_gather and ring); all_to_all gives each rank their mean. costs: of every method.
+    """
+
+    method: str
+    reason: str
+    flops: tuple[int, ...]
+    costs: tuple[Cost, ...]
+
+    def __str__(self) -> str:
+        mean = sum(self.flops) / len(self.flops)
+        balance = f"busiest rank {max(self.flops):.3g} FLOPs forward, mean {mean:.3g}"
+        return "\n".join([f"{self.method}: {self.reason}", balance, *(str(cost) for cost in self.costs)])
+
+
+def make_plan(call: ShardedCall, tensors: Sequence[Tensor], method: str) -> ContextParallelPlan:
+    """Raise a ValueError for a method that cannot run the call."""
+    costs = tuple(cost(call, tensors) for cost in (_all_gather, _ring, _all_to_all))
+    flops = tuple(_flops(call, tensors, rank) for rank in range(call.ranks.size))
+    if method != "auto":
+        asked = next(cost for cost in costs if cost.method == method)
+        if asked.declines is not None:
+            raise ValueError(f"method: {method!r} cannot run this call: {asked.declines}")
+        return ContextParallelPlan(method, "asked for", flops, costs)
+    least = min((cost for cost in costs if cost.declines is None), key=_order)
+    reason = "its transfers hide behind products" if least.hidden else "sends the fewest bytes that nothing hides"
+    return ContextParallelPlan(least.method, reason, flops, costs)
+
+
+def _order(cost: Cost) -> tuple[int, int]:
+    """Fewer calls and no steps that wait for each other where bytes are equal."""
+    return cost.exposed_bytes, ("all_gather", "all_to_all", "ring").index(cost.method)
+
+
+def _all_gather(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
+    others, (keys, grads) = call.ranks.size - 1, _moving(call, tensors)
+    return Cost("all_gather", others * keys, others * grads, others * keys)
+
+
+def _ring(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
+    hops = ring_steps(call.band, call.ranks.split, call.queries, call.keys) - 1
+    keys, grads = _moving(call, tensors)
+    q, _, v = tensors[:3]
+    products = 2 * (q.shape[3] + v.shape[3]) * q.shape[0] * q.shape[1] * call.queries * call.keys
+    hidden = hops == 0 or products >= HIDDEN_FROM * keys
+    backward = hops * (keys + grads) + (grads if hops else 0)
+    return Cost("ring", hops * keys, backward, keys + 2 * grads if hops else 0, hidden)
+
+
+def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
+    size, (q, _, v) = call.ranks.size, tensors[:3]
+    for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
+        if heads % size:
+            return Cost("all_to_all", 0, 0, 0, False, f"the {heads} {name} do not divide by {size} ranks")
+    o = q.numel() // q.shape[3] * v.shape[3] * q.element_size()
+    forward, backward, held = o * (size - 1) // size, o * (size - 1) // size, 0
+    for x, slot in zip(tensors, call.slots, strict=True):
+        if slot.replicated:
+            continue
+        if slot.heads is not None:
+            sent = _bytes(x) * (size - 1) // size
+            forward, backward = forward + sent, backward + (sent if x.requires_grad else 0)
+            held += _bytes(x)
+        else:
+            forward, held = forward + (size - 1) * _bytes(x), held + (size - 1) * _bytes(x)
+            backward += (size - 1) * _wide_bytes(x)
+    return Cost("all_to_all", forward, backward, held)
+
+
+def _moving(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes of what goes with one rank's keys, and of its gradients."""
+    moving = [tensors[n] for n in call.moving]
+    return sum(_bytes(x) for x in moving), sum(_wide_bytes(x) for x in moving)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _wide_bytes(x: Tensor) -> int:
+    """Of the gradient as it is summed over ranks."""
+    return x.numel() * wide(x.new_empty(0)).element_size() if x.requires_grad else 0
+
+
+def _flops(call: ShardedCall, tensors: Sequence[Tensor], rank: int) -> int:
+    q, _, v = tensors[:3]
+    pairs = sum(
+        visible_pairs(chunk.length, call.sizes.N, local_band(call.band, chunk.start, 0))
+        for chunk in call.ranks.split.chunks(rank, call.queries)
+    )
+    return 2 * (q.shape[3] + v.shape[3]) * q.shape[0] * q.shape[1] * pairs
+
+
+def _size(count: int) -> str:
+    """1.5 MiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
