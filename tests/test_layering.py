@@ -92,6 +92,7 @@ ROOMS = {
         "tilewise.call",
         "tilewise.dispatch",
         "tilewise.merge",
+        "tilewise.ops.runtime",
         "tilewise.plan",
         *READING,
         *BACKEND,

@@ -12,15 +12,18 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from tilewise.distributed.layout import Ranks
+from tilewise.ops.runtime.prepared import Prepared
 
 Description = tuple[tuple[str, Hashable], ...]
 _KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, TypeError, NotImplementedError)}
-_agreed: WeakKeyDictionary[Any, dict[Description, str]] = WeakKeyDictionary()
+# Ranks that agree keep the same calls in the same order, so that they also forget them at the same call.
+_agreed: WeakKeyDictionary[Any, Prepared[str]] = WeakKeyDictionary()
 
 
 def agreed(ranks: Ranks, description: Description) -> str | None:
     """The method of such calls, if this rank has made one with these before."""
-    return _agreed.get(ranks.group, {}).get(description)
+    known = _agreed.get(ranks.group)
+    return None if known is None else known.get(description)
 
 
 def agree(ranks: Ranks, description: Description | None, method: str | None, failure: Exception | None) -> None:
@@ -50,4 +53,4 @@ def agree(ranks: Ranks, description: Description | None, method: str | None, fai
                 )
     assert description is not None
     assert method is not None
-    _agreed.setdefault(ranks.group, {})[description] = method
+    _agreed.setdefault(ranks.group, Prepared()).keep(description, method)

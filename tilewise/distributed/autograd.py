@@ -1,4 +1,4 @@
-"""Collectives that autograd differentiates, and the ring, whose backward goes round as its forward does.
+"""Collectives that autograd differentiates once, and the ring, whose backward goes round as its forward does.
 
 Gradients of 16 bits are summed over ranks in float32.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilewise.backends import Needs, Outputs
 from tilewise.bias.terms import wide
@@ -64,6 +65,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, ranks, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _scattered(grad, *ctx.where), None, None
 
@@ -75,6 +77,7 @@ class _Summed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         total = wide(grad).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.ranks.group)
@@ -88,6 +91,7 @@ class _Exchange(torch.autograd.Function):
         return (_to_heads if to_heads else _to_rows)(x, ranks, heads, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (_to_rows if ctx.to_heads else _to_heads)(grad, *ctx.where), None, None, None, None
 
@@ -133,12 +137,14 @@ class _Ring(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, o, lse = ctx.saved_tensors
         needs = ctx.needs_input_grad[:-1]
-        cotangents = Outputs(torch.zeros_like(o) if do is None else do, dlse)
-        with torch.no_grad():
-            return *ring.backward(ctx.call, tensors, Outputs(o, lse), cotangents, needs, part_gradients), None
+        # resolve_neg: as in tilewise.autograd
+        do, dlse = torch.zeros_like(o) if do is None else do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
+        cotangents = Outputs(do, dlse)
+        return *ring.backward(ctx.call, tensors, Outputs(o, lse), cotangents, needs, part_gradients), None
 
 
 def ring_attention(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
