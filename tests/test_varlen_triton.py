@@ -5,7 +5,7 @@ from __future__ import annotations
 import packed_child
 import pytest
 import torch
-from test_varlen import USED, H
+from test_varlen import ONES, USED, H
 from varlen_biases import BIASES
 
 HALF = torch.float16
@@ -64,6 +64,12 @@ def test_bias_across_tiles(interpreter, bias):
 )
 def test_options(interpreter, options):
     interpreter(run, "USED", None, options)
+
+
+@pytest.mark.parametrize("bias", ["along the queries", "ragged, along the keys and alibi", "query"])
+def test_one_query_of_each_sequence(interpreter, bias):
+    """An axis of all queries is one of numbers of their own, though no sequence has two."""
+    interpreter(run, "ONES", bias, {"sink_shape": (H, ONES.total_q), "causal": True})
 
 
 def test_dropout(interpreter):

@@ -379,7 +379,8 @@ class _Operands:
         return Operand(x.dtype, *x.shape)
 
     def _packed(self, name: str, x: Tensor) -> Operand:
-        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence."""
+        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence, but 2 at least where
+        each row or key has its own number: an axis of 1 would be one number for all sequences."""
         assert self.packed is not None
         assert self.totals is not None
         B, H, Hkv, M, N = self.sizes
@@ -390,9 +391,9 @@ class _Operands:
         if ragged:
             longest = (M, N) if rows == 1 else None
         elif rows == 1 and cols == keys:
-            longest = 1, N
+            longest = 1, max(N, 2)
         elif rows == queries and cols == 1:
-            longest = M, 1
+            longest = max(M, 2), 1
         if longest is None or heads not in (1, Hkv, H) or x.shape[0] != 1:
             raise ValueError(f"{name}: shape {_shape(x)} does not fit {queries} queries and {keys} keys")
         _check_operand("bias", x, self.sizes._replace(B=1, M=rows, N=cols), self.device)
@@ -405,7 +406,7 @@ class _Operands:
             raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
         if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
             check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
-            return Operand(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
+            return Operand(x.dtype, self.sizes.B, x.shape[1], max(self.sizes.M, 2), 1)
         check_sink(x, self.sizes, self.device)
         batch, heads, rows = x.shape
         return Operand(x.dtype, batch, heads, rows, 1)
