@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import re
+import runpy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -455,10 +456,20 @@ def check_recipe(mesh: DeviceMesh) -> None:
         exec(compile(block, str(page), "exec"), before)
 
 
+def check_example(mesh: DeviceMesh) -> None:
+    """A model learns on two ranks what it learns on one."""
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "long_context.py"))
+    found, alone = example["train"](mesh, 64, 4), DeviceMesh("cpu", [0])
+    assert found[-1] < found[0] - 0.5
+    if mesh.get_local_rank() == 0:
+        torch.testing.assert_close(found, example["train"](alone, 64, 4), rtol=1e-4, atol=0.0)
+
+
 OTHERS = {
     "DTensors": check_dtensor, "meshes": check_meshes, "shard": check_shard, "explanation": check_explanation,
     "validation": check_validation, "autocast": check_autocast, "compiled": check_compiled, "recipe": check_recipe,
     "hidden NaN": check_hidden, "derivatives": check_derivatives, "forgotten": check_forgotten,
+    "example": check_example,
 }  # fmt: skip
 
 

@@ -379,8 +379,10 @@ class _Operands:
         return Operand(x.dtype, *x.shape)
 
     def _packed(self, name: str, x: Tensor) -> Operand:
-        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence, but 2 at least where
-        each row or key has its own number: an axis of 1 would be one number for all sequences."""
+        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence.
+
+        An axis of queries or keys has 2 at least, for 1 would be one number for all sequences.
+        """
         assert self.packed is not None
         assert self.totals is not None
         B, H, Hkv, M, N = self.sizes
