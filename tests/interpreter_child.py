@@ -135,7 +135,7 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 
 def _problem_of(case: Case, x: Tensors) -> Problem:
     score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
-    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, None, None, None, None, score, deterministic=case.deterministic)
+    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, *(None,) * 5, score, deterministic=case.deterministic)
 
 
 def _sparse(mask: Tensor) -> None:

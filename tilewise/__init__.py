@@ -5,6 +5,7 @@ scaled_dot_product_attention   the same by PyTorch's signature
 varlen_attention               the same of a packed batch: sequences of any lengths, end to end
 varlen_attn                    that by PyTorch's signature
 merge_attention                attention of parts of the keys, put together by their LSEs, with gradients
+TileMask                       which tiles of the scores are visible: what is hidden is not computed
 explain, explain_varlen        what a call of attention would do, and what limits it
 matmul, softmax                attention's parts, as operators of their own
 
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from tilewise.ops.matmul.api import matmul
     from tilewise.ops.softmax.api import softmax
     from tilewise.sdpa import scaled_dot_product_attention
+    from tilewise.tile_mask import TileMask
     from tilewise.varlen import varlen_attention, varlen_attn
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "TileMask": "tilewise.tile_mask",
     "attention": "tilewise.api",
     "explain": "tilewise.explanation",
     "explain_varlen": "tilewise.explanation",
@@ -44,6 +47,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "TileMask",
     "attention",
     "explain",
     "explain_varlen",
