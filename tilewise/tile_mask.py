@@ -192,6 +192,20 @@ class TileMask:
         return _of_rows(lambda part: whole[:, :, part], tiles.expand(*lead, rows, cols), queries, keys, size)
 
     @classmethod
+    def from_rows(
+        cls, rows_of: Callable[[slice], Tensor], queries: int, keys: int, *, block: Block = 128,
+        device: torch.device | str = "cpu",
+    ) -> TileMask:  # fmt: skip
+        """Of a function that gives some rows of a bool mask, (B|1, H|Hkv|1, rows, N); asked a row of tiles at a time.
+
+        Bits are kept of all pairs, an eighth of a byte each, so that nobody waits for how many tiles are partial.
+        """
+        size = _block(block)
+        _check_lengths(queries, keys)
+        every = torch.ones(1, 1, -(-queries // size[0]), -(-keys // size[1]), dtype=torch.bool, device=device)
+        return _of_rows(rows_of, every, queries, keys, size)
+
+    @classmethod
     def from_intervals(cls, begins: Tensor, ends: Tensor, queries: int, *, block: Block = 128) -> TileMask:
         """Key j is seen by the queries ``begins[..., j]`` to ``ends[..., j] - 1``, and by none where that is empty.
 

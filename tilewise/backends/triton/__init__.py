@@ -37,8 +37,6 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
         return why
     if problem.sink is not None and problem.sink.dtype == torch.float64:
         return "reads a sink in float16, bfloat16 or float32, not float64"
-    if problem.tile_mask is not None:
-        return "has no kernel for a TileMask yet"
     if interpreted and problem.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly"
     return None
