@@ -34,6 +34,7 @@ ROOMS = {
     "tilewise.score": set(),
     "tilewise.layouts": set(),
     "tilewise.quantities": set(),
+    "tilewise.dynamic_mask": {"tilewise.tensors", "tilewise.tile_mask"},
     "tilewise.tile_mask": {"tilewise.score", "tilewise.tensors"},
     "tilewise.problem": {"tilewise.memory", "tilewise.score"},
     "tilewise.bias": {"tilewise.problem", "tilewise.score", "tilewise.tensors"},
