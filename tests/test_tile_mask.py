@@ -167,8 +167,9 @@ def test_beside_other_terms(small_tiles, name, more):
 
 @pytest.mark.parametrize("backend", ["cpu", "oracle"])
 @pytest.mark.parametrize("name", ["documents", "bits"])
-def test_hidden_nan(small_tiles, name, backend):
-    check(replace(USUAL, planted=math.nan, bias="11mn", dtype=torch.float32), name, backend)
+@pytest.mark.parametrize("bias", [None, "11mn"])
+def test_hidden_nan(small_tiles, name, backend, bias):
+    check(replace(USUAL, planted=math.nan, bias=bias, dtype=torch.float32), name, backend)
 
 
 def test_hidden_tiles_are_not_computed(small_tiles, monkeypatch):

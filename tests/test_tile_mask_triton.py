@@ -55,9 +55,11 @@ def test_beside_other_terms(interpreter, name, more):
     interpreter(check, replace(USUAL, B=1, **more), name, "triton")
 
 
-@pytest.mark.parametrize(("name", "value"), [("bits", math.nan), ("documents", math.inf)])
-def test_hidden_nan(interpreter, name, value):
-    interpreter(check, replace(USUAL, B=1, planted=value, bias="11mn"), name, "triton")
+@pytest.mark.parametrize(
+    ("name", "value", "bias"), [("bits", math.nan, "11mn"), ("bits", math.inf, None), ("documents", math.nan, None)]
+)
+def test_hidden_nan(interpreter, name, value, bias):
+    interpreter(check, replace(USUAL, B=1, planted=value, bias=bias), name, "triton")
 
 
 @pytest.mark.parametrize("name", PATTERNS)
