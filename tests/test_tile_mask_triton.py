@@ -11,7 +11,7 @@ import torch
 from helpers import Case
 from tile_mask_helpers import PATTERNS, check, check_wrong
 
-USUAL = Case(B=2, H=4, Hkv=2, M=239, N=239, D=16)
+USUAL = Case(B=2, H=2, Hkv=1, M=239, N=239, D=16)
 SQUARE = ("documents", "prefix")
 FLOAT = torch.float32
 
@@ -46,13 +46,14 @@ def test_lengths(interpreter, M, N, name):
         ("window", {"bias": "1k1n", "sink": "h", "softcap": 9.0, "deterministic": True}),
         ("bits", {"dropout_p": 0.2, "sink": "bhm", "dtype": FLOAT}),
         ("bits", {"M": 3, "N": 500, "dtype": FLOAT}),
-        ("blocks", {"M": 60, "N": 1000}),
+        ("blocks", {"M": 60, "N": 1000, "H": 4, "Hkv": 2}),
+        ("blocks", {"B": 2, "H": 4, "Hkv": 2}),
         ("dilated", {"D": 80, "Dv": 16, "layout": "heads_last"}),
     ],
     ids=str,
 )
 def test_beside_other_terms(interpreter, name, more):
-    interpreter(check, replace(USUAL, B=1, **more), name, "triton")
+    interpreter(check, replace(USUAL, **{"B": 1, **more}), name, "triton")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,9 @@ def test_hidden_nan(interpreter, name, value, bias):
     interpreter(check, replace(USUAL, B=1, planted=value, bias=bias), name, "triton")
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("block", [64, (192, 128)])
+@pytest.mark.parametrize(
+    ("name", "block"), [*((name, 64) for name in PATTERNS), ("bits", (192, 128)), ("documents", 128)]
+)
 def test_lists_are_those_of_the_bool_mask(interpreter, name, block):
     """Bit for bit, in the forward and in the backward."""
     for mask, tiles in interpreter(tile_mask_child.lists_of, replace(USUAL, M=300 if name in SQUARE else 239, N=300),
