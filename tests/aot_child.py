@@ -203,18 +203,19 @@ def triton_version() -> str:
 
 
 def compile_case(
-    case: Case, backward: bool = True, tf32: bool = False, terms: tuple[Term, ...] = ()
-) -> list[Kernel]:  # fmt: skip
+    case: Case, backward: bool = True, tf32: bool = False, terms: tuple[Term, ...] = (), tiles: str = ""
+) -> list[Kernel]:
     """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced".
 
-    terms: bias terms beside the case's own bias, each with its gradient.
+    terms: bias terms beside the case's own bias, each with its gradient. tiles: of a mask by tiles, one for each batch
+    element, "bits" or "intervals", a space, and how many queries and keys a tile has.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
     from tilewise.score.parts import DIFFERENTIABLE
 
-    problem, inputs = _call(case, terms)
+    problem, inputs = _call(case, terms, tiles)
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
@@ -307,7 +308,7 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
     return [_report(launched, 99 * 1024) for launched in _launched]
 
 
-def _call(case: Case, terms: tuple[Term, ...] = ()) -> tuple[Any, Any]:
+def _call(case: Case, terms: tuple[Term, ...] = (), tiles: str = "") -> tuple[Any, Any]:
     """The case as a problem on the target, and its inputs as meta tensors; "heads_last" of the mask alone."""
     from tilewise.backends import Inputs
     from tilewise.call import read_call
@@ -330,6 +331,8 @@ def _call(case: Case, terms: tuple[Term, ...] = ()) -> tuple[Any, Any]:
         None if c.sink is None else rows_of(meta(*c.shape(c.sink), dtype=c.sink_dtype or c.dtype)),
         seed=torch.empty(2, dtype=torch.int64, device="meta") if c.dropout_p else None,
     )
+    if tiles:
+        inputs = inputs._replace(tiles=_tiles(c, *tiles.split()))
     band = Band.aligned(c.causal, c.window, c.N - c.M)
     score = Score.of(band, c.D, softcap=c.softcap, dropout_p=c.dropout_p)
     grads: tuple[str, ...] = ()
@@ -347,6 +350,19 @@ def _call(case: Case, terms: tuple[Term, ...] = ()) -> tuple[Any, Any]:
         deterministic=c.deterministic,
     )  # fmt: skip
     return dataclasses.replace(problem, device="cuda", capability=_capability), inputs
+
+
+def _tiles(c: Case, kind: str, block: str) -> Any:
+    from tilewise.score.tile_tensors import TileTensors
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    n = int(block)
+    tiles = meta(c.B, 1, -(-c.M // n), -(-c.N // n))
+    if kind == "bits":
+        return TileTensors(tiles, meta(100, n, n // 32))
+    return TileTensors(tiles, meta(0, n, n // 32), meta(c.B, 1, 1, c.N), meta(c.B, 1, 1, c.N))
 
 
 IDLE = "its memory is given to something else, into which the hardware may write it back late"

@@ -578,4 +578,26 @@ FAULTS = [
         "NaN passes for a right answer",
         "test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
+    # --- masks by tiles ---
+    Fault(
+        "score/tile_tensors.py", "(tiles - PARTIAL).clamp(0, places - 1)", "(tiles - PARTIAL).clamp(0, places)",
+        "the number of a tile leads past the bits",
+        "test_tile_mask.py::test_wrong_numbers_reach_no_memory",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "and problem.mask is None and inputs.parts is None\n        self.hides",
+        "and inputs.mask is None and inputs.parts is None\n        self.hides",
+        "NaN in a key that a mask by tiles hides comes through",
+        "test_tile_mask.py::test_hidden_nan",
+    ),
+    Fault(
+        "backends/triton/tile_mask.py", "tiles.tiles.clamp(0, most)", "tiles.tiles",
+        "a kernel reads bits that a mask does not have",
+        "test_tile_mask_triton.py::test_wrong_numbers_reach_no_memory",
+    ),
+    Fault(
+        "dynamic_mask.py", "torch.full_like(place, w - 1)", "torch.full_like(place, w)",
+        "a key is kept for one better key too long",
+        "test_dynamic_mask.py::test_what_is_kept",
+    ),
 ]  # fmt: skip

@@ -135,7 +135,7 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 
 def _problem_of(case: Case, x: Tensors) -> Problem:
     score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
-    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, None, None, None, None, score, deterministic=case.deterministic)
+    return Problem.of(x.q, x.k, x.v, x.bias, x.mask, *(None,) * 5, score, deterministic=case.deterministic)
 
 
 def _sparse(mask: Tensor) -> None:
@@ -154,7 +154,7 @@ def mask_lists(case: Case, backward: bool) -> tuple[Tensor, Tensor, Tensor, tupl
     _sparse(x.mask)
     problem = _problem_of(case, x)
     config = backward_config(problem, False) if backward else forward_config(problem, False, False)
-    found = MaskLists(problem, config, x.mask, by_rows=True, by_keys=True, even=backward)(x.mask)
+    found = MaskLists(problem, config, x.mask, x.q.device, by_rows=True, by_keys=True, even=backward)([x.mask])
     rows, keys = (y.view(-1, *y.shape[-2:]) for y in (found.by_rows, found.by_keys))
     return found.states, rows, keys, (config.block_m, config.block_n), x.mask
 
@@ -177,8 +177,8 @@ class _Turned:
     def __init__(self, lists, config, mask: Tensor):
         self.lists, self.config, self.mask, self.before, self.tiles = lists, config, mask, mask.clone(), 0
 
-    def __call__(self, mask: Tensor):
-        found = self.lists(mask)
+    def __call__(self, masks: tuple[Tensor]):
+        found, (mask,) = self.lists(masks), masks
         c = self.config
         states = found.states.view(*mask.shape[:2], *found.states.shape[1:])
         turned = states == 0

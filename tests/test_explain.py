@@ -150,7 +150,7 @@ def test_unknown_limits_are_said_with_the_break_even():
 )
 def test_data_sheets_go_by_the_device_name(name, bandwidth):
     problem = dataclasses.replace(
-        Problem.of(*small(), *(None,) * 6, Score(1.0, None, Band())), device="cuda", capability=(9, 0)
+        Problem.of(*small(), *(None,) * 7, Score(1.0, None, Band())), device="cuda", capability=(9, 0)
     )
     found = _data_sheet(problem, name)
     assert (None if found is None else found[:2]) == (None if bandwidth is None else (990e12, bandwidth))

@@ -372,7 +372,7 @@ def test_problem_describes_the_call():
     score = Score(0.5, 20.0, Band(None, 1))
     bias, mask = zeros(B, 1, M, N, dtype=torch.bfloat16), zeros(1, HKV, 1, N, dtype=torch.bool)
     problem = Problem.of(
-        x["q"], x["k"], x["v"], bias, mask, None, None, None, None, score, bias_grad=True, deterministic=True
+        x["q"], x["k"], x["v"], bias, mask, None, None, None, None, None, score, bias_grad=True, deterministic=True
     )
     assert problem == Problem(
         device="cpu", capability=None, dtype=torch.float32, batch=B, heads=H, kv_heads=HKV, queries=M, keys=N,
@@ -380,7 +380,7 @@ def test_problem_describes_the_call():
         mask=Operand(torch.bool, 1, HKV, 1, N), bias_grad=True, deterministic=True,
     )  # fmt: skip
     assert hash(problem) == hash(
-        Problem.of(*x.values(), bias, mask, None, None, None, None, score, bias_grad=True, deterministic=True)
+        Problem.of(*x.values(), bias, mask, None, None, None, None, None, score, bias_grad=True, deterministic=True)
     )
     assert problem.group == 2
     assert not problem.empty
@@ -397,7 +397,7 @@ def test_zero_sizes_are_empty_problems(axis):
     shape = {"batch": B, "heads": H, "queries": M, "keys": N} | {axis: 0}
     q = zeros(shape["batch"], shape["heads"], shape["queries"], D)
     k = zeros(shape["batch"], shape["heads"], shape["keys"], D)
-    problem = Problem.of(q, k, k, None, None, None, None, None, None, Score(1.0, None, Band()))
+    problem = Problem.of(q, k, k, *(None,) * 7, Score(1.0, None, Band()))
     assert problem.empty
     assert problem.pairs == problem.flops == 0
 

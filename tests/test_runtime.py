@@ -18,7 +18,8 @@ TERMS = (
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? cols, Tensor? rows, "
     "Tensor? query, Tensor? key, Tensor? toeplitz, Tensor? query_shift, Tensor? key_shift, Tensor? query_buckets, "
-    "Tensor? key_buckets, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor? used_k, Tensor? pairs"
+    "Tensor? key_buckets, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor? used_k, Tensor? pairs, "
+    "Tensor? tiles, Tensor? bits, Tensor? begins, Tensor? ends"
 )
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {

@@ -5,6 +5,7 @@ scaled_dot_product_attention   the same by PyTorch's signature
 varlen_attention               the same of a packed batch: sequences of any lengths, end to end
 varlen_attn                    that by PyTorch's signature
 merge_attention                attention of parts of the keys, put together by their LSEs, with gradients
+TileMask, dynamic_mask         which tiles of the scores are visible: what is hidden is not computed
 explain, explain_varlen        what a call of attention would do, and what limits it
 matmul, softmax                attention's parts, as operators of their own
 
@@ -23,17 +24,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
+    from tilewise.dynamic_mask import dynamic_mask
     from tilewise.explanation import explain, explain_varlen
     from tilewise.merge import merge_attention
     from tilewise.ops.matmul.api import matmul
     from tilewise.ops.softmax.api import softmax
     from tilewise.sdpa import scaled_dot_product_attention
+    from tilewise.tile_mask import TileMask
     from tilewise.varlen import varlen_attention, varlen_attn
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "TileMask": "tilewise.tile_mask",
     "attention": "tilewise.api",
+    "dynamic_mask": "tilewise.dynamic_mask",
     "explain": "tilewise.explanation",
     "explain_varlen": "tilewise.explanation",
     "matmul": "tilewise.ops.matmul.api",
@@ -45,7 +50,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "TileMask",
     "attention",
+    "dynamic_mask",
     "explain",
     "explain_varlen",
     "matmul",

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.autocast import autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.call import Bias, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
+from tilewise.call import Bias, Mask, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
 from tilewise.jagged import are_jagged, jagged_attention
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
@@ -20,7 +20,7 @@ from tilewise.tensors import PLAIN
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
     dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[False] = ...,
     deterministic: bool | None = ..., backend: str | None = ...,
@@ -29,7 +29,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
     dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[True], deterministic: bool | None = ...,
     backend: str | None = ...,
@@ -38,7 +38,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Tensor | None = ..., sink: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
     dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: bool, deterministic: bool | None = ...,
     backend: str | None = ...,
@@ -52,7 +52,7 @@ def attention(
     v: Tensor,
     *,
     bias: Bias = None,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     sink: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
@@ -78,7 +78,9 @@ def attention(
             A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for. Or a term of `tilewise.bias`
             (by distance, T5's, ALiBi's, of low rank), or a tuple of tensors and terms, which are added up; each tensor
             of a term gets its gradient. Tables in half precision are indexed, and their gradients summed, in float32.
-        mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``.
+        mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``. Or a
+            `tilewise.TileMask`, or FlexAttention's BlockMask, whose TileMask is made once and kept: hidden tiles are
+            not computed, in both passes.
         sink: one more logit in each row's softmax, with no value: it takes its share of the row and adds nothing to o.
             A logit for each head, (H,), or for each query, broadcastable {B|1} × {H|1} × {M|1}; float16, bfloat16,
             float32 or float64 (CPU), whatever q's dtype is; natural units, which neither scale nor softcap touches.

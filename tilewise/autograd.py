@@ -169,7 +169,7 @@ def eager_attention(
         run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
     if not is_differentiated(inputs.tensors()):
         return run(inputs)
-    q, k, v, bias, _, sink, parts, _, _ = inputs
+    q, k, v, bias, _, sink, parts, *_ = inputs
     more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
     found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, return_lse))
     return found if return_lse else (found, None)

@@ -23,9 +23,12 @@ from tilewise.plan import check_backend
 from tilewise.problem import check_flag, check_qkv, check_seed, four_dims, sink_of_rows
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
+from tilewise.score.tile_tensors import TileTensors
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias, is_dtensor
+from tilewise.tile_mask import TileMask, tile_mask_of
 
 Seed = tuple[int, int] | Tensor | None
+Mask = Tensor | TileMask | None
 Bias = Tensor | Term | Sequence[Tensor | Term] | None
 _EVERYWHERE = Band()
 _STRIDED = torch.strided
@@ -49,7 +52,7 @@ def read_call(
     v: Tensor,
     *,
     bias: Bias,
-    mask: Tensor | None,
+    mask: Mask,
     sink: Tensor | None,
     causal: bool,
     window: Window | None,
@@ -67,6 +70,9 @@ def read_call(
     if deterministic is not None:
         check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
+    tiles = None if mask is None or isinstance(mask, Tensor) else _tiles(mask, q, k, v)
+    if tiles is not None:
+        mask = None
     check_inputs(q, k, v, bias, mask, sink)
     if dropout_seed is not None:
         check_dropout_seed(dropout_seed, q)
@@ -84,13 +90,14 @@ def read_call(
         assert isinstance(bias, Tensor)
         bias, band = _operand("bias", bias, (q, k, v), causal, band)
     if mask is not None:
+        assert isinstance(mask, Tensor)
         mask, band = _operand("mask", mask, (q, k, v), causal, band)
     if sink is not None:
         sink = sink_of_rows(sink, q, k, v)
     score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, dropout_p=dropout_p, **numbers)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    inputs = Inputs(q, k, v, bias, mask, sink)
+    inputs = Inputs(q, k, v, bias, mask, sink, tiles=tiles)
     if score.dropout and dropout_seed is not None:
         inputs = inputs._replace(seed=seed_tensor(dropout_seed, q.device))
     if slots is not None:
@@ -142,7 +149,7 @@ def seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
     return made
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Tensor | None, sink: Tensor | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Mask, sink: Tensor | None) -> None:
     check_tensor("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
@@ -150,6 +157,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Tensor | Non
         check_tensor("bias", bias, may_be_causal=True)
     if mask is not None:
         check_tensor("mask", mask, may_be_causal=True)
+        assert isinstance(mask, Tensor)
         if mask.requires_grad:
             raise ValueError("mask: requires grad, but a mask has no gradient; pass a trainable additive mask as bias=")
     if sink is not None:
@@ -169,6 +177,15 @@ def _operand(
         return None, band  # the error comes where the Problem is made
     hi = causal_limit(name, x, q.shape[2], k.shape[2])
     return None, Band(band.lo, hi if band.hi is None else min(band.hi, hi))
+
+
+def _tiles(mask: Any, q: Tensor, k: Tensor, v: Tensor) -> TileTensors | None:
+    """Of a TileMask or a BlockMask; None of what is none. An error of q, k or v comes first."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    check_qkv(q, k, v)
+    found = tile_mask_of("mask", mask, q.shape[2], k.shape[2])
+    return None if found is None else found.tensors
 
 
 def _slots(bias: Any, q: Tensor, k: Tensor, v: Tensor) -> Slots:

@@ -78,7 +78,7 @@ def _empty_forward(inputs: Inputs) -> Outputs:
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    q, k, v, bias, _, sink, parts, _, _ = inputs
+    q, k, v, bias, _, sink, parts, *_ = inputs
     dq, dk, dv, dbias = (
         torch.zeros_like(x) if need and x is not None else None
         for x, need in zip((q, k, v, bias), needs[:4], strict=True)

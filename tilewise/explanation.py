@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
-from tilewise.call import Bias, Call, Seed, read_call
+from tilewise.call import Bias, Call, Mask, Seed, read_call
 from tilewise.jagged import are_jagged, packed_of
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
@@ -26,6 +26,7 @@ from tilewise.score.lengths import Lengths, places
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS
 from tilewise.score.reference import in_band
 from tilewise.score.terms import Numbers, Window
+from tilewise.score.tile_tensors import EMPTY, PARTIAL, TileTensors
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
 from tilewise.tensors import PLAIN, check_tensor
@@ -109,6 +110,15 @@ class MaskShare(NamedTuple):
     tiles: float  # of `TILE` queries and keys, in which it leaves some score
 
 
+class TileShare(NamedTuple):
+    """What a TileMask says of its tiles, over all of its batch elements and heads, whatever causal and window hide."""
+
+    block: tuple[int, int]  # queries and keys
+    tiles: int
+    visible: int
+    partial: int  # of these, those whose pairs are looked at one by one
+
+
 TILE = 128
 
 
@@ -124,6 +134,7 @@ class Explanation(Lines):
             grad.
         limits: of the device, or None if they are not known.
         mask: what the mask leaves; None where there is none, or a tensor without elements (on the meta device).
+        tile_mask: what a TileMask says of its tiles; None where there is none, or one without elements.
     """
 
     plan: Plan
@@ -132,6 +143,7 @@ class Explanation(Lines):
     backward: Work
     limits: Limits | None
     mask: MaskShare | None = None
+    tile_mask: TileShare | None = None
 
     @property
     def problem(self) -> Problem:
@@ -153,7 +165,7 @@ def explain(
     v: Tensor,
     *,
     bias: Bias = None,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     sink: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
@@ -211,10 +223,12 @@ def explain(
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
     plan = make_plan(problem, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
-    forward, backward, share = forward_work(problem), backward_work(problem), _mask_share(problem, call.inputs.mask)
+    forward, backward, share = forward_work(problem), backward_work(problem), _mask_share(problem, call)
     if share is not None:
         forward, backward = (replace(x, flops=round(x.flops * share.pairs)) for x in (forward, backward))
-    return Explanation(plan, tiles, forward, backward, known, share)
+    read = sum(x.nbytes for x in call.inputs.tiles or () if x is not None)
+    forward, backward = (replace(x, bytes=x.bytes + read) for x in (forward, backward))
+    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(call.inputs.tiles))
 
 
 def explain_varlen(
@@ -306,8 +320,17 @@ def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:
     return problem, torch.cuda.get_device_name(q.device) if q.is_cuda else None
 
 
-def _mask_share(problem: Problem, mask: Tensor | None) -> MaskShare | None:
+def _tile_share(tiles: TileTensors | None) -> TileShare | None:
+    if tiles is None or tiles.tiles is None or tiles.tiles.is_meta or is_fake(tiles.tiles):
+        return None
+    x = tiles.tiles
+    return TileShare(tiles.block, x.numel(), int((x > EMPTY).sum()), int((x >= PARTIAL).sum()))
+
+
+def _mask_share(problem: Problem, call: Call) -> MaskShare | None:
     """None where there is no mask, its elements are not known, or no score is left to it. A few rows at a time."""
+    listed = call.inputs.tiles
+    mask = call.inputs.mask if listed is None else listed.tiles
     if mask is None or mask.is_meta or is_fake(mask) or problem.pairs == 0:
         return None
     cols = torch.arange(problem.keys, device=mask.device)
@@ -316,7 +339,11 @@ def _mask_share(problem: Problem, mask: Tensor | None) -> MaskShare | None:
         rows = torch.arange(row0, min(row0 + TILE, problem.queries), device=mask.device)
         in_reach = in_band(rows[:, None], cols, problem.score.band)
         band_tiles += _count_tiles(in_reach)
-        for of_batch in mask if mask.shape[2] == 1 else mask[:, :, rows]:
+        if listed is None:
+            of_rows = mask if mask.shape[2] == 1 else mask[:, :, rows]
+        else:
+            of_rows = listed.rows_visible(slice(row0, row0 + rows.shape[0]), problem.keys)
+        for of_batch in of_rows:
             seen = of_batch & in_reach
             pairs += int(seen.sum())
             tiles += _count_tiles(seen)
@@ -379,7 +406,8 @@ def _read(problem: Problem) -> int:
     first_query, _, _, last_query = query_tiles(0, N, M, lo, hi, 1)
     queries = problem.batch * problem.heads * (last_query - first_query) * problem.head_dim
     keys = problem.batch * problem.kv_heads * (last_key - first_key) * (problem.head_dim + problem.value_dim)
-    operands = sum(_operand(problem, x) for x in (problem.bias, problem.mask) if x is not None)
+    mask = problem.mask if problem.tile_mask is None else None  # whose tensors `explain` counts
+    operands = sum(_operand(problem, x) for x in (problem.bias, mask) if x is not None)
     operands += 0 if problem.parts is None else sum(_part(problem, name, x) for name, x in problem.parts.named())
     operands += 0 if problem.sink is None else math.prod(problem.sink.shape) * problem.sink.dtype.itemsize
     return (queries + keys) * problem.dtype.itemsize + operands
@@ -429,7 +457,7 @@ def _lines(e: Explanation) -> Iterator[str]:
         yield f"  q ({p.batch}, {p.heads}, {p.queries}, {p.head_dim})"
         yield f"  k ({p.batch}, {p.kv_heads}, {p.keys}, {p.head_dim})"
         yield f"  v ({p.batch}, {p.kv_heads}, {p.keys}, {p.value_dim})"
-    for name, x in (("bias", p.bias), ("mask", p.mask)):
+    for name, x in (("bias", p.bias), ("mask", p.mask if p.tile_mask is None else None)):
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
             yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}"
@@ -446,6 +474,12 @@ def _lines(e: Explanation) -> Iterator[str]:
     if not p.score.band.unlimited and p.totals is None:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
+    if p.tile_mask is not None and p.mask is not None:
+        size, at = p.tile_mask, e.tile_mask
+        found = (
+            "" if at is None else f": {at.visible} of {count(at.tiles, 'tile')} visible, {at.partial} of them in part"
+        )
+        yield f"  TileMask {p.mask.shape} in tiles of {size.block_m} x {size.block_n}{found}"
     if e.mask is not None:
         of, tiles = ("the scores", "tiles") if p.score.band.unlimited else ("these", "their tiles")
         pairs, where = percent(e.mask.pairs), f"{percent(e.mask.tiles)} of {tiles} of {TILE} x {TILE}"

@@ -13,6 +13,7 @@ from tilewise.memory import tensor_fits_tma
 from tilewise.score.lengths import Lengths, Packed
 from tilewise.score.parts import DIFFERENTIABLE, Parts
 from tilewise.score.terms import Distances, Score
+from tilewise.score.tile_tensors import TileTensors
 from tilewise.score.tiles import visible_pairs
 
 MAX_HEAD_DIM = 256
@@ -71,6 +72,15 @@ PART_WORDS = {
 
 
 @dataclass(frozen=True)
+class TileOperand:
+    """Of `TileTensors`: queries and keys of a tile, and what says which pairs of a partial one are visible."""
+
+    block_m: int
+    block_n: int
+    kind: Literal["bits", "intervals"]
+
+
+@dataclass(frozen=True)
 class PartOperands:
     """Of `Parts`. A bias by distance has ``rows`` of values, and in each ``cols`` entries.
 
@@ -121,7 +131,8 @@ class Problem:
     value_dim: int
     score: Score
     bias: Operand | None = None
-    mask: Operand | None = None
+    mask: Operand | None = None  # of a mask by tiles, the bool mask that it stands for
+    tile_mask: TileOperand | None = None
     sink: Operand | None = None  # one column: (batch, heads, rows, 1)
     parts: PartOperands | None = None  # of bias terms, those that the bias cannot hold
     bias_grad: bool = False  # the bias asks for a gradient
@@ -203,6 +214,7 @@ class Problem:
         parts: Parts | None,
         seed: Tensor | None,
         lengths: Lengths | None,
+        tiles: TileTensors | None,
         score: Score,
         *,
         bias_grad: bool = False,
@@ -224,6 +236,11 @@ class Problem:
             M, N = score.packed.max_q, score.packed.max_k
         sizes = Sizes(B, H, Hkv, M, N)
         operands = _Operands(sizes, q.device, totals, score.packed)
+        whole_mask, tile_mask = operands.operand("mask", mask), None
+        if tiles is not None:
+            if mask is not None:
+                raise ValueError("mask: expected one mask, got a bool mask and tiles")
+            whole_mask, tile_mask = operands.tiles(tiles)
         if seed is not None:
             check_seed("seed", seed, q)
             if not seed.is_contiguous():
@@ -241,7 +258,8 @@ class Problem:
             value_dim=Dv,
             score=score,
             bias=operands.operand("bias", bias),
-            mask=operands.operand("mask", mask),
+            mask=whole_mask,
+            tile_mask=tile_mask,
             sink=operands.sink(sink),
             parts=None if parts is None else operands.parts(parts, score, part_grads),
             bias_grad=bias_grad,
@@ -400,6 +418,35 @@ class _Operands:
             raise ValueError(f"{name}: shape {_shape(x)} does not fit {queries} queries and {keys} keys")
         _check_operand("bias", x, self.sizes._replace(B=1, M=rows, N=cols), self.device)
         return Operand(x.dtype, B, heads, *longest)
+
+    def tiles(self, tiles: TileTensors) -> tuple[Operand, TileOperand]:
+        B, H, Hkv, M, N = self.sizes
+        if self.totals is not None:
+            raise ValueError("mask: a packed batch takes no TileMask; pass a bool mask")
+        x, bits = tiles.tiles, tiles.bits
+        if x is None or bits is None or (tiles.begins is None) != (tiles.ends is None):
+            raise ValueError("mask: of a TileMask tiles and bits go together, and begins with ends")
+        for name, y in zip(TileTensors._fields, tiles, strict=True):
+            if y is not None and (y.dtype != torch.int32 or not y.is_contiguous()):
+                raise ValueError(f"mask: TileMask.{name} must be contiguous int32, got {y.dtype}, stride {y.stride()}")
+            if y is not None and y.device != self.device:
+                raise ValueError(f"mask: TileMask.{name} must be on q's device {self.device}, got {y.device}")
+        if bits.dim() != 3 or 0 in bits.shape[1:] or bits.shape[1] % 64 or bits.shape[2] % 2:
+            raise ValueError(f"mask: TileMask.bits: expected (places, 64 n, 2 n), got shape {_shape(bits)}")
+        block_m, block_n = tiles.block
+        counts = -(-M // block_m), -(-N // block_n)
+        b, h, *found = x.shape if x.dim() == 4 else (0, 0)
+        if b not in (1, B) or h not in (1, Hkv, H) or tuple(found) != counts:
+            heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
+            raise ValueError(
+                f"mask: a TileMask of shape {_shape(x)} does not fit ({B}|1, {heads}, {counts[0]}, {counts[1]}), tiles "
+                f"of {block_m} x {block_n} for {M} queries and {N} keys"
+            )
+        for name, y in (("begins", tiles.begins), ("ends", tiles.ends)):
+            if y is not None and _shape(y) != (b, h, 1, N):
+                raise ValueError(f"mask: TileMask.{name}: expected shape {(b, h, 1, N)}, got {_shape(y)}")
+        kind: Literal["bits", "intervals"] = "bits" if tiles.begins is None else "intervals"
+        return Operand(torch.bool, b, h, M, N), TileOperand(block_m, block_n, kind)
 
     def sink(self, x: Tensor | None) -> Operand | None:
         if x is None:

@@ -20,6 +20,7 @@ from tilewise.problem import DTYPES, MAX_HEAD_DIM, Sizes, check_flag, check_leng
 from tilewise.score.lengths import Lengths, Packed, places
 from tilewise.score.terms import Band, Numbers, Score, check_numbers
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
+from tilewise.tile_mask import TileMask, is_block_mask
 
 
 @partial(named_only, more=get_type_hints(Numbers), after="window")
@@ -212,6 +213,11 @@ def read_packed(
     check_flag("deterministic", deterministic, "a bool or None")
     check_backend(backend)
     check_numbers(window, dropout_p=dropout_p, **numbers)
+    if isinstance(mask, TileMask) or is_block_mask(mask):
+        raise TypeError(
+            f"mask: varlen_attention takes no {type(mask).__name__} yet: its tiles would cross borders of sequences; "
+            "pass a bool mask"
+        )
     check_inputs(q, k, v, bias, mask, sink)
     q, k, v = autocast(q, k, v)
     _check_packed(q, k, v)

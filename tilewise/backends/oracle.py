@@ -37,7 +37,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
-    q, k, v, bias, _, sink, parts, _, _ = inputs
+    q, k, v, bias, _, sink, parts, *_ = inputs
     s, visible, transformed = _scores(problem, inputs)
     p, p_sink, _ = _softmax(s, sink)
     # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
@@ -79,12 +79,14 @@ prepare = {
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
-    q, k, _, bias, mask, _, parts, _, _ = inputs
+    q, k, _, bias, mask, _, parts, *_ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
     cols = torch.arange(problem.keys, device=q.device)[None, :]
     visible = reference.in_band(rows, cols, score.band).expand(s.shape)
+    if inputs.tiles is not None:
+        mask = inputs.tiles.rows_visible(slice(0, problem.queries), problem.keys)
     if mask is not None:
         visible = visible & _per_head(problem, mask)
     added = [] if bias is None else [bias]

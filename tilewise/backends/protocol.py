@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.problem import Problem
 from tilewise.score.lengths import NO_LENGTHS, Lengths
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS, Parts
+from tilewise.score.tile_tensors import NO_TILES, TileTensors
 
 Pass = Literal["forward", "backward"]
 
@@ -17,10 +18,10 @@ Pass = Literal["forward", "backward"]
 class Inputs(NamedTuple):
     """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None; sink
     (B|1, H|1, M|1) or None; parts, of bias terms, or None; seed, of dropout, int64 (2,) or None; lengths, of a packed
-    batch, or None.
+    batch, or None; tiles, of a mask by tiles, in the place of the mask, or None.
 
-    Parts and lengths are records of their own because a call of 10 µs hardly ever has them: thirteen more fields would
-    be looked at in each loop over its inputs.
+    Parts, lengths and tiles are records of their own because a call of 10 µs hardly ever has them: seventeen more
+    fields would be looked at in each loop over its inputs.
 
     Of a packed batch q is (1, H, queries of all sequences, D), and k, v, o and the LSE alike; `Packed.forms` says what
     else has an axis of all queries or keys. Values per query and per key always have.
@@ -35,31 +36,36 @@ class Inputs(NamedTuple):
     parts: Parts | None = None
     seed: Tensor | None = None
     lengths: Lengths | None = None
+    tiles: TileTensors | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Without a record in them."""
-        return self[:6] if self.parts is self.seed is self.lengths else self.flat()  # one object: None
+        one = self.parts is self.seed is self.lengths is self.tiles  # one object: None
+        return self[:6] if one else self.flat()
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """`INPUT_NAMES`: what an operator of PyTorch's dispatcher takes."""
         parts = NO_PARTS if self.parts is None else self.parts
-        return *self[:6], *parts, self.seed, *(NO_LENGTHS if self.lengths is None else self.lengths)
+        lengths = NO_LENGTHS if self.lengths is None else self.lengths
+        return *self[:6], *parts, self.seed, *lengths, *(NO_TILES if self.tiles is None else self.tiles)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
         """From `tensors` or `flat`."""
         q, k, v, bias, mask, sink, *more = tensors
-        parts, lengths = more[: len(NO_PARTS)], more[len(NO_PARTS) + 1 :]
+        parts, rest = more[: len(NO_PARTS)], more[len(NO_PARTS) + 1 :]
+        lengths, tiles = rest[: len(NO_LENGTHS)], rest[len(NO_LENGTHS) :]
         return cls(
             q, k, v, bias, mask, sink,
             Parts(*parts) if any(x is not None for x in parts) else None,
             more[len(NO_PARTS)] if more else None,
             Lengths(*lengths) if any(x is not None for x in lengths) else None,
+            TileTensors(*tiles) if any(x is not None for x in tiles) else None,
         )  # fmt: skip
 
 
 # Of the tensors of `Inputs`, one after the other.
-INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed", *Lengths._fields)
+INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
 
 
 class Outputs(NamedTuple):

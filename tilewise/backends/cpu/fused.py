@@ -35,6 +35,8 @@ def declines(problem: Problem) -> str | None:
         return "PyTorch's fused kernel knows one band, causal from the top left"
     if problem.group > 1 and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         return "this PyTorch's fused kernel may not know groups of heads"
+    if problem.tile_mask is not None:
+        return "PyTorch's fused kernel takes no mask by tiles"
     if problem.parts is not None:
         return "PyTorch's fused kernel takes a bias in one tensor"
     if bias is not None and mask is not None:

@@ -31,6 +31,7 @@ from tilewise.problem import Problem
 from tilewise.score import dropout, reference, visibility
 from tilewise.score.relative import Relative, add_gradient, tile_kind
 from tilewise.score.relative import tile as relative_tile
+from tilewise.score.tile_tensors import TileTensors
 from tilewise.score.tiles import key_tiles, limits
 
 # A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
@@ -198,7 +199,7 @@ def _empty_dbias(problem: Problem, inputs: Inputs) -> Tensor:
     """dBias to be written: zeros where something is added to it, or where tiles may be skipped."""
     assert inputs.bias is not None
     # A bias by distance may hide tiles that the band does not tell of.
-    whole = inputs.mask is None and inputs.parts is None and not band_hides(problem)
+    whole = problem.mask is None and inputs.parts is None and not band_hides(problem)
     written = _is_full(problem, inputs.bias) and whole
     return in_huge_pages(torch.empty_like(inputs.bias)) if written else torch.zeros_like(inputs.bias)
 
@@ -267,7 +268,8 @@ class _Heads:
         self.band_hides = band_hides(problem)
         self.vectors, self.relatives = self._parts()
         self.stream = self._stream()
-        self.hides = self.band_hides or not (inputs.bias is None and inputs.mask is None and inputs.parts is None)
+        shows_all = inputs.bias is None and problem.mask is None and inputs.parts is None
+        self.hides = self.band_hides or not shows_all
 
     def _parts(self) -> tuple[dict[str, Tensor], dict[str, Relative]]:
         """Of these heads what is added to the scores beside the bias: along the keys or queries, and by distance."""
@@ -344,7 +346,9 @@ class _Heads:
         )
         for j in range(begin, end):
             visible, state = None, visibility.WHOLE
-            if self.inputs.mask is not None:
+            if self.inputs.tiles is not None:
+                state, visible = self._of_tile_mask(self.inputs.tiles, rows, self._keys(j))
+            elif self.inputs.mask is not None:
                 visible = self._operand_tile(self.inputs.mask, rows, j)
                 least, most = visible.view(torch.uint8).aminmax()  # far faster than all() and any()
                 state = visibility.WHOLE if least else visibility.MIXED if most else visibility.HIDDEN
@@ -364,6 +368,16 @@ class _Heads:
                 for part in self._part_tiles(rows, j) if careful else ():
                     visible = visible & (part != -torch.inf)
             yield _Tile(rows, j, visible, careful)
+
+    def _of_tile_mask(self, x: TileTensors, rows: slice, cols: slice) -> tuple[int, Tensor | None]:
+        """What it leaves of a tile for these heads, and which pairs of one that is mixed."""
+        assert x.tiles is not None
+        tiles = x.within(self.of_heads(x.tiles), rows, cols)
+        state = x.state(tiles)
+        if state != visibility.MIXED:
+            return state, None
+        begins, ends = (None if y is None else self.of_heads(y) for y in (x.begins, x.ends))
+        return state, x.visible(tiles, begins, ends, rows, cols)
 
     def _hidden_by_distance(self, rows: slice, j: int) -> bool:
         return any(tile_kind(x, rows, self._keys(j)) == "hidden" for x in self.relatives.values())

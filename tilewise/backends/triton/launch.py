@@ -65,6 +65,7 @@ from tilewise.backends.triton.parts import (
 )
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
+from tilewise.backends.triton.tile_mask import flat_mask, tile_how, tile_layout
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
 
@@ -124,14 +125,14 @@ class Forward:
         self._prepare(config if problem.totals is None else replace(config, pack_gqa=False), inputs)
 
     def _prepare(self, config: Config, inputs: Inputs) -> None:
-        problem, (q, k, v, bias, mask, sink, parts, _, _) = self.problem, inputs
+        problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         shares = splits(problem, config)
-        lists = mask is not None and problem.totals is None and lists_pay(problem, config)
+        lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
-        if mask is not None and lists:
-            self.masked = MaskLists(problem, config, mask, by_rows=True, by_keys=False, even=False)
+        if lists:
+            self.masked = MaskLists(problem, config, mask, q.device, by_rows=True, by_keys=False, even=False)
         c = _compiled(
             problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
         )
@@ -178,14 +179,15 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
             o, lse = self.empty_o(), self.empty_lse()
-            lists = None if self.masked is None or inputs.mask is None else self.masked(inputs.mask).by_rows
+            mask = flat_mask(inputs.mask, inputs.tiles)
+            lists = None if self.masked is None else self.masked(mask).by_rows
             try:
                 parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
                 if self.merge is None:
-                    self.main(*inputs[:6], inputs.seed, *parts, lists, *lengths, o, lse)
+                    self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, lse)
                 else:
                     shares, share_lse = (empty() for empty in self.empty_shares)
-                    self.main(*inputs[:5], None, inputs.seed, *parts, lists, *lengths, shares, share_lse)
+                    self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, share_lse)
                     self.merge(shares, share_lse, o, lse, inputs.sink)
             except OutOfResources as error:
                 self._prepare(_smaller(self.config, error), inputs)
@@ -202,7 +204,7 @@ class Backward:
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
-        problem, needs, (q, k, v, bias, mask, sink, parts, _, _) = self.problem, self.needs, inputs
+        problem, needs, (q, k, v, bias, mask, sink, parts, *_) = self.problem, self.needs, inputs
         do, dlse = cotangents
         self.config = config
         tma = _uses_tma(problem, q, k, v, do)
@@ -231,11 +233,11 @@ class Backward:
         ordered_parts = {name: x for name, x in dparts.items() if problem.deterministic and is_summed(problem, name)}
         given = {name: x for name, x in dparts.items() if name not in ordered_parts}
         by_keys = summed or needs.k or needs.v or bool(given) or not (ordered_bias or reduction == "none")
-        lists = mask is not None and problem.totals is None and lists_pay(problem, config)
+        lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
-        if mask is not None and lists:
+        if lists:
             by_rows = needs.q and not summed
-            self.masked = MaskLists(problem, config, mask, by_rows=by_rows, by_keys=by_keys, even=True)
+            self.masked = MaskLists(problem, config, mask, q.device, by_rows=by_rows, by_keys=by_keys, even=True)
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
         value = None if problem.totals is None else 0.0  # of rows that no sequence has
@@ -340,7 +342,7 @@ class Backward:
             return self(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, parts, _, _ = inputs
+        q, k, v, bias, mask, sink, parts, *_ = inputs
         do, dlse = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
@@ -353,8 +355,9 @@ class Backward:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             dparts = empty_part_gradients(self.problem, parts, self.needs, q.device)
-            rows = (q, k, v, do, lse2, delta, bias, mask, inputs.seed, *flat_parts(parts))
-            found = MaskTiles(None, None, None) if self.masked is None or mask is None else self.masked(mask)
+            masks = flat_mask(mask, inputs.tiles)
+            rows = (q, k, v, do, lse2, delta, bias, *masks, inputs.seed, *flat_parts(parts))
+            found = MaskTiles(None, None, None) if self.masked is None else self.masked(masks)
             if self.main is not None:
                 given = {name: x for name, x in dparts.items() if name not in self.part_gradients}
                 self.main(
@@ -473,7 +476,7 @@ def _compiled(
         BIAS_FIRST=_bias_first(problem),
         MASK=problem.mask is not None,
         BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias"),
-        MASK_HOW=_broadcast(inputs.mask, problem.mask, problem, config, "mask"),
+        MASK_HOW=tile_how(problem, config) or _broadcast(inputs.mask, problem.mask, problem, config, "mask"),
         HIDES=not every_pair_alike(problem),
         ORDER=problem.raster_order,
         PRECISION=precision(problem),
@@ -512,7 +515,7 @@ def _input_layouts(inputs: Inputs, config: Config, c: Constexprs, tma: bool) -> 
         _rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
         _rows_layout(inputs.v, config.block_n, c.BLOCK_DV, tma),
         _scores_layout(inputs.bias, c.BIAS_HOW, config),
-        _scores_layout(inputs.mask, c.MASK_HOW, config),
+        tile_layout() if inputs.tiles is not None else _scores_layout(inputs.mask, c.MASK_HOW, config),
     )
 
 

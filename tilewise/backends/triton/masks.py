@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends import allocation
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.tile_mask import tile_how, tile_layout, tile_summary_kernel
 from tilewise.backends.triton.visibility import AROUND, Masking, list_kernel, summary_kernel
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
@@ -37,12 +38,21 @@ def lists_pay(problem: Problem, config: Config) -> bool:
 class MaskLists:
     """`MaskTiles`, for one problem, one layout of its mask, and the tiles of a forward or a backward.
 
+    mask: a bool mask, or None of one by tiles.
     by_rows, by_keys: which lists are wanted. even: there are no full tiles beside one that reaches past the end of its
     own queries or keys.
     """
 
     def __init__(
-        self, problem: Problem, config: Config, mask: Tensor, *, by_rows: bool, by_keys: bool, even: bool
+        self,
+        problem: Problem,
+        config: Config,
+        mask: Tensor | None,
+        device: torch.device,
+        *,
+        by_rows: bool,
+        by_keys: bool,
+        even: bool,
     ) -> None:
         p, of = problem, problem.mask
         assert of is not None
@@ -51,7 +61,7 @@ class MaskLists:
         states = (matrices, m_tiles if of.rows > 1 else 1, n_tiles if of.cols > 1 else 1)
 
         def workspace(*shape: int, dtype: torch.dtype = torch.int32) -> Callable[[], Tensor]:
-            return allocation(torch.empty(shape, dtype=dtype, device="meta"), mask.device)
+            return allocation(torch.empty(shape, dtype=dtype, device="meta"), device)
 
         def masking(keys: bool) -> Masking:
             others = m_tiles if keys else n_tiles
@@ -70,15 +80,23 @@ class MaskLists:
         self.empty_states = workspace(*states, dtype=torch.int8)
         self.empty_rows = workspace(matrices, m_tiles, n_tiles + AROUND.value)
         self.empty_keys = workspace(matrices, n_tiles, m_tiles + AROUND.value)
-        self.summarise = Launch(
-            summary_kernel, states[0] * states[1] * states[2], (strided(mask), POINTER),
-            (of.heads, p.queries, p.keys, masking(False)), num_warps=4,
-        )  # fmt: skip
+        programs, how = states[0] * states[1] * states[2], tile_how(problem, config)
+        if how is None:
+            self.summarise = Launch(
+                summary_kernel, programs, (strided(mask), POINTER), (of.heads, p.queries, p.keys, masking(False)),
+                num_warps=4,
+            )  # fmt: skip
+        else:
+            self.summarise = Launch(
+                tile_summary_kernel, programs, (tile_layout(), POINTER),
+                (p.queries, p.keys, constants(how), masking(False)), num_warps=4,
+            )  # fmt: skip
         self.by_rows, self.by_keys = lists(False) if by_rows else None, lists(True) if by_keys else None
 
-    def __call__(self, mask: Tensor) -> MaskTiles:
+    def __call__(self, mask: Sequence[Tensor | None]) -> MaskTiles:
+        """mask: as `tile_mask.flat_mask` gives it."""
         states, rows, keys = self.empty_states(), None, None
-        self.summarise(mask, states)
+        self.summarise(*mask, states)
         if self.by_rows is not None:
             rows = self.empty_rows()
             self.by_rows(states, rows)

@@ -8,6 +8,7 @@ import triton.language as tl
 from tilewise.backends.score import in_band, score_tile
 from tilewise.backends.triton.relative import load_added
 from tilewise.backends.triton.tensors import dot, load_operand
+from tilewise.backends.triton.tile_mask import listed_pairs
 
 
 @triton.jit
@@ -52,5 +53,8 @@ def visible_tile(x, at, n0, cols, terms, sizes, MASKED: tl.constexpr, PARTIAL: t
     else:  # always; in the layout of the scores it makes Triton take the mask there too
         visible = (at.rows >= 0) & (cols >= 0)
     if MASKED:
-        visible &= load_operand(x.mask, c.MASK_HOW, x.start, at, n0, cols, TAIL, sizes, c) != 0
+        if c.MASK_HOW.LIES == "bits" or c.MASK_HOW.LIES == "intervals":
+            visible &= listed_pairs(x.mask, c.MASK_HOW, at, n0, cols, sizes)
+        else:
+            visible &= load_operand(x.mask, c.MASK_HOW, x.start, at, n0, cols, TAIL, sizes, c) != 0
     return visible

@@ -12,17 +12,20 @@ from tilewise.score.parts import Parts
 from tilewise.score.reference import transform
 from tilewise.score.relative import gather
 from tilewise.score.terms import Score
+from tilewise.score.tile_tensors import TileTensors
 
 Maybe = Tensor | None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, parts: Parts | None, seed: Maybe,
-    lengths: Lengths | None, score: Score,
+    lengths: Lengths | None, tiles: TileTensors | None, score: Score,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
     if lengths is not None:
         raise NotImplementedError("varlen_attention: packed batches have no form in ONNX; export a model with padding")
+    if tiles is not None:
+        raise NotImplementedError("mask: a TileMask has no form in ONNX; export the model with its mask.dense()")
     if seed is not None:
         raise NotImplementedError("dropout_p: dropout has no form in ONNX; export the model in evaluation mode")
     kv_heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from tilewise.score.lengths import Lengths
 from tilewise.score.parts import DIFFERENTIABLE, Parts
+from tilewise.score.tile_tensors import TileTensors
 
 BATCH, HEADS = 0, 1
 
@@ -29,7 +30,7 @@ Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs
 
 
 # Beside q, k and v: what else attention takes, in the operators' order, and what of all has a gradient.
-OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields)
+OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
 DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
 
 
@@ -54,6 +55,8 @@ def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layo
     named = dict(zip(OPERANDS, operands, strict=True))
     if named["cu_q"] is not None:
         raise NotImplementedError("cu_seqlens_q: packed batches take no DTensors; call it on local tensors")
+    if named["tiles"] is not None:
+        raise NotImplementedError("mask: a TileMask takes no DTensors beside it; call it on local tensors")
     if named["seed"] is not None:
         raise NotImplementedError("seed: dropout takes no DTensors: each device would count its heads from 0")
 

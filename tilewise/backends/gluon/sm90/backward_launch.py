@@ -39,7 +39,7 @@ class Backward:
     """
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
-        q, k, v, bias, mask, sink, parts, _, _ = inputs
+        q, k, v, bias, mask, sink, parts, *_ = inputs
         self.values = None
         if parts is not None and parts.query is not None and problem.score.query is not None:
             self.values = Sheared(parts.query, problem.score.query)
@@ -153,7 +153,7 @@ class Backward:
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, parts, _, lengths = inputs
+        q, k, v, bias, mask, sink, parts, _, lengths, _ = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs

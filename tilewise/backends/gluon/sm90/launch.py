@@ -25,7 +25,7 @@ class Forward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
-        q, k, v, bias, mask, sink, parts, _, _ = inputs
+        q, k, v, bias, mask, sink, parts, *_ = inputs
         self.values = None
         if parts is not None and parts.query is not None and problem.score.query is not None:
             self.values = Sheared(parts.query, problem.score.query)
@@ -78,7 +78,7 @@ class Forward:
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask, sink, parts, _, lengths = inputs
+        q, k, v, bias, mask, sink, parts, _, lengths, _ = inputs
         with device_of(q):
             if self.values is not None and parts is not None and parts.query is not None:
                 bias = self.values.laid_out(parts.query)
