@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Fault(NamedTuple):
-    """file: below tilewise. text: occurs once in it. becomes: the fault. wrong: what goes wrong. test: below tests."""
-
-    file: str
-    text: str
-    becomes: str
-    wrong: str
-    test: str
-
+from fault import Fault
+from faults_hopper import HOPPER
 
 FAULTS = [
     # --- what is computed, and where ---
@@ -196,108 +186,7 @@ FAULTS = [
         "a program of few queries takes more shared memory than there is",
         "test_triton_room.py::test_few_wide_queries",
     ),
-    # --- Hopper, as far as a CPU can run it ---
-    Fault(
-        "backends/gluon/sm90/dq_accum.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
-        "dQ is summed in another order than it is read in",
-        "test_hopper_dq_accum.py",
-    ),
-    Fault(
-        "backends/gluon/sm90/dq_accum.py", "(step * c.DQ_PARTS + PART) & 1) ^ 1)", "(step * c.DQ_PARTS + PART) & 1))",
-        "dQ is stored before the tile ahead of it has left, or never",
-        "test_hopper_roles.py",
-    ),
-    Fault(
-        "backends/gluon/mask_kernels.py", "    if cols < c.BLOCK_N:\n        full_begin = end\n", "",
-        "keys past the end pass for keys that every query sees",
-        "test_hopper_mask.py::test_summary_by_keys",
-    ),
-    Fault(
-        "backends/gluon/preprocess.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
-        "a bias of the queries is taken out of an LSE in another base",
-        "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
-    ),
-    Fault(
-        "backends/gluon/sm90/repair_kernel.py", "(distance <= hi)", "(distance < hi)",
-        "rows that are computed again do not see the last key of the band",
-        "test_hopper_rows.py::test_rows_are_computed_again",
-    ),
-    Fault(
-        "backends/gluon/sm90/backward_scheduler.py", "head // parts // alone", "head // parts % alone",
-        "a program works for the batch element of another",
-        "test_hopper_work.py::test_every_tile_has_one_program_and_sharers_are_one_group",
-    ),
-    Fault(
-        "backends/gluon/tile_scheduler.py", "64 * (WARPGROUP + 1) - 1 + hi", "64 * WARPGROUP + hi",
-        "a warpgroup leaves out tiles that all but its first query see",
-        "test_hopper_schedule.py::test_what_a_warpgroup_leaves_out_or_does_not_mask",
-    ),
-    Fault(
-        "backends/sequences.py", ".unfold(dim - 1, size, step)", ".unfold(dim - 1, size, size)",
-        "sequences of equal lengths read their neighbours' keys where some of their own do not count",
-        "test_varlen.py::test_bias_of_sequences_of_equal_lengths",
-    ),
-    Fault(
-        "backends/sequences.py", ", shifts[x.number]) == (first.queries, first.keys, shifts[first.number])",
-        ") == (first.queries, first.keys)",
-        "sequences of equal lengths take the first one's start of distances",
-        "test_varlen.py::test_bias_of_sequences_of_equal_lengths",
-    ),
-    Fault(
-        "backends/gluon/packed.py", "_length[None, :] > length[:, None]", "_length[None, :] < length[:, None]",
-        "the longest sequences of a packed batch come last",
-        "test_hopper_packed.py::test_tiles_are_listed",
-    ),
-    Fault(
-        "backends/gluon/packed.py", "t -= (n - nth) * heads", "t -= n * heads",
-        "some tiles of a packed batch come twice, and others never",
-        "test_hopper_packed.py::test_each_tile_and_head_comes_once",
-    ),
-    Fault(
-        "backends/gluon/packed.py", "tl.minimum(tl.maximum(found, 0), most)", "found",
-        "offsets of a packed batch that are none lead outside",
-        "test_hopper_packed.py::test_offsets_that_are_none",
-    ),
-    Fault(
-        "backends/gluon/packed.py", "RAGGED_AXIS - count + row", "RAGGED_AXIS - count + row - 1",
-        "boxes of a packed batch begin a row too early",
-        "test_hopper_packed.py::test_a_ragged_box_ends_with_its_sequence",
-    ),
-    Fault(
-        "backends/gluon/score.py", "seen = cols <= last", "seen = cols < last",
-        "the band is one key too narrow",
-        "test_hopper_bands.py",
-    ),
-    Fault(
-        "backends/gluon/sm90/config.py", "do_stages=1 if one else 2", "do_stages=2",
-        "a backward of 256 dimensions takes more shared memory than there is",
-        "test_hopper_room.py::test_every_structure_has_room",
-    ),
-    Fault(
-        "backends/gluon/score.py", "1.0 if capped else 1.0 / score.scale", "1.0 if capped else score.scale",
-        "a bias is multiplied by the scale twice, not divided by it",
-        "test_hopper_terms.py::test_scores_in_the_units_of_the_kernels",
-    ),
-    Fault(
-        "backends/gluon/sm90/launch.py", "is not None and bias.batch > 1", "is not None and problem.batch > 1",
-        "a bias that all batch elements share is read past its end",
-        "test_hopper_terms.py::test_a_bias_and_a_mask_are_those_of_the_head",
-    ),
-    Fault(
-        "backends/gluon/sm90/softmax.py", "l_i * alpha + sums_of_rows", "l_i + sums_of_rows",
-        "the softmax's sum keeps the scale of an earlier maximum",
-        "test_hopper_terms.py::test_tiles_of_a_row_add_up_to_its_softmax",
-    ),
-    Fault(
-        "backends/gluon/score.py", "softcap_derivative(s, terms.cap)", "softcap_derivative(s + bias, terms.cap)",
-        "the softcap's derivative is taken behind the bias",
-        "test_hopper_terms.py::test_probabilities_of_the_backward",
-    ),
-    Fault(
-        "backends/gluon/sm90/forward_kernel.py", "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(2,",
-        "the softmax reads scores before their product is done",
-        "test_hopper_aot.py",
-    ),
+    *HOPPER,
     # --- a product and a softmax of their own ---
     Fault(
         "ops/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
