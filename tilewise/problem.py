@@ -455,7 +455,7 @@ class _Operands:
             raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
         if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
             check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
-            return Operand(x.dtype, self.sizes.B, x.shape[1], max(self.sizes.M, 2), 1)
+            return Operand(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
         check_sink(x, self.sizes, self.device)
         batch, heads, rows = x.shape
         return Operand(x.dtype, batch, heads, rows, 1)
