@@ -258,13 +258,14 @@ class Code(NamedTuple):
     hazards: list[wgmma_lint.Hazard]
 
 
-def compile_hopper_case(case: Case, backward: bool = False) -> list[Code]:
-    """Every kernel that a case's forward, or its backward, launches in the hopper backend."""
+def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> list[Code]:
+    """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
+    `compile_case`."""
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.gluon.sm90 import backward_launch, config, launch
 
     _launched.clear()
-    problem, inputs = _call(case)
+    problem, inputs = _call(case, tiles=tiles)
     if backward:
         o = empty_output(inputs.q, case.value_dim)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")

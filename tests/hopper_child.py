@@ -6,15 +6,20 @@ from typing import NamedTuple
 
 import torch
 from helpers import Case, Results, Tensors, rows_of, run, tensors, visible
+from tile_mask_helpers import pattern
 from torch import Tensor
 
+from tilewise import TileMask
 from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 
 
-def _call(case: Case, x: Tensors) -> tuple[Problem, Inputs]:
+def _call(case: Case, x: Tensors, found: TileMask | None = None) -> tuple[Problem, Inputs]:
+    """found: in the place of the mask."""
     inputs = Inputs(*x[:5], None if x.sink is None else rows_of(x.sink))
+    if found is not None:
+        inputs = inputs._replace(mask=None, tiles=found.tensors)
     scale = case.D**-0.5 if case.scale is None else case.scale
     score = Score(scale, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
     return Problem.of(*inputs, score, bias_grad="b" in case.grads), inputs
@@ -33,22 +38,29 @@ class Repaired(NamedTuple):
     seen: Tensor
 
 
-def repair(case: Case, share: float, value: float | None = None, where: tuple = ()) -> Repaired:
+def repair(
+    case: Case, share: float, value: float | None = None, where: tuple = (), tiles: str | None = None
+) -> Repaired:
     """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
-    ``value``, put it into v[where]."""
+    ``value``, put it into v[where]. tiles: the kernel is given a mask by tiles, that pattern of tile_mask_helpers."""
     from tilewise.backends.gluon.sm90.launch import Forward
+    from tilewise.backends.tile_mask import flat_mask
 
     x = tensors(case)
     if value is not None:
         x.v[where] = value
+    found = None
+    if tiles is not None:
+        found, dense = pattern(tiles, case, (64, 128))
+        x = x._replace(mask=dense)
     before = run(case, "oracle", inputs=x)
-    problem, inputs = _call(case, x)
+    problem, inputs = _call(case, x, found)
     launch = Forward(problem, inputs).repair
     assert launch is not None
     spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
     o, lse = before.o.clone(), before.lse.clone()
     o[spoilt], lse[spoilt] = 7.0, float("nan")
-    launch(*inputs[:6], o, lse)
+    launch(*inputs[:4], *flat_mask(inputs.mask, inputs.tiles), inputs.sink, o, lse)
     return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
 
 

@@ -48,6 +48,21 @@ def test_rows_are_computed_again(interpreter, case):
     hold(case, after)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("bits", replace(GROUPS, M=139, N=200)),
+        ("blocks", replace(USUAL, B=2, H=4, Hkv=2, N=300, bias="1hmn", sink="h")),
+        ("documents", replace(USUAL, M=139, N=139, D=136, causal=True)),
+        ("window", replace(GROUPS, M=1, N=3)),
+    ],
+)
+def test_rows_of_a_mask_by_tiles_are_computed_again(interpreter, name, case):
+    before, after, spoilt, seen = interpreter(hopper_child.repair, case, 0.3, None, (), name)
+    assert torch.equal(after.o[~spoilt], before.o[~spoilt])
+    hold(case, after, inputs=tensors(case)._replace(mask=seen))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "terms", [{"causal": True}, {"mask": "bhmn"}, {"window": (9, 2), "bias": "1111"}, {"bias": "bhmn", "blind": True}],

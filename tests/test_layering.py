@@ -24,7 +24,10 @@ PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
 BACKEND = {*PROTOCOL, "tilewise.memory", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
 READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
 # What backends and operators import, and is none itself.
-SHARED = {f"tilewise.backends.{name}" for name in ("dropout", "launcher", "products", "score", "sequences", "sinks")}
+SHARED = {
+    f"tilewise.backends.{name}"
+    for name in ("dropout", "launcher", "products", "score", "sequences", "sinks", "tile_mask")
+}
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
     "tilewise.autocast": set(),
@@ -48,6 +51,7 @@ ROOMS = {
     "tilewise.backends.score": {"tilewise.score"},
     "tilewise.backends.sequences": BACKEND,
     "tilewise.backends.sinks": {"tilewise.backends.launcher"},
+    "tilewise.backends.tile_mask": {"tilewise.backends.launcher", "tilewise.problem", "tilewise.score"},
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,

@@ -1,4 +1,4 @@
-"""The Triton kernels with a mask by tiles, compiled ahead of time: see test_triton_aot.py."""
+"""Kernels with a mask by tiles, compiled ahead of time: see test_triton_aot.py and test_hopper_aot.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from aot_child import compile_case
+from aot_child import compile_case, compile_hopper_case
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -30,3 +30,17 @@ def test_compiled_kernels(compilers, triton, case, tiles, spills):
         assert kernel.spill_stores <= spills, f"{kernel.name} spills {kernel.spill_stores} bytes"
         if kernel.name in ("forward_kernel", "backward_kernel"):
             assert kernel.instructions["wgmma"]
+
+
+@pytest.mark.parametrize(("triton", "tiles"), [("3.6.0", "bits 128"), ("installed", "intervals 64")])
+def test_compiled_hopper_kernels(compilers, triton, tiles):
+    """Those that read tiles; the others are those of a bool mask."""
+    for backward in (False, True):
+        codes = compilers.compile(compile_hopper_case, triton, 90, USUAL, backward, tiles)
+        names = [code.kernel.name for code in codes]
+        assert names[backward : backward + 2] == ["tile_summary_kernel", "tile_list_kernel"]
+        for kernel, _, hazards in codes:
+            print(kernel)
+            assert kernel.shared <= kernel.shared_limit
+            assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
+            assert not hazards

@@ -74,5 +74,27 @@ def test_lists_are_those_of_the_bool_mask(interpreter, name, block):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "more"),
+    [
+        ("documents", 64, {"causal": True}),
+        ("prefix", 128, {"D": 128}),
+        ("window", (64, 128), {"deterministic": True, "M": 300}),
+        ("bits", (192, 128), {"D": 128, "deterministic": True}),
+        ("bits", 64, {"M": 1}),
+        ("blocks", 64, {"D": 256, "causal": True, "B": 2, "H": 4, "Hkv": 2, "M": 500}),
+        ("blocks", (128, 192), {"M": 500, "deterministic": True}),
+        ("strided", 128, {"window": (100, 3)}),
+    ],
+    ids=str,
+)
+def test_lists_for_hopper_are_those_of_the_bool_mask(interpreter, name, block, more):
+    """Bit for bit, in the forward and in the backward, with the bits of each tile that a kernel reads."""
+    case = replace(USUAL, **{"M": 300 if name in SQUARE else 239, "N": 300, "D": 64, **more})
+    for mask, tiles in interpreter(tile_mask_child.hopper_lists_of, case, name, block):
+        for one, other in zip(mask, tiles, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_wrong_numbers_reach_no_memory(interpreter):
     interpreter(check_wrong, replace(USUAL, bias="11mn"), "triton")

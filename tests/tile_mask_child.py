@@ -10,9 +10,9 @@ from torch import Tensor
 def lists_of(case: Case, name: str, block: int | tuple[int, int]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """States and lists of the forward and of the backward: of the bool mask, and of the tiles."""
     from tilewise.backends.protocol import Inputs
+    from tilewise.backends.tile_mask import flat_mask
     from tilewise.backends.triton.config import backward_config, forward_config
     from tilewise.backends.triton.masks import MaskLists
-    from tilewise.backends.triton.tile_mask import flat_mask
     from tilewise.problem import Problem
     from tilewise.score.terms import Band, Score
 
@@ -32,6 +32,67 @@ def lists_of(case: Case, name: str, block: int | tuple[int, int]) -> list[tuple[
             both.append([masked.states, *map(_counted, (masked.by_rows, masked.by_keys))])
         pairs.append((both[0], both[1]))
     return pairs
+
+
+def hopper_lists_of(
+    case: Case, name: str, block: int | tuple[int, int]
+) -> list[tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    """Bits of visited tiles, lists and states of the Hopper kernels, by rows and by keys: of the bool mask, and of the
+    tiles. What nobody has written is 0."""
+    import torch
+
+    from tilewise.backends.gluon.masks import MaskSummary
+    from tilewise.backends.gluon.sm90.config import backward_config, forward_config
+    from tilewise.backends.protocol import Inputs
+    from tilewise.backends.tile_mask import flat_mask
+    from tilewise.problem import Problem
+    from tilewise.score.terms import Band, Score
+
+    found, dense = pattern(name, case, block)
+    q, k, v, *_ = tensors(case)
+    dense = dense.expand(*found.shape[:2], case.M, case.N).contiguous()
+    score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
+    pairs = []
+    for by_keys in (False, True):
+        both = []
+        for inputs in (Inputs(q, k, v, None, dense), Inputs(q, k, v, None, None, tiles=found.tensors)):
+            problem = Problem.of(*inputs, score, deterministic=case.deterministic)
+            config = backward_config(problem) if by_keys else forward_config(problem)
+            groups = 1 if by_keys else config.warpgroups
+            summary = MaskSummary(problem, inputs.mask, q.device, config.block_n, groups, by_keys)
+            states = summary.states
+            summary.bits = lambda make=summary.bits: make().fill_(-1)
+            bits, lists, states = summary(flat_mask(inputs.mask, inputs.tiles))
+            bits = bits.view(-1, 2 * config.block_n) if by_keys else bits
+            read = _read(lists, by_keys, case, bits, config.block_n, groups)
+            both.append((torch.where(read, bits, 0), _listed(lists), states))
+        pairs.append((both[0], both[1]))
+    return pairs
+
+
+def _listed(lists: Tensor) -> Tensor:
+    """With 0 where nothing was written."""
+    import torch
+
+    count = (lists.shape[-1] - 1) if lists.shape[-1] else 0
+    place = torch.arange(count)
+    return torch.cat([lists[..., :1], torch.where(place < lists[..., :1], lists[..., 1:], 0)], -1)
+
+
+def _read(lists: Tensor, by_keys: bool, case: Case, bits: Tensor, block_n: int, groups: int) -> Tensor:
+    """Which bits a kernel reads: of all tiles in its lists."""
+    import torch
+
+    others = -(-case.M // 64) if by_keys else -(-case.N // block_n)
+    read = torch.zeros(*lists.shape[:2], others, dtype=torch.bool)
+    for x in range(lists.shape[0]):
+        for t in range(lists.shape[1]):
+            for entry in lists[x, t, 1 : 1 + int(lists[x, t, 0])].tolist():
+                if by_keys or entry & 2:
+                    read[x, t, entry >> 2] = True
+    if by_keys:
+        return read.flatten()[:, None].expand(bits.shape)
+    return read.repeat_interleave(64 * groups, 1)[:, : bits.shape[1], :, None].expand(bits.shape)
 
 
 def _counted(lists: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Masks by tiles on the device: the Triton kernels against the oracle with the bool mask, by the error rule, what is
+"""Masks by tiles on the device: kernels against the oracle with the bool mask, by the error rule, what is
 made on the device against what a CPU makes, and equal bits of equal calls."""
 
 from __future__ import annotations
@@ -15,53 +15,83 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tilewise import TileMask, attention, dynamic_mask
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+HOPPER = pytest.param(
+    "hopper",
+    marks=pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
+)
+both_backends = pytest.mark.parametrize("backend", ["triton", HOPPER])
 USUAL = Case(B=2, H=4, Hkv=2, M=799, N=799, D=64, dtype=BRAIN)
 TERMS = [
     {},
     {"D": 128, "causal": True, "bias": "1hmn", "dtype": HALF},
     {"bias": "11mn", "deterministic": True},
     {"bias": "bkm1", "sink": "bhm", "softcap": 9.0, "layout": "heads_last"},
+    {"D": 256, "window": (300, 50), "bias": "bhmn", "grads": "b"},
+    {"B": 1, "H": 8, "D": 32, "bias": "b11n", "dtype": HALF, "deterministic": True},
+    {"bias": "1hmn", "bias_dtype": FLOAT, "M": 700, "deterministic": True},
+]
+FOR_TRITON = [
     {"dropout_p": 0.2, "window": (300, 50), "layout": "sliced"},
     {"dtype": FLOAT, "D": 48, "bias": "bhmn", "grads": "b"},
 ]
 
 
-@pytest.mark.parametrize("block", [64, (128, 64), 256], ids=str)
+@both_backends
+@pytest.mark.parametrize("block", [64, (128, 64), (64, 192), 256], ids=str)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(name, block):
-    check(USUAL, name, "triton", block, "cuda")
+def test_patterns(backend, name, block):
+    check(USUAL, name, backend, block, "cuda")
 
 
+@both_backends
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("name", ["bits", "documents"])
-def test_beside_other_terms(name, terms):
-    check(replace(USUAL, **terms), name, "triton", 128, "cuda")
+@pytest.mark.parametrize("name", ["bits", "window"])
+def test_beside_other_terms(backend, name, terms):
+    check(replace(USUAL, **{"M": 800, "N": 800, **terms}), name, backend, 128, "cuda")
+
+
+@pytest.mark.parametrize("terms", FOR_TRITON, ids=str)
+def test_terms_for_triton(terms):
+    check(replace(USUAL, **terms), "bits", "triton", 128, "cuda")
 
 
 @pytest.mark.parametrize(
     ("M", "N"), [(1, 1), (1, 1023), (3, 2000), (127, 129), (129, 127), (1000, 3), (2048, 2048)], ids=str
 )
+@both_backends
 @pytest.mark.parametrize("name", ["bits", "window"])
-def test_lengths(name, M, N):
-    check(replace(USUAL, M=M, N=N, D=128), name, "triton", 128, "cuda")
+def test_lengths(backend, name, M, N):
+    check(replace(USUAL, M=M, N=N, D=128), name, backend, 128, "cuda")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
+@both_backends
 @pytest.mark.parametrize("name", ["bits", "documents"])
-def test_hidden_nan(name, value):
-    check(replace(USUAL, planted=value, bias="11mn"), name, "triton", 64, "cuda")
+def test_hidden_nan(backend, name, value):
+    check(replace(USUAL, M=800, N=800, planted=value, bias="11mn"), name, backend, 64, "cuda")
 
 
-def test_wrong_numbers_reach_no_memory():
-    check_wrong(replace(USUAL, bias="11mn"), "triton", "cuda")
+@both_backends
+def test_wrong_numbers_reach_no_memory(backend):
+    check_wrong(replace(USUAL, M=800, N=800, bias="11mn"), backend, "cuda")
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_made_on_the_device(name):
+MADE = {
+    "documents": lambda device: TileMask.documents(torch.arange(1000, device=device) // 300 - 1),
+    "prefix": lambda device: TileMask.prefix_lm(torch.tensor([3, 700], device=device), 1000),
+    "window": lambda device: TileMask.sliding_window(700, 1000, (90, 20), global_tokens=5, device=device),
+    "dilated": lambda device: TileMask.dilated(700, 1000, 20, 3, device=device),
+    "strided": lambda device: TileMask.strided(700, 1000, 50, device=device),
+    "function": lambda device: TileMask.from_mask_mod(
+        lambda b, h, q, kv: (q // 64 + kv // 100) % 3 == 0, 700, 1000, device=device
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_made_on_the_device(make):
     """Each constructor gives the bits that it gives on a CPU."""
-    with torch.device("cuda"):
-        here, _ = pattern(name, USUAL, 64) if name != "blocks" else (pattern(name, USUAL, 64)[0].to("cuda"), None)
-    for x, y in zip(here.tensors, pattern(name, USUAL, 64)[0].tensors, strict=True):
+    for x, y in zip(make("cuda").tensors, make("cpu").tensors, strict=True):
         assert x is y is None or torch.equal(x.cpu(), y)
 
 
@@ -93,14 +123,16 @@ def test_a_block_mask():
     torch.testing.assert_close(attention(q, k, v, mask=TileMask.documents(ids)), expected)
 
 
+@both_backends
 @pytest.mark.parametrize("name", ["bits", "documents"])
-def test_equal_bits(name):
-    found, _ = pattern(name, USUAL, 128)
-    inputs = tensors(replace(USUAL, bias="11mn"), "cuda")
+def test_equal_bits(backend, name):
+    case = replace(USUAL, M=800, N=800, bias="11mn")
+    here = pattern(name, case, 128)[0].to("cuda")
+    inputs = tensors(case, "cuda")
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias)]
 
     def results():
-        o = attention(*leaves[:3], bias=leaves[3], mask=found.to("cuda"), deterministic=True)
+        o = attention(*leaves[:3], bias=leaves[3], mask=here, deterministic=True, backend=backend)
         return [o.detach(), *torch.autograd.grad(o, leaves, inputs.do)]
 
     first = results()

@@ -1,7 +1,8 @@
-"""What a bool mask leaves of each tile of scores, found out once before the forward, and once before the backward.
+"""What a mask leaves of each tile of scores, found out once before the forward, and once before the backward.
 
-`summary_kernel` reads the mask and writes an eighth of its size: its bits, in the order in which the threads want them,
-and of each tile whether it is hidden, mixed or visible. `tile_list_kernel` lists for each tile of queries the tiles of
+`summary_kernel` reads a bool mask and writes an eighth of its size: its bits, in the order in which the threads want
+them, and of each tile whether it is hidden, mixed or visible. `tile_summary_kernel` makes the same of a mask by tiles,
+but writes bits only where a tile is visited. `tile_list_kernel` lists for each tile of queries the tiles of
 keys that it visits: hidden ones are left out, and only mixed ones read their bits. The backward's programs have a tile
 of keys each and visit tiles of queries: `MaskConstants.BY_KEYS`.
 """
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.score import key_tiles, query_tiles
+from tilewise.backends.tile_mask import pairs
 
 
 class MaskConstants(NamedTuple):
@@ -24,6 +26,7 @@ class MaskConstants(NamedTuple):
     ROWS: Any  # the mask differs between queries
     TILES: Any  # that may be visited, the next power of two
     BY_KEYS: Any  # a tile of keys visits tiles of 64 queries
+    SPARSE: Any  # bits are written of tiles alone that are visited
     DQ_ORDER: Any  # its entries have an order, see `tile_list_kernel`
 
 
@@ -53,6 +56,49 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
     at = mask.pointer + tl.cast(bh // heads, tl.int64) * mask.stride0 + tl.cast(bh % heads, tl.int64) * mask.stride1
     at += r.to(tl.int64)[:, None] * mask.stride2 + (n * c.BLOCK_N + col).to(tl.int64)[None, :] * mask.stride3
     seen = (tl.load(at, mask=inside, other=0) != 0).to(tl.int32)
+    _store_bits(bits, seen, bh, m, n, rows, keys, c)
+    some = tl.max(tl.max(seen, 1), 0)
+    all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
+    _store_state(states, some, all_, bh, m, n, row_count, key_count, c)
+
+
+@triton.jit
+def tile_summary_kernel(x, bits, states, rows, keys, how, c):
+    """`summary_kernel` of a mask by tiles. x: its tensors, a record; how: `TileHow` of tiles of 64 by BLOCK_N.
+
+    The bits of a tile are written if it, or one beside it in the same tile of queries, is not hidden: such a tile is
+    visited, and what is hidden of it is read too.
+    """
+    key_count = tl.cdiv(keys, c.BLOCK_N)
+    row_count = tl.cdiv(rows, 64)
+    pid = tl.program_id(0)
+    n, m, bh = pid % key_count, pid // key_count % row_count, pid // key_count // row_count
+    matrix = bh.to(tl.int64)
+    tile_n = n * c.BLOCK_N // how.TILE_N + tl.arange(0, how.SPAN_N)
+    met = tile_n * how.TILE_N < tl.minimum((n + 1) * c.BLOCK_N, keys)
+    visited = 0
+    for w in tl.static_range(c.WARPGROUPS):
+        row = tl.minimum(m // c.WARPGROUPS * c.WARPGROUPS + w, row_count - 1) * 64 // how.TILE_M
+        at = x.tiles + (matrix * tl.cdiv(rows, how.TILE_M) + row) * tl.cdiv(keys, how.TILE_N)
+        visited = tl.maximum(visited, tl.max(tl.load(at + tile_n, mask=met, other=0), 0))
+    some = 0
+    all_ = 0
+    if visited > 0:
+        r, col = m * 64 + tl.arange(0, 64)[:, None], n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]
+        inside = (r < rows) & (col < keys)
+        last_r, last_col = tl.minimum(r, rows - 1), tl.minimum(col, keys - 1)
+        seen = (inside & pairs(x, how, matrix, last_r, last_col, m * 64, n * c.BLOCK_N, rows, keys)).to(tl.int32)
+        _store_bits(bits, seen, bh, m, n, rows, keys, c)
+        some = tl.max(tl.max(seen, 1), 0)
+        all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
+    _store_state(states, some, all_, bh, m, n, row_count, key_count, c)
+
+
+@triton.jit
+def _store_bits(bits, seen, bh, m, n, rows, keys, c):
+    """Of a tile, int32 (64, BLOCK_N), 0 outside the mask."""
+    key_count, row_count = tl.cdiv(keys, c.BLOCK_N), tl.cdiv(rows, 64)
+    col = tl.arange(0, c.BLOCK_N)
     if c.BY_KEYS:
         tile = (tl.cast(bh, tl.int64) * key_count + n) * row_count + m
         i = tl.arange(0, 64)
@@ -62,22 +108,29 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
         words = tl.reshape(tl.permute(words, (1, 2, 0)), [2 * c.BLOCK_N])
         tl.store(bits + tile * (2 * c.BLOCK_N) + tl.arange(0, 2 * c.BLOCK_N), words)
     else:
-        tile = (tl.cast(bh, tl.int64) * row_count + m) * key_count + n
+        r = m * 64 + tl.arange(0, 64)
         words = tl.reshape(seen << (2 * (col // 8) + col % 2)[None, :], [64, c.BLOCK_N // 8, 4, 2])
         words = tl.sum(tl.sum(words, 3), 1)
         at = bits + ((tl.cast(bh, tl.int64) * rows + r) * key_count + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
         tl.store(at, words, mask=(r < rows)[:, None])
-    some = tl.max(tl.max(seen, 1), 0)
-    all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
+
+
+@triton.jit
+def _store_state(states, some, all_, bh, m, n, row_count, key_count, c):
+    if c.BY_KEYS:
+        tile = (tl.cast(bh, tl.int64) * key_count + n) * row_count + m
+    else:
+        tile = (tl.cast(bh, tl.int64) * row_count + m) * key_count + n
     tl.store(states + tile, (some + some * all_).to(tl.int8))
 
 
 @triton.jit
-def tile_list_kernel(states, tile_list, queries, keys, lo, hi, c):
+def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
     """The tiles of keys that one tile of queries visits, from the last to the first; BY_KEYS the other way round.
 
     tile_list: (batch·heads, tiles of queries, 1 + key tiles) int32: how many, then of each its number · 4, + 1 if the
-    band or the end of the keys cuts it, + 2 if the mask does. There is at least one, which may be hidden.
+    band or the end of the keys cuts it, + 2 if the mask does. There is at least one, which may be hidden: SPARSE
+    clears its bits, which nobody has written.
 
     BY_KEYS: (batch·heads, key tiles, 1 + tiles of queries), there may be none. With DQ_ORDER as many numbers more: of
     each entry, how many tiles of keys before this one visit the same tile of queries.
@@ -120,7 +173,14 @@ def tile_list_kernel(states, tile_list, queries, keys, lo, hi, c):
     else:
         tl.store(at, tl.maximum(total, 1))
         if total == 0:
-            tl.store(at + 1, 4 * tl.minimum(begin, key_count - 1) + 3)
+            hidden = tl.minimum(begin, key_count - 1)
+            tl.store(at + 1, 4 * hidden + 3)
+            if c.SPARSE:
+                for w in tl.static_range(c.WARPGROUPS):
+                    r = (m * c.WARPGROUPS + w) * 64 + tl.arange(0, 64)
+                    word = 4 * ((bh.to(tl.int64) * queries + r) * key_count + hidden)
+                    four = word[:, None] + tl.arange(0, 4)[None, :]
+                    tl.store(bits + four, tl.zeros([64, 4], tl.int32), mask=(r < queries)[:, None])
     if c.DQ_ORDER:
         order = tl.zeros([c.TILES], tl.int32)
         for back in range(m):

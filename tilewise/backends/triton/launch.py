@@ -26,6 +26,7 @@ from tilewise.backends import (
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
+from tilewise.backends.tile_mask import flat_mask, tile_how, tile_layout
 from tilewise.backends.triton.backward_kernel import (
     OwnKeys,
     backward_kernel,
@@ -65,7 +66,6 @@ from tilewise.backends.triton.parts import (
 )
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
-from tilewise.backends.triton.tile_mask import flat_mask, tile_how, tile_layout
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
 
@@ -476,7 +476,8 @@ def _compiled(
         BIAS_FIRST=_bias_first(problem),
         MASK=problem.mask is not None,
         BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias"),
-        MASK_HOW=tile_how(problem, config) or _broadcast(inputs.mask, problem.mask, problem, config, "mask"),
+        MASK_HOW=tile_how(problem, config.block_m, config.block_n, config.pack_gqa)
+        or _broadcast(inputs.mask, problem.mask, problem, config, "mask"),
         HIDES=not every_pair_alike(problem),
         ORDER=problem.raster_order,
         PRECISION=precision(problem),

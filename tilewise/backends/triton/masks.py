@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tilewise.backends import allocation
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
+from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.tile_mask import tile_how, tile_layout, tile_summary_kernel
+from tilewise.backends.triton.tile_mask import tile_summary_kernel
 from tilewise.backends.triton.visibility import AROUND, Masking, list_kernel, summary_kernel
 from tilewise.problem import Problem
 from tilewise.score.tiles import limits
@@ -80,7 +81,7 @@ class MaskLists:
         self.empty_states = workspace(*states, dtype=torch.int8)
         self.empty_rows = workspace(matrices, m_tiles, n_tiles + AROUND.value)
         self.empty_keys = workspace(matrices, n_tiles, m_tiles + AROUND.value)
-        programs, how = states[0] * states[1] * states[2], tile_how(problem, config)
+        programs, how = states[0] * states[1] * states[2], tile_how(problem, config.block_m, config.block_n)
         if how is None:
             self.summarise = Launch(
                 summary_kernel, programs, (strided(mask), POINTER), (of.heads, p.queries, p.keys, masking(False)),
@@ -94,7 +95,7 @@ class MaskLists:
         self.by_rows, self.by_keys = lists(False) if by_rows else None, lists(True) if by_keys else None
 
     def __call__(self, mask: Sequence[Tensor | None]) -> MaskTiles:
-        """mask: as `tile_mask.flat_mask` gives it."""
+        """mask: as `backends.tile_mask.flat_mask` gives it."""
         states, rows, keys = self.empty_states(), None, None
         self.summarise(*mask, states)
         if self.by_rows is not None:

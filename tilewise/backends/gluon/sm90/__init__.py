@@ -75,8 +75,6 @@ def _declines_forward(problem: Problem) -> str | None:
             return reason
     if problem.score.dropout:
         return "has no kernel with dropout yet"
-    if problem.tile_mask is not None:
-        return "has no kernel for a TileMask yet: its lists are made of a bool mask"
     if problem.sink is not None:
         if problem.sink.dtype == torch.float64:
             return "reads a sink in float16, bfloat16 or float32, not float64"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
-from tilewise.backends.gluon.masks import MaskSummary
+from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
@@ -29,6 +29,7 @@ from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.sinks import SinkGradient
+from tilewise.backends.tile_mask import flat_mask
 from tilewise.problem import Problem
 
 
@@ -76,7 +77,7 @@ class Backward:
         self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
             allocation(x, q.device) for x in (stats, dq_accum, counts, dq, dk, dv)
         )
-        self.mask = None if mask is None else MaskSummary(problem, mask, block_n, 1, by_keys=True)
+        self.mask = None if p.mask is None else MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True)
         dlse_rows = None if dlse is None else dlse[..., None]
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
@@ -153,7 +154,7 @@ class Backward:
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, parts, _, lengths, _ = inputs
+        q, k, v, bias, mask, sink, parts, _, lengths, tiles = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs
@@ -177,10 +178,7 @@ class Backward:
                     self.zeros(self.values.entries(dbias))
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
-            masking: tuple[Tensor | None, ...] = (None, None, None)
-            if self.mask is not None and mask is not None:
-                masking = self.mask(mask)
-            bits, tile_list, states = masking
+            bits, tile_list, states = KnownMask() if self.mask is None else self.mask(flat_mask(mask, tiles))
             if key_list is not None:
                 tile_list = key_list
             dbias_tiles = (dq_accum if ring is None else ring, None if ring is None else dbias, counts, states)

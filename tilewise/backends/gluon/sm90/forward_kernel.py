@@ -203,7 +203,8 @@ def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
         rows = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
         words = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
         if c.MASK_ROWS:
-            at = x.bits + 4 * ((mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0) * key_count + entry.n)
+            row = (mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0).to(gl.int64)
+            at = x.bits + 4 * (row * key_count + entry.n)
             at += rows * (4 * key_count) + words
         else:
             at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + entry.n) + (0 * rows + words)

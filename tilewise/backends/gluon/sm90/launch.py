@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
-from tilewise.backends.gluon.masks import MaskSummary
+from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
@@ -16,6 +16,7 @@ from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
+from tilewise.backends.tile_mask import flat_mask, tile_how, tile_layout
 from tilewise.problem import Problem
 
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
@@ -37,7 +38,9 @@ class Forward:
         terms = score_terms(problem)
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs))
         box = ragged if packed else descriptor
-        self.mask = None if mask is None else MaskSummary(problem, mask, config.block_n, config.warpgroups)
+        self.mask = None
+        if problem.mask is not None:
+            self.mask = MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups)
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
         self.empty_o = allocation(o, q.device)
@@ -69,21 +72,23 @@ class Forward:
             looks = -(-sizes.queries // r.BLOCK_M.value) * problem.heads * sizes.batch
             looks = -(-looks // r.SCAN.value)
             tile_list = (POINTER,) if packed else ()
+            pairs = strided(mask) if inputs.tiles is None else tile_layout()
             self.repair = Launch(
                 packed_repair_kernel if packed else repair_kernel,
                 min(looks, programs),
-                (*(strided(x) for x in (q, k, v, bias, mask)), sink_layout(sink), *tile_list, strided(o), POINTER),
+                (*(strided(x) for x in (q, k, v, bias)), pairs, sink_layout(sink), *tile_list, strided(o), POINTER),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask, sink, parts, _, lengths, _ = inputs
+        q, k, v, bias, mask, sink, parts, _, lengths, tiles = inputs
         with device_of(q):
             if self.values is not None and parts is not None and parts.query is not None:
                 bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
-            bits, tile_list, _ = (None, None, None) if self.mask is None or mask is None else self.mask(mask)
+            flat = flat_mask(mask, tiles)
+            bits, tile_list, _ = KnownMask() if self.mask is None else self.mask(flat)
             tile_count_semaphore = None
             if self.packed is not None and lengths is not None:
                 tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
@@ -92,7 +97,7 @@ class Forward:
             self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
-                self.repair(q, k, v, bias, mask, sink, *listed, o, lse)
+                self.repair(q, k, v, bias, *flat, sink, *listed, o, lse)
         return Outputs(o, lse)
 
 
@@ -167,6 +172,8 @@ def _repair(problem: Problem, config: Config) -> RepairConstants:
         MASK=mask is not None,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,
+        MASK_TILES=problem.tile_mask is not None,
+        MASK_HOW=tile_how(problem, block_m, 32),
         LISTED=0 if problem.totals is None else config.block_m,
     )
     return constants(values)

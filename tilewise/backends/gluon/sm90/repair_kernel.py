@@ -14,6 +14,7 @@ import triton.language as tl
 from tilewise.backends.gluon.packed import SeqInfo, listed_tile
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.score import INTERPRET, key_tiles, score_tile, with_sink
+from tilewise.backends.tile_mask import pairs
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -36,6 +37,8 @@ class RepairConstants(NamedTuple):
     MASK: Any
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
+    MASK_TILES: Any  # it is one by tiles
+    MASK_HOW: Any  # `TileHow` of that
     LISTED: Any  # of a packed batch, the queries of a tile of its list, see packed; else 0
 
 
@@ -65,6 +68,15 @@ def _load_by_distance(x, b, h, rows, cols, sizes, terms):
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + columns.to(tl.int64)[None, :]
     return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _matrix(b, h, sizes, r):
+    """Which mask by tiles a head has, counted over its batch elements and heads."""
+    mask = h // r.MASK_GROUP
+    if r.MASK_HOW.BATCH:
+        mask += b * (sizes.heads // r.MASK_GROUP)
+    return mask.to(tl.int64)
 
 
 @triton.jit
@@ -102,7 +114,13 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, 
         if r.BIAS:
             visible &= added != -float("inf")
         if r.MASK:
-            visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, seq, r.MASK_COLS) != 0
+            if r.MASK_TILES:
+                matrix = _matrix(b, h, sizes, r)
+                last_row, last_col = tl.minimum(rows, sizes.queries - 1), tl.minimum(cols, sizes.keys - 1)
+                visible &= pairs(mask, r.MASK_HOW, matrix, last_row[:, None], last_col[None, :], m0, n * r.BLOCK_N,
+                                 sizes.queries, sizes.keys)  # fmt: skip
+            else:
+                visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, seq, r.MASK_COLS) != 0
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
