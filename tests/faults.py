@@ -480,7 +480,7 @@ FAULTS = [
         "test_tile_mask.py::test_hidden_nan",
     ),
     Fault(
-        "backends/triton/tile_mask.py", "tiles.tiles.clamp(0, most)", "tiles.tiles",
+        "backends/tile_mask.py", "tiles.tiles.clamp(0, most)", "tiles.tiles",
         "a kernel reads bits that a mask does not have",
         "test_tile_mask_triton.py::test_wrong_numbers_reach_no_memory",
     ),

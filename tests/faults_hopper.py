@@ -21,6 +21,21 @@ HOPPER = [
         "test_hopper_mask.py::test_summary_by_keys",
     ),
     Fault(
+        "backends/gluon/mask_kernels.py", "m // c.WARPGROUPS * c.WARPGROUPS + w", "m + 0 * w",
+        "half of a tile of queries reads bits that nobody has written",
+        "test_tile_mask_triton.py::test_lists_for_hopper_are_those_of_the_bool_mask",
+    ),
+    Fault(
+        "backends/gluon/mask_kernels.py", "            if c.SPARSE:\n", "            if c.DQ_ORDER:\n",
+        "queries that see nothing read bits that nobody has written",
+        "test_tile_mask_triton.py::test_lists_for_hopper_are_those_of_the_bool_mask",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "        mask += b * (sizes.heads", "        mask -= b * (sizes.heads",
+        "rows that are computed again read the mask of another batch element",
+        "test_hopper_rows.py::test_rows_of_a_mask_by_tiles_are_computed_again",
+    ),
+    Fault(
         "backends/gluon/preprocess.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
         "a bias of the queries is taken out of an LSE in another base",
         "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
