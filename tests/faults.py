@@ -485,6 +485,26 @@ FAULTS = [
         "test_tile_mask_triton.py::test_wrong_numbers_reach_no_memory",
     ),
     Fault(
+        "problem.py", "longest = 1, max(N, 2)", "longest = 1, N",
+        "sequences of one key share the first one's bias",
+        "test_hopper_packed.py::test_one_key_or_query_of_each_sequence",
+    ),
+    Fault(
+        "problem.py", "longest = max(M, 2), 1", "longest = M, 1",
+        "sequences of one query share the first one's bias",
+        "test_hopper_packed.py::test_one_key_or_query_of_each_sequence",
+    ),
+    Fault(
+        "dispatch.py", "dlse.masked_fill(nothing, 0.0)", "dlse",
+        "a sink gets NaN from rows that no sequence has",
+        "test_varlen.py::test_a_sink_where_there_is_nothing_to_compute",
+    ),
+    Fault(
+        "distributed/autograd.py", "else do.resolve_neg()", "else do",
+        "a kernel reads the memory of a gradient that is kept negated",
+        "test_distributed.py",
+    ),
+    Fault(
         "dynamic_mask.py", "torch.full_like(place, w - 1)", "torch.full_like(place, w)",
         "a key is kept for one better key too long",
         "test_dynamic_mask.py::test_what_is_kept",

@@ -36,6 +36,23 @@ HOPPER = [
         "test_hopper_rows.py::test_rows_of_a_mask_by_tiles_are_computed_again",
     ),
     Fault(
+        "backends/gluon/sm90/backward_scheduler.py", "= terms.lo + seq.diagonal, terms.hi + seq.diagonal",
+        "= terms.lo, terms.hi",
+        "the tiles of queries that a packed tile of keys visits are those of a square",
+        "test_hopper_bands.py::test_a_packed_tile_counts_from_the_ends_of_its_sequence",
+    ),
+    Fault(
+        "backends/gluon/tile_scheduler.py", "= terms.lo + seq.diagonal, terms.hi + seq.diagonal",
+        "= terms.lo, terms.hi",
+        "the tiles of keys that a packed tile of queries visits are those of a square",
+        "test_hopper_schedule.py::test_a_packed_tile_counts_from_the_ends_of_its_sequence",
+    ),
+    Fault(
+        "backends/gluon/sm90/config.py", "masked or problem.totals is not None,", "masked,",
+        "the host deals out tiles of a packed batch that it does not know",
+        "test_hopper_packed.py::test_programs_take_whichever_tile_is_next",
+    ),
+    Fault(
         "backends/gluon/preprocess.py", "(natural - constant) * LOG2E", "natural * LOG2E - constant",
         "a bias of the queries is taken out of an LSE in another base",
         "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",

@@ -16,6 +16,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
+from tilewise.backends.gluon.packed import SeqInfo
 from tilewise.backends.gluon.sm90 import backward_launch, backward_scheduler, config, mask_tiles
 
 
@@ -83,3 +84,23 @@ def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys,
                 found[mine.n0 : mine.n0 + c.BLOCK_N, m0 : m0 + c.SUBTILE_M] += getattr(p_tile, "ones", p_tile)
     assert torch.equal(found[:keys, :queries], seen.float())
     assert not found[keys:, :queries].any()
+
+
+@pytest.mark.parametrize("band", BANDS[1:], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(239, 432), (432, 239), (3, 400), (400, 3), (256, 256)])
+def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, band):
+    """Tiles of queries that see a tile of keys are visited, and full ones see all of it."""
+    seq = SeqInfo(1000, 2000, queries, keys, keys - queries)
+    lo, hi = tiles.limits(band)
+    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    c = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, RAGGED=True)
+    row, col = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    seen = (col - row <= hi) & (col - row >= lo)
+    for n0 in range(0, keys, c.BLOCK_N):
+        tile = backward_scheduler.key_tile(0, 0, n0, seq, 7, terms, c)
+        for m in range(-(-queries // c.BLOCK_M)):
+            pairs = seen[m * c.BLOCK_M : (m + 1) * c.BLOCK_M, n0 : n0 + c.BLOCK_N]
+            assert not pairs.any() or tile.begin <= m < tile.end
+            full = tile.full_begin <= m < tile.full_end
+            assert not full or (pairs.all() and pairs.shape[1] == c.BLOCK_N)
+            assert full or not pairs.all() or pairs.shape != (c.BLOCK_M, c.BLOCK_N)

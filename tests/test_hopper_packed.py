@@ -113,6 +113,24 @@ def test_what_a_band_hides_from_a_sequence_is_looked_for(queries, keys, terms):
     assert hides(problem) == bool(terms)
 
 
+@pytest.mark.parametrize("bias", [None, "keys", "queries"])
+def test_programs_take_whichever_tile_is_next(bias):
+    """The host does not know how many tiles there are, nor how long each is."""
+    from tilewise.backends.gluon.sm90 import tiles
+    from tilewise.backends.gluon.sm90.config import forward_config
+
+    problem, _ = Call(SHORT, bias=bias).read()
+    assert forward_config(problem).dynamic
+    assert "dynamic tile scheduler" in tiles(problem)
+
+
+@pytest.mark.parametrize(("bias", "axes"), [("keys", "cols"), ("queries", "rows")])
+def test_one_key_or_query_of_each_sequence(bias, axes):
+    """Each has a number of its own: a bias along them is none of one number."""
+    problem, _ = Call(Lengths((1, 1, 1), (1, 1, 1)), bias=bias).read()
+    assert problem.bias.axes == axes
+
+
 @pytest.mark.parametrize(("heads", "total", "dim"), [(16, 32768, 128), (1, 5, 8), (3, 1 << 20, 256)])
 def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
     """A coordinate is inside exactly for rows of the sequence, and its address, modulo 2^64, is the row's."""

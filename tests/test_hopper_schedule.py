@@ -17,6 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import tile_scheduler
+from tilewise.backends.gluon.packed import SeqInfo
 from tilewise.backends.gluon.sm90 import launch
 from tilewise.backends.gluon.sm90.config import forward_config
 
@@ -106,3 +107,26 @@ def test_what_a_warpgroup_leaves_out_or_does_not_mask(D, bias, M, N, band):
                     assert all(last >= n0 + c.BLOCK_N - 1 for last in last_keys)
             left += first
     assert left > 0 or not c.SKIPS_HIDDEN or M < 5000
+
+
+@pytest.mark.parametrize("band", [CAUSAL, LEFT, WINDOW, Band(None, -70)], ids=str)
+@pytest.mark.parametrize(("M", "N"), [(239, 432), (432, 239), (3, 400), (400, 3), (256, 256)])
+def test_a_packed_tile_counts_from_the_ends_of_its_sequence(monkeypatch, M, N, band):
+    """The visits of a tile of queries of a sequence hold all keys that it sees."""
+    seq = SeqInfo(1000, 2000, M, N, N - M)
+    monkeypatch.setattr(tile_scheduler, "listed_tile_and_head", lambda tiles, t, heads, block, by_keys: (seq, t, 1, 5))
+    lo, hi = tiles.limits(band)
+    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, PACKED=True, MASK=False)
+    sizes = SimpleNamespace(row_tiles=99, heads=4)
+    row, col = torch.arange(M)[:, None] + N - M, torch.arange(N)
+    seen = (col - row <= hi) & (col - row >= lo)
+    for t in range(-(-M // 128)):
+        tile = tile_scheduler.work_tile_at.fn(t, SimpleNamespace(tile_list=None), terms, sizes, c)
+        assert (tile.seq, tile.h, tile.row0) == (seq, 1, 128 * t)
+        for n in range(-(-N // c.BLOCK_N)):
+            pairs = seen[128 * t : 128 * t + 128, 64 * n : 64 * n + 64]
+            visited = tile.last - tile.count < n <= tile.last
+            assert visited or not pairs.any()
+            assert visited is bool(pairs.any()) or tile.count == 1
+            assert not tile.full_begin <= n < tile.full_end or pairs.all()

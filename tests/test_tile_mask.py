@@ -279,6 +279,16 @@ def test_errors():
     ):
         with pytest.raises(TypeError, match=f"^{message}"):
             TileMask.from_tiles(*arguments, block=64)
+    for window, message in (((-1, 0), "window: left width must be 0 or more"), ((1, -2), "window: right width")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            TileMask.sliding_window(239, 239, window)
+    with pytest.raises(TypeError, match=r"^window: expected a pair \(left, right\) of int or None, got 3"):
+        TileMask.sliding_window(239, 239, 3)
+    with pytest.raises(ValueError, match=r"^global_tokens: must be 0 or more, got -1"):
+        TileMask.sliding_window(239, 239, (1, 1), global_tokens=-1)
+    for name, value in (("batch", 0), ("heads", -1)):
+        with pytest.raises(ValueError, match=f"^{name}: must be 1 or more, got {value}"):
+            TileMask.from_mask_mod(lambda b, h, q, kv: q >= kv, 4, 4, **{name: value})
     with pytest.raises(TypeError, match=r"^ids: dtype must be int32 or int64, got torch.float32"):
         TileMask.documents(torch.zeros(4))
     with pytest.raises(TypeError, match=r"^mask_mod: must return a bool tensor, got torch.int64"):

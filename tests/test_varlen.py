@@ -290,6 +290,14 @@ def test_a_sink_where_there_is_nothing_to_compute(backend, lengths):
     """Rows past the last sequence have none."""
     sink = torch.randn(H, lengths.total_q, generator=torch.Generator().manual_seed(4), requires_grad=True)
     hold(lengths, sink=sink, backend=backend)
+    qkv, do, dlse = tensors(lengths, DOUBLE)
+    o, lse = call(qkv, lengths, sink=sink, backend=backend)
+    inside = lengths.total_q - lengths.past
+    dlse = dlse.to(lse.dtype)
+    dlse[:, inside:] = math.nan
+    (dsink,) = torch.autograd.grad((o, lse), sink, (do, dlse))
+    assert (dsink[:, inside:] == 0).all()
+    torch.testing.assert_close(dsink[:, :inside], dlse[:, :inside].to(sink.dtype))
 
 
 @pytest.mark.parametrize("n", range(60))

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tilewise.score.terms import check_numbers
 from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, TileTensors, pack, tiles_of_intervals
 from tilewise.tensors import check_tensor
 
@@ -280,6 +281,8 @@ class TileMask:
             block: as for `from_tiles`.
         """
         _check_lengths(queries, keys)
+        check_numbers(window, dropout_p=0.0)
+        _positive("global_tokens", global_tokens, least=0)
         left, right = (max(queries, keys) * 2 if x is None else x for x in window)
         centre = torch.arange(keys, device=device) - (keys - queries)
         everywhere = torch.arange(keys, device=device) < global_tokens
@@ -322,6 +325,8 @@ class TileMask:
         """
         size = _block(block)
         _check_lengths(queries, keys)
+        _positive("batch", batch)
+        _positive("heads", heads)
         device = torch.device(device)
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(-1, 1, 1)
@@ -387,11 +392,11 @@ def _check_lengths(queries: Any, keys: Any) -> None:
             raise ValueError(f"{name}: must be 1 or more, got {n}")
 
 
-def _positive(name: str, n: Any) -> int:
+def _positive(name: str, n: Any, least: int = 1) -> int:
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
-    if n < 1:
-        raise ValueError(f"{name}: must be 1 or more, got {n}")
+    if n < least:
+        raise ValueError(f"{name}: must be {least} or more, got {n}")
     return n
 
 

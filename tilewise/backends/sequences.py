@@ -122,21 +122,20 @@ def _runs(found: list[Place], shifts: list[tuple[int, ...]], ragged: bool) -> It
     for x in found:
         if x.queries == 0:
             continue
-        if run is not None and _follows(run, x, shifts, ragged):
-            run = run._replace(batch=run.batch + 1, step=run.step or x.first_key - run.first.first_key)
-            continue
-        if run is not None:
+        longer = None if run is None else _extended(run, x, shifts, ragged)
+        if run is not None and longer is None:
             yield run
-        run = _Run(x, 1, 0)
+        run = longer or _Run(x, 1, 0)
     if run is not None:
         yield run
 
 
-def _follows(run: _Run, x: Place, shifts: list[tuple[int, ...]], ragged: bool) -> bool:
+def _extended(run: _Run, x: Place, shifts: list[tuple[int, ...]], ragged: bool) -> _Run | None:
+    """The run with the sequence ``x`` after its last; None if it is none of them."""
     first, n = run.first, run.batch
     step = run.step or x.first_key - first.first_key
     pairs = x.queries * x.keys
-    return (
+    fits = (
         x.keys > 0
         and x.number == first.number + n
         and (x.queries, x.keys, shifts[x.number]) == (first.queries, first.keys, shifts[first.number])
@@ -144,6 +143,7 @@ def _follows(run: _Run, x: Place, shifts: list[tuple[int, ...]], ragged: bool) -
         and (not ragged or x.first_pair == first.first_pair + n * pairs)
         and (n + 1) * pairs <= PAIRS
     )
+    return run._replace(batch=n + 1, step=step) if fits else None
 
 
 class _Sequence(NamedTuple):
