@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bench import operators, packed, terms
+from tilewise.bench import operators, packed, sparse, terms
 from tilewise.problem import Operand, PartOperands, Problem
 from tilewise.score.terms import Band, Score
 
@@ -51,6 +51,7 @@ class Case:
         sink: with a trainable attention sink for each head.
         dropout: the share of the probabilities that are dropped; by tilewise with `DROPOUT_SEED`.
         term: one of `terms.NAMES`, a trainable bias that no matrix is made of.
+        mask: one of `sparse.NAMES`, which pairs are visible.
         host: so small that what it measures is the host's time for a call; it is left out of pictures.
     """
 
@@ -71,6 +72,7 @@ class Case:
     sink: bool = False
     dropout: float = 0.0
     term: str | None = None
+    mask: str | None = None
 
     @property
     def name(self) -> str:
@@ -108,6 +110,8 @@ class Case:
             score=score,
             parts=parts,
             bias=None if self.bias is None else Operand(dtype, *self.bias),
+            mask=None if self.mask is None else Operand(torch.bool, 1, 1, self.queries, self.keys),
+            tile_mask=None if self.mask is None else sparse.operand(self.mask),
             sink=Operand(dtype, 1, self.heads, 1, 1) if self.sink else None,
             bias_grad=self.bias is not None and self.backward,
             sink_grad=self.sink and self.backward,
@@ -171,6 +175,13 @@ def toeplitz(term: str | None, length: int) -> Case:
 def pair(length: int) -> Case:
     """Pair bias of structure models: a batch of S rows of S tokens shares one bias of four heads."""
     return Case("pair bias D32", length, 4, 4, length, length, 32, bias=(1, 4, length, length))
+
+
+def masked(mask: str, length: int, causal: bool = False, biased: bool = False) -> Case:
+    """One of `sparse.NAMES`, with or without a trainable matrix that all heads share."""
+    family = f"{mask} D128 {'causal' if causal else 'full'}{' bias 11MN' if biased else ''}"
+    bias = (1, 1, length, length) if biased else None
+    return Case(family, 1, 16, 16, length, length, 128, causal, bias=bias, mask=mask)
 
 
 def gqa(length: int, causal: bool) -> Case:
@@ -239,6 +250,9 @@ def _gpu() -> Iterator[Case]:
         yield from (inkling(length, term) for term in (False, True))
     for length in (2048, 8192):
         yield from (toeplitz(term, length) for term in (None, "t5", "alibi"))
+    for mask in ("blocks 25", "blocks 5"):
+        yield from (masked(mask, 16384, biased=biased) for biased in (False, True))
+    yield from (masked("documents", 32768, causal) for causal in (True, False))
     # the other rows of the table in docs/notebook/decoding.md
     yield decode(16, 32768, queries=16)
     yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
@@ -260,6 +274,7 @@ def _cpu() -> Iterator[Case]:
             yield from (on_cpu(kind, length, dtype) for kind in ("full", "causal", "BHMN", "1HMN"))
     yield on_cpu("B11N", 2048, "float32")
     yield from (replace(on_cpu("full", 2048, "float32"), family=f"{x} D64 float32", term=x) for x in terms.NAMES)
+    yield from (replace(on_cpu("full", 2048, "float32"), family=f"{x} D64 float32", mask=x) for x in sparse.NAMES)
     yield decode(2, 8192, "float32")
     yield from (tiny("float32", bias) for bias in (False, True))
 

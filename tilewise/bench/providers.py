@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench import operators, packed, packed_peers, terms
+from tilewise.bench import operators, packed, packed_peers, sparse, terms
 from tilewise.bench.cases import DROPOUT_SEED, Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
@@ -158,12 +158,14 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         q, k, v, bias, _, sink, trained = x
         term: Any = bias if case.term is None or trained is None else terms.term(case.term, trained)
 
-        dropout: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if case.dropout:
-            dropout = {"dropout_p": case.dropout, "dropout_seed": torch.tensor(DROPOUT_SEED, device=q.device)}
+            more = {"dropout_p": case.dropout, "dropout_seed": torch.tensor(DROPOUT_SEED, device=q.device)}
+        if case.mask is not None:
+            more["mask"] = sparse.tile_mask(case.mask, case.queries, case.keys, q.device)
 
         def forward() -> Tensor:
-            return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **dropout)
+            return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **more)
 
         return _autograd(forward, x)
 
@@ -203,10 +205,14 @@ def _flex(case: Case, x: Inputs) -> Steps:
     compiled = torch.compile(flex_attention, dynamic=False)
     offset = case.keys - case.queries
     block_mask = None
-    if case.causal:
-        block_mask = create_block_mask(
-            lambda b, h, i, j: j <= i + offset, None, None, case.queries, case.keys, device=q.device.type
-        )
+    visible = None if case.mask is None else sparse.seen(case.mask, case.queries, case.keys, q.device)
+    if case.causal or visible is not None:
+
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            found = j <= i + offset if case.causal else j >= 0
+            return found if visible is None else found & visible(i, j)
+
+        block_mask = create_block_mask(mask_mod, None, None, case.queries, case.keys, device=q.device.type)
     score_mod = None if bias is None else _score_mod(bias)
     if case.term is not None and x.term is not None:
         score_mod = terms.score_mod(case.term, x.term)
@@ -237,7 +243,9 @@ def _no_sink(case: Case) -> str | None:
 
 
 def _no_term(case: Case) -> str | None:
-    """Of providers that would need the whole matrix, which cases of `biased` measure."""
+    """Of providers that would need the whole matrix, which cases of `biased` measure, or the mask of every pair."""
+    if case.mask is not None:
+        return "takes no list of visible tiles"
     return _no_sink(case) if case.term is None else "takes a matrix alone, and adding up its gradient is the caller's"
 
 

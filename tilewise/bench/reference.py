@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.bench import packed, terms
+from tilewise.bench import packed, sparse, terms
 from tilewise.bench.cases import DROPOUT_SEED, AnyCase, Case, Inputs
 from tilewise.score import dropout
 
@@ -92,6 +92,10 @@ def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, 
         s += terms.part(case.term, x.term[trained].to(wide), distance)
     if case.causal:
         s.masked_fill_(distance > 0, -torch.inf)
+    if case.mask is not None:
+        keys, row = torch.arange(case.keys, device=s.device), torch.arange(r.start, r.stop, device=s.device)[:, None]
+        seen = sparse.seen(case.mask, case.queries, case.keys, s.device)
+        s.masked_fill_(~seen(row, keys), -torch.inf)
     if x.sink is not None:  # one more column, which no value goes with
         s = torch.cat([s, x.sink[h, None, None].to(wide).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, dim=-1)

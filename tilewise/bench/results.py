@@ -6,13 +6,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from tilewise.bench import operators, packed
+from tilewise.bench import operators, packed, sparse
 from tilewise.bench.cases import AnyCase, Case
 from tilewise.bench.providers import is_ours
 from tilewise.explanation import Limits, Work, backward_work, forward_work
@@ -112,7 +112,11 @@ class Results:
         if not isinstance(case, Case):
             return case.work(which)
         problem = case.problem(self.device["type"], None)
-        return forward_work(problem) if which == "forward" else backward_work(problem)
+        work = forward_work(problem) if which == "forward" else backward_work(problem)
+        if case.mask is not None:
+            pairs = sparse.pairs(case.mask, case.queries, case.keys, case.causal) * case.batch * case.heads
+            work = replace(work, flops=(4 if which == "forward" else 10) * case.head_dim * pairs)
+        return work
 
     def flops(self, row: Row, which: Pass) -> float | None:
         """FLOP/s at the median; None if the pass was not measured."""

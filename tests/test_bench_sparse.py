@@ -1,0 +1,68 @@
+"""Bench cases of masks by tiles: what everybody computes is one function of indices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.bench import cases, providers, reference, results, sparse
+from tilewise.bench.cases import Case
+
+CPU = torch.device("cpu")
+SMALL = Case("small", 1, 2, 2, 300, 300, 16, dtype="float32", mask="blocks 25")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", sparse.NAMES)
+@pytest.mark.parametrize("size", [300, 1024])
+def test_tiles_are_the_function(name, size, causal):
+    i, j = torch.arange(size)[:, None], torch.arange(size)
+    seen = sparse.seen(name, size, size, CPU)(i, j)
+    found = sparse.tile_mask(name, size, size, CPU)
+    assert torch.equal(found.dense()[0, 0], seen)
+    assert 0 < seen.sum() < size * size
+    assert seen.diagonal().all()
+    assert sparse.operand(name).kind == ("bits" if found.tensors.begins is None else "intervals")
+    if causal and name != "documents":
+        with pytest.raises(ValueError, match=r"^causal: "):
+            sparse.pairs(name, size, size, causal)
+        return
+    assert sparse.pairs(name, size, size, causal) == (seen & (j <= i) if causal else seen).sum()
+
+
+@pytest.mark.parametrize("name", sparse.NAMES)
+def test_tilewise_is_right(name):
+    case = replace(SMALL, mask=name, causal=name == "documents", bias=(1, 1, 300, 300))
+    x = case.inputs(CPU)
+    right = reference.exact(case, x)
+    ours = next(p for p in providers.providers(CPU) if p.name == "tilewise-cpu")
+    assert ours.declines(case) is None
+    steps = ours.prepare(case, x)
+    o = steps.forward()
+    found = dict(zip(right, (o, *steps.backward(o)), strict=True))
+    assert not reference.wrong(reference.errors(found, right), case)
+    whole = reference.exact(replace(case, mask=None), x)
+    assert reference.wrong(reference.errors(found, whole), case)
+
+
+def test_who_takes_no_tiles_says_so():
+    case = replace(SMALL, dtype="bfloat16")
+    said = {p.name: p.declines(case) for p in providers.providers(CPU) if p.operator == "attention"}
+    assert said["flex"] is None
+    assert {said[name] for name in ("sdpa-flash", "sdpa-cudnn", "sdpa-math", "fa4", "cudnn-graph")} == {
+        "takes no list of visible tiles"
+    }
+
+
+def test_work_is_that_of_visible_pairs():
+    case = cases.masked("documents", 32768, causal=True)
+    found = results.Results(
+        commit="", changed_files=[], date="", device={"type": "cuda"}, versions={}, settings={}, unavailable={},
+        calibration=results.Calibration({}, 1.0), cases=[case],
+    )  # fmt: skip
+    pairs = sparse.pairs("documents", 32768, 32768, True)
+    assert found.work(case, "forward").flops == 4 * 128 * 16 * pairs
+    assert found.work(case, "backward").flops == 10 * 128 * 16 * pairs
+    assert found.work(case, "forward").bytes == found.work(replace(case, mask=None), "forward").bytes

@@ -1,0 +1,74 @@
+"""Masks of the named cases: which pairs are visible, as a function of indices, and the same by tiles.
+
+blocks 25, blocks 5   whole tiles of 128 x 128 at random, so many in a hundred, and those of the diagonal
+documents             the lengths of `packed`'s lognormal batch, end to end; of another size, in proportion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tilewise import TileMask
+from tilewise.bench import packed
+from tilewise.problem import TileOperand
+
+NAMES = ("blocks 25", "blocks 5", "documents")
+TILE = 128
+
+
+def operand(name: str) -> TileOperand:
+    """For a `Problem`."""
+    return TileOperand(TILE, TILE, "intervals" if name == "documents" else "bits")
+
+
+@lru_cache
+def _tiles(name: str, queries: int, keys: int) -> Tensor:
+    """Bool (tiles of queries, tiles of keys)."""
+    share = int(name.removeprefix("blocks ")) / 100
+    size = -(-queries // TILE), -(-keys // TILE)
+    generator = torch.Generator().manual_seed(queries + keys)
+    return (torch.rand(size, generator=generator) < share) | torch.eye(*size, dtype=torch.bool)
+
+
+@lru_cache
+def _lengths(keys: int) -> tuple[int, ...]:
+    lengths = packed.lengths_of("lognormal")
+    ends = [round(end * keys / sum(lengths)) for end in torch.tensor(lengths).cumsum(0).tolist()]
+    return tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a)
+
+
+def _ids(keys: int) -> Tensor:
+    return torch.repeat_interleave(torch.tensor(_lengths(keys)))
+
+
+def seen(name: str, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Bool of indices of queries and of keys, which broadcast; causal is not in it."""
+    if name == "documents":
+        ids = _ids(keys).to(device)
+        return lambda i, j: ids[i] == ids[j]
+    tiles = _tiles(name, queries, keys).to(device)
+    return lambda i, j: tiles[i // TILE, j // TILE]
+
+
+def tile_mask(name: str, queries: int, keys: int, device: torch.device) -> TileMask:
+    if name == "documents":
+        return TileMask.documents(_ids(keys).to(device), block=TILE)
+    tiles = _tiles(name, queries, keys).to(device)
+    return TileMask.from_tiles(tiles[None, None], queries, keys, block=TILE)
+
+
+@lru_cache
+def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
+    """How many a head has; with causal of documents alone."""
+    if name == "documents":
+        return sum(n * (n + 1) // 2 if causal else n * n for n in _lengths(keys))
+    if causal:
+        raise ValueError(f"causal: {name} is measured without")
+    rows, cols = (torch.full((-(-n // TILE),), TILE) for n in (queries, keys))
+    rows[-1] -= -queries % TILE
+    cols[-1] -= -keys % TILE
+    return int((_tiles(name, queries, keys) * rows[:, None] * cols).sum())
