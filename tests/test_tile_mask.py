@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import tilewise
 from tilewise import TileMask, attention
 from tilewise.backends.cpu import tiled
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
 from tilewise.score.tile_tensors import FULL, PARTIAL, TileTensors
 
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=239, D=16)
@@ -295,6 +297,22 @@ def test_errors():
         TileMask.from_mask_mod(lambda b, h, q, kv: q - kv, 4, 4)
     with pytest.raises(TypeError, match=r"^block_mask: expected FlexAttention's BlockMask, got Tensor"):
         TileMask.from_block_mask(tiles)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_states_are_those_of_each_tile(name):
+    x = pattern(name, USUAL)[0].tensors
+    found = x.states(x.tiles)
+    assert found == [[x.state(x.tiles[..., m, n]) for n in range(4)] for m in range(4)]
+
+
+@pytest.mark.parametrize(("shape", "heads"), [((1, 1), 64), ((2, 1), 32), ((1, 32), 1), ((2, 32), 1)])
+def test_tiles_of_the_cpu_are_those_of_the_mask(shape, heads):
+    """A larger one is hidden less often; heads share one that is hidden from all or none of them."""
+    q = torch.randn(2, 32, 600, 16)
+    found = TileMask.from_tiles(torch.ones(*shape, 5, 10, dtype=torch.bool), 600, 600, block=(128, 64))
+    problem = Problem.of(q, q, q, None, None, None, None, None, None, found.tensors, Score(1.0, None, Band()))
+    assert tiled.tiling(problem) == (min(heads, 32 * torch.get_num_threads()), 128, 64)
 
 
 def test_packed_batches_decline_it():

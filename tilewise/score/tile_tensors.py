@@ -54,6 +54,14 @@ class TileTensors(NamedTuple):
             return HIDDEN
         return WHOLE if least == most == FULL else MIXED
 
+    def states(self, tiles: Tensor) -> list[list[int]]:
+        """`state` of each tile, over all matrices of (..., tiles of queries, tiles of keys) together."""
+        matrices = tiles.flatten(0, -3)
+        least, most = matrices.amin(0), matrices.amax(0)
+        whole = torch.where((least == FULL) & (most == FULL), WHOLE, MIXED)
+        found: list[list[int]] = torch.where(most <= EMPTY, HIDDEN, whole).tolist()
+        return found
+
     def visible(self, tiles: Tensor, begins: Tensor | None, ends: Tensor | None, rows: slice, cols: slice) -> Tensor:
         """Which of these pairs are seen, bool (..., rows, cols). tiles: `within`; begins, ends: of the same heads."""
         device = tiles.device

@@ -48,11 +48,16 @@ class Tiling(NamedTuple):
 
 def tiling(problem: Problem) -> Tiling:
     block_m = min(BLOCK_M * torch.get_num_threads(), MAX_BLOCK_M)
-    cols = min(BLOCK_N, problem.keys)
-    rows = min(max(block_m // problem.group, 1), problem.queries)
+    most_rows, most_cols = max(block_m // problem.group, 1), BLOCK_N
+    if problem.tile_mask is not None:  # a larger tile is hidden less often; more heads make up for it
+        most_rows, most_cols = min(most_rows, problem.tile_mask.block_m), min(most_cols, problem.tile_mask.block_n)
+    rows, cols = min(most_rows, problem.queries), min(most_cols, problem.keys)
     size = problem.group * rows * cols
     heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
-    return Tiling(min(heads, problem.batch * problem.kv_heads), rows, cols)
+    alike = problem.batch * problem.kv_heads
+    if problem.tile_mask is not None and problem.mask is not None:  # heads with one mask, whose tiles are hidden alike
+        alike = 1 if problem.mask.heads > 1 else problem.kv_heads if problem.mask.batch > 1 else alike
+    return Tiling(min(heads, alike), rows, cols)
 
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
@@ -268,6 +273,7 @@ class _Heads:
         self.band_hides = band_hides(problem)
         self.vectors, self.relatives = self._parts()
         self.stream = self._stream()
+        self.tile_states = self._tile_states()
         shows_all = inputs.bias is None and problem.mask is None and inputs.parts is None
         self.hides = self.band_hides or not shows_all
 
@@ -290,6 +296,15 @@ class _Heads:
         b += self.problem.sequence
         heads = h[:, None] * self.problem.group + torch.arange(self.problem.group)
         return dropout.stream(self.inputs.seed, b.view(-1, 1, 1, 1, 1), heads[..., None, None])
+
+    def _tile_states(self) -> list[list[int]] | None:
+        """What a mask by tiles leaves of each tile, where its tiles are those of here: read at once, not one by one."""
+        x, p = self.inputs.tiles, self.problem
+        if x is None or x.tiles is None or (self.tiling.rows, self.tiling.cols) != (
+            min(x.block[0], p.queries), min(x.block[1], p.keys)
+        ):  # fmt: skip
+            return None
+        return x.states(self.of_heads(x.tiles))
 
     def _key_tiles(self, x: Tensor) -> list[Tensor]:
         blocks = x[self.kv].split(self.tiling.cols, dim=2)
@@ -347,7 +362,7 @@ class _Heads:
         for j in range(begin, end):
             visible, state = None, visibility.WHOLE
             if self.inputs.tiles is not None:
-                state, visible = self._of_tile_mask(self.inputs.tiles, rows, self._keys(j))
+                state, visible = self._of_tile_mask(self.inputs.tiles, rows, j)
             elif self.inputs.mask is not None:
                 visible = self._operand_tile(self.inputs.mask, rows, j)
                 least, most = visible.view(torch.uint8).aminmax()  # far faster than all() and any()
@@ -369,9 +384,14 @@ class _Heads:
                     visible = visible & (part != -torch.inf)
             yield _Tile(rows, j, visible, careful)
 
-    def _of_tile_mask(self, x: TileTensors, rows: slice, cols: slice) -> tuple[int, Tensor | None]:
+    def _of_tile_mask(self, x: TileTensors, rows: slice, j: int) -> tuple[int, Tensor | None]:
         """What it leaves of a tile for these heads, and which pairs of one that is mixed."""
         assert x.tiles is not None
+        if self.tile_states is not None:
+            state = self.tile_states[rows.start // self.tiling.rows][j]
+            if state != visibility.MIXED:
+                return state, None
+        cols = self._keys(j)
         tiles = x.within(self.of_heads(x.tiles), rows, cols)
         state = x.state(tiles)
         if state != visibility.MIXED:
