@@ -167,6 +167,14 @@ def test_beside_other_terms(small_tiles, name, more):
     check(replace(USUAL, **more), name, "cpu")
 
 
+@pytest.mark.parametrize("block", [64, (64, 128)], ids=str)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_tiles_of_the_mask(name, block):
+    """Without `small_tiles` those of the CPU are the mask's, whose states are read at once; NaN in what nobody sees."""
+    hidden = name in ("bits", "documents")
+    check(replace(USUAL, planted=math.nan if hidden else None, bias="1hmn"), name, "cpu", block)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "oracle"])
 @pytest.mark.parametrize("name", ["documents", "bits"])
 @pytest.mark.parametrize("bias", [None, "11mn"])

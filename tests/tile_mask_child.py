@@ -60,22 +60,21 @@ def hopper_lists_of(
             config = backward_config(problem) if by_keys else forward_config(problem)
             groups = 1 if by_keys else config.warpgroups
             summary = MaskSummary(problem, inputs.mask, q.device, config.block_n, groups, by_keys)
-            states = summary.states
             summary.bits = lambda make=summary.bits: make().fill_(-1)
             bits, lists, states = summary(flat_mask(inputs.mask, inputs.tiles))
             bits = bits.view(-1, 2 * config.block_n) if by_keys else bits
             read = _read(lists, by_keys, case, bits, config.block_n, groups)
-            both.append((torch.where(read, bits, 0), _listed(lists), states))
+            others = -(-case.M // 64) if by_keys else -(-case.N // config.block_n)
+            both.append((torch.where(read, bits, 0), _listed(lists, others), states))
         pairs.append((both[0], both[1]))
     return pairs
 
 
-def _listed(lists: Tensor) -> Tensor:
-    """With 0 where nothing was written."""
+def _listed(lists: Tensor, others: int) -> Tensor:
+    """With 0 where nothing was written, of the entries and, where there is one, of their order."""
     import torch
 
-    count = (lists.shape[-1] - 1) if lists.shape[-1] else 0
-    place = torch.arange(count)
+    place = torch.arange(lists.shape[-1] - 1) % others
     return torch.cat([lists[..., :1], torch.where(place < lists[..., :1], lists[..., 1:], 0)], -1)
 
 

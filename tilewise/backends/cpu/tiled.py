@@ -48,15 +48,14 @@ class Tiling(NamedTuple):
 
 def tiling(problem: Problem) -> Tiling:
     block_m = min(BLOCK_M * torch.get_num_threads(), MAX_BLOCK_M)
-    most_rows, most_cols = max(block_m // problem.group, 1), BLOCK_N
-    if problem.tile_mask is not None:  # a larger tile is hidden less often; more heads make up for it
-        most_rows, most_cols = min(most_rows, problem.tile_mask.block_m), min(most_cols, problem.tile_mask.block_n)
+    most_rows, most_cols, alike = max(block_m // problem.group, 1), BLOCK_N, problem.batch * problem.kv_heads
+    mask, of = problem.mask, problem.tile_mask
+    if mask is not None and of is not None:  # a larger tile is hidden less often; heads with the same mask share one
+        most_rows, most_cols = min(most_rows, of.block_m), min(most_cols, of.block_n)
+        alike = 1 if mask.heads > 1 else problem.kv_heads if mask.batch > 1 else alike
     rows, cols = min(most_rows, problem.queries), min(most_cols, problem.keys)
     size = problem.group * rows * cols
     heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
-    alike = problem.batch * problem.kv_heads
-    if problem.tile_mask is not None and problem.mask is not None:  # heads with one mask, whose tiles are hidden alike
-        alike = 1 if problem.mask.heads > 1 else problem.kv_heads if problem.mask.batch > 1 else alike
     return Tiling(min(heads, alike), rows, cols)
 
 
@@ -387,13 +386,13 @@ class _Heads:
     def _of_tile_mask(self, x: TileTensors, rows: slice, j: int) -> tuple[int, Tensor | None]:
         """What it leaves of a tile for these heads, and which pairs of one that is mixed."""
         assert x.tiles is not None
-        if self.tile_states is not None:
-            state = self.tile_states[rows.start // self.tiling.rows][j]
-            if state != visibility.MIXED:
-                return state, None
+        state = None if self.tile_states is None else self.tile_states[rows.start // self.tiling.rows][j]
+        if state in (visibility.HIDDEN, visibility.WHOLE):
+            return state, None
         cols = self._keys(j)
         tiles = x.within(self.of_heads(x.tiles), rows, cols)
-        state = x.state(tiles)
+        if state is None:
+            state = x.state(tiles)
         if state != visibility.MIXED:
             return state, None
         begins, ends = (None if y is None else self.of_heads(y) for y in (x.begins, x.ends))
