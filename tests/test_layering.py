@@ -93,6 +93,13 @@ ROOMS = {
         "tilewise.tile_mask",
         *READING,
     },
+    "tilewise.leading": {
+        "tilewise.bias",
+        "tilewise.call",
+        "tilewise.problem",
+        "tilewise.tensors",
+        "tilewise.tile_mask",
+    },
     "tilewise.jagged": {"tilewise.problem", "tilewise.score", "tilewise.tensors", "tilewise.varlen"},
     "tilewise.distributed": {  # above call, beside api
         "tilewise.autograd",
@@ -110,6 +117,7 @@ ROOMS = {
         "tilewise.backends",
         "tilewise.call",
         "tilewise.jagged",
+        "tilewise.leading",
         "tilewise.ops.runtime",
         "tilewise.problem",
         *READING,

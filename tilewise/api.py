@@ -13,6 +13,7 @@ from tilewise.backends import Inputs
 from tilewise.call import Bias, Mask, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
 from tilewise.jagged import are_jagged, jagged_attention
 from tilewise.keywords import named_only, unexpected
+from tilewise.leading import attention_of_leading
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
 from tilewise.tensors import PLAIN
@@ -109,6 +110,14 @@ def attention(
     Under `torch.autocast` q, k and v are cast to its dtype, but for float64, as for PyTorch's own attention; bias keeps
     its dtype. Their gradients come back in the dtypes that they had.
 
+    q, k and v may have more leading dimensions than the batch, (..., H, M, D), the same ones each; o and lse have them
+    too. bias and mask then broadcast along any of them, and a sink of queries is (..., H, M). Nothing is copied or
+    expanded for it: where each tensor is full along all leading dimensions or along none, and lies so in memory that a
+    view makes them one, that is the batch of one call, with sequences counted in row-major order. Else the call is
+    computed in parts, one for each index of as few of them as need be, and o and lse are stacked: of q (B, N, H, M, D)
+    with a bias (B, 1, H, M, N) B calls, and one where B is 1. Each part draws a dropout seed of its own; one that is
+    given is an error there. Bias terms and masks by tiles are shared along all leading dimensions.
+
     A subclass of Tensor with a ``__torch_function__`` of its own is refused: its memory need not be what it stands for.
     But q, k and v may all be jagged nested tensors (``layout=torch.jagged``), q (B, H, j, D), k (B, Hkv, l, D) and
     v (B, Hkv, l, Dv), as (B, j, H, D) gives them by ``transpose(1, 2)``. Nothing is padded or copied, o has q's j, and
@@ -125,7 +134,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes.
+        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes; more than 4
+            dimensions of DTensors, or with a dropout_seed where the call is computed in parts.
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; the sink: StreamingLLM (arXiv 2309.17453) and
     gpt-oss (arXiv 2508.10925), ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.score.dropout;
@@ -162,6 +172,8 @@ def attention(
     if type(q) not in PLAIN and are_jagged(q, k, v):
         return jagged_attention(q, k, v, **options, return_lse=return_lse)
     try:
+        if isinstance(q, Tensor) and q.dim() > 4:
+            return attention_of_leading(attention, q, k, v, **options, return_lse=return_lse)
         call = read_call(q, k, v, **options)
     except TypeError:
         if is_symbolic(q, k, v, bias, mask, sink):
