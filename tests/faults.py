@@ -54,6 +54,16 @@ FAULTS = [
         "test_doors.py::test_a_causal_bias_beside_other_terms",
     ),
     Fault(
+        "integrations/windows.py", "torch.float64 if grad.dtype == torch.float64 else torch.float32", "grad.dtype",
+        "gradients of overlapping windows are summed in half precision",
+        "integrations/test_evoformer.py::test_overlapping_windows_are_summed_in_float32",
+    ),
+    Fault(
+        "integrations/windows.py", "(places >= 0) & (places < self.length)", "places < self.length",
+        "a window that begins before its sequence sees the end of the one before",
+        "integrations/test_evoformer.py::test_windows_and_a_mask",
+    ),
+    Fault(
         "leading.py", "return not full", "return True",
         "a bias that only some of the leading dimensions share passes for one that all share",
         "test_leading.py::test_bias",

@@ -1,11 +1,12 @@
-"""For the tests of transformers, which are left out where it is not installed; those of flash_attn need none."""
+"""For the tests of transformers, which are left out where it is not installed; some others need no library."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-TESTS = {path.name for path in Path(__file__).parent.glob("test_*.py") if "flash_attn" not in path.name}
+ALONE = ("test_flash_attn", "test_evoformer")
+TESTS = {path.name for path in Path(__file__).parent.glob("test_*.py") if not path.name.startswith(ALONE)}
 collect_ignore = [] if importlib.util.find_spec("transformers") is not None else sorted(TESTS)
 
 

@@ -1,0 +1,566 @@
+"""Attention of structure models against the formula in float64: forward and every gradient."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.integrations import evoformer
+from tilewise.integrations.evoformer import (
+    DS4Sci_EvoformerAttention,
+    attention_pair_bias,
+    triangle_attention,
+    window_pair_attention,
+)
+from tilewise.integrations.windows import Windows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """In the place of the one that imports transformers, which is not needed here."""
+
+
+def tensors(*shapes, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def formula(q, k, v, bias, mask=None, scale=None):
+    """A row that sees nothing is 0."""
+    s = torch.einsum("...md,...nd->...mn", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf)
+    seen = (s > -torch.inf).any(-1, keepdim=True)
+    return torch.einsum("...mn,...nd->...md", s.where(seen, 0.0).softmax(-1).where(seen, 0.0), v)
+
+
+def value_and_gradients(function, inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    found = function(*inputs)
+    outputs = [found] if isinstance(found, Tensor) else [x for x in found if x is not None]
+    loss = sum((x.double() * tensors(x.shape, seed=9)[0]).sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(loss, inputs)]
+
+
+def check(ours, theirs, tolerance=1e-10):
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.shape == y.shape
+        torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
+
+
+def check_rounded(ours, theirs, dtype):
+    """Of numbers in half precision: a few roundings of the largest."""
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x.double() - y).abs().max() <= 16 * torch.finfo(dtype).eps * y.abs().max()
+
+
+def with_nan(x, dim, at):
+    return x.index_fill(dim, torch.tensor(at), torch.nan)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# --- triangle_attention ---
+
+B, N, H, Q, K, D = 2, 3, 2, 5, 7, 8
+
+
+def triangle_inputs(Q=Q, K=K, D=D, B=B, dtype=torch.float64):
+    lead = (B, N, H)
+    return tensors((*lead, Q, D), (*lead, K, D), (*lead, K, D), (B, 1, H, Q, K), dtype=dtype)
+
+
+def test_triangle_signature():
+    parameters = inspect.signature(triangle_attention).parameters.values()
+    names = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert names == ["q", "k", "v", "bias", "mask=None", "scale=None", "return_aux=False"]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+@pytest.mark.parametrize(("Q", "K"), [(1, 1), (5, 7), (1, 9), (9, 1), (33, 130)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_triangle(Q, K, masked):
+    """Also a row of pairs that sees nothing, and NaN in hidden keys and values."""
+    inputs, mask = triangle_inputs(Q, K), None
+    planted = inputs
+    if masked:
+        mask = tensors((B, N, 1, 1, K), seed=1)[0] > -0.5
+        mask[..., K // 2] = False
+        mask[1, 2] = False
+        planted = [inputs[0], *(with_nan(x, -2, K // 2) for x in inputs[1:3]), inputs[3]]
+    ours = value_and_gradients(lambda *x: triangle_attention(*x, mask, scale=0.3), planted)
+    check(ours, value_and_gradients(lambda *x: formula(*x, mask, scale=0.3), inputs))
+    if masked:
+        assert not ours[0][1, 2].any()
+
+
+@pytest.mark.parametrize("D", [8, 24, 48, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triangle_dtypes(dtype, D):
+    q, k, v, bias = triangle_inputs(17, 19, D, dtype=dtype)
+    bias = bias.float()
+    mask = tensors((B, N, 1, 1, 19), seed=1)[0] > -0.5
+    ours = value_and_gradients(lambda *x: triangle_attention(*x, mask), [q, k, v, bias])
+    assert [x.dtype for x in ours] == [dtype] * 4 + [torch.float32]
+    wide = [x.double() for x in (q, k, v, bias)]
+    check_rounded(ours, value_and_gradients(lambda *x: formula(*x, mask), wide), dtype)
+
+
+def test_triangle_of_four_dimensions():
+    """Of one batch element, as cuEquivariance takes it; a mask that is not bool, as it takes it."""
+    inputs = [x[0] for x in triangle_inputs(B=1)]
+    mask = (tensors((N, 1, 1, K), seed=1)[0] > -0.5).float()
+    ours = value_and_gradients(lambda *x: triangle_attention(*x, mask), inputs)
+    check(ours, value_and_gradients(lambda *x: formula(*x, mask.bool()), inputs))
+
+
+def test_triangle_aux():
+    inputs = triangle_inputs()
+
+    def ours(*x):
+        out, lse, largest = triangle_attention(*x, return_aux=True)
+        assert largest is None
+        return out, lse
+
+    def theirs(q, k, v, bias):
+        return formula(q, k, v, bias), (q @ k.mT * D**-0.5 + bias).logsumexp(-1)
+
+    check(value_and_gradients(ours, inputs), value_and_gradients(theirs, inputs))
+
+
+def test_triangle_of_columns():
+    """The ending node's: a transposed pair representation is read where it lies."""
+    inputs = triangle_inputs(N, N)
+    turned = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in inputs[:3]]
+    check(
+        value_and_gradients(triangle_attention, [*turned, inputs[3]]),
+        value_and_gradients(formula, inputs),
+    )
+
+
+# --- DS4Sci_EvoformerAttention ---
+
+
+@pytest.mark.parametrize("which", ["", "-", "m", "-p", "mp"])
+def test_evoformer(which):
+    L = 9
+    shape = (B, N, L, H, D)
+    mask_bias, pair_bias = tensors((B, N, 1, 1, L), (B, 1, H, L, L), seed=1)
+    given = [x for x, letter in ((mask_bias, "m"), (pair_bias, "p")) if letter in which]
+
+    def ours(q, k, v, *biases):
+        left = list(biases)
+        passed = [None if letter == "-" else left.pop(0) for letter in which]
+        count = len(passed)
+        o = DS4Sci_EvoformerAttention(q, k, v, passed)
+        assert len(passed) == count
+        assert o.is_contiguous()
+        return o
+
+    def theirs(q, k, v, *biases):
+        return formula(*(x.transpose(2, 3) for x in (q, k, v)), sum(biases, torch.zeros(()))).transpose(2, 3)
+
+    inputs = [*tensors(shape, shape, shape), *given]
+    check(value_and_gradients(ours, inputs), value_and_gradients(theirs, inputs))
+
+
+@pytest.mark.parametrize("L", [1, 2, 40])
+def test_evoformer_lengths_and_hidden_keys(L):
+    """A mask bias of -inf hides, also all of a row; one of -1e9 is a number, as in DeepSpeed."""
+    shape = (B, N, L, H, D)
+    q, k, v, mask_bias, pair_bias = tensors(shape, shape, shape, (B, N, 1, 1, L), (B, 1, H, L, L))
+    hidden = mask_bias < 0
+    hidden[0, 1] = True
+    for far in (-torch.inf, -1e9):
+        bias = torch.where(hidden, far, 0.0).double()
+        o = DS4Sci_EvoformerAttention(q, k, v, [bias, pair_bias])
+        expected = formula(*(x.transpose(2, 3) for x in (q, k, v)), bias + pair_bias).transpose(2, 3)
+        check([o], [expected], 1e-5)  # in a sum with -1e9 that many digits are left
+        assert o[0, 1].any() == (far > -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evoformer_dtypes(dtype):
+    L, D = 33, 24
+    shape = (1, N, L, H, D)
+    inputs = tensors(shape, shape, shape, (1, N, 1, 1, L), (1, 1, H, L, L), dtype=dtype)
+
+    def theirs(q, k, v, a, b):
+        return formula(*(x.transpose(2, 3) for x in (q, k, v)), a + b).transpose(2, 3)
+
+    ours = value_and_gradients(lambda q, k, v, *biases: DS4Sci_EvoformerAttention(q, k, v, biases), inputs)
+    assert {x.dtype for x in ours} == {dtype}
+    check_rounded(ours, value_and_gradients(theirs, [x.double() for x in inputs]), dtype)
+
+
+# --- attention_pair_bias ---
+
+S = 6
+MASKS = {
+    "none": None,
+    "of each structure": (B, S),
+    "shared by samples": (B, 1, S),
+    "of each sample": (B, 3, S),
+    "five dimensions": (B, 1, 1, 1, S),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", [(B, 1, H, S, S), (B, H, S, S), (1, 1, H, S, S), (1, H, S, S)])
+def test_pair_bias(bias, mask):
+    inputs = tensors((B, 3, H, S, D), (B, 3, H, S, D), (B, 3, H, S, 4), bias)
+    mask = None if MASKS[mask] is None else tensors(MASKS[mask], seed=1)[0] > -0.5
+    whole = None
+    if mask is not None:
+        mask[1] = False
+        samples = mask if mask.dim() == 5 else mask[:, None] if mask.dim() == 2 else mask
+        whole = samples if samples.dim() == 5 else samples[:, :, None, None]
+
+    def theirs(q, k, v, bias):
+        return formula(q, k, v, bias if bias.dim() == 5 else bias[:, None], whole)
+
+    ours = value_and_gradients(lambda *x: attention_pair_bias(*x, mask), inputs)
+    check(ours, value_and_gradients(theirs, inputs))
+
+
+@pytest.mark.parametrize("mask", [None, (B, S), (B, 1, S), (B, 1, 1, S)])
+def test_pair_bias_without_samples(mask):
+    inputs = tensors((B, H, S, D), (B, H, S, D), (B, H, S, D), (B, H, S, S))
+    mask = None if mask is None else tensors(mask, seed=1)[0] > -0.5
+    whole = None if mask is None else mask.reshape(B, 1, 1, S)
+    ours = value_and_gradients(lambda *x: attention_pair_bias(*x, mask, scale=0.5), inputs)
+    check(ours, value_and_gradients(lambda *x: formula(*x, whole, scale=0.5), inputs))
+
+
+def test_pair_bias_is_not_repeated(monkeypatch):
+    """However many samples there are: the bias that a call is given is that of one structure, where it lies."""
+    seen = []
+    attention = tilewise.attention
+
+    def spy(q, k, v, bias, **options):
+        seen.append((bias.shape, bias.data_ptr(), q.shape))
+        return attention(q, k, v, bias=bias, **options)
+
+    monkeypatch.setattr(evoformer, "attention", spy)
+    q, k, v, bias = tensors((1, 5, H, S, D), (1, 5, H, S, D), (1, 5, H, S, D), (1, H, S, S))
+    attention_pair_bias(q, k, v, bias)
+    assert seen == [((1, 1, H, S, S), bias.data_ptr(), q.shape)]
+
+
+# --- window_pair_attention ---
+
+
+def begin_of(block, N, q_block, k_block, edges):
+    begin = block * q_block - (k_block - q_block) // 2
+    return max(0, min(begin, N - k_block)) if edges == "shift" else begin
+
+
+def dense(bias, N, q_block, k_block, edges):
+    """A bias of windows as (B, H, N, N), -inf outside of them."""
+    rows = []
+    for block in range(bias.shape[2]):
+        begin = begin_of(block, N, q_block, k_block, edges)
+        for i in range(min(q_block, N - block * q_block)):
+            row = bias[:, :, block, i, max(-begin, 0) : N - begin]
+            lead = max(begin, 0)
+            rows.append(torch.nn.functional.pad(row, (lead, N - lead - row.shape[-1]), value=-torch.inf))
+    return torch.stack(rows, 2)
+
+
+def window_inputs(shape, blocks, q_block, k_block, bias=None, dtype=torch.float64):
+    B, H, N, D = shape
+    q, k, v, pair = tensors(shape, shape, (B, H, N, D), (*(bias or (B, H)), blocks, q_block, k_block))
+    return [x.to(dtype) for x in (q, k, v, pair)]
+
+
+SIZES = {  # N, q_block, k_block
+    "blocks and a rest": (45, 8, 20),
+    "whole blocks": (40, 8, 24),
+    "shorter than a window": (11, 4, 16),
+    "shorter than a block": (3, 8, 12),
+    "one": (1, 4, 4),
+    "a window that is a block": (13, 4, 4),
+    "odd": (29, 3, 10),
+    "no multiple": (37, 8, 13),
+}
+
+
+@pytest.mark.parametrize("edges", ["clip", "shift"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [(2, 3), (1, 3), (2, 1), (1, 1)])
+def test_windows(size, edges, bias):
+    N, q_block, k_block = SIZES[size]
+    inputs = window_inputs((2, 3, N, 4), -(-N // q_block), q_block, k_block, bias)
+    ours = value_and_gradients(lambda *x: window_pair_attention(*x, None, q_block, k_block, edges, scale=0.7), inputs)
+    theirs = value_and_gradients(
+        lambda q, k, v, pair: formula(q, k, v, dense(pair, N, q_block, k_block, edges), scale=0.7), inputs
+    )
+    check(ours, theirs)
+
+
+@pytest.mark.parametrize("edges", ["clip", "shift"])
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_windows_and_a_mask(edges, B, shared):
+    """Queries that see nothing; NaN in hidden keys at the ends of sequences, where windows reach into the next."""
+    N, q_block, k_block = 24, 4, 12
+    inputs = window_inputs((B, 2, N, 4), 6, q_block, k_block, (1, 2))
+    mask = tensors((1 if shared else B, N), seed=1)[0] > -0.5
+    mask[:, 4:20] = False
+    mask[:, [0, 1, N - 1]] = False
+    hidden = [0, 1, 7, N - 1]
+    planted = [inputs[0], *(with_nan(x, 2, hidden) for x in inputs[1:3]), inputs[3]]
+    ours = value_and_gradients(lambda *x: window_pair_attention(*x, mask, q_block, k_block, edges), planted)
+    whole = mask[:, None, None]
+    theirs = value_and_gradients(
+        lambda q, k, v, pair: formula(q, k, v, dense(pair, N, q_block, k_block, edges), whole), inputs
+    )
+    check(ours, theirs)
+    assert not ours[0][:, :, 12].any()
+
+
+def test_windows_of_alphafold():
+    """32 queries and 128 keys, from 48 before the block to 79 after its first; a length that is no multiple."""
+    N = 333
+    inputs = window_inputs((1, 2, N, 8), 11, 32, 128)
+    for edges in ("clip", "shift"):
+        windows = Windows(N, 32, 128, edges)
+        assert [windows.begin(b) for b in (0, 1, 2, 5, 10)] == (
+            [-48, -16, 16, 112, 272] if edges == "clip" else [0, 0, 16, 112, 205]
+        )
+        ours = value_and_gradients(lambda *x, edges=edges: window_pair_attention(*x, None, edges=edges), inputs)
+        theirs = value_and_gradients(
+            lambda q, k, v, pair, edges=edges: formula(q, k, v, dense(pair, N, 32, 128, edges)), inputs
+        )
+        check(ours, theirs)
+
+
+def test_nan_of_a_sequence_stays_in_it():
+    """In its queries too, though windows of "clip" reach into the memory of the next sequence."""
+    q, k, v, pair = (x.requires_grad_() for x in window_inputs((2, 2, 12, 4), 3, 4, 12))
+    bad = q.detach().clone()
+    bad[0] = torch.nan
+    good = [x[1] for x in torch.autograd.grad(window_pair_attention(q, k, v, pair, None, 4, 12).sum(), (k, v, pair))]
+    q = bad.requires_grad_()
+    ours = torch.autograd.grad(window_pair_attention(q, k, v, pair, None, 4, 12).sum(), (q, k, v, pair))
+    assert ours[1][0].isnan().any()
+    check([x[1] for x in ours[1:]], good)
+
+
+@pytest.mark.parametrize("D", [8, 24, 48])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_dtypes(dtype, D):
+    N = 77
+    inputs = window_inputs((2, 2, N, D), 10, 8, 32, (1, 2), dtype)
+    inputs[3] = inputs[3].float()
+    ours = value_and_gradients(lambda *x: window_pair_attention(*x, None, 8, 32), inputs)
+    assert [x.dtype for x in ours] == [dtype] * 4 + [torch.float32]
+    theirs = value_and_gradients(
+        lambda q, k, v, pair: formula(q, k, v, dense(pair, N, 8, 32, "clip")), [x.double() for x in inputs]
+    )
+    check_rounded(ours, theirs, dtype)
+
+
+def test_overlapping_windows_are_summed_in_float32():
+    """1 and three numbers that bfloat16 would lose one after the other."""
+    x = torch.zeros(1, 1, 8, 1, dtype=torch.bfloat16, requires_grad=True)
+    windows = Windows(8, 1, 4, "clip").of(x)
+    cotangent = torch.zeros_like(windows)
+    cotangent[:] = 2.0**-9
+    cotangent[..., 0, :] = 1.0  # the window that comes last, or first
+    (gradient,) = torch.autograd.grad(windows, x, cotangent)
+    assert gradient[0, 0, 3].item() == torch.tensor(1 + 3 * 2.0**-9).bfloat16().item() != 1.0
+
+
+@pytest.mark.parametrize("edges", ["clip", "shift"])
+def test_windows_gradcheck(edges):
+    inputs = [x.requires_grad_() for x in window_inputs((1, 2, 7, 2), 4, 2, 5)]
+    assert torch.autograd.gradcheck(lambda *x: window_pair_attention(*x, None, 2, 5, edges), inputs)
+
+
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_windows_of_other_layouts(B, turned):
+    """Heads last, as projections leave them, and a bias with its heads last."""
+    N, q_block, k_block = 24, 4, 12
+    inputs = window_inputs((B, 2, N, 4), 6, q_block, k_block, (1, 2))
+    given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]
+    given.append(inputs[3].movedim(1, -1).contiguous().movedim(-1, 1) if turned else inputs[3])
+    check(
+        value_and_gradients(lambda *x: window_pair_attention(*x, None, q_block, k_block), given),
+        value_and_gradients(lambda *x: window_pair_attention(*x, None, q_block, k_block), inputs),
+    )
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_windows_and_bias_are_views(monkeypatch, shared):
+    """A call for all batch elements, in which keys take their length and a margin, and the bias lies where it lay."""
+    seen = []
+    attention = tilewise.attention
+
+    def spy(q, k, v, bias, **options):
+        seen.append((q.shape, q.data_ptr(), k.untyped_storage().nbytes(), bias.shape, bias.data_ptr()))
+        return attention(q, k, v, bias=bias, **options)
+
+    monkeypatch.setattr(evoformer, "attention", spy)
+    q, k, v, pair = window_inputs((2, 3, 40, 4), 5, 8, 24, (shared, 3))
+    window_pair_attention(q, k, v, pair, None, 8, 24)
+    nbytes = (2 * 3 * 40 + 16) * 4 * 8
+    assert seen == [((2, 15, 8, 4), q.data_ptr(), nbytes, (shared, 15, 8, 24), pair.data_ptr())]
+
+
+def test_windows_without_a_bias_and_of_nothing():
+    q, k, v, pair = window_inputs((2, 2, 12, 4), 3, 4, 12)
+    check(
+        [window_pair_attention(q, k, v, None, None, 4, 12)],
+        [window_pair_attention(q, k, v, torch.zeros_like(pair), None, 4, 12)],
+    )
+    for edges in ("clip", "shift"):
+        empty = window_pair_attention(q[:, :, :0], k[:, :, :0], v[:, :, :0], pair[:, :, :0], None, 4, 12, edges)
+        assert empty.shape == (2, 2, 0, 4)
+
+
+# --- in the Triton kernels ---
+
+
+def by_triton(name):
+    """One small case of each, in bfloat16's place float32, which the interpreter multiplies exactly."""
+    attention = tilewise.attention
+    evoformer.attention = lambda *args, **options: attention(*args, **options, backend="triton")
+    try:
+        if name == "windows":
+            inputs = window_inputs((2, 2, 45, 8), 6, 8, 20, (1, 2), torch.float32)
+            mask = tensors((2, 45), seed=1)[0] > -0.5
+            ours = value_and_gradients(lambda *x: window_pair_attention(*x, mask, 8, 20), inputs)
+            theirs = value_and_gradients(
+                lambda q, k, v, pair: formula(q, k, v, dense(pair, 45, 8, 20, "clip"), mask[:, None, None]),
+                [x.double() for x in inputs],
+            )
+        else:
+            inputs = triangle_inputs(9, 17, 24, dtype=torch.float32)
+            mask = tensors((B, N, 1, 1, 17), seed=1)[0] > -0.5
+            ours = value_and_gradients(lambda *x: triangle_attention(*x, mask), inputs)
+            theirs = value_and_gradients(lambda *x: formula(*x, mask), [x.double() for x in inputs])
+        check(ours, theirs, 1e-5)
+    finally:
+        evoformer.attention = attention
+
+
+@pytest.mark.parametrize("name", ["windows", "triangle"])
+def test_triton(interpreter, name):
+    interpreter(by_triton, name)
+
+
+# --- errors ---
+
+
+def zeros(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+X4, X5 = (2, 2, 12, 4), (2, 3, 2, 6, 4)
+ERRORS = {
+    "triangle, dimensions": (
+        lambda: triangle_attention(zeros(2, 6, 4), zeros(2, 6, 4), zeros(2, 6, 4), zeros(6, 6)),
+        r"q: expected 4 or 5 dimensions \(B, N, heads, .* got shape \(2, 6, 4\)",
+    ),
+    "triangle, no bias": (
+        lambda: triangle_attention(zeros(*X5), zeros(*X5), zeros(*X5), None),
+        "bias: expected a torch.Tensor, got NoneType",
+    ),
+    "triangle, bias": (
+        lambda: triangle_attention(zeros(*X5), zeros(*X5), zeros(*X5), zeros(2, 2, 6, 6)),
+        r"bias: shape \(2, 2, 6, 6\) does not broadcast to \(2\|1, 3\|1, 2\|1, 6\|1, 6\|1\)",
+    ),
+    "triangle, aux": (
+        lambda: triangle_attention(zeros(*X5), zeros(*X5), zeros(*X5), zeros(6, 6), return_aux="lse"),
+        "return_aux: expected a bool, got 'lse'",
+    ),
+    "evoformer, four": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X4), zeros(*X4), zeros(*X4), []),
+        r"Q: expected 5 dimensions \(B, N, length, heads, head_dim\), got shape \(2, 2, 12, 4\)",
+    ),
+    "evoformer, K": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X5), zeros(2, 3, 1, 6, 4), zeros(*X5), []),
+        r"K: shape must equal Q's \(2, 3, 2, 6, 4\), got \(2, 3, 1, 6, 4\)",
+    ),
+    "evoformer, V's dtype": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X5), zeros(*X5), zeros(*X5).half(), []),
+        "V: dtype must equal Q's torch.float32, got torch.float16",
+    ),
+    "evoformer, one tensor": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X5), zeros(*X5), zeros(*X5), zeros(2, 3, 1, 1, 2)),
+        "biases: expected a list of at most two tensors, got Tensor",
+    ),
+    "evoformer, three": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X5), zeros(*X5), zeros(*X5), [None] * 3),
+        "biases: expected at most two tensors, got 3",
+    ),
+    "evoformer, the mask's": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X5), zeros(*X5), zeros(*X5), [zeros(2, 1, 6, 2, 2)]),
+        r"biases\[0\]: expected shape \(2, 3, 1, 1, 2\), got \(2, 1, 6, 2, 2\)",
+    ),
+    "evoformer, the pairs'": (
+        lambda: DS4Sci_EvoformerAttention(zeros(*X5), zeros(*X5), zeros(*X5), [None, zeros(2, 3, 1, 1, 2)]),
+        r"biases\[1\]: expected shape \(2, 1, 6, 2, 2\), got \(2, 3, 1, 1, 2\)",
+    ),
+    "pair bias, five for four": (
+        lambda: attention_pair_bias(zeros(*X4), zeros(*X4), zeros(*X4), zeros(2, 1, 2, 12, 12)),
+        r"pair_bias: expected 4 dimensions, got shape \(2, 1, 2, 12, 12\)",
+    ),
+    "pair bias": (
+        lambda: attention_pair_bias(zeros(*X5), zeros(*X5), zeros(*X5), zeros(3, 2, 6, 6)),
+        r"pair_bias: shape \(3, 2, 6, 6\) does not broadcast to \(2, 3, 2, 6, 6\)",
+    ),
+    "pair bias, mask": (
+        lambda: attention_pair_bias(zeros(*X5), zeros(*X5), zeros(*X5), zeros(2, 2, 6, 6), zeros(3, 6).bool()),
+        r"mask: shape \(3, 6\) is no mask of the keys of scores \(2, 3, 2, 6, 6\)",
+    ),
+    "pair bias, mask's dtype": (
+        lambda: attention_pair_bias(zeros(*X5), zeros(*X5), zeros(*X5), zeros(2, 2, 6, 6), zeros(2, 6)),
+        r"mask: dtype must be bool \(True = visible\), got torch.float32",
+    ),
+    "windows, k": (
+        lambda: window_pair_attention(zeros(*X4), zeros(2, 2, 11, 4), zeros(*X4), None),
+        r"k: batch, heads and length must equal q's \(2, 2, 12\), got shape \(2, 2, 11, 4\)",
+    ),
+    "windows, bias": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), zeros(2, 2, 3, 4, 8), None, 4, 12),
+        r"pair_bias: expected shape \(2\|1, 2\|1, 3, 4, 12\), got \(2, 2, 3, 4, 8\)",
+    ),
+    "windows, mask": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, zeros(3, 12).bool()),
+        r"mask: expected shape \(2\|1, 12\), got \(3, 12\)",
+    ),
+    "windows, mask's dtype": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, zeros(2, 12)),
+        "mask: dtype must be bool",
+    ),
+    "windows, k_block": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, None, 8, 4),
+        "k_block: must not be below q_block, 8, got 4",
+    ),
+    "windows, q_block": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, None, 0),
+        "q_block: must be 1 or more, got 0",
+    ),
+    "windows, q_block's type": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, None, 8.0),
+        "q_block: expected an int, got float",
+    ),
+    "windows, edges": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, edges="wrap"),
+        'edges: expected "clip" or "shift", got \'wrap\'',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, match = ERRORS[name]
+    with pytest.raises((ValueError, TypeError), match=match):
+        call()

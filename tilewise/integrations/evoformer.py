@@ -1,0 +1,312 @@
+"""Attention of models of biological structures: functions of cuEquivariance and DeepSpeed, and AlphaFold 3's two.
+
+Neither of the two libraries is imported or needed: these run wherever `tilewise.attention` does. Every bias has its
+gradient, a query that sees no key gives 0, and nothing but what a docstring says is copied. docs/structure-models.md
+has recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewise import attention
+from tilewise.autocast import autocast, autocast_on
+from tilewise.integrations.windows import Edges, Windows
+from tilewise.problem import check_flag
+from tilewise.tensors import check_tensor
+
+
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+) -> Any:
+    """``softmax(scale * q @ k.mT + bias) @ v`` over the visible keys, as `cuequivariance_torch.triangle_attention`.
+
+    Args:
+        q: queries (B, N, H, Q, D), or (N, H, Q, D) where B is 1; float16, bfloat16, float32, or float64 (CPU). D is 1
+            to 256. Any strides.
+        k: keys (B, N, H, K, D), of q's dtype and number of dimensions.
+        v: values (B, N, H, K, Dv), likewise.
+        bias: (B, 1, H, Q, K), of 4 dimensions (1, H, Q, K), or what else broadcasts to (B, N, H, Q, K). Any float dtype
+            whatever q's is, read as it is; its gradient has its shape and dtype and is summed in float32.
+        mask: (B, N, 1, 1, K), of 4 dimensions (N, 1, 1, K), or what else broadcasts; bool, True = visible. Of another
+            dtype, as in cuEquivariance, what is not 0 is visible; it gets no gradient.
+        scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
+        return_aux: also return the logsumexp, and None where cuEquivariance has the maximum.
+
+    Returns:
+        (B, N, H, Q, Dv) in q's dtype, in q's order of memory; of 4 dimensions (N, H, Q, Dv). With ``return_aux``
+        ``(out, lse, None)``: lse (B, N, H, Q), float32 (float64 for float64 inputs), natural logarithm, differentiable.
+        The third would be the maximum of each row's scores, which is not kept.
+
+    A query that sees no key gives 0, zero gradients and an lse of -inf. cuEquivariance puts -1e9 in place of a hidden
+    score, and so gives it the mean of the values. With B above 1 this is B calls, for the bias is shared along N and
+    the mask is not; see `tilewise.attention`. Without a copy either way.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Source: the documentation of cuequivariance_torch.triangle_attention; AlphaFold 2 (Jumper et al., Nature 2021),
+    supplement, Algorithms 13 and 14; of the computation `tilewise.attention`.
+    """
+    check_flag("return_aux", return_aux)
+    _check("q", q, (4, 5), "(B, N, heads, queries, head_dim) or (N, heads, queries, head_dim)")
+    check_tensor("bias", bias)
+    if mask is not None:
+        check_tensor("mask", mask)
+        mask = mask if mask.dtype == torch.bool else mask != 0
+    if not return_aux:
+        return attention(q, k, v, bias=bias, mask=mask, scale=scale)
+    return *attention(q, k, v, bias=bias, mask=mask, scale=scale, return_lse=True), None
+
+
+def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
+    """``softmax(Q @ K.mT / sqrt(D) + biases[0] + biases[1]) @ V`` for each head, as DeepSpeed's function of this name.
+
+    Args:
+        Q: queries (B, N, L, H, D), heads after the length; float16, bfloat16, float32, or float64 (CPU). D is 1 to 256
+            and L any length. Any strides.
+        K, V: keys and values (B, N, L, H, D) in Q's dtype.
+        biases: at most two, a list or tuple, which is left as it is. The first, that of the mask, is (B, N, 1, 1, L);
+            the second, that of the pairs, (B, 1, H, L, L). None, or one that is left out, is none. Any float dtype;
+            gradients have their shapes and dtypes and are summed in float32.
+
+    Returns:
+        (B, N, L, H, D) in Q's dtype, contiguous.
+
+    Where biases hide all keys of a query by -inf, it gives 0 and zero gradients, and DeepSpeed NaN; -1e9 in place of
+    -inf is a number like any other, but in float16 it is -inf. With both biases and B above 1 this is B calls, for they
+    are shared along unlike dimensions; see `tilewise.attention`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Source: deepspeed/ops/deepspeed4science/evoformer_attn.py of DeepSpeed for the shapes; of the computation
+    `tilewise.attention`.
+    """
+    for name, x in (("Q", Q), ("K", K), ("V", V)):
+        _check(name, x, (5,), "(B, N, length, heads, head_dim)")
+        if x.shape != Q.shape:
+            raise ValueError(f"{name}: shape must equal Q's {tuple(Q.shape)}, got {tuple(x.shape)}")
+        _check_like(name, x, "Q", Q)
+    if not isinstance(biases, (list, tuple)):
+        raise TypeError(f"biases: expected a list of at most two tensors, got {type(biases).__name__}")
+    if len(biases) > 2:
+        raise ValueError(f"biases: expected at most two tensors, got {len(biases)}")
+    B, N, L, H, _ = Q.shape
+    added = []
+    for i, (bias, shape) in enumerate(zip(biases, ((B, N, 1, 1, L), (B, 1, H, L, L)), strict=False)):
+        if bias is None:
+            continue
+        check_tensor(f"biases[{i}]", bias)
+        if tuple(bias.shape) != shape:
+            raise ValueError(f"biases[{i}]: expected shape {shape}, got {tuple(bias.shape)}")
+        added.append(bias)
+    o = attention(*(x.transpose(-3, -2) for x in (Q, K, V)), bias=tuple(added) or None)
+    return o.transpose(-3, -2).contiguous()
+
+
+def attention_pair_bias(
+    q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor, mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    """Attention of tokens with a bias of pairs, as in AlphaFold 3's diffusion transformer and pairformer.
+
+    Projections, the gate and what follows it are the caller's. The samples of a diffusion share the bias of their
+    structure, which is read as it is, never repeated.
+
+    Args:
+        q: queries (B, samples, H, S, D) or (B, H, S, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256.
+            Any strides: (..., S, H, D) data passes by ``transpose(-3, -2)``.
+        k: keys, of q's dtype and dimensions but for their length.
+        v: values, likewise, (..., S, Dv).
+        pair_bias: (B|1, H|1, S, S) for all samples, which may stand as (B|1, samples|1, H|1, S, S) too. Any float
+            dtype; its gradient has its shape and dtype and is summed in float32.
+        mask: of keys, bool, True = visible: (B|1, S), (B|1, samples|1, S), or with one dimension for each of q's, as
+            (B, 1, 1, 1, S).
+        scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
+
+    Returns:
+        q's shape with Dv in place of D, in q's dtype. A query that sees no key gives 0.
+
+    With samples and B above 1 this is B calls; see `tilewise.attention`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 24; of the computation
+    `tilewise.attention`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check(name, x, (4, 5), "(B, samples, heads, length, head_dim) or (B, heads, length, head_dim)")
+    check_tensor("pair_bias", pair_bias)
+    n = q.dim()
+    allowed = (4, n)
+    if pair_bias.dim() not in allowed:
+        words = " or ".join(str(x) for x in dict.fromkeys(allowed))
+        raise ValueError(f"pair_bias: expected {words} dimensions, got shape {tuple(pair_bias.shape)}")
+    lead = (*q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-2])
+    bias = pair_bias if pair_bias.dim() == n else pair_bias[:, None]
+    if not _broadcasts(bias, lead):
+        raise ValueError(f"pair_bias: shape {tuple(pair_bias.shape)} does not broadcast to {lead}")
+    if mask is not None:
+        mask = _mask_of_keys(mask, lead)
+    return attention(q, k, v, bias=bias, mask=mask, scale=scale)
+
+
+def _mask_of_keys(mask: Tensor, full: tuple[int, ...]) -> Tensor:
+    """With as many dimensions as ``full``, that of scores."""
+    check_tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: dtype must be bool (True = visible), got {mask.dtype}")
+    x, n = mask, len(full)
+    if x.dim() in (2, 3) and x.dim() < n:
+        samples = x[:, None] if x.dim() == 2 else x
+        x = samples[:, :, None, None] if n == 5 else samples[:, :, None]
+        full = full if n == 5 else (full[0], 1, *full[2:])
+    if x.dim() != n or not _broadcasts(x, full):
+        raise ValueError(f"mask: shape {tuple(mask.shape)} is no mask of the keys of scores {full}")
+    return x
+
+
+def window_pair_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pair_bias: Tensor | None,
+    mask: Tensor | None = None,
+    q_block: int = 32,
+    k_block: int = 128,
+    edges: Edges = "clip",
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention in which each block of queries sees a window of keys around it, as of AlphaFold 3's atoms.
+
+    Query i is in block ``b = i // q_block``. That sees the k_block keys from ``b * q_block - (k_block - q_block) // 2``
+    on: with 32 and 128 from 48 before the block to 48 after it.
+
+    Args:
+        q: queries (B, H, N, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256, and N any length.
+        k: keys (B, H, N, D) in q's dtype.
+        v: values (B, H, N, Dv) in q's dtype.
+        pair_bias: (B|1, H|1, blocks, q_block, k_block), where blocks is N / q_block, rounded up: entry (b, i, j) is for
+            the i-th query of block b and the j-th key of its window. Any float dtype; its gradient has its shape and
+            dtype and is summed in float32. What stands for a query or key outside the sequence is not looked at, and
+            its gradient is 0. None: no bias.
+        mask: (B|1, N), bool, True at keys that are visible.
+        q_block, k_block: ints, k_block not below q_block.
+        edges: "clip": what a window has outside the sequence is hidden. "shift": a window that would reach out of the
+            sequence is moved inside, so that it has k_block keys where N is not below that.
+        scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
+
+    Returns:
+        (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
+
+    Copies: k and v once, of which windows are overlapping views, or with "shift" each window; q where N is no multiple
+    of q_block, or where B is above 1 and its heads and lengths do not lie as (H, N). The bias is read as it is. Where B
+    is above 1, and the bias has not all heads or lies in memory with them last, this is B calls; else one, in which
+    mask is repeated for each head. In the gradients of k and v overlapping windows are summed in float32 (float64 for
+    float64 inputs), of numbers in q's dtype.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+
+    Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 7; of the computation
+    `tilewise.attention`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check(name, x, (4,), "(B, heads, length, head_dim)")
+        if x.shape[:3] != q.shape[:3]:
+            raise ValueError(
+                f"{name}: batch, heads and length must equal q's {tuple(q.shape[:3])}, got shape {tuple(x.shape)}"
+            )
+    windows = _windows(q.shape[2], q_block, k_block, edges)
+    B, H, N, _ = q.shape
+    if pair_bias is not None:
+        check_tensor("pair_bias", pair_bias)
+        _check_windows("pair_bias", pair_bias, (B, H), (windows.blocks, q_block, k_block))
+    if mask is not None:
+        check_tensor("mask", mask)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: dtype must be bool (True = visible), got {mask.dtype}")
+        _check_windows("mask", mask, (B,), (N,))
+        if mask.device != q.device:
+            raise ValueError(f"mask: must be on q's device {q.device}, got {mask.device}")
+    for name, x in (("k", k), ("v", v)):
+        _check_like(name, x, "q", q)
+    q, k, v = autocast(q, k, v)  # before windows repeat them
+    rows = windows.blocks * q_block
+    q = q if rows == N else pad(q, (0, 0, 0, rows - N))
+    q, k, v = q.unflatten(2, (windows.blocks, q_block)), windows.of(k), windows.of(v)
+    seen = windows.visible(mask, q.device)
+    if B > 1 and (pair_bias is None or _heads_merge(pair_bias, H)):
+        # Heads and blocks become heads: one call for all batch elements, whether they share the bias or not.
+        q, k, v = (x.reshape(B, -1, *x.shape[3:]) for x in (q, k, v))
+        bias = None if pair_bias is None else pair_bias.view(pair_bias.shape[0], -1, q_block, k_block)
+        if seen is not None:
+            seen = seen[:, None].expand(-1, H, -1, -1).flatten(1, 2)[:, :, None]
+        o = attention(q, k, v, bias=bias, mask=seen, scale=scale).unflatten(1, (H, windows.blocks))
+    else:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        bias = None if pair_bias is None else pair_bias.transpose(1, 2)
+        seen = None if seen is None else seen[:, :, None, None]
+        o = attention(q, k, v, bias=bias, mask=seen, scale=scale).transpose(1, 2)
+    return o.flatten(2, 3)[:, :, :N]
+
+
+def _windows(length: int, q_block: Any, k_block: Any, edges: Any) -> Windows:
+    for name, n in (("q_block", q_block), ("k_block", k_block)):
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
+        if n < 1:
+            raise ValueError(f"{name}: must be 1 or more, got {n}")
+    if k_block < q_block:
+        raise ValueError(f"k_block: must not be below q_block, {q_block}, got {k_block}")
+    if edges not in ("clip", "shift"):
+        raise ValueError(f'edges: expected "clip" or "shift", got {edges!r}')
+    return Windows(length, q_block, k_block, edges)
+
+
+def _heads_merge(bias: Tensor, heads: int) -> bool:
+    """Whether (H, blocks) of a bias are one dimension by a view."""
+    return bias.shape[1] == heads and (heads == 1 or bias.stride(1) == bias.shape[2] * bias.stride(2))
+
+
+# --- checks ---
+
+
+def _check(name: str, x: Any, dims: tuple[int, ...], axes: str) -> None:
+    check_tensor(name, x)
+    if x.dim() not in dims:
+        raise ValueError(
+            f"{name}: expected {' or '.join(map(str, dims))} dimensions {axes}, got shape {tuple(x.shape)}"
+        )
+
+
+def _check_like(name: str, x: Tensor, first: str, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name}: must be on {first}'s device {q.device}, got {x.device}")
+    if x.dtype != q.dtype and not autocast_on(q):
+        raise TypeError(f"{name}: dtype must equal {first}'s {q.dtype}, got {x.dtype}")
+
+
+def _broadcasts(x: Tensor, full: tuple[int, ...]) -> bool:
+    return all(n in (1, size) for n, size in zip(x.shape, full, strict=True))
+
+
+def _check_windows(name: str, x: Tensor, shared: tuple[int, ...], full: tuple[int, ...]) -> None:
+    """(...|1, full): what may be 1, and what may not."""
+    n = len(shared)
+    if x.dim() != n + len(full) or tuple(x.shape[n:]) != full or not _broadcasts(x, (*shared, *full)):
+        words = ", ".join([*(f"{size}|1" for size in shared), *map(str, full)])
+        raise ValueError(f"{name}: expected shape ({words}), got {tuple(x.shape)}")
