@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "integrations/windows.py", "(places >= 0) & (places < self.length)", "places < self.length",
         "a window that begins before its sequence sees the end of the one before",
-        "integrations/test_evoformer.py::test_windows_and_a_mask",
+        "integrations/test_evoformer.py::test_windows",
     ),
     Fault(
         "leading.py", "return not full", "return True",

@@ -133,7 +133,10 @@ def test_a_users_page_is_short_and_what_is_measured_is_named():
     assert pictures <= {file for path in DOCUMENTS for file, _ in links(path)}
 
 
-RECIPES = ("docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/sparse-masks.md")
+RECIPES = (
+    "docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/sparse-masks.md",
+    "docs/structure-models.md",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/layouts.md", *RECIPES])

@@ -214,9 +214,9 @@ def window_pair_attention(
 
     Copies: k and v once, of which windows are overlapping views, or with "shift" each window; q where N is no multiple
     of q_block, or where B is above 1 and its heads and lengths do not lie as (H, N). The bias is read as it is. Where B
-    is above 1, and the bias has not all heads or lies in memory with them last, this is B calls; else one, in which
-    mask is repeated for each head. In the gradients of k and v overlapping windows are summed in float32 (float64 for
-    float64 inputs), of numbers in q's dtype.
+    is above 1, and the bias has not all heads or lies in memory with them last, this is up to B calls; else one, in
+    which mask is repeated for each head. In the gradients of k and v overlapping windows are summed in float32 (float64
+    for float64 inputs), of numbers in q's dtype.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
