@@ -129,7 +129,7 @@ def test_pieces_cover_a_group(monkeypatch, of_kernel):
         for part in range(parts):
             m, g, sum_of = w.end - 1, 0, set()
             for u in range(count):
-                step, j = dbias_reduce._piece(u, w, sizes, each, c)
+                step, j, _ = dbias_reduce._piece(u, w, None, sizes, each, c)
                 assert step == scheduler.step_of.fn(m, g, w)
                 row, col = dbias_reduce._place_in_tile.fn(j, part, each, c)
                 sum_of.add((m, *bias_of(p, w, g), row, col))
@@ -241,46 +241,76 @@ def test_no_program_waits_for_a_later_one():
         assert dbias.broadcast_group(p).programs == c.GROUP_PROGRAMS
 
 
-@pytest.mark.parametrize(
-    ("mask", "bias", "band"),
-    pairwise(["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"], ["1hmn", "b1mn", "11mn", "bkmn"], BANDS),
-    ids=str,
-)
-def test_what_a_mask_hides_from_a_sharer_is_not_added_up(monkeypatch, mask, bias, band):
-    """The state that `stored_by` reads is that of the tile which that program visits."""
-    gl = SimpleNamespace(**vars(scheduler.gl), cast=lambda x, dtype: x, int32=torch.int32, int64=None, sum=torch.sum)
-    gl.arange = lambda start, end, layout: torch.arange(start, end)
-    gl.BlockedLayout = lambda *layout: layout
-    gl.load = lambda at: states.flatten()[at]
+def lists_of_groups(monkeypatch, states, p):
+    """What `group_list_kernel` writes, run with tensors in place of the kernel's: ``(lists, terms, sizes, c)``."""
+
+    def load(at, mask=True, other=0):
+        return torch.where(mask, states.flatten()[torch.where(mask, at, 0)], other)
+
+    def store(at, value, mask=True):
+        mask = torch.as_tensor(mask)
+        lists.flatten()[torch.as_tensor(at)[mask]] = torch.as_tensor(value, dtype=torch.int32)[mask]
+
+    gl = SimpleNamespace(
+        **vars(scheduler.gl), int32=torch.int32, int64=None, load=load, store=store, static_range=range,
+        cast=lambda x, dtype: x, arange=lambda start, end, layout: torch.arange(start, end),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), sum=torch.sum,
+        BlockedLayout=lambda *layout: layout, associative_scan=lambda x, axis, combine: torch.cumsum(x, axis),
+        program_id=lambda axis: group,
+    )  # fmt: skip
     for module in (scheduler, dbias_reduce, score):
         monkeypatch.setattr(module, "gl", gl)
-    for module, name in (
-        (scheduler, "work_tile_of"),
-        (scheduler, "tile_of_mask"),
-        (dbias_reduce, "tile_of_mask"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name).fn)
-    monkeypatch.setattr(dbias_reduce, "work_tile_of", scheduler.work_tile_of)
+    for name in ("step_of", "tile_of_mask", "work_tile_of"):
+        monkeypatch.setattr(dbias_reduce, name, getattr(scheduler, name).fn)
+    for name in ("_stored_by", "list_of_group"):
+        monkeypatch.setattr(dbias_reduce, name, getattr(dbias_reduce, name).fn)
+    monkeypatch.setattr(dbias_reduce, "LISTED", 4)  # fewer than there are tiles of queries
     monkeypatch.setattr(scheduler, "mask_of", score.mask_of.fn)
+    terms, sizes, c = kernel_arguments(p)
+    lists = torch.full((scheduler.groups(sizes, c), 1 + sizes.group * sizes.row_tiles), -1, dtype=torch.int32)
+    for group in range(len(lists)):  # noqa: B007  (`program_id` reads it)
+        dbias_reduce.group_list_kernel.fn(0, 0, terms, sizes, c)
+    return lists, terms, sizes, c
+
+
+MASKS = ["bhmn", "b1mn", "1kmn", "11mn", "bk1n", "b1m1", "1111"]
+
+
+@pytest.mark.parametrize(("mask", "bias", "band"), pairwise(MASKS, ["1hmn", "b1mn", "11mn", "bkmn"], BANDS), ids=str)
+def test_what_a_mask_hides_from_all_sharers_is_not_added_up(monkeypatch, mask, bias, band):
+    """The lists have every tile that a program stores, in the order in which they are added up, and say who stores
+    it."""
     generator = torch.Generator().manual_seed(0)
     for B, group, Hkv in [(4, 1, 3), (3, 2, 2), (1, 4, 8), (16, 1, 2)]:
-        p = problem(B, group * Hkv, Hkv, 239, 432, bias, band, mask=mask)
+        p = problem(B, group * Hkv, Hkv, 439, 432, bias, band, mask=mask)
         if dbias.reduction(p) != "reduce":
             continue
-        terms, sizes, c = kernel_arguments(p)
-        tiles_of_rows = -(-p.mask.rows // c.BLOCK_M)
-        states = torch.randint(
-            0, 3, (p.mask.batch, p.mask.heads, sizes.key_tiles, tiles_of_rows), generator=generator, dtype=torch.int8
-        )
-        dbias_tiles = SimpleNamespace(states=0)
-        for n in range(scheduler.groups(sizes, c)):
-            members = [scheduler.work_tile_of(n, r, terms, sizes, c) for r in range(c.GROUP_PROGRAMS)]
-            for g, m in itertools.product(range(group), range(members[0].begin, members[0].end)):
-                stored = dbias_reduce.stored_by.fn(dbias_tiles, n, m, g, terms, sizes, c)
-                for r, w in enumerate(members):
+        config_ = config.backward_config(p)
+        shape = p.mask.batch, p.mask.heads, -(-p.keys // config_.block_n), -(-p.mask.rows // config_.block_m)
+        states = torch.randint(0, 3, shape, generator=generator, dtype=torch.int8)
+        states *= torch.rand(shape, generator=generator) < 0.4
+        with monkeypatch.context() as patched:
+            lists, terms, sizes, c = lists_of_groups(patched, states, p)
+            members_of = [
+                [scheduler.work_tile_of.fn(n, r, terms, sizes, c) for r in range(c.GROUP_PROGRAMS)]
+                for n in range(len(lists))
+            ]
+        for found, members in zip(lists.tolist(), members_of, strict=True):
+            stored = {}
+            for r, w in enumerate(members):
+                for m, g in itertools.product(range(w.begin, w.end), range(group)):
                     head = (w.hk * group + g) // (p.heads // p.mask.heads)
                     of = states[w.b if p.mask.batch > 1 else 0, head, w.n0 // c.BLOCK_N]
-                    assert bool(stored >> r & 1) == bool(of[m if tiles_of_rows > 1 else 0])
+                    stored[m, g] = stored.get((m, g), 0) | bool(of[m if len(of) > 1 else 0]) << r
+            rows = range(members[0].end - 1, members[0].begin - 1, -1)
+            if c.GROUP_BROADCASTS:
+                some = [m for m in rows if any(stored[m, g] for g in range(group))]
+                order = list(itertools.product(some, range(group)))
+            else:
+                order = [(m, g) for g in range(group) for m in rows if stored[m, g]]
+            entries = [scheduler.step_of.fn(m, g, members[0]) * 256 + stored[m, g] for m, g in order]
+            assert found[: 1 + len(order)] == [len(order), *entries]
+            assert set(found[1 + len(order) :]) <= {-1}
 
 
 def test_a_program_has_no_work_before_it_runs(monkeypatch):

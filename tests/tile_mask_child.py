@@ -79,7 +79,7 @@ def _listed(lists: Tensor, others: int) -> Tensor:
 
 
 def _read(lists: Tensor, by_keys: bool, case: Case, bits: Tensor, block_n: int, groups: int) -> Tensor:
-    """Which bits a kernel reads: of all tiles in its lists."""
+    """Which bits a kernel reads: of tiles in its lists that the mask cuts; the backward, that anything does."""
     import torch
 
     others = -(-case.M // 64) if by_keys else -(-case.N // block_n)
@@ -87,7 +87,7 @@ def _read(lists: Tensor, by_keys: bool, case: Case, bits: Tensor, block_n: int, 
     for x in range(lists.shape[0]):
         for t in range(lists.shape[1]):
             for entry in lists[x, t, 1 : 1 + int(lists[x, t, 0])].tolist():
-                if by_keys or entry & 2:
+                if entry & (3 if by_keys else 2):
                     read[x, t, entry >> 2] = True
     if by_keys:
         return read.flatten()[:, None].expand(bits.shape)

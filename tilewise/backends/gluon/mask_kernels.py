@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.score import key_tiles, query_tiles
-from tilewise.backends.tile_mask import pairs
+from tilewise.backends.tile_mask import FULL_TILE, pairs
 
 
 class MaskConstants(NamedTuple):
@@ -28,6 +28,7 @@ class MaskConstants(NamedTuple):
     BY_KEYS: Any  # a tile of keys visits tiles of 64 queries
     SPARSE: Any  # bits are written of tiles alone that are visited
     DQ_ORDER: Any  # its entries have an order, see `tile_list_kernel`
+    BANDED: Any  # a band hides pairs, too
 
 
 @triton.jit
@@ -67,7 +68,8 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
     """`summary_kernel` of a mask by tiles. x: its tensors, a record; how: `TileHow` of tiles of 64 by BLOCK_N.
 
     The bits of a tile are written if it, or one beside it in the same tile of queries, is not hidden: such a tile is
-    visited, and what is hidden of it is read too.
+    visited, and what is hidden of it is read too. Where all of these are full nobody reads bits, and the pairs are not
+    looked at; but the backward does read those of a tile that a band or an end cuts.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(rows, 64)
@@ -77,13 +79,20 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
     tile_n = n * c.BLOCK_N // how.TILE_N + tl.arange(0, how.SPAN_N)
     met = tile_n * how.TILE_N < tl.minimum((n + 1) * c.BLOCK_N, keys)
     visited = 0
+    full = 1
     for w in tl.static_range(c.WARPGROUPS):
         row = tl.minimum(m // c.WARPGROUPS * c.WARPGROUPS + w, row_count - 1) * 64 // how.TILE_M
         at = x.tiles + (matrix * tl.cdiv(rows, how.TILE_M) + row) * tl.cdiv(keys, how.TILE_N)
-        visited = tl.maximum(visited, tl.max(tl.load(at + tile_n, mask=met, other=0), 0))
-    some = 0
-    all_ = 0
-    if visited > 0:
+        number = tl.load(at + tile_n, mask=met, other=0)
+        visited = tl.maximum(visited, tl.max(number, 0))
+        full = tl.minimum(full, tl.min((~met | (number == FULL_TILE)).to(tl.int32), 0))
+    some = full
+    all_ = full
+    wanted = (visited > 0) & (full == 0)
+    if c.BY_KEYS:
+        cut = c.BANDED | (m * 64 + 64 > rows) | ((n + 1) * c.BLOCK_N > keys)
+        wanted = (visited > 0) & ((full == 0) | cut)
+    if wanted:
         r, col = m * 64 + tl.arange(0, 64)[:, None], n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]
         inside = (r < rows) & (col < keys)
         last_r, last_col = tl.minimum(r, rows - 1), tl.minimum(col, keys - 1)

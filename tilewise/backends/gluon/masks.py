@@ -67,8 +67,8 @@ class MaskSummary:
             self.states = workspace(chunks, key_tiles, dtype=torch.int8)
         self.tile_list = workspace(programs, 1 + (2 if ordered else 1) * others)
         how = tile_how(p, ROWS, block_n)
-        values = (block_n, warpgroups, rows > 1, 1 << (others - 1).bit_length(), by_keys, how is not None, ordered)
-        c = constants(MaskConstants(*values))
+        tiles, banded = 1 << (others - 1).bit_length(), not p.score.band.unlimited
+        c = constants(MaskConstants(block_n, warpgroups, rows > 1, tiles, by_keys, how is not None, ordered, banded))
         count = matrices * chunks * key_tiles
         if how is None:
             self.summarise = Launch(

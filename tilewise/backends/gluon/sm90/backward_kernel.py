@@ -481,18 +481,18 @@ def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms,
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list, pieces, shared_dbias, counts, states, terms, sizes, c
+    q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list, pieces, shared_dbias, counts, lists, terms, sizes, c
 ):
     """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Operands`.
 
-    pieces, shared_dbias, states: see `DbiasTiles`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
+    pieces, shared_dbias, lists: see `DbiasTiles`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
     counts: see `backward_scheduler.Counters`.
     """
     wait_for_previous()
     x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list)
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
-        dbias_tiles = dbias_tiles_of(pieces, shared_dbias, states, c)
+        dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)

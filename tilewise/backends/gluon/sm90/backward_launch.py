@@ -21,7 +21,13 @@ from tilewise.backends.gluon.sm90.dbias import (
     broadcast_group,
     reduction,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import COLS, ROWS, dbias_reduce_kernel, pieces_of_tile
+from tilewise.backends.gluon.sm90.dbias_reduce import (
+    COLS,
+    ROWS,
+    dbias_reduce_kernel,
+    group_list_kernel,
+    pieces_of_tile,
+)
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
@@ -72,6 +78,11 @@ class Backward:
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
+        # and with a mask, which of its tiles are stored
+        self.empty_lists = None
+        if ring is not None and p.mask is not None:
+            lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
+            self.empty_lists = allocation(lists, q.device)
         counted = counters(sizes, groups, p.deterministic, ring is not None)
         counts = torch.empty(counted, dtype=torch.int32, device="meta")
         self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
@@ -135,6 +146,7 @@ class Backward:
             launch_pdl=True,
             **most_registers(config.programs, config.warpgroups + 1),
         )
+        self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
         last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
         self.reduce_group = Launch(
             dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
@@ -181,7 +193,11 @@ class Backward:
             bits, tile_list, states = KnownMask() if self.mask is None else self.mask(flat_mask(mask, tiles))
             if key_list is not None:
                 tile_list = key_list
-            dbias_tiles = (dq_accum if ring is None else ring, None if ring is None else dbias, counts, states)
+            lists = None
+            if self.empty_lists is not None:
+                lists = self.empty_lists()
+                self.list_groups(states, lists)
+            dbias_tiles = (dq_accum if ring is None else ring, None if ring is None else dbias, counts, lists)
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
             self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, bits, tile_list, *dbias_tiles)

@@ -66,8 +66,8 @@ def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[
         return None
     if how == "sum":
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
-    # With a mask a program stores the tiles that it visits; where tiles are shared, what adds them up stores all.
-    everywhere = problem.score.band.unlimited and not adds(problem) and (problem.mask is None or how == "reduce")
+    # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
+    everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
     fill = torch.empty if everywhere else torch.zeros
     return partial(fill, bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype)
 

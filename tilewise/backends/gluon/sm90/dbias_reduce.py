@@ -4,8 +4,8 @@ The programs of up to eight that share a bias run side by side: a group. Each st
 that dK and dQ are made of, or in the dtype of a bias that has another, in a ring of such groups. When a group has
 ended, idle warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `dbias_reduce_kernel`
 does so for the last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and
-keeps it all out of the way of the products. A tile that a mask hides from one of them is not stored by it, and left out
-of the sum.
+keeps it all out of the way of the products. A tile that a mask hides from a program is not stored by it. Lists say
+beforehand of each group which tiles are stored, and by whom: nobody fetches the others.
 
 A program waits only for programs of a lower number, which the hardware starts first.
 """
@@ -20,10 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.gluon.compat import tma_load, warps_barrier
 from tilewise.backends.gluon.pipeline import ABSENT, count_up, wait_count
-from tilewise.backends.gluon.sm90.backward_scheduler import counters_at, group_before, tile_of_mask, work_tile_of
+from tilewise.backends.gluon.sm90.backward_scheduler import (
+    counters_at,
+    group_before,
+    step_of,
+    tile_of_mask,
+    work_tile_of,
+)
 
 ROWS = gl.constexpr(8)  # of the pieces that are added up at once
 COLS = gl.constexpr(64)
+LISTED = gl.constexpr(128)  # tiles of queries that are looked at together
 
 
 class DbiasTiles(NamedTuple):
@@ -32,20 +39,81 @@ class DbiasTiles(NamedTuple):
     tiles: a descriptor of the ring (slots · programs of a group, steps, BLOCK_M, BLOCK_N) in boxes [these, 1, ROWS,
     COLS].
     dbias: `Strided`, stride 0 along what broadcasts; float32 sums if more programs than a group has add to an element.
-    states: of the tiles of a mask, see `mask_kernels`.
+    lists: with a mask those of `group_list_kernel`.
     """
 
     tiles: Any
     dbias: Any
-    states: Any
+    lists: Any
 
 
 @gluon.jit
-def dbias_tiles_of(pieces, dbias, states, c):
+def dbias_tiles_of(pieces, dbias, lists, c):
     """`DbiasTiles`, which are no argument of a kernel: Triton 3.6 takes no descriptor inside a tuple."""
     if not c.MASK:
-        states = ABSENT
-    return DbiasTiles(pieces, dbias, states)
+        lists = ABSENT
+    return DbiasTiles(pieces, dbias, lists)
+
+
+@gluon.jit
+def group_list_kernel(states, lists, terms, sizes, c):
+    """Which tiles of dS one group of programs stores, in the order in which they are added up.
+
+    states: of the tiles of a mask, see `mask_kernels`. lists: (groups, 1 + query heads of a key/value head · tiles of
+    queries) int32: how many, then of each its step · 256 and a bit for each program that stores it, of up to eight.
+    Where query heads of a program share its bias, all of them are listed if one is stored, for they are one sum.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    group = gl.program_id(0)
+    work_tile = work_tile_of(group, 0, terms, sizes, c)
+    at = list_of_group(lists, group, sizes)
+    total = 0
+    if c.GROUP_BROADCASTS:
+        for n in range(0, work_tile.end - work_tile.begin, LISTED):
+            m = work_tile.end - 1 - n - gl.arange(0, LISTED, L)
+            some = gl.zeros([LISTED], gl.int32, L)
+            for g in range(sizes.group):
+                some |= _stored_by(states, group, m, g, work_tile.begin, terms, sizes, c)
+            listed = (some != 0).to(gl.int32)
+            place = total + (gl.associative_scan(listed, 0, _plus) - 1) * sizes.group
+            for g in range(sizes.group):
+                stored = _stored_by(states, group, m, g, work_tile.begin, terms, sizes, c)
+                gl.store(at + 1 + place + g, step_of(m, g, work_tile) * 256 + stored, mask=listed != 0)
+            total += gl.sum(listed, 0) * sizes.group
+    else:
+        for g in range(sizes.group):
+            for n in range(0, work_tile.end - work_tile.begin, LISTED):
+                m = work_tile.end - 1 - n - gl.arange(0, LISTED, L)
+                stored = _stored_by(states, group, m, g, work_tile.begin, terms, sizes, c)
+                listed = (stored != 0).to(gl.int32)
+                place = total + gl.associative_scan(listed, 0, _plus) - 1
+                gl.store(at + 1 + place, step_of(m, g, work_tile) * 256 + stored, mask=listed != 0)
+                total += gl.sum(listed, 0)
+    gl.store(at, total)
+
+
+@gluon.jit
+def _plus(x, y):
+    return x + y
+
+
+@gluon.jit
+def _stored_by(states, group, m, g, begin, terms, sizes, c):
+    """Of tiles of queries ``m``, a bit for each program of a group that stores them for its ``g``-th query head; none
+    before ``begin``."""
+    stored = m * 0
+    for member in gl.static_range(c.GROUP_PROGRAMS):
+        work_tile = work_tile_of(group, member, terms, sizes, c)
+        tile = tile_of_mask(work_tile.b, work_tile.hk * sizes.group + g, work_tile.n0, sizes, c)
+        at = states + (gl.cast(tile, gl.int64) * sizes.row_tiles + m if c.MASK_ROWS else tile + m * 0)
+        stored |= (gl.load(at, mask=m >= begin, other=0) != 0).to(gl.int32) << member
+    return stored
+
+
+@gluon.jit
+def list_of_group(lists, group, sizes):
+    """Where a group's tiles are listed."""
+    return lists + gl.cast(group, gl.int64) * (1 + sizes.group * sizes.row_tiles)
 
 
 @gluon.constexpr_function
@@ -55,14 +123,19 @@ def pieces_of_tile(block_m, block_n):
 
 
 @gluon.jit
-def _piece(u, work_tile, sizes, EACH: gl.constexpr, c):
-    """``(step of the tile, which of a part's pieces)`` of a part's ``u``-th piece, see `backward_scheduler.step_of`.
-    Query heads of a program that share its bias follow each other, as they are added up."""
+def _piece(u, work_tile, listed, sizes, EACH: gl.constexpr, c):
+    """Of a part's ``u``-th piece the step of its tile (see `backward_scheduler.step_of`), which of the part's pieces of
+    that tile it is, and a bit for each program that has stored it. Query heads of a program that share its bias follow
+    each other, as they are added up."""
     if c.GROUP_BROADCASTS:
-        rows = work_tile.end - work_tile.begin
-        return u % sizes.group * rows + u // sizes.group // EACH, u // sizes.group % EACH
+        g, row, j = u % sizes.group, u // sizes.group // EACH, u // sizes.group % EACH
     else:
-        return u // EACH, u % EACH
+        g, row, j = 0, u // EACH, u % EACH
+    if c.MASK:
+        entry = gl.load(listed + (row * sizes.group + g if c.GROUP_BROADCASTS else row))
+        return entry >> 8, j, entry & 255
+    else:
+        return g * (work_tile.end - work_tile.begin) + row, j, -1
 
 
 @gluon.jit
@@ -73,9 +146,9 @@ def _place_in_tile(j, part, EACH: gl.constexpr, c):
 
 
 @gluon.jit
-def _fetch(dbias_tiles, u, slots, full, place, work_tile, part, sizes, EACH: gl.constexpr, c):
+def _fetch(dbias_tiles, u, slots, full, place, work_tile, listed, part, sizes, EACH: gl.constexpr, c):
     SLOTS: gl.constexpr = slots.shape[0]
-    step, j = _piece(u, work_tile, sizes, EACH, c)
+    step, j, _ = _piece(u, work_tile, listed, sizes, EACH, c)
     row, col = _place_in_tile(j, part, EACH, c)
     slot = u % SLOTS
     barrier = full.index(slot)
@@ -96,18 +169,15 @@ def _tile_after(u, m, g, work_tile, sizes, EACH: gl.constexpr, c):
 
 
 @gluon.jit
-def stored_by(dbias_tiles, group, m, g, terms, sizes, c):
-    """A bit for each program of a group: whether it has stored the tile. If not, the ring still holds what was there
-    before."""
-    if c.MASK:
-        member = gl.arange(0, c.GROUP_PROGRAMS, gl.BlockedLayout([1], [32], [2], [0]))
-        work_tile = work_tile_of(group, member, terms, sizes, c)
-        tile = tile_of_mask(work_tile.b, work_tile.hk * sizes.group + g, work_tile.n0, sizes, c)
-        if c.MASK_ROWS:
-            tile = tile * sizes.row_tiles + m
-        return gl.sum((gl.load(dbias_tiles.states + tile) != 0).to(gl.int32) << member, 0)
-    else:
-        return -1
+def _tile_of_step(step, work_tile, sizes, c):
+    """``(tile of queries, query head)``: the inverse of `step_of`; of heads that share a bias the last is asked for."""
+    rows = work_tile.end - work_tile.begin
+    g = sizes.group - 1
+    if not c.GROUP_BROADCASTS:
+        g = 0
+        for before in range(1, sizes.group):  # a division takes more registers than there are
+            g += (step >= before * rows).to(gl.int32)
+    return work_tile.end - 1 - (step - g * rows), g
 
 
 @gluon.jit
@@ -118,19 +188,23 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
     place = group % sizes.ring * c.GROUP_PROGRAMS
-    count = sizes.group * (work_tile.end - work_tile.begin) * EACH
+    if c.MASK:
+        listed = list_of_group(dbias_tiles.lists, group, sizes)
+        count = gl.load(listed) * EACH
+        listed += 1
+    else:
+        listed = ABSENT
+        count = sizes.group * (work_tile.end - work_tile.begin) * EACH
     for u in range(gl.minimum(count, SLOTS)):
-        _fetch(dbias_tiles, u, slots, full, place, work_tile, part, sizes, EACH, c)
+        _fetch(dbias_tiles, u, slots, full, place, work_tile, listed, part, sizes, EACH, c)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     cols = gl.arange(0, COLS, gl.SliceLayout(0, L))
     at = dbias_tiles.dbias.pointer + gl.cast(work_tile.b, gl.int64) * dbias_tiles.dbias.stride0 + work_tile.n0
-    at = at + rows.to(gl.int64)[:, None] * dbias_tiles.dbias.stride2 + cols[None, :]
     total = gl.zeros([ROWS, COLS], gl.float32, L)
     m, g = work_tile.end - 1, 0
     for u in range(count):
         slot = u % SLOTS
-        if c.MASK:
-            stored = stored_by(dbias_tiles, group, m, g, terms, sizes, c)
+        step, j, stored = _piece(u, work_tile, listed, sizes, EACH, c)
         mbarrier.wait(full.index(slot), (u // SLOTS) & 1)
         tiles = slots.index(slot).reshape([c.GROUP_PROGRAMS * ROWS, COLS])
         for member in gl.static_range(c.GROUP_PROGRAMS):
@@ -141,20 +215,23 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
         fence_async_shared()
         warps_barrier()
         if u + SLOTS < count:
-            _fetch(dbias_tiles, u + SLOTS, slots, full, place, work_tile, part, sizes, EACH, c)
-        if not c.GROUP_BROADCASTS or g == sizes.group - 1:
-            _, j = _piece(u, work_tile, sizes, EACH, c)
+            _fetch(dbias_tiles, u + SLOTS, slots, full, place, work_tile, listed, part, sizes, EACH, c)
+        if not c.GROUP_BROADCASTS or u % sizes.group == sizes.group - 1:
+            if c.MASK:
+                m, g = _tile_of_step(step, work_tile, sizes, c)
             row, col = _place_in_tile(j, part, EACH, c)
             row += m * c.BLOCK_M
             head = gl.cast((work_tile.hk * sizes.group + g) // c.BIAS_GROUP, gl.int64)
-            to = at + (head * dbias_tiles.dbias.stride1 + gl.cast(row, gl.int64) * dbias_tiles.dbias.stride2 + col)
+            to = at + head * dbias_tiles.dbias.stride1 + col
+            to = to + (row + rows).to(gl.int64)[:, None] * dbias_tiles.dbias.stride2 + cols[None, :]
             inside = (rows < sizes.queries - row)[:, None] & (cols < sizes.keys - work_tile.n0 - col)[None, :]
             if c.ADDS:
                 gl.atomic_add(to, total, mask=inside, sem="relaxed")
             else:
                 gl.store(to, total.to(dbias_tiles.dbias.pointer.dtype.element_ty), mask=inside)
             total = gl.zeros([ROWS, COLS], gl.float32, L)
-        m, g = _tile_after(u, m, g, work_tile, sizes, EACH, c)
+        if not c.MASK:
+            m, g = _tile_after(u, m, g, work_tile, sizes, EACH, c)
 
 
 @gluon.jit
@@ -189,9 +266,9 @@ def reduce_earlier_group(dbias_tiles, slots, full, counts, terms, sizes, c):
 
 
 @gluon.jit
-def dbias_reduce_kernel(pieces, dbias, counts, states, first, PARTS: gl.constexpr, terms, sizes, c):
+def dbias_reduce_kernel(pieces, dbias, counts, lists, first, PARTS: gl.constexpr, terms, sizes, c):
     """The groups that no later one has added up."""
-    dbias_tiles = dbias_tiles_of(pieces, dbias, states, c)
+    dbias_tiles = dbias_tiles_of(pieces, dbias, lists, c)
     counters = counters_at(counts, sizes, c)
     slots, full = new_slots(dbias_tiles, c)
     fence_async_shared()
