@@ -111,7 +111,7 @@ def summarise(case: Case) -> tuple[Tensor, Tensor, int, int]:
     x = tensors(case)
     problem = _problem_of(case, x)
     config = forward_config(problem)
-    bits, visits, _ = MaskSummary(problem, x.mask, x.q.device, config.block_n, config.warpgroups)([x.mask])
+    bits, visits, *_ = MaskSummary(problem, x.mask, x.q.device, config.block_n, config.warpgroups)([x.mask])
     return bits, visits, config.block_m, config.block_n
 
 
@@ -130,7 +130,7 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
         block = (torch.arange(x.mask.shape[2])[:, None] // 64 + torch.arange(x.mask.shape[3]) // 64) % 4
         x.mask[:] = torch.where(block == 0, x.mask, block != 1)
     found = MaskSummary(problem, x.mask, x.q.device, config.block_n, 1, by_keys=True)([x.mask])
-    return *found, config.block_m, config.block_n, x.mask
+    return *found[:3], config.block_m, config.block_n, x.mask
 
 
 def _problem_of(case: Case, x: Tensors) -> Problem:

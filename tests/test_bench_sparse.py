@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tilewise.bench import cases, providers, reference, results, sparse
+from tilewise.bench import cases, providers, reference, results, run, sparse
 from tilewise.bench.cases import Case
 
 CPU = torch.device("cpu")
@@ -66,3 +67,16 @@ def test_work_is_that_of_visible_pairs():
     assert found.work(case, "forward").flops == 4 * 128 * 16 * pairs
     assert found.work(case, "backward").flops == 10 * 128 * 16 * pairs
     assert found.work(case, "forward").bytes == found.work(replace(case, mask=None), "forward").bytes
+
+
+def test_lists_of_a_new_mask_are_timed_apart():
+    """By calls with a copy of the mask, which has to be read again."""
+    mask = sparse.tile_mask("blocks 25", 512, 512, CPU)
+    copied = sparse.copied(mask)
+    assert copied.tensors.tiles is not mask.tensors.tiles
+    assert torch.equal(copied.dense(), mask.dense())
+    called = []
+    clock = SimpleNamespace(time=lambda step: SimpleNamespace(median_s=float(len([step(), *called]))))
+    seconds = run._new_lists(lambda: called.append("both"), lambda: called.append("renew"), clock)
+    assert called == ["both", "renew", "both"]
+    assert seconds == 2

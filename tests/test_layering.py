@@ -26,7 +26,7 @@ READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what
 # What backends and operators import, and is none itself.
 SHARED = {
     f"tilewise.backends.{name}"
-    for name in ("dropout", "launcher", "products", "score", "sequences", "sinks", "tile_mask")
+    for name in ("dropout", "kept_lists", "launcher", "products", "score", "sequences", "sinks", "tile_mask")
 }
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
@@ -46,6 +46,7 @@ ROOMS = {
     "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.cpu": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.dropout": set(),
+    "tilewise.backends.kept_lists": {"tilewise.backends.tile_mask", "tilewise.problem", "tilewise.score"},
     "tilewise.backends.launcher": set(),
     "tilewise.backends.products": set(),
     "tilewise.backends.score": {"tilewise.score"},

@@ -9,7 +9,7 @@ import pytest
 import tile_mask_child
 import torch
 from helpers import Case
-from tile_mask_helpers import PATTERNS, check, check_wrong
+from tile_mask_helpers import PATTERNS, check, check_kept, check_wrong
 
 USUAL = Case(B=2, H=2, Hkv=1, M=239, N=239, D=16)
 SQUARE = ("documents", "prefix")
@@ -98,3 +98,7 @@ def test_lists_for_hopper_are_those_of_the_bool_mask(interpreter, name, block, m
 
 def test_wrong_numbers_reach_no_memory(interpreter):
     interpreter(check_wrong, replace(USUAL, bias="11mn"), "triton")
+
+
+def test_lists_are_kept_while_a_mask_stays_as_it_is(interpreter):
+    interpreter(check_kept, replace(USUAL, B=1), "triton")

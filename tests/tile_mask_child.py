@@ -61,7 +61,7 @@ def hopper_lists_of(
             groups = 1 if by_keys else config.warpgroups
             summary = MaskSummary(problem, inputs.mask, q.device, config.block_n, groups, by_keys)
             summary.bits = lambda make=summary.bits: make().fill_(-1)
-            bits, lists, states = summary(flat_mask(inputs.mask, inputs.tiles))
+            bits, lists, states, _ = summary(flat_mask(inputs.mask, inputs.tiles))
             bits = bits.view(-1, 2 * config.block_n) if by_keys else bits
             read = _read(lists, by_keys, case, bits, config.block_n, groups)
             others = -(-case.M // 64) if by_keys else -(-case.N // config.block_n)

@@ -92,5 +92,36 @@ def check_wrong(case: Case, backend: str, device: str = "cpu") -> None:
     assert not results.lse.isnan().any()
 
 
+def check_kept(case: Case, backend: str, device: str = "cpu") -> None:
+    """Lists that are kept give the same bits, and those of a mask that has changed are not kept."""
+    from tilewise.backends.kept_lists import KeptLists
+
+    made = []
+    make = KeptLists._made
+
+    def counted(self, mask, tiles):
+        made.append(self)
+        return make(self, mask, tiles)
+
+    def results(mask: TileMask) -> list[Tensor]:
+        return [x for x in run(case, backend, device, inputs._replace(mask=mask)) if x is not None]
+
+    inputs = tensors(case, device)
+    mask = pattern("bits", case)[0].to(device)
+    KeptLists._made = counted
+    try:
+        first, *others = (results(mask) for _ in range(4))
+        assert len(made) == 4, "twice for the forward, twice for the backward"
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+        mask.tensors.tiles.copy_(mask.tensors.tiles.flip(-1))
+        turned = results(mask)
+        assert len(made) == 6
+    finally:
+        KeptLists._made = make
+    again = results(TileMask(case.M, case.N, mask.tensors._replace(tiles=mask.tensors.tiles.clone())))
+    assert all(torch.equal(x, y) for x, y in zip(turned, again, strict=True))
+    assert not torch.equal(turned[0], first[0])
+
+
 def gradients_of(case: Case, mask: object, backend: str) -> list[Tensor]:
     return [x for x in run(case, backend, inputs=tensors(case)._replace(mask=mask)) if x is not None]

@@ -39,7 +39,8 @@ class TileMask:
 
     A hidden tile is not computed, in the forward and in the backward; its part of a bias's gradient is 0. Made by one
     of the constructors, none of which makes an array of queries times keys, and used for any number of calls, layers
-    and steps. It lies on the device of its tensors, and a call never waits for it.
+    and steps: the lists that kernels walk are kept from the second call on, while its tensors live and nobody changes
+    them. It lies on the device of its tensors, and a call never waits for it.
 
     Attributes:
         queries, keys: M and N of the calls that it is for.

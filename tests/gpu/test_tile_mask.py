@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Case, tensors
-from tile_mask_helpers import PATTERNS, check, check_wrong, pattern
+from tile_mask_helpers import PATTERNS, check, check_kept, check_wrong, pattern
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise import TileMask, attention, dynamic_mask
@@ -139,3 +139,42 @@ def test_equal_bits(backend, name):
     first = results()
     for _ in range(100):
         assert all(map(torch.equal, first, results()))
+
+
+@both_backends
+def test_lists_are_kept_while_a_mask_stays_as_it_is(backend):
+    check_kept(replace(USUAL, M=800, N=800, bias="1hmn", deterministic=True), backend, "cuda")
+
+
+@both_backends
+def test_a_graph_makes_its_own_lists(backend):
+    """They outlive those that are kept, and follow the mask's numbers."""
+    case = replace(USUAL, M=800, N=800)
+    q, k, v, *_ = tensors(case, "cuda")
+    mask = pattern("bits", case, 128)[0].to("cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            attention(q, k, v, mask=mask, backend=backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = attention(q, k, v, mask=mask, backend=backend)
+        mask.tensors.tiles.copy_(mask.tensors.tiles.flip(-1))
+        graph.replay()
+        assert torch.equal(o, attention(q, k, v, mask=mask, backend=backend))
+
+
+@both_backends
+def test_lists_of_one_stream_are_not_read_on_another(backend):
+    case = replace(USUAL, M=2048, N=2048)
+    q, k, v, *_ = tensors(case, "cuda")
+    mask = pattern("bits", case, 128)[0].to("cuda")
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        expected = attention(q, k, v, mask=mask, backend=backend)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**8)  # what is made here is made late
+        attention(q, k, v, mask=mask, backend=backend)
+        with torch.cuda.stream(side):
+            found = attention(q, k, v, mask=mask, backend=backend)
+        side.synchronize()
+        assert torch.equal(found, expected)

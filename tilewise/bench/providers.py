@@ -29,12 +29,14 @@ class Steps(NamedTuple):
         backward: (o) -> gradients of `Inputs.leaves` in their order, for the cotangent ``do``. Can be repeated.
         context: entered around all calls; not a part of what is timed.
         plain: of o and the gradients, what is held to the right answer, where they are laid out otherwise.
+        renew: of a case whose mask is read once for many calls: the next call reads it again.
     """
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], tuple[Tensor, ...]]
     context: Callable[[], AbstractContextManager] = nullcontext
     plain: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda found: found
+    renew: Callable[[], None] | None = None
 
 
 class Provider(NamedTuple):
@@ -167,7 +169,11 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         def forward() -> Tensor:
             return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **more)
 
-        return _autograd(forward, x)
+        def renew() -> None:
+            more["mask"] = sparse.copied(more["mask"])
+
+        renews = case.mask is not None and device.type == "cuda"
+        return _autograd(forward, x)._replace(renew=renew if renews else None)
 
     return Provider(f"tilewise-{backend}", None, declines, prepare)
 

@@ -60,6 +60,11 @@ def terminal(results: Results) -> str:
     host = [f"{row.provider} {1e6 * row.host_s:.0f} µs ({row.case})" for row in results.rows if row.host_s is not None]
     if host:
         lines.append("host time of a forward call: " + ", ".join(host))
+    lists = [
+        f"{row.provider} {1e3 * row.lists_s:.3f} ms ({row.case})" for row in results.rows if row.lists_s is not None
+    ]
+    if lists:
+        lines.append("lists of visible tiles, forward and backward, where a mask is new: " + ", ".join(lists))
     missing = not_measured(results)
     return "\n".join([*lines, *(["", "Not measured:"] if missing else []), *(f"  {line}" for line in missing)])
 

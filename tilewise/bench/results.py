@@ -58,6 +58,7 @@ class Row:
         first_call_s: preparation, and the first forward and backward: compilation where caches on disk lack it.
         host_s: seconds that a forward keeps the host busy; of small cases only.
         host_both_s: the same of a forward and backward.
+        lists_s: what a forward and backward of a mask by tiles take longer where the mask comes for the first time.
     """
 
     case: str
@@ -71,6 +72,7 @@ class Row:
     first_call_s: float | None = None
     host_s: float | None = None
     host_both_s: float | None = None
+    lists_s: float | None = None
 
     def timing(self, which: Pass) -> Timing | None:
         return self.forward if which == "forward" else self.backward

@@ -293,7 +293,20 @@ class _Measured:
             if case.host:
                 host = host_seconds(steps.forward, clock.device)
                 row = replace(row, host_s=host, host_both_s=host_seconds(both, clock.device))
+            if steps.renew is not None:
+                row = replace(row, lists_s=_new_lists(both, steps.renew, clock))
         return row
+
+
+def _new_lists(both: Callable[[], object], renew: Callable[[], None], clock: Clock) -> float:
+    """Seconds that ``both`` takes longer after each ``renew``."""
+
+    def anew() -> None:
+        renew()
+        both()
+
+    kept = clock.time(both).median_s
+    return clock.time(anew).median_s - kept
 
 
 def _exact(case: AnyCase, x: Any) -> dict[str, torch.Tensor]:

@@ -61,6 +61,13 @@ def tile_mask(name: str, queries: int, keys: int, device: torch.device) -> TileM
     return TileMask.from_tiles(tiles[None, None], queries, keys, block=TILE)
 
 
+def copied(mask: TileMask) -> TileMask:
+    """The same as another, of which nothing is kept from earlier calls."""
+    tensors = mask.tensors
+    assert tensors.tiles is not None
+    return TileMask(mask.queries, mask.keys, tensors._replace(tiles=tensors.tiles.clone()))
+
+
 @lru_cache
 def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
     """How many a head has; with causal of documents alone."""

@@ -24,11 +24,12 @@ ROWS = 64  # of a tile of the mask, see `summary_kernel`
 
 
 class KnownMask(NamedTuple):
-    """See `mask_kernels`; all None without a mask."""
+    """See `mask_kernels`, and `sm90.dbias_reduce` for lists of groups; all None without a mask."""
 
     bits: Tensor | None = None
     tile_list: Tensor | None = None
     states: Tensor | None = None
+    group_lists: Tensor | None = None
 
 
 class MaskSummary:

@@ -23,6 +23,7 @@ from tilewise.backends import (
     empty_output,
     sink_gradient,
 )
+from tilewise.backends.kept_lists import KeptLists
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
@@ -132,7 +133,9 @@ class Forward:
         lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if lists:
-            self.masked = MaskLists(problem, config, mask, q.device, by_rows=True, by_keys=False, even=False)
+            self.masked = KeptLists(
+                MaskLists(problem, config, mask, q.device, by_rows=True, by_keys=False, even=False), problem
+            )
         c = _compiled(
             problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
         )
@@ -179,8 +182,10 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
             o, lse = self.empty_o(), self.empty_lse()
-            mask = flat_mask(inputs.mask, inputs.tiles)
-            lists = None if self.masked is None else self.masked(mask).by_rows
+            if self.masked is None:
+                mask, lists = flat_mask(inputs.mask, inputs.tiles), None
+            else:
+                mask, (_, lists, _) = self.masked(inputs.mask, inputs.tiles)
             try:
                 parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
                 if self.merge is None:
@@ -237,7 +242,9 @@ class Backward:
         self.masked = None
         if lists:
             by_rows = needs.q and not summed
-            self.masked = MaskLists(problem, config, mask, q.device, by_rows=by_rows, by_keys=by_keys, even=True)
+            self.masked = KeptLists(
+                MaskLists(problem, config, mask, q.device, by_rows=by_rows, by_keys=by_keys, even=True), problem
+            )
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
         value = None if problem.totals is None else 0.0  # of rows that no sequence has
@@ -355,9 +362,11 @@ class Backward:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             dparts = empty_part_gradients(self.problem, parts, self.needs, q.device)
-            masks = flat_mask(mask, inputs.tiles)
+            if self.masked is None:
+                masks, found = flat_mask(mask, inputs.tiles), MaskTiles(None, None, None)
+            else:
+                masks, found = self.masked(mask, inputs.tiles)
             rows = (q, k, v, do, lse2, delta, bias, *masks, inputs.seed, *flat_parts(parts))
-            found = MaskTiles(None, None, None) if self.masked is None else self.masked(masks)
             if self.main is not None:
                 given = {name: x for name, x in dparts.items() if name not in self.part_gradients}
                 self.main(

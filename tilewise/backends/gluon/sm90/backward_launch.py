@@ -33,9 +33,9 @@ from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
+from tilewise.backends.kept_lists import Flat, KeptLists
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.sinks import SinkGradient
-from tilewise.backends.tile_mask import flat_mask
 from tilewise.problem import Problem
 
 
@@ -88,7 +88,10 @@ class Backward:
         self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
             allocation(x, q.device) for x in (stats, dq_accum, counts, dq, dk, dv)
         )
-        self.mask = None if p.mask is None else MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True)
+        self.summary, self.mask = None, None
+        if p.mask is not None:
+            self.summary = MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True)
+            self.mask = KeptLists(self._known_mask, problem)
         dlse_rows = None if dlse is None else dlse[..., None]
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
@@ -137,7 +140,7 @@ class Backward:
                 box(dk, block_n, width),
                 box(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
-                POINTER if self.mask is None else vector(self.mask.bits_like, 2 * block_n),
+                POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 POINTER,
                 *dbias_tiles,
             ),
@@ -165,6 +168,14 @@ class Backward:
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
+    def _known_mask(self, mask: Flat) -> KnownMask:
+        assert self.summary is not None
+        known = self.summary(mask)
+        if self.empty_lists is not None:
+            known = known._replace(group_lists=self.empty_lists())
+            self.list_groups(known.states, known.group_lists)
+        return known
+
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, sink, parts, _, lengths, tiles = inputs
         o, lse = outputs
@@ -190,17 +201,16 @@ class Backward:
                     self.zeros(self.values.entries(dbias))
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
-            bits, tile_list, states = KnownMask() if self.mask is None else self.mask(flat_mask(mask, tiles))
+            known = KnownMask() if self.mask is None else self.mask(mask, tiles)[1]
+            tile_list = known.tile_list
             if key_list is not None:
                 tile_list = key_list
-            lists = None
-            if self.empty_lists is not None:
-                lists = self.empty_lists()
-                self.list_groups(states, lists)
-            dbias_tiles = (dq_accum if ring is None else ring, None if ring is None else dbias, counts, lists)
+            dbias_tiles = (
+                dq_accum if ring is None else ring, None if ring is None else dbias, counts, known.group_lists
+            )  # fmt: skip
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
-            self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, bits, tile_list, *dbias_tiles)
+            self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, known.bits, tile_list, *dbias_tiles)
             self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
             if ring is not None:
                 self.reduce_group(*dbias_tiles)

@@ -15,8 +15,9 @@ from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_r
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
+from tilewise.backends.kept_lists import KeptLists
 from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
-from tilewise.backends.tile_mask import flat_mask, tile_how, tile_layout
+from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
 
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
@@ -40,7 +41,7 @@ class Forward:
         box = ragged if packed else descriptor
         self.mask = None
         if problem.mask is not None:
-            self.mask = MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups)
+            self.mask = KeptLists(MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups), problem)
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
         self.empty_o = allocation(o, q.device)
@@ -87,14 +88,14 @@ class Forward:
             if self.values is not None and parts is not None and parts.query is not None:
                 bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
-            flat = flat_mask(mask, tiles)
-            bits, tile_list, _ = KnownMask() if self.mask is None else self.mask(flat)
+            flat, known = ((None,), KnownMask()) if self.mask is None else self.mask(mask, tiles)
+            tile_list = known.tile_list
             tile_count_semaphore = None
             if self.packed is not None and lengths is not None:
                 tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
             elif self.dynamic:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
-            self.main(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore)
+            self.main(q, k, v, bias, sink, known.bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
                 self.repair(q, k, v, bias, *flat, sink, *listed, o, lse)
