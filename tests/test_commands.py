@@ -15,10 +15,11 @@ from helpers import compute_by
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise import cli, explain
+from tilewise import TileMask, cli, explain
 from tilewise.backends import cpu
-from tilewise.commands import arguments, doctor, spelling
+from tilewise.commands import arguments, doctor, patterns, spelling
 from tilewise.explanation import traffic_table
+from tilewise.score.terms import Band
 
 SHAPE = ("--shape", "4,16,64,64")
 
@@ -120,6 +121,63 @@ def test_the_traffic_table_by_hand():
     assert "  takes at least            528 µs     8.92 ms    16.9 x" in result.output.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("documents:300", lambda: TileMask.documents(torch.arange(1024) // 300)),
+        ("documents:24,1000", lambda: TileMask.documents((torch.arange(1024) >= 24).int())),
+        ("prefix:100", lambda: TileMask.prefix_lm(torch.tensor([100]), 1024)),
+        ("window:255,0,4", lambda: TileMask.sliding_window(1024, 1024, (255, 0), global_tokens=4)),
+        ("dilated:32,4", lambda: TileMask.dilated(1024, 1024, 32, 4)),
+        ("strided:64", lambda: TileMask.strided(1024, 1024, 64)),
+    ],
+)
+def test_explain_of_a_pattern(text, made):
+    """Its tiles and FLOPs are told for a device that is not here, as `tilewise.explain` tells them."""
+    shape = ("--shape", "1,2,1024,64", "--device", "sm_90", "--causal")
+    found = command("explain", *shape, "--mask", text).output
+    x = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16, device="meta")
+    mask = made()
+    assert str(explain(x, x, x, mask=mask, causal=True, device="sm_90")) in found
+    on_cpu = torch.empty(1, 2, 1024, 64)
+    assert (
+        explain(x, x, x, mask=mask, causal=True, device="sm_90").mask
+        == explain(on_cpu, on_cpu, on_cpu, mask=mask, causal=True).mask
+    )
+
+
+def test_explain_of_a_stored_mask_and_its_picture(tmp_path):
+    seen = torch.zeros(300, 400, dtype=torch.bool)
+    seen[:128, :256] = seen[200:, 300:] = True
+    torch.save(seen, tmp_path / "mask.pt")
+    shape = ("--shape", "1,1,300,16", "--kv-shape", "1,1,400,16", "--device", "cpu")
+    result = command("explain", *shape, "--mask", str(tmp_path / "mask.pt"), "--png", str(tmp_path / "tiles.png"))
+    assert "tiles of 128 x 128: 6 of 12 visible" in result.output or "6 of 12 tiles visible" in result.output
+    assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
+    wrong = command("explain", "--shape", "1,1,300,16", "--mask", str(tmp_path / "mask.pt"))
+    assert "is for 300 queries and 400 keys, not 300 and 300" in shown(wrong.output)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(-100, 20)])
+def test_shades_are_what_mask_and_band_leave(band):
+    """Of several heads a tile is full, or hidden, where it is in all."""
+    generator = torch.Generator().manual_seed(0)
+    tiles = torch.rand(1, 3, 3, 4, generator=generator) < 0.6
+    inside = torch.rand(1, 3, 300, 450, generator=generator) < 0.5
+    inside[:, :, :128, :256] = True
+    mask = TileMask.from_tiles(tiles, 300, 450, mask=inside)
+    distance = torch.arange(450) - torch.arange(300)[:, None]
+    in_band = torch.ones_like(distance, dtype=torch.bool)
+    for limit, keeps in ((band.lo, torch.ge), (band.hi, torch.le)):
+        if limit is not None:
+            in_band &= keeps(distance, limit)
+    seen = (mask.dense() & in_band)[0]
+    for m, row in enumerate(patterns.shades(mask, band)):
+        for n, shade in enumerate(row):
+            tile = seen[:, 128 * m : 128 * m + 128, 128 * n : 128 * n + 128]
+            assert shade == (0 if not tile.any() else 2 if tile.all() else 1)
+
+
 def test_explain_of_nothing_has_no_table():
     result = command("explain", "--shape", "1,1,0,64", "--kv-shape", "1,1,8,64", "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -158,6 +216,20 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ([*SHAPE, "--dropout-p", "1.5"], "for --dropout-p: must be a float in [0, 1], got 1.5"),
         ([*SHAPE, "--sink", "3"], "for --sink: expected one logit for each head, ("),
         ([*SHAPE, "--mask", "3,3"], "for --mask: shape (3, 3) does not broadcast"),
+        (
+            [*SHAPE, "--mask", "documents:"],
+            "--mask: documents:LENGTH, or the length of each, by commas, got 'documents:'",
+        ),
+        ([*SHAPE, "--mask", "documents:1,2"], "got 'documents:1,2': these are 3 tokens in all, of 64"),
+        ([*SHAPE, "--mask", "window:3"], "--mask: window:LEFT,RIGHT,GLOBAL is needed"),
+        ([*SHAPE, "--mask", "dilated:3,0"], "got 'dilated:3,0': dilation: must be 1 or more, got 0"),
+        ([*SHAPE, "--mask", "not_there.pt"], "--mask: cannot read not_there.pt: "),
+        (
+            [*SHAPE, "--kv-shape", "4,16,32,64", "--mask", "prefix:3"],
+            "a prefix has as many queries as keys, not 64 and 32",
+        ),
+        ([*SHAPE, "--mask", "64,64", "--png", "x.png"], "--png: draws the tiles of a pattern: give one with --mask"),
+        ([*SHAPE, "--mask", "strided:8", "--png", "no/x.png"], "--png: there is no folder "),
         ([*SHAPE, "--bias-dtype", "fp32"], "--bias-dtype: there is no bias: give its shape with --bias"),
         (
             [*SHAPE, "--bias", "1", "--bias-dtype", "bool"],

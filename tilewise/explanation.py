@@ -30,6 +30,7 @@ from tilewise.score.tile_tensors import EMPTY, PARTIAL, TileTensors
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
 from tilewise.tensors import PLAIN, check_tensor
+from tilewise.tile_mask import TileMask
 from tilewise.varlen import read_packed
 
 
@@ -187,7 +188,7 @@ def explain(
         q, k, v, bias, mask, sink, causal, window, dropout_p, dropout_seed, deterministic, backend, and the score's
             numbers: as for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
             A bias of low rank shows as what it becomes: wider q and k. Of jagged nested tensors the lengths are read,
-            as `explain_varlen` does, and so need elements.
+            as `explain_varlen` does, and so need elements. Beside q on the meta device a TileMask may lie on the CPU.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for
@@ -214,6 +215,9 @@ def explain(
             window=window, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
             backend=backend, device=device, limits=limits, **numbers,
         )  # fmt: skip
+    listed = None
+    if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta and mask.device.type == "cpu":
+        listed, mask = mask.tensors, mask.to("meta")
     with torch.enable_grad():  # what is made of a trained table asks for a gradient as the table does
         call = read_call(
             q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
@@ -223,12 +227,14 @@ def explain(
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
     plan = make_plan(problem, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
-    forward, backward, share = forward_work(problem), backward_work(problem), _mask_share(problem, call)
+    listed = call.inputs.tiles if listed is None else listed
+    share = _mask_share(problem, call.inputs.mask, listed)
+    forward, backward = forward_work(problem), backward_work(problem)
     if share is not None:
         forward, backward = (replace(x, flops=round(x.flops * share.pairs)) for x in (forward, backward))
     read = sum(x.nbytes for x in call.inputs.tiles or () if x is not None)
     forward, backward = (replace(x, bytes=x.bytes + read) for x in (forward, backward))
-    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(call.inputs.tiles))
+    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(listed))
 
 
 def explain_varlen(
@@ -327,10 +333,9 @@ def _tile_share(tiles: TileTensors | None) -> TileShare | None:
     return TileShare(tiles.block, x.numel(), int((x > EMPTY).sum()), int((x >= PARTIAL).sum()))
 
 
-def _mask_share(problem: Problem, call: Call) -> MaskShare | None:
+def _mask_share(problem: Problem, mask: Tensor | None, listed: TileTensors | None) -> MaskShare | None:
     """None where there is no mask, its elements are not known, or no score is left to it. A few rows at a time."""
-    listed = call.inputs.tiles
-    mask = call.inputs.mask if listed is None else listed.tiles
+    mask = mask if listed is None else listed.tiles
     if mask is None or mask.is_meta or is_fake(mask) or problem.pairs == 0:
         return None
     cols = torch.arange(problem.keys, device=mask.device)

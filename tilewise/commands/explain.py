@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from tilewise.commands.arguments import dtype as parse_dtype
 from tilewise.commands.arguments import in_options, mistake, number, told, whole
 from tilewise.commands.arguments import shape as parse_shape
+from tilewise.commands.patterns import check_picture, draw, is_pattern, pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +30,18 @@ def command(
     bias: Annotated[str | None, typer.Option(help="Shape of an additive bias.", metavar="B,H,M,N")] = None,
     bias_dtype: Annotated[str | None, typer.Option(help="Default: q's.", metavar="DTYPE")] = None,
     bias_grad: Annotated[bool, typer.Option(help="Whether the bias asks for a gradient.")] = True,
-    mask: Annotated[str | None, typer.Option(help="Shape of a bool mask.", metavar="B,H,M,N")] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            help="Shape of a bool mask; or a pattern, whose tiles are counted: documents:LENGTH (or each length, by "
+            "commas), prefix:LENGTH, window:LEFT,RIGHT,GLOBAL, dilated:REACH,STEP, strided:STRIDE, or FILE.pt, a bool "
+            "tensor.",
+            metavar="B,H,M,N",
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the tiles that a pattern and causal or window leave.", metavar="FILE")
+    ] = None,
     sink: Annotated[
         str | None, typer.Option(help="Shape of trainable attention sinks, H or B,H,M, in q's dtype.", metavar="H")
     ] = None,
@@ -79,7 +92,12 @@ def command(
     v_shape = k_shape if value_dim is None else (*k_shape[:3], whole(value_dim, "--value-dim", 1, 256))
     parse_shape(",".join(map(str, v_shape)), "--value-dim", 4)  # no more elements than the others may have
     bias_shape = None if bias is None else parse_shape(bias, "--bias")
-    mask_shape = None if mask is None else parse_shape(mask, "--mask")
+    patterned = mask is not None and is_pattern(mask)
+    mask_shape = None if mask is None or patterned else parse_shape(mask, "--mask")
+    if png is not None and not patterned:
+        raise mistake("--png", "draws the tiles of a pattern: give one with --mask, such as documents:512")
+    if png is not None:
+        check_picture(png)
     sink_shape = None if sink is None else parse_shape(sink, "--sink")
     kind_name = parse_dtype(dtype, "--dtype")
     bias_name = kind_name if bias_dtype is None else parse_dtype(bias_dtype, "--bias-dtype")
@@ -101,6 +119,12 @@ def command(
         raise mistake("--backend", f"must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
     place = device.strip().lower() if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     where, context = _where(place)
+    tile_mask = None
+    if mask is not None and patterned:  # whose numbers are read on the CPU, whatever the device
+        tile_mask = pattern(mask, q_shape[2], k_shape[2])
+        if where == "cuda":
+            place = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        where, context = "meta", nullcontext()
     kind = getattr(torch, kind_name)
 
     def tensor(sizes: tuple[int, ...], kind: torch.dtype, requires_grad: bool = False) -> Tensor:
@@ -113,7 +137,7 @@ def command(
                 tensor(k_shape, kind),
                 tensor(v_shape, kind),
                 bias=None if bias_shape is None else tensor(bias_shape, getattr(torch, bias_name), bias_grad),
-                mask=None if mask_shape is None else tensor(mask_shape, torch.bool),
+                mask=tile_mask if mask_shape is None else tensor(mask_shape, torch.bool),
                 sink=None if sink_shape is None else tensor(sink_shape, kind, True),
                 causal=causal,
                 window=widths,
@@ -132,6 +156,9 @@ def command(
         typer.echo("")
         for line in traffic_table(explanation):
             typer.echo(line)
+    if png is not None and tile_mask is not None:
+        draw(tile_mask, explanation.plan.problem.score.band, png)
+        typer.echo(f"picture: {png}")
 
 
 def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
