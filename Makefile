@@ -1,4 +1,4 @@
-# make demo, make test, make lint: each sets itself up on a fresh machine; a second run finds that done.
+# make demo, make test, make lint, make docs: each sets itself up on a fresh machine; a second run finds that done.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,6 +12,14 @@ READY := $(VENV)/.ready
 TRITON_360 := $(VENV)/triton-3.6.0
 READY_360 := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.ready-triton-3.6.0)
 
+# What makes the site and the packages, without torch: docstrings are read, and nothing is imported.
+DOCS := .venv-docs
+READY_DOCS := $(DOCS)/.ready
+# What pyproject.toml lists as extras, without the package and what that needs.
+EXTRAS = $(PYTHON) -c "import sys, tomllib; \
+	extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	print(*(line for name in sys.argv[1:] for line in extras[name]), sep='\n')"
+
 # The oldest and the newest torch that README names, and each minor version of Triton that they or those between pin.
 TORCHES := 2.11.0 2.15.0
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
@@ -21,7 +29,7 @@ AOT := tests/test_hopper_aot.py tests/test_hopper_relative_aot.py tests/test_mat
 ROOMS := tests/test_hopper_room.py tests/test_triton_room.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all ledger lint mutants test-versions
+.PHONY: demo test test-all ledger lint docs mutants test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -68,11 +76,22 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, into build/site: a link, a heading or a parameter that does not exist is an error.
+docs: $(READY_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file website/mkdocs.yml
+
 # torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -c constraints.txt torch
 	$(INSTALL) -c constraints.txt -e '.[transformers,demo,test,lint]'
+	touch $@
+
+$(READY_DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(EXTRAS) docs dist > $(DOCS)/needed.txt
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile \
+		-c constraints.txt -r $(DOCS)/needed.txt
 	touch $@
 
 $(VENV)/.ready-triton-3.6.0: | $(READY)

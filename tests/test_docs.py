@@ -1,14 +1,18 @@
 """The documents name code that exists, and their formulas render."""
 
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import tilewise
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "tilewise"
-DOCUMENTS = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 MATHS = (REPOSITORY / "docs" / "maths.md").read_text(encoding="utf-8")
 LAYOUTS = (REPOSITORY / "docs" / "layouts.md").read_text(encoding="utf-8")
@@ -134,12 +138,20 @@ def test_a_users_page_is_short_and_what_is_measured_is_named():
 
 
 RECIPES = (
-    "docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/sparse-masks.md",
-    "docs/structure-models.md",
+    "docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/recipes.md",
+    "docs/sparse-masks.md", "docs/structure-models.md", "docs/switching.md",
 )  # fmt: skip
+PAGES = ("README.md", "docs/index.md", "docs/layouts.md", *RECIPES)
+# Which tests run the code of others: test_attention_from_parts.py, and distributed_child.py on two processes.
+ELSEWHERE = ("docs/attention-from-parts.md", "docs/distributed.md")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/layouts.md", *RECIPES])
+def test_every_page_with_code_is_run():
+    found = {str(path.relative_to(REPOSITORY)) for path, text in TEXTS.items() if "```python" in text}
+    assert found == {*PAGES, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_examples_run(name, capsys):
     """Those in Python that need no download; each by itself, but those of a page of recipes one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / name).read_text(encoding="utf-8"), re.DOTALL)
@@ -151,6 +163,39 @@ def test_examples_run(name, capsys):
     if name == "README.md":
         promised = re.findall(r"# (torch\.Size.*)$", blocks[0], re.MULTILINE)
         assert promised == capsys.readouterr().out.splitlines()[:1]
+
+
+API = re.findall(r"^::: ([\w.]+)$", "\n".join(text for path, text in TEXTS.items() if path.parent.name == "api"), re.M)
+
+
+def test_every_public_name_has_its_place_in_the_api():
+    names = [f"tilewise.{name}" for name in tilewise.__all__]
+    names += [f"{room.__name__}.{name}" for room in (tilewise.bias, tilewise.distributed) for name in room.__all__]
+    for path in (PACKAGE / "integrations").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.stem in ("evoformer", "flash_attn", "transformers"):
+            found = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+            names += [f"tilewise.integrations.{path.stem}.{name}" for name in found if not name.startswith("_")]
+    assert sorted(API) == sorted(names)
+
+
+def documented(name):
+    """What a name of the API stands for: itself, and the public functions of a class."""
+    module, _, last = name.rpartition(".")
+    if module == "tilewise.integrations.transformers":
+        pytest.importorskip("transformers")
+    x = getattr(importlib.import_module(module), last)
+    return [x, *(f for key, f in inspect.getmembers(x, callable) if key[0] != "_")] if inspect.isclass(x) else [x]
+
+
+@pytest.mark.parametrize("name", API)
+def test_docstrings_name_parameters_that_exist(name):
+    """An entry of "Args" may name several, and then begins ``q, k, v:``; that it has a colon, the site checks."""
+    for x in documented(name):
+        section = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.getdoc(x) or "", re.MULTILINE)
+        entries = re.findall(r"^    (\S[^:]*):", section[1], re.MULTILINE) if section else []
+        words = [word.strip(" *") for entry in entries for word in entry.split(",")]
+        assert set(words) <= set(inspect.signature(x).parameters), words
 
 
 def test_code_beside_a_formula_is_the_code():

@@ -185,10 +185,10 @@ def explain(
     elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
 
     Args:
-        q, k, v, bias, mask, sink, causal, window, dropout_p, dropout_seed, deterministic, backend, and the score's
-            numbers: as for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``.
-            A bias of low rank shows as what it becomes: wider q and k. Of jagged nested tensors the lengths are read,
-            as `explain_varlen` does, and so need elements. Beside q on the meta device a TileMask may lie on the CPU.
+        q, k, v, bias, mask, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend: as
+            for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``. A bias of low
+            rank shows as what it becomes: wider q and k. Of jagged nested tensors the lengths are read, as
+            `explain_varlen` does, and so need elements. Beside q on the meta device a TileMask may lie on the CPU.
         return_lse: changes nothing: the LSE is computed and written in any case.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for

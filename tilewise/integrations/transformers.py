@@ -126,12 +126,11 @@ def unregister() -> None:
 def use_bias_terms(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model hand tilewise the parts of its position bias, so that no tensor of queries and keys is made of them.
 
-    Bloom, MPT                  ALiBi, as it is: a number a key; and by its slopes
-    DeBERTa-v2                  content to position and position to content, as values of each query and each key by
-                                distance
-    Inkling, Inkling-2          relative states and profiles, whose product has a value of each query for each distance
-    T5, mT5, UMT5, Pop2Piano,   the table of buckets, also in decoding with a cache; cross attention gets no zeros
-    Switch Transformers
+    - Bloom, MPT: ALiBi, as it is, a number a key; and by its slopes
+    - DeBERTa-v2: content to position and position to content, as values of each query and each key by distance
+    - Inkling, Inkling-2: relative states and profiles, whose product has a value of each query for each distance
+    - T5, mT5, UMT5, Pop2Piano, Switch Transformers: the table of buckets, also in decoding with a cache; cross
+      attention gets no zeros
 
     Methods of modules are replaced on this model alone; calling it again changes nothing. It calls `register` and sets
     the model's attn_implementation to "tilewise", and while that stands the replacements act:

@@ -1,0 +1,62 @@
+"""What the site has beyond docs/: three pages of the repository's root, a style, and formulas as MathML.
+
+Pages of the root are read where they are, and links to and from them are moved with them. Formulas become MathML here,
+which browsers show by themselves: no script, and nothing from elsewhere. What cannot be converted is an error.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+STYLE = Path(__file__).with_name("style.css")
+PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+def moved(match: re.Match[str]) -> str:
+    """A link of a page of the root, as of the folder docs/."""
+    path, anchor = match["path"], match["anchor"] or ""
+    return f"]({PAGES.get(path, path.removeprefix('docs/'))}{anchor})"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, name in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)", moved, text)
+        files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, "style.css", content=STYLE.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links of docs/ to the root's pages."""
+    for source, name in PAGES.items():
+        markdown = markdown.replace(f"](../{source}", f"]({name}")
+    return markdown
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    content = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', inline, content, flags=re.DOTALL)
+    return re.sub(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', block, content, flags=re.DOTALL)
+
+
+def inline(match: re.Match[str]) -> str:
+    return formula(match[1], "inline")
+
+
+def block(match: re.Match[str]) -> str:
+    return f'<div class="formula">{formula(match[1], "block")}</div>'
+
+
+def formula(text: str, display: str) -> str:
+    mathml = convert(html.unescape(text).strip(), display=display)
+    if "\\" in mathml:  # a command that it does not know
+        raise ValueError(f"formula: cannot be converted: {text}")
+    return mathml
