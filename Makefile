@@ -1,4 +1,4 @@
-# make demo, make test, make lint, make docs: each sets itself up on a fresh machine; a second run finds that done.
+# make demo, make test, make lint, make docs, make dist: each sets itself up on a fresh machine; a second run finds that done.
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,7 +29,7 @@ AOT := tests/test_hopper_aot.py tests/test_hopper_relative_aot.py tests/test_mat
 ROOMS := tests/test_hopper_room.py tests/test_triton_room.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all ledger lint docs mutants test-versions
+.PHONY: demo test test-all ledger lint docs dist mutants test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -79,6 +79,14 @@ lint: $(READY)
 # The site, into build/site: a link, a heading or a parameter that does not exist is an error.
 docs: $(READY_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file website/mkdocs.yml
+
+# Wheel and source distribution, into build/dist; what is in them, and whether each can be installed and imported.
+DIST := build/dist
+dist: $(READY) $(READY_DOCS)
+	rm -rf $(DIST)
+	$(DOCS)/bin/python -m build --quiet --no-isolation --outdir $(DIST)
+	$(DOCS)/bin/twine check --strict $(DIST)/*
+	$(BIN)/python tests/distribution.py $(DIST)/*
 
 # torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
 $(READY): pyproject.toml constraints.txt
