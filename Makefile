@@ -29,7 +29,7 @@ AOT := tests/test_hopper_aot.py tests/test_hopper_relative_aot.py tests/test_mat
 ROOMS := tests/test_hopper_room.py tests/test_triton_room.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all ledger lint docs dist mutants test-versions
+.PHONY: demo test test-all ledger lint docs dist hub-kernel mutants test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -87,6 +87,10 @@ dist: $(READY) $(READY_DOCS)
 	$(DOCS)/bin/python -m build --quiet --no-isolation --outdir $(DIST)
 	$(DOCS)/bin/twine check --strict $(DIST)/*
 	$(BIN)/python tests/distribution.py $(DIST)/*
+
+# tilewise as a kernel of the Hugging Face Hub, into build/hub-kernel; tests/test_hub_kernel.py loads one.
+hub-kernel:
+	$(PYTHON) hub/build.py build/hub-kernel
 
 # torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
 $(READY): pyproject.toml constraints.txt
