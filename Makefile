@@ -78,7 +78,7 @@ lint: $(READY)
 
 # The site, into build/site: a link, a heading or a parameter that does not exist is an error.
 docs: $(READY_DOCS)
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file website/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file website/mkdocs.yml
 
 # Wheel and source distribution, into build/dist; what is in them, and whether each can be installed and imported.
 DIST := build/dist
