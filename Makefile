@@ -29,7 +29,7 @@ AOT := tests/test_hopper_aot.py tests/test_hopper_relative_aot.py tests/test_mat
 ROOMS := tests/test_hopper_room.py tests/test_triton_room.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all ledger lint docs dist hub-kernel mutants test-versions
+.PHONY: demo test test-all ledger lint docs dist hub-kernel mutants test-browser test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
@@ -66,6 +66,12 @@ $(TEST_TORCHES): test-torch-%: $(VERSIONS)/.ready-torch-%
 
 $(TEST_TRITONS): test-triton-%: $(READY) $(VERSIONS)/.ready-triton-%
 	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT)
+
+# Pages in a real browser, Debian's where there is none; `make test` leaves these tests out where it finds none.
+test-browser: $(READY) $(READY_DOCS)
+	@cd tests && ../$(BIN)/python -c "import browser, sys; sys.exit(browser.find() is None)" \
+		|| { apt-get update -qq && apt-get install -y -qq chromium; }
+	$(BIN)/python -m pytest -p no:xdist tests/test_layouts_pictures.py tests/test_site.py
 
 # Plants faults, one at a time, and looks whether a test fails: some minutes.
 mutants: $(READY) $(READY_360)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -63,6 +64,14 @@ class Browser:
         self._call("Page.enable")
         self._call("Page.navigate", url=path.as_uri())
         self._event("Page.loadEventFired")
+
+    def resize(self, width: int, height: int) -> None:
+        """The window, in CSS pixels."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def screenshot(self) -> bytes:
+        """The window, as PNG."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""

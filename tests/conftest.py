@@ -47,3 +47,15 @@ def compilers(tmp_path_factory):
     compilers = Compilers(tmp_path_factory.mktemp("triton-cache"))
     yield compilers
     compilers.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """A page in a headless browser, see `browser.Browser`."""
+    import browser
+
+    if browser.find() is None:
+        pytest.skip("no Chromium here: `make test-browser` installs one, or name it in CHROMIUM")
+    running = browser.Browser(tmp_path_factory.mktemp("profile"))
+    yield running
+    running.close()

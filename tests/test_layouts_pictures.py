@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import browser
 import pytest
 from typer.testing import CliRunner
 
@@ -200,15 +199,6 @@ def test_the_page_is_one_file_that_loads_nothing():
     assert "http" not in page
     assert "fetch(" not in page
     assert "$" not in re.sub(r"\$\{", "", page)  # every placeholder was filled
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    if browser.find() is None:
-        pytest.skip("no Chromium here: install one, or name it in CHROMIUM")
-    running = browser.Browser(tmp_path_factory.mktemp("profile"))
-    yield running
-    running.close()
 
 
 PAGES = [
