@@ -20,12 +20,12 @@ def run(name, arguments, capsys):
     return module.main([*arguments.split(), "--device", "cpu"]), capsys.readouterr().out
 
 
-def learns_alike(losses, by):
+def learns_alike(losses, by, rtol=1e-4):
     """Each list of losses goes down by so much, and they are the same ones but for rounding."""
     ours, others = losses.values()
     assert all(map(math.isfinite, ours))
     assert ours[-1] < ours[0] - by
-    torch.testing.assert_close(ours, others, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(ours, others, rtol=rtol, atol=0.0)
 
 
 def test_t5_finetune(capsys):
@@ -40,3 +40,9 @@ def test_packed_alibi(capsys):
     losses, printed = run("packed_alibi", small, capsys)
     learns_alike(losses, by=1.0)
     assert "characters, " in printed
+
+
+def test_swin_digits(capsys):
+    losses, printed = run("swin_digits", "--steps 40 --batch 16 --dtype float64 --against sdpa", capsys)
+    learns_alike(losses, by=0.8, rtol=1e-9)
+    assert printed.count(" are right") == 2
