@@ -28,7 +28,7 @@ import tilewise
 from tilewise import TileMask
 from tilewise.bias import Alibi, RelativeBias, alibi, alibi_slopes
 
-WIDTH, HEADS, REACH, CAP = 32, 4, 16, 20.0
+WIDTH, HEADS, REACH, CAP = 64, 4, 16, 20.0
 
 
 class Layer(nn.Module):

@@ -88,7 +88,7 @@ def train(given: argparse.Namespace, padded: bool) -> list[float]:
     """The loss of each step, in nats for each character."""
     torch.manual_seed(0)
     found, symbols = speeches()
-    model = Model(symbols, given.width, given.layers).to(given.device)
+    model = Model(symbols, given.width, given.layers).to(given.device, getattr(torch, given.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
     losses, packed, rows, start = [], 0, 0, time.perf_counter()
     for step, (text, following, cu) in zip(range(given.steps), batches(found, given.room), strict=False):
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--against", choices=["padded"], help="also train on padded batches")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     losses = {"packed": train(given, padded=False)}
