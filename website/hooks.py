@@ -1,4 +1,4 @@
-"""What the site has beyond docs/: three pages of the repository's root, a style, and formulas as MathML.
+"""What the site has beyond docs/: three pages of the repository's root, the examples, a style, and formulas as MathML.
 
 Pages of the root are read where they are, and links to and from them are moved with them. Formulas become MathML here,
 which browsers show by themselves: no script, and nothing from elsewhere. What cannot be converted is an error.
@@ -17,7 +17,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 STYLE = Path(__file__).with_name("style.css")
-PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+EXAMPLES = "examples/README.md"
+PAGES = {
+    "README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+    EXAMPLES: "examples/index.md",
+}  # fmt: skip
 
 
 def moved(match: re.Match[str]) -> str:
@@ -29,8 +33,14 @@ def moved(match: re.Match[str]) -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        text = re.sub(r"\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)", moved, text)
+        if source == EXAMPLES:
+            text = re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", text)
+        else:
+            text = re.sub(r"\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)", moved, text)
         files.append(File.generated(config, name, content=text))
+    for script in sorted((ROOT / "examples").glob("*.py")):
+        text = f"# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
+        files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
     files.append(File.generated(config, "style.css", content=STYLE.read_text(encoding="utf-8")))
     return files
 
