@@ -177,8 +177,8 @@ class _Turned:
     def __init__(self, lists, config, mask: Tensor):
         self.lists, self.config, self.mask, self.before, self.tiles = lists, config, mask, mask.clone(), 0
 
-    def __call__(self, masks: tuple[Tensor]):
-        found, (mask,) = self.lists(masks), masks
+    def __call__(self, mask: Tensor, tiles: None):
+        masks, found = self.lists(mask, tiles)
         c = self.config
         states = found.states.view(*mask.shape[:2], *found.states.shape[1:])
         turned = states == 0
@@ -194,7 +194,7 @@ class _Turned:
             tile = mask[b, h, m * c.block_m : (m + 1) * c.block_m, n * c.block_n : (n + 1) * c.block_n]
             tile.logical_not_()
             self.tiles += 1
-        return found
+        return masks, found
 
 
 def turn_mask(case: Case) -> tuple[Results, Results, int]:
