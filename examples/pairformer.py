@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=24, help="of a chain, at most; the shortest have three quarters")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--against", choices=["einsum"], help="also train with attention written out in einsum")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

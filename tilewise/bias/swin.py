@@ -13,7 +13,7 @@ def swin_bias(table: Tensor, window: tuple[int, int]) -> Tensor:
 
     A window of 7 × 7 has 49 queries and keys, so that a matrix a head, shared by all windows, is smaller than q. It is
     float32 (float64 for a float64 table), and so is the sum that is the table's gradient: indexing a table of bfloat16
-    sums in bfloat16.
+    sums in bfloat16. Where windows are a dimension of their own, q (B, windows, H, M, D), pass it as ``bias[:, None]``.
 
     Args:
         table: ((2 Wh - 1)·(2 Ww - 1), H), float, as transformers stores it.
