@@ -535,6 +535,17 @@ FAULTS = [
         "test_tile_mask.py::test_states_are_those_of_each_tile",
     ),
     Fault(
+        "backends/kept_lists.py", "return (*(None if x is None else x._version for x in tiles), stream)",
+        "return (stream,)",
+        "the lists of a mask that has changed are those of before",
+        "test_kept_lists.py::test_a_changed_mask_is_read_again",
+    ),
+    Fault(
+        "backends/kept_lists.py", "any(x is not None and x.is_inference() for x in tiles)", "tiles.tiles is None",
+        "a mask is kept whose changes nobody counts",
+        "test_kept_lists.py::test_what_may_not_be_kept",
+    ),
+    Fault(
         "dynamic_mask.py", "torch.full_like(place, w - 1)", "torch.full_like(place, w)",
         "a key is kept for one better key too long",
         "test_dynamic_mask.py::test_what_is_kept",

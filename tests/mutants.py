@@ -2,9 +2,9 @@
 
     python tests/mutants.py [words]     # all, or those whose file, text or test contains one of the words
 
-Each is planted in a copy of the tree, and the test that should notice is run there. A fault is caught if a test fails;
-if nothing fails, or nothing can be collected, the tests are weaker than they look. tests/test_mutants.py holds in every
-run that the list is true: each text occurs once in its file, and each test exists.
+Each is planted in a copy of the tree, and the test that should notice is run there. A fault is caught if a test fails
+that passes without it; if nothing fails, or nothing can be collected, the tests are weaker than they look.
+tests/test_mutants.py holds in every run that the list is true: each text occurs once in its file, and each test exists.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from fault import Fault
@@ -28,9 +29,8 @@ COPIED = ("tilewise", "tests", "pyproject.toml")
 LONGEST = 600  # seconds; a fault may make a program that never ends
 
 
-def run(fault: Fault) -> tuple[str, float]:
-    """What came of it: "caught", or why not; and how many seconds the test took."""
-    start = time.perf_counter()
+def fails(test: str, fault: Fault | None) -> str:
+    """Whether a test fails with a fault, or without one: "yes", "no", or why that is not known."""
     with tempfile.TemporaryDirectory(prefix="tilewise-mutant-") as folder:
         for name in COPIED:
             source, to = ROOT / name, Path(folder, name)
@@ -38,21 +38,36 @@ def run(fault: Fault) -> tuple[str, float]:
                 shutil.copytree(source, to, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, to)
-        path = Path(folder, "tilewise", fault.file)
-        source_text = path.read_text(encoding="utf-8")
-        assert source_text.count(fault.text) == 1, f"{fault.file}: {fault.text!r} does not occur once"
-        path.write_text(source_text.replace(fault.text, fault.becomes), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{fault.test}"]
+        if fault is not None:
+            path = Path(folder, "tilewise", fault.file)
+            source_text = path.read_text(encoding="utf-8")
+            assert source_text.count(fault.text) == 1, f"{fault.file}: {fault.text!r} does not occur once"
+            path.write_text(source_text.replace(fault.text, fault.becomes), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
         environment = os.environ | {"PYTHONPATH": folder}
         try:
             done = subprocess.run(command, cwd=folder, env=environment, timeout=LONGEST, capture_output=True, text=True)
         except subprocess.TimeoutExpired:
-            return f"no end in {LONGEST} s", time.perf_counter() - start
-    seconds = time.perf_counter() - start
+            return f"no end in {LONGEST} s"
     # An error in a fixture ends with 1 as well, but then nothing has failed.
     if done.returncode == 1 and re.search(r"\b[1-9]\d* failed\b", done.stdout):
-        return "caught", seconds
-    return {0: "SURVIVED"}.get(done.returncode, f"no test ran (status {done.returncode})"), seconds
+        return "yes"
+    return {0: "no"}.get(done.returncode, f"no test ran (status {done.returncode})")
+
+
+@cache
+def passes(test: str) -> bool:
+    """Without a fault; each is asked once, or by two threads at a time twice."""
+    return fails(test, None) == "no"
+
+
+def run(fault: Fault) -> tuple[str, float]:
+    """What came of it: "caught", or why not; and how many seconds that took."""
+    start = time.perf_counter()
+    found = fails(fault.test, fault)
+    if found == "yes":
+        found = "caught" if passes(fault.test) else "fails without it too"
+    return "SURVIVED" if found == "no" else found, time.perf_counter() - start
 
 
 def main() -> int:
