@@ -459,20 +459,13 @@ def _noise_of_delta(case: Case, o: Tensor, do: Tensor, shape: torch.Size) -> flo
     return 2 * torch.finfo(case.dtype).eps * math.sqrt(_largest(squares.sum_to_size(shape)))
 
 
-def rounding_of_one_value(case: Case) -> float:
-    """By which dP and D differ, relative to their terms, where O is one value: D is made of an O that is rounded. That
-    changes nothing but where dropout has divided the value by 1 - p."""
-    eps = torch.finfo(torch.float32).eps
-    return eps + (0.5 * torch.finfo(case.dtype).eps if case.dropout_p else 0.0)
-
-
 def _noise_of_cancelling(case: Case, name: str, o: Tensor, inputs: Tensors, seen: Tensor) -> float:
     """What is left of dP - D where rows see one key: there the two are equal, and unfused torch subtracts P·dP itself.
 
     Each is a sum over the dimensions in float32, in an order of its own; the rest is what meets it on its way to an
     element of the gradient: the keys of a query, the queries of a key, or those that share a bias.
     """
-    noise = rounding_of_one_value(case) * (inputs.do.double() * o).abs().sum(-1, keepdim=True) * seen
+    noise = torch.finfo(torch.float32).eps * (inputs.do.double() * o).abs().sum(-1, keepdim=True) * seen
     if name == "dq":
         return _largest(noise.sum(-1)) * _largest(inputs.k)
     if name == "dk":

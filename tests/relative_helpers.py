@@ -18,7 +18,6 @@ from helpers import (
     _noise_of_cancelling,
     _of_heads,
     poisoned_memory,
-    rounding_of_one_value,
     tensors,
     unfused,
     visible,
@@ -261,7 +260,7 @@ def _noise_of_delta(c, clean, leaves, terms, exact, seen, whole) -> dict[int, fl
         grads = torch.autograd.grad(total, leaves, noise, retain_graph=True)
         found = {place: max(found[place], 4 * _largest(g)) for place, g in zip(places, grads, strict=True)}
     if not c.lse and c.sink is None and seen.sum(-1).max() <= 1:  # what is left of dP - D where the two are equal
-        alone = rounding_of_one_value(c) * (x.do * exact[0]).abs().sum(-1, keepdim=True) * seen
+        alone = torch.finfo(torch.float32).eps * (x.do * exact[0]).abs().sum(-1, keepdim=True) * seen
         for place, g in zip(places, torch.autograd.grad(total, leaves, alone), strict=True):
             found[place] += _largest(g)
         for place, name in ((2, "dq"), (3, "dk")):

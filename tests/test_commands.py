@@ -152,8 +152,11 @@ def test_explain_of_a_stored_mask_and_its_picture(tmp_path):
     torch.save(seen, tmp_path / "mask.pt")
     shape = ("--shape", "1,1,300,16", "--kv-shape", "1,1,400,16", "--device", "cpu")
     result = command("explain", *shape, "--mask", str(tmp_path / "mask.pt"), "--png", str(tmp_path / "tiles.png"))
-    assert "tiles of 128 x 128: 6 of 12 visible" in result.output or "6 of 12 tiles visible" in result.output
+    assert "6 of 12 tiles visible" in result.output
     assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "cut.pt").touch()
+    cut = command("explain", *shape, "--mask", str(tmp_path / "cut.pt"))
+    assert "it ends early" in shown(cut.output)
     wrong = command("explain", "--shape", "1,1,300,16", "--mask", str(tmp_path / "mask.pt"))
     assert "is for 300 queries and 400 keys, not 300 and 300" in shown(wrong.output)
 
@@ -226,7 +229,7 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ([*SHAPE, "--mask", "not_there.pt"], "--mask: cannot read not_there.pt: "),
         (
             [*SHAPE, "--kv-shape", "4,16,32,64", "--mask", "prefix:3"],
-            "a prefix has as many queries as keys, not 64 and 32",
+            "got 'prefix:3': it has as many queries as keys, not 64 and 32",
         ),
         ([*SHAPE, "--mask", "64,64", "--png", "x.png"], "--png: draws the tiles of a pattern: give one with --mask"),
         ([*SHAPE, "--mask", "strided:8", "--png", "no/x.png"], "--png: there is no folder "),

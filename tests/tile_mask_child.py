@@ -60,7 +60,7 @@ def hopper_lists_of(
             config = backward_config(problem) if by_keys else forward_config(problem)
             groups = 1 if by_keys else config.warpgroups
             summary = MaskSummary(problem, inputs.mask, q.device, config.block_n, groups, by_keys)
-            summary.bits = lambda make=summary.bits: make().fill_(-1)
+            summary.bits = lambda make=summary.bits: make().fill_(0x5A5A5A5A)  # no full tile's bits
             bits, lists, states, _ = summary(flat_mask(inputs.mask, inputs.tiles))
             bits = bits.view(-1, 2 * config.block_n) if by_keys else bits
             read = _read(lists, by_keys, case, bits, config.block_n, groups)

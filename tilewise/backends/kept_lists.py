@@ -19,13 +19,13 @@ Flat = tuple[Tensor | None, ...]
 
 
 @dataclass
-class _Use:
+class _Use(Generic[Lists]):
     """Of one mask: its tensors, their versions and the stream when it came last, and what was made of it the second
     time."""
 
     tensors: tuple[weakref.ref[Tensor] | None, ...]
     state: tuple[int | None, ...]
-    made: tuple[Flat, Lists] | None = None  # type: ignore[valid-type]
+    made: tuple[Flat, Lists] | None = None
 
 
 class KeptLists(Generic[Lists]):
@@ -41,7 +41,7 @@ class KeptLists(Generic[Lists]):
 
     def __init__(self, make: Callable[[Flat], Lists], problem: Problem) -> None:
         self._make = make
-        self._uses: dict[int, _Use] = {}
+        self._uses: dict[int, _Use[Lists]] = {}
         p = problem
         elements = p.batch * (p.queries * p.heads + p.keys * p.kv_heads) * (p.head_dim + p.value_dim)
         self._most_bytes = elements * p.dtype.itemsize
@@ -75,6 +75,13 @@ class KeptLists(Generic[Lists]):
                 del uses[key]
 
         uses[key] = _Use(tuple(None if x is None else weakref.ref(x, forget) for x in tiles), state)
+
+
+def flat_and_lists(
+    kept: KeptLists[Lists] | None, mask: Tensor | None, tiles: TileTensors | None, none: Lists
+) -> tuple[Flat, Lists]:
+    """The same of ``kept``; where no lists are made of the mask, or there is none, ``none`` in their place."""
+    return (flat_mask(mask, tiles), none) if kept is None else kept(mask, tiles)
 
 
 def _may_be_kept(tiles: TileTensors) -> bool:

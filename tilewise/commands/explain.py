@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilewise.commands.arguments import check_writable, in_options, mistake, number, told, whole
 from tilewise.commands.arguments import dtype as parse_dtype
-from tilewise.commands.arguments import in_options, mistake, number, told, whole
 from tilewise.commands.arguments import shape as parse_shape
-from tilewise.commands.patterns import check_picture, draw, is_pattern, pattern
+from tilewise.commands.patterns import draw, is_pattern, pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ def command(
     if png is not None and not patterned:
         raise mistake("--png", "draws the tiles of a pattern: give one with --mask, such as documents:512")
     if png is not None:
-        check_picture(png)
+        check_writable(png, "--png")
     sink_shape = None if sink is None else parse_shape(sink, "--sink")
     kind_name = parse_dtype(dtype, "--dtype")
     bias_name = kind_name if bias_dtype is None else parse_dtype(bias_dtype, "--bias-dtype")

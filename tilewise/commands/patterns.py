@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewise.commands.arguments import check_writable, mistake
+from tilewise.commands.arguments import mistake
 
 if TYPE_CHECKING:
     from tilewise import TileMask
@@ -26,13 +25,14 @@ def pattern(text: str, queries: int, keys: int) -> TileMask:
     if text.endswith(".pt"):
         return _loaded(Path(text), queries, keys)
     name, _, rest = text.partition(":")
-    what, count, make = PATTERNS[name.strip().lower()]
+    name = name.strip().lower()
+    what, count = PATTERNS[name]
     parts = [part.strip() for part in rest.split(",")]
     numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 19]
     if len(numbers) != len(parts) or not (len(numbers) == count or count == 0):
         raise mistake("--mask", f"{what}, got {text!r}")
     try:
-        return make(queries, keys, numbers)
+        return _made(name, queries, keys, numbers)
     except ValueError as error:
         raise mistake("--mask", f"{what}, got {text!r}: {error}") from None
 
@@ -47,8 +47,9 @@ def _loaded(path: Path, queries: int, keys: int) -> TileMask:
 
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise mistake("--mask", f"cannot read {path}: {str(error).splitlines()[0]}") from None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        why = str(error).partition("\n")[0] or "it ends early"
+        raise mistake("--mask", f"cannot read {path}: {why}") from None
     if not isinstance(found, torch.Tensor) or found.dtype != torch.bool or found.dim() not in (2, 4):
         raise mistake("--mask", f"{path}: a bool tensor (M, N) or (B, H, M, N) is needed")
     dense = found[None, None] if found.dim() == 2 else found
@@ -58,64 +59,44 @@ def _loaded(path: Path, queries: int, keys: int) -> TileMask:
     return TileMask.from_rows(lambda rows: dense[:, :, rows], queries, keys)
 
 
-def _documents(queries: int, keys: int, lengths: list[int]) -> TileMask:
+def _documents(size: int, lengths: list[int]) -> TileMask:
     """One number: all are so long, but the last."""
     import torch
 
     from tilewise import TileMask
 
-    if queries != keys:
-        raise ValueError(f"documents have as many queries as keys, not {queries} and {keys}")
     if min(lengths) < 1:
         raise ValueError("no document is empty")
     if len(lengths) == 1:
-        return TileMask.documents(torch.arange(keys) // lengths[0])
-    if sum(lengths) != keys:
-        raise ValueError(f"these are {sum(lengths)} tokens in all, of {keys}")
+        return TileMask.documents(torch.arange(size) // lengths[0])
+    if sum(lengths) != size:
+        raise ValueError(f"these are {sum(lengths)} tokens in all, of {size}")
     return TileMask.documents(torch.repeat_interleave(torch.tensor(lengths)))
 
 
-def _prefix(queries: int, keys: int, numbers: list[int]) -> TileMask:
+def _made(name: str, queries: int, keys: int, numbers: list[int]) -> TileMask:
     import torch
 
     from tilewise import TileMask
 
-    if queries != keys:
-        raise ValueError(f"a prefix has as many queries as keys, not {queries} and {keys}")
-    return TileMask.prefix_lm(torch.tensor(numbers), keys)
+    if name in ("documents", "prefix"):
+        if queries != keys:
+            raise ValueError(f"it has as many queries as keys, not {queries} and {keys}")
+        return _documents(keys, numbers) if name == "documents" else TileMask.prefix_lm(torch.tensor(numbers), keys)
+    if name == "window":
+        left, right, everywhere = numbers
+        return TileMask.sliding_window(queries, keys, (left, right), global_tokens=everywhere)
+    return (TileMask.dilated if name == "dilated" else TileMask.strided)(queries, keys, *numbers)
 
 
-def _window(queries: int, keys: int, numbers: list[int]) -> TileMask:
-    from tilewise import TileMask
-
-    left, right, everywhere = numbers
-    return TileMask.sliding_window(queries, keys, (left, right), global_tokens=everywhere)
-
-
-def _dilated(queries: int, keys: int, numbers: list[int]) -> TileMask:
-    from tilewise import TileMask
-
-    return TileMask.dilated(queries, keys, *numbers)
-
-
-def _strided(queries: int, keys: int, numbers: list[int]) -> TileMask:
-    from tilewise import TileMask
-
-    return TileMask.strided(queries, keys, *numbers)
-
-
-# By name: what is needed, how many numbers (0: any), and the constructor.
-PATTERNS: dict[str, tuple[str, int, Callable[[int, int, list[int]], TileMask]]] = {
-    "documents": ("documents:LENGTH, or the length of each, by commas", 0, _documents),
-    "prefix": ("prefix:LENGTH is needed, which everybody sees", 1, _prefix),
-    "window": ("window:LEFT,RIGHT,GLOBAL is needed, keys on each side and keys that everybody sees", 3, _window),
-    "dilated": ("dilated:REACH,STEP is needed", 2, _dilated),
-    "strided": ("strided:STRIDE is needed", 1, _strided),
+# By name: what is needed, and how many numbers, 0 for any.
+PATTERNS = {
+    "documents": ("documents:LENGTH, or the length of each, by commas", 0),
+    "prefix": ("prefix:LENGTH is needed, which everybody sees", 1),
+    "window": ("window:LEFT,RIGHT,GLOBAL is needed, keys on each side and keys that everybody sees", 3),
+    "dilated": ("dilated:REACH,STEP is needed", 2),
+    "strided": ("strided:STRIDE is needed", 1),
 }
-
-
-def check_picture(path: Path) -> None:
-    check_writable(path, "--png")
 
 
 def draw(mask: TileMask, band: Band, path: Path) -> None:

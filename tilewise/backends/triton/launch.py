@@ -23,11 +23,11 @@ from tilewise.backends import (
     empty_output,
     sink_gradient,
 )
-from tilewise.backends.kept_lists import KeptLists
+from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
-from tilewise.backends.tile_mask import flat_mask, tile_how, tile_layout
+from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.backends.triton.backward_kernel import (
     OwnKeys,
     backward_kernel,
@@ -46,7 +46,7 @@ from tilewise.backends.triton.config import (
     widths,
 )
 from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
-from tilewise.backends.triton.masks import MaskLists, MaskTiles, lists_pay
+from tilewise.backends.triton.masks import NO_LISTS, MaskLists, lists_pay
 from tilewise.backends.triton.ordered_kernels import (
     bias_gradient_kernel,
     diagonal_gradient_kernel,
@@ -182,10 +182,7 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
             o, lse = self.empty_o(), self.empty_lse()
-            if self.masked is None:
-                mask, lists = flat_mask(inputs.mask, inputs.tiles), None
-            else:
-                mask, (_, lists, _) = self.masked(inputs.mask, inputs.tiles)
+            mask, (_, lists, _) = flat_and_lists(self.masked, inputs.mask, inputs.tiles, NO_LISTS)
             try:
                 parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
                 if self.merge is None:
@@ -362,10 +359,7 @@ class Backward:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             dparts = empty_part_gradients(self.problem, parts, self.needs, q.device)
-            if self.masked is None:
-                masks, found = flat_mask(mask, inputs.tiles), MaskTiles(None, None, None)
-            else:
-                masks, found = self.masked(mask, inputs.tiles)
+            masks, found = flat_and_lists(self.masked, mask, inputs.tiles, NO_LISTS)
             rows = (q, k, v, do, lse2, delta, bias, *masks, inputs.seed, *flat_parts(parts))
             if self.main is not None:
                 given = {name: x for name, x in dparts.items() if name not in self.part_gradients}

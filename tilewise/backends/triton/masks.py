@@ -27,6 +27,9 @@ class MaskTiles(NamedTuple):
     by_keys: Tensor | None
 
 
+NO_LISTS = MaskTiles(None, None, None)
+
+
 def lists_pay(problem: Problem, config: Config) -> bool:
     """Whether a mask is read once before the kernel, for it to skip tiles.
 

@@ -33,7 +33,7 @@ from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
-from tilewise.backends.kept_lists import Flat, KeptLists
+from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -78,11 +78,6 @@ class Backward:
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
-        # and with a mask, which of its tiles are stored
-        self.empty_lists = None
-        if ring is not None and p.mask is not None:
-            lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
-            self.empty_lists = allocation(lists, q.device)
         counted = counters(sizes, groups, p.deterministic, ring is not None)
         counts = torch.empty(counted, dtype=torch.int32, device="meta")
         self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
@@ -149,7 +144,11 @@ class Backward:
             launch_pdl=True,
             **most_registers(config.programs, config.warpgroups + 1),
         )
-        self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
+        self.list_groups = None
+        if ring is not None and p.mask is not None:  # which of its tiles are stored
+            self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
+            lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
+            self.empty_lists = allocation(lists, q.device)
         last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
         self.reduce_group = Launch(
             dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
@@ -171,7 +170,7 @@ class Backward:
     def _known_mask(self, mask: Flat) -> KnownMask:
         assert self.summary is not None
         known = self.summary(mask)
-        if self.empty_lists is not None:
+        if self.list_groups is not None:
             known = known._replace(group_lists=self.empty_lists())
             self.list_groups(known.states, known.group_lists)
         return known
@@ -201,7 +200,7 @@ class Backward:
                     self.zeros(self.values.entries(dbias))
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
-            known = KnownMask() if self.mask is None else self.mask(mask, tiles)[1]
+            _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             tile_list = known.tile_list
             if key_list is not None:
                 tile_list = key_list

@@ -15,7 +15,7 @@ from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_r
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
-from tilewise.backends.kept_lists import KeptLists
+from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
@@ -88,7 +88,7 @@ class Forward:
             if self.values is not None and parts is not None and parts.query is not None:
                 bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
-            flat, known = ((None,), KnownMask()) if self.mask is None else self.mask(mask, tiles)
+            flat, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             tile_list = known.tile_list
             tile_count_semaphore = None
             if self.packed is not None and lengths is not None:
