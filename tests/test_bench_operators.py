@@ -81,7 +81,7 @@ def test_products_are_measured(no_calibration):
 def test_every_device_has_cases_of_both(device):
     for quick in (False, True):
         names = {case.operator for case in cases.cases(device, quick)}
-        assert names == {"attention", "softmax", "matmul"} | (set() if quick else {"varlen"})
+        assert names == {"attention", "softmax", "matmul"} | (set() if quick else {"varlen", "windows"})
     assert {case.keys for case in operators.cases("cuda", quick=False) if case.operator == "softmax"} == {
         1 << n for n in (10, 12, 13, 14, 15, 16, 17)
     }

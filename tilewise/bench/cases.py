@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bench import operators, packed, sparse, terms
+from tilewise.bench import operators, packed, sparse, terms, windows
 from tilewise.problem import Operand, PartOperands, Problem
 from tilewise.score.terms import Band, Score
 
@@ -20,7 +20,7 @@ KINDS = ("BHMN", "1HMN", "B11N")
 
 class Inputs(NamedTuple):
     """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output, sink (H,) or None, term: what
-    `terms` trains for a case, or None; all but do are leaves."""
+    `terms` trains for a case, or None; all but do are leaves. mask: of keys, bool (B, 1, 1, N), or None."""
 
     q: Tensor
     k: Tensor
@@ -29,6 +29,7 @@ class Inputs(NamedTuple):
     do: Tensor
     sink: Tensor | None = None
     term: Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def names(self) -> list[str]:
@@ -52,6 +53,9 @@ class Case:
         dropout: the share of the probabilities that are dropped; by tilewise with `DROPOUT_SEED`.
         term: one of `terms.NAMES`, a trainable bias that no matrix is made of.
         mask: one of `sparse.NAMES`, which pairs are visible.
+        padded: an eighth of the keys of each batch element, drawn at random, is hidden by a bool mask; all pairs are
+            counted as work.
+        door: one of `structure.DOORS`, by which it is called beside `tilewise.attention`.
         host: so small that what it measures is the host's time for a call; it is left out of pictures.
     """
 
@@ -73,6 +77,8 @@ class Case:
     dropout: float = 0.0
     term: str | None = None
     mask: str | None = None
+    padded: bool = False
+    door: str | None = None
 
     @property
     def name(self) -> str:
@@ -110,12 +116,17 @@ class Case:
             score=score,
             parts=parts,
             bias=None if self.bias is None else Operand(dtype, *self.bias),
-            mask=None if self.mask is None else Operand(torch.bool, 1, 1, self.queries, self.keys),
+            mask=self._mask(),
             tile_mask=None if self.mask is None else sparse.operand(self.mask),
             sink=Operand(dtype, 1, self.heads, 1, 1) if self.sink else None,
             bias_grad=self.bias is not None and self.backward,
             sink_grad=self.sink and self.backward,
         )
+
+    def _mask(self) -> Operand | None:
+        if self.padded:
+            return Operand(torch.bool, self.batch, 1, 1, self.keys)
+        return None if self.mask is None else Operand(torch.bool, 1, 1, self.queries, self.keys)
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         """Fresh standard normal inputs; q, k, v in the memory order (B, S, H, D) that a projection gives."""
@@ -137,7 +148,12 @@ class Case:
         for x in (q, k, v, bias, sink, term):
             if x is not None:
                 x.requires_grad_(self.backward)
-        return Inputs(q, k, v, bias, do, sink, term)
+        mask = None
+        if self.padded:
+            drawn = torch.rand(self.batch, 1, 1, self.keys, generator=generator, device=device)
+            mask = drawn >= 1 / 8
+            mask[..., 0] = True  # no query sees nothing: there others differ, see docs/structure-models.md
+        return Inputs(q, k, v, bias, do, sink, term, mask)
 
 
 def dense(head_dim: int, length: int, causal: bool, sink: bool = False, dropout: float = 0.0) -> Case:
@@ -175,6 +191,17 @@ def toeplitz(term: str | None, length: int) -> Case:
 def pair(length: int) -> Case:
     """Pair bias of structure models: a batch of S rows of S tokens shares one bias of four heads."""
     return Case("pair bias D32", length, 4, 4, length, length, 32, bias=(1, 4, length, length))
+
+
+def triangle(length: int) -> Case:
+    """A node's rows, which share the bias, each with keys of its own that are hidden."""
+    return replace(pair(length), family="triangle_attention D32", padded=True, door="triangle_attention")
+
+
+def tokens(length: int) -> Case:
+    """Of AlphaFold 3's diffusion: 16 samples share the bias."""
+    bias = (1, 16, length, length)
+    return Case("attention_pair_bias D48", 16, 16, 16, length, length, 48, bias=bias, door="attention_pair_bias")
 
 
 def masked(mask: str, length: int, causal: bool = False, biased: bool = False) -> Case:
@@ -236,7 +263,9 @@ def _gpu() -> Iterator[Case]:
             yield from (biased(kind, head_dim, length) for kind in ("BHMN", "1HMN"))
         if length == 4096:
             yield from (tiny("bfloat16", bias) for bias in (False, True))
-            yield from (pair(s) for s in (256, 384, 768))
+            yield from (pair(s) for s in (256, 384, 512, 768))
+            yield from (triangle(s) for s in (384, 768))
+            yield tokens(768)
             yield from (gqa(length, causal) for causal in (False, True))
             yield from (decode(16, keys) for keys in (8192, 32768))
             yield from (decode(16, 32768, bias=bias) for bias in ("B11N", "1H1N"))
@@ -302,10 +331,14 @@ def _packed(device: str) -> Iterator[Case | packed.PackedCase]:
     yield packed.short_case()
 
 
-AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase | packed.PackedCase
+AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase | packed.PackedCase | windows.WindowCase
 
 
 def cases(device: str, quick: bool = False) -> list[AnyCase]:
     """The cases of a device type ("cuda" or "cpu"), in the order in which they are run."""
     attention = (_gpu_quick if quick else _gpu) if device == "cuda" else (_cpu_quick if quick else _cpu)
-    return [*attention(), *operators.cases(device, quick), *([] if quick else _packed(device))]
+    return [
+        *attention(),
+        *operators.cases(device, quick),
+        *([] if quick else [*windows.cases(device), *_packed(device)]),
+    ]

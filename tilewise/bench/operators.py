@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
         return list(self.named.values())
 
 
-def _wide(dtype: str) -> torch.dtype:
+def wide_dtype(dtype: str) -> torch.dtype:
     """Exact enough to be the right answer."""
     return torch.float32 if getattr(torch, dtype).itemsize == 2 else torch.float64
 
@@ -57,7 +57,7 @@ class SoftmaxCase:
         return Inputs({"x": x.requires_grad_()}, do)
 
     def exact(self, inputs: Inputs) -> dict[str, Tensor]:
-        wide = _wide(self.dtype)
+        wide = wide_dtype(self.dtype)
         with torch.no_grad():
             p = torch.softmax(inputs.named["x"], -1, dtype=wide)
             dx = inputs.do.to(wide)
@@ -101,7 +101,7 @@ class MatmulCase:
         return Inputs({name: x.requires_grad_() for name, x in named.items()}, do)
 
     def exact(self, inputs: Inputs) -> dict[str, Tensor]:
-        wide = _wide(self.dtype)
+        wide = wide_dtype(self.dtype)
         with torch.no_grad():
             a, b, do = (x.to(wide) for x in (inputs.named["a"], inputs.named["b"], inputs.do))
             found = {"o": a @ b, "da": do @ b.mT, "db": a.mT @ do}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench import operators, packed, packed_peers, sparse, terms
+from tilewise.bench import operators, packed, packed_peers, sparse, structure, terms, windows
 from tilewise.bench.cases import DROPOUT_SEED, Case, Inputs
 from tilewise.plan import AUTOMATIC, backend_module
 
@@ -74,6 +74,7 @@ def providers(device: torch.device) -> list[Provider]:
     flex = "has no backward on the CPU" if elsewhere else _missing("triton", "triton")
     return [
         *(_tilewise(backend, device) for backend in AUTOMATIC),
+        Provider("tilewise-door", None, structure.no_door, lambda case, x: _autograd(structure.door(case, x), x)),
         _sdpa("sdpa-flash", "FLASH_ATTENTION", None),
         _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", elsewhere),
         _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", elsewhere),
@@ -83,11 +84,28 @@ def providers(device: torch.device) -> list[Provider]:
         Provider(
             "cudnn-graph",
             elsewhere or _missing("cudnn", "nvidia-cudnn-frontend"),
-            lambda case: _plain(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels",
+            _no_cudnn_graph,
             _cudnn_graph,
         ),
         *(_of_operator(*computer) for computer in operators.computers()),
         *_of_packed(device, elsewhere, flex),
+        *_of_windows(flex),
+    ]
+
+
+def _of_windows(flex: str | None) -> list[Provider]:
+    """Those of attention in windows of keys."""
+
+    def provider(name: str, unavailable: str | None, make: Any) -> Provider:
+        prepare: Any = lambda case, x: _autograd(make(case, x), x)  # noqa: E731
+        return Provider(name, unavailable, lambda case: None, prepare, "windows")
+
+    return [
+        provider("tilewise-windows", None, windows.tilewise_windows),
+        provider("einsum-windows", None, windows.einsum),
+        provider("einsum-compiled", None, windows.einsum_compiled),
+        provider("sdpa-windows", None, windows.sdpa),
+        provider("flex-windows", flex, windows.flex),
     ]
 
 
@@ -157,7 +175,7 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         return backend_module(backend).declines(case.problem(device.type, capability))
 
     def prepare(case: Case, x: Inputs) -> Steps:
-        q, k, v, bias, _, sink, trained = x
+        q, k, v, bias, _, sink, trained, mask = x
         term: Any = bias if case.term is None or trained is None else terms.term(case.term, trained)
 
         more: dict[str, Any] = {}
@@ -165,6 +183,8 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
             more = {"dropout_p": case.dropout, "dropout_seed": torch.tensor(DROPOUT_SEED, device=q.device)}
         if case.mask is not None:
             more["mask"] = sparse.tile_mask(case.mask, case.queries, case.keys, q.device)
+        elif mask is not None:
+            more["mask"] = mask
 
         def forward() -> Tensor:
             return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **more)
@@ -194,13 +214,21 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
         grouped = case.heads != case.kv_heads
         return _autograd(
             lambda: F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=grouped
+                q, k, v, attn_mask=_matrix(bias, x.mask), dropout_p=case.dropout, is_causal=case.causal,
+                enable_gqa=grouped,
             ),
             x,
             lambda: sdpa_kernel(getattr(SDPBackend, backend)),
         )  # fmt: skip
 
     return Provider(name, unavailable, declines, prepare)
+
+
+def _matrix(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """What SDPA takes in place of both: of a bias and a mask their sum, as large as all scores."""
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return bias.masked_fill(~mask, -torch.inf)
 
 
 def _flex(case: Case, x: Inputs) -> Steps:
@@ -222,6 +250,8 @@ def _flex(case: Case, x: Inputs) -> Steps:
     score_mod = None if bias is None else _score_mod(bias)
     if case.term is not None and x.term is not None:
         score_mod = terms.score_mod(case.term, x.term)
+    if x.mask is not None:
+        score_mod = _score_mod_of_keys(score_mod, x.mask)
     grouped = case.heads != case.kv_heads
     return _autograd(lambda: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped), x)
 
@@ -240,8 +270,27 @@ def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
     return lambda s, b, h, i, j: s + bias[b if batch else 0, h if heads else 0, i if rows else 0, j]
 
 
+def _score_mod_of_keys(score_mod: Callable[..., Tensor] | None, mask: Tensor) -> Callable[..., Tensor]:
+    """Beside another. Each tile has hidden keys, so that a block mask would skip none."""
+    keys = mask[:, 0, 0]
+
+    def hidden(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = s if score_mod is None else score_mod(s, b, h, i, j)
+        return torch.where(keys[b, j], score, -torch.inf)
+
+    return hidden
+
+
 def _no_bias(case: Case) -> str | None:
+    if case.padded:
+        return "takes no mask of keys"
     return _plain(case) if case.bias is None else "takes no bias tensor that has a gradient"
+
+
+def _no_cudnn_graph(case: Case) -> str | None:
+    if case.padded:
+        return "takes no mask of keys"
+    return _plain(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels"
 
 
 def _no_sink(case: Case) -> str | None:

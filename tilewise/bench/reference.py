@@ -96,6 +96,8 @@ def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, 
         keys, row = torch.arange(case.keys, device=s.device), torch.arange(r.start, r.stop, device=s.device)[:, None]
         seen = sparse.seen(case.mask, case.queries, case.keys, s.device)
         s.masked_fill_(~seen(row, keys), -torch.inf)
+    if x.mask is not None:
+        s.masked_fill_(~x.mask[b], -torch.inf)
     if x.sink is not None:  # one more column, which no value goes with
         s = torch.cat([s, x.sink[h, None, None].to(wide).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, dim=-1)

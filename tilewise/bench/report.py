@@ -176,7 +176,9 @@ def _slower(results: Results) -> list[str]:
 
 
 def _matrix(
-    results: Results, cell: Callable[[Row], str], operators: tuple[str, ...] = ("attention", "matmul", "varlen")
+    results: Results,
+    cell: Callable[[Row], str],
+    operators: tuple[str, ...] = ("attention", "matmul", "windows", "varlen"),
 ) -> str:
     """For each operator a table: a line for every case with a cell, a column for every provider that measured one."""
     tables = []

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewise.bench import operators, packed, sparse
+from tilewise.bench import operators, packed, sparse, windows
 from tilewise.bench.cases import AnyCase, Case
 from tilewise.bench.providers import is_ours
 from tilewise.explanation import Limits, Work, backward_work, forward_work
@@ -216,7 +216,10 @@ def _case(fields: dict[str, Any]) -> AnyCase:
     operator = fields.get("operator", Case.operator)
     if operator == Case.operator:
         return Case(**{**fields, "bias": fields["bias"] and tuple(fields["bias"])})
-    known = {"softmax": operators.SoftmaxCase, "matmul": operators.MatmulCase, "varlen": packed.PackedCase}
+    known = {
+        "softmax": operators.SoftmaxCase, "matmul": operators.MatmulCase, "varlen": packed.PackedCase,
+        "windows": windows.WindowCase,
+    }  # fmt: skip
     return known[operator](**fields)
 
 

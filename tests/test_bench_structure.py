@@ -1,0 +1,138 @@
+"""Bench cases of structure models: doors beside the plain call, masks of keys, and windows of atoms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+from tilewise.bench import cases, providers, reference, results, run, structure, windows
+from tilewise.bench.cases import Case
+from tilewise.bench.windows import WindowCase
+
+CPU = torch.device("cpu")
+BIAS = (1, 2, 40, 40)
+TRIANGLE = Case("triangle", 3, 2, 2, 40, 40, 8, bias=BIAS, dtype="float32", padded=True, door="triangle_attention")
+TOKENS = replace(TRIANGLE, family="tokens", padded=False, door="attention_pair_bias")
+WINDOWS = WindowCase("windows", 2, 2, 96, 8, dtype="float32")
+
+
+def of(operator):
+    return {p.name: p for p in providers.providers(CPU) if p.operator == operator}
+
+
+def said_wrong(case, right, steps, x):
+    o = steps.forward()
+    found = dict(zip(right, (o, *(steps.backward(o) if case.backward else ())), strict=True))
+    return reference.wrong(reference.errors(found, right), case)
+
+
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS], ids=lambda case: case.door)
+@pytest.mark.parametrize("name", ["tilewise-cpu", "tilewise-door", "sdpa-math"])
+def test_doors_and_calls_are_right(case, name):
+    """With the mask, and wrong without it."""
+    x = case.inputs(CPU)
+    assert (x.mask is not None) == case.padded
+    right, provider = reference.exact(case, x), of("attention")[name]
+    assert provider.declines(case) is None
+    assert not said_wrong(case, right, provider.prepare(case, x), x)
+    if case.padded:
+        assert said_wrong(case, right, provider.prepare(case, x._replace(mask=None)), x)
+
+
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS], ids=lambda case: case.door)
+def test_a_door_is_called(case, monkeypatch):
+    called = []
+    monkeypatch.setattr(structure, case.door, lambda *x: called.append(x[0].shape) or x[0])
+    provider, x = of("attention")["tilewise-door"], case.inputs(CPU)
+    assert provider.prepare(case, x).forward().shape == x.q.shape
+    assert called == [(1, *x.q.shape)]
+    assert provider.declines(replace(case, door=None))
+
+
+def test_who_takes_no_mask_of_keys_says_so():
+    said = {name: p.declines(replace(TRIANGLE, dtype="bfloat16")) for name, p in of("attention").items()}
+    assert said["flex"] is None
+    assert said["cudnn-graph"] == said["fa4"] == "takes no mask of keys"
+
+
+def test_flex_hides_keys():
+    """Its scores, added up here."""
+    case = replace(TRIANGLE, backward=False)
+    x = case.inputs(CPU)
+    right = reference.exact(case, x)
+    bias = providers._score_mod(x.bias)
+    mod, s = providers._score_mod_of_keys(bias, x.mask), torch.zeros(())
+    b, h, i, j = (torch.arange(n).view(-1, *(1,) * (3 - d)) for d, n in enumerate((3, 2, 40, 40)))
+    scores = x.q @ x.k.mT * 8**-0.5 + mod(s, b, h, i, j)
+    found = {"o": scores.softmax(-1) @ x.v}
+    assert not reference.wrong(reference.errors(found, right), case)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("name", ["tilewise-windows", "einsum-windows", "sdpa-windows"])
+def test_windows_are_right(name):
+    """All give the formula, which here is a dense matrix of the bias, -inf outside of the windows."""
+    x = WINDOWS.inputs(CPU)
+    q, k, v, bias = x.leaves
+    dense = torch.full((1, 2, 96, 96), -torch.inf)
+    for i in range(96):
+        for j in range(96 - windows.PADDING):
+            place = j - (i // 32 * 32 - 48)
+            if 0 <= place < 128:
+                dense[..., i, j] = bias.detach()[..., i // 32, i % 32, place]
+    o = (q @ k.mT * 8**-0.5 + dense).softmax(-1) @ v
+    right = WINDOWS.exact(x)
+    assert not reference.wrong(reference.errors({"o": o}, {"o": right["o"]}), WINDOWS)
+    assert right["dbias"].shape == bias.shape
+    assert not said_wrong(WINDOWS, right, of("windows")[name].prepare(WINDOWS, x), x)
+    other = replace(WINDOWS, k_block=64).exact(x._replace(named={**x.named, "bias": bias.detach()[..., 32:96]}))
+    assert said_wrong(WINDOWS, right | {"o": other["o"]}, of("windows")[name].prepare(WINDOWS, x), x)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_windows(monkeypatch):
+    """Its mask and scores, uncompiled: it has no backward on the CPU."""
+    case = replace(WINDOWS, backward=False)
+    x = case.inputs(CPU)
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    found = {"o": windows.flex(case, x)()}
+    assert not reference.wrong(reference.errors(found, case.exact(x)), case)
+
+
+def test_windows_in_a_run(monkeypatch, tmp_path):
+    """Rows of all that run on a CPU, results that are read again, and the work of all pairs of windows."""
+    case = replace(WINDOWS, keys=64, host=True)
+    monkeypatch.setattr(run, "calibrate", lambda clock, dtypes: results.Calibration(dict.fromkeys(dtypes, 1e11), 1e10))
+    monkeypatch.setattr(run, "host_seconds", lambda step, device: 1e-3)
+    monkeypatch.setattr(run, "Clock", lambda device, seconds: SimpleNamespace(device=device, time=clock))
+
+    def clock(step):
+        step()
+        return results.Timing(1e-3, 1e-3, 1e-3, 1)
+
+    options = run.Options("cpu", providers=("tilewise-windows", "einsum", "flex"))
+    monkeypatch.setattr(windows, "einsum_compiled", windows.einsum)
+    found = run.run(options, run.PlainProgress(), todo=[case])
+    assert {row.provider: row.outcome for row in found.rows} == dict.fromkeys(
+        ("tilewise-windows", "einsum-windows", "einsum-compiled"), "measured"
+    )
+    results.write(found, tmp_path / "found.json")
+    assert results.read(tmp_path / "found.json") == found
+    assert found.work(case, "forward").flops == 4 * 8 * 2 * 2 * 2 * 32 * 128
+    assert found.work(case, "backward").flops == 2.5 * found.work(case, "forward").flops
+
+
+def test_the_list_has_them():
+    names = [case.name for case in cases.cases("cuda")]
+    assert {
+        *(f"pair bias D32 S{s}" for s in (256, 384, 512, 768)), "triangle_attention D32 S384",
+        "triangle_attention D32 S768", "attention_pair_bias D48 S768", "window_pair_attention D32 N10240",
+        "window_pair_attention D32 16 samples N10240",
+    } <= set(names)  # fmt: skip
