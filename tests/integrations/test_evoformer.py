@@ -17,6 +17,7 @@ from tilewise.integrations.evoformer import (
     window_pair_attention,
 )
 from tilewise.integrations.windows import Windows
+from tilewise.memory import tensor_fits_tma
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,6 +169,18 @@ def test_evoformer(which):
     check(value_and_gradients(ours, inputs), value_and_gradients(theirs, inputs))
 
 
+def test_autocast_comes_before_checks():
+    """What it makes alike is alike; float64 stays, and is named by the name that it came by."""
+    q, k = tensors((1, N, 6, H, D), (1, N, 6, H, D), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = DS4Sci_EvoformerAttention(q, k.bfloat16(), k, [])
+        assert o.dtype == torch.bfloat16
+        windows = window_pair_attention(*(x.transpose(2, 3)[0] for x in (q, k.bfloat16(), k)), None, None, 2, 4)
+        assert windows.dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="^V: dtype must equal Q's torch.float32, got torch.float64"):
+            DS4Sci_EvoformerAttention(q, k, k.double(), [])
+
+
 @pytest.mark.parametrize("L", [1, 2, 40])
 def test_evoformer_lengths_and_hidden_keys(L):
     """A mask bias of -inf hides, also all of a row; one of -1e9 is a number, as in DeepSpeed."""
@@ -271,6 +284,13 @@ def dense(bias, N, q_block, k_block, edges):
     return torch.stack(rows, 2)
 
 
+@pytest.fixture(params=[0, 16], ids=["blocks", "bands"])
+def rows(request, monkeypatch):
+    """Blocks one by one, and put together as for a GPU's kernels."""
+    monkeypatch.setattr(evoformer, "_TILES", {"cpu": request.param})
+    return request.param
+
+
 def window_inputs(shape, blocks, q_block, k_block, bias=None, dtype=torch.float64):
     B, H, N, D = shape
     q, k, v, pair = tensors(shape, shape, (B, H, N, D), (*(bias or (B, H)), blocks, q_block, k_block))
@@ -292,7 +312,7 @@ SIZES = {  # N, q_block, k_block
 @pytest.mark.parametrize("edges", ["clip", "shift"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bias", [(2, 3), (1, 3), (2, 1), (1, 1)])
-def test_windows(size, edges, bias):
+def test_windows(rows, size, edges, bias):
     N, q_block, k_block = SIZES[size]
     inputs = window_inputs((2, 3, N, 4), -(-N // q_block), q_block, k_block, bias)
     ours = value_and_gradients(lambda *x: window_pair_attention(*x, None, q_block, k_block, edges, scale=0.7), inputs)
@@ -305,7 +325,7 @@ def test_windows(size, edges, bias):
 @pytest.mark.parametrize("edges", ["clip", "shift"])
 @pytest.mark.parametrize("B", [1, 2])
 @pytest.mark.parametrize("shared", [False, True])
-def test_windows_and_a_mask(edges, B, shared):
+def test_windows_and_a_mask(rows, edges, B, shared):
     """Queries that see nothing; NaN in hidden keys at the ends of sequences, where windows reach into the next."""
     N, q_block, k_block = 24, 4, 12
     inputs = window_inputs((B, 2, N, 4), 6, q_block, k_block, (1, 2))
@@ -323,9 +343,11 @@ def test_windows_and_a_mask(edges, B, shared):
     assert not ours[0][:, :, 12].any()
 
 
-def test_windows_of_alphafold():
+@pytest.mark.parametrize("rows", [0, 128])
+def test_windows_of_alphafold(rows, monkeypatch):
     """32 queries and 128 keys, from 48 before the block to 79 after its first; a length that is no multiple."""
     N = 333
+    monkeypatch.setattr(evoformer, "_TILES", {"cpu": rows})
     inputs = window_inputs((1, 2, N, 8), 11, 32, 128)
     for edges in ("clip", "shift"):
         windows = Windows(N, 32, 128, edges)
@@ -339,7 +361,7 @@ def test_windows_of_alphafold():
         check(ours, theirs)
 
 
-def test_nan_of_a_sequence_stays_in_it():
+def test_nan_of_a_sequence_stays_in_it(rows):
     """In its queries too, though windows of "clip" reach into the memory of the next sequence."""
     q, k, v, pair = (x.requires_grad_() for x in window_inputs((2, 2, 12, 4), 3, 4, 12))
     bad = q.detach().clone()
@@ -351,9 +373,25 @@ def test_nan_of_a_sequence_stays_in_it():
     check([x[1] for x in ours[1:]], good)
 
 
+@pytest.mark.parametrize("outside", ["keys", "queries"])
+@pytest.mark.parametrize("B", [1, 2])
+def test_nan_of_a_bias_outside_the_sequence(rows, B, outside):
+    """Is not looked at, and has a gradient of 0."""
+    inputs = window_inputs((B, 2, 21, 4), 6, 4, 12, (1, 2))
+    planted = inputs[3].clone()
+    if outside == "keys":
+        planted[:, :, 0, :, :4] = planted[:, :, 5, :, 5:] = torch.nan
+    else:
+        planted[:, :, 5, 1:] = torch.nan
+    call = lambda *x: window_pair_attention(*x, None, 4, 12)  # noqa: E731
+    ours = value_and_gradients(call, [*inputs[:3], planted])
+    check(ours, value_and_gradients(call, inputs))
+    assert not ours[-1][planted.isnan()].any()
+
+
 @pytest.mark.parametrize("D", [8, 24, 48])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_windows_dtypes(dtype, D):
+def test_windows_dtypes(rows, dtype, D):
     N = 77
     inputs = window_inputs((2, 2, N, D), 10, 8, 32, (1, 2), dtype)
     inputs[3] = inputs[3].float()
@@ -368,7 +406,7 @@ def test_windows_dtypes(dtype, D):
 def test_overlapping_windows_are_summed_in_float32():
     """1 and three numbers that bfloat16 would lose one after the other."""
     x = torch.zeros(1, 1, 8, 1, dtype=torch.bfloat16, requires_grad=True)
-    windows = Windows(8, 1, 4, "clip").of(x)
+    (windows,) = Windows(8, 1, 4, "clip").of(x)
     cotangent = torch.zeros_like(windows)
     cotangent[:] = 2.0**-9
     cotangent[..., 0, :] = 1.0  # the window that comes last, or first
@@ -377,14 +415,14 @@ def test_overlapping_windows_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("edges", ["clip", "shift"])
-def test_windows_gradcheck(edges):
+def test_windows_gradcheck(rows, edges):
     inputs = [x.requires_grad_() for x in window_inputs((1, 2, 7, 2), 4, 2, 5)]
     assert torch.autograd.gradcheck(lambda *x: window_pair_attention(*x, None, 2, 5, edges), inputs)
 
 
 @pytest.mark.parametrize("B", [1, 2])
 @pytest.mark.parametrize("turned", [False, True])
-def test_windows_of_other_layouts(B, turned):
+def test_windows_of_other_layouts(rows, B, turned):
     """Heads last, as projections leave them, and a bias with its heads last."""
     N, q_block, k_block = 24, 4, 12
     inputs = window_inputs((B, 2, N, 4), 6, q_block, k_block, (1, 2))
@@ -409,17 +447,41 @@ def test_windows_and_bias_are_views(monkeypatch, shared):
     monkeypatch.setattr(evoformer, "attention", spy)
     q, k, v, pair = window_inputs((2, 3, 40, 4), 5, 8, 24, (shared, 3))
     window_pair_attention(q, k, v, pair, None, 8, 24)
-    nbytes = (2 * 3 * 40 + 16) * 4 * 8
+    nbytes = (2 * 2 * 3 * 40 + 3 * 8) * 4 * 8  # of keys and values, with a margin before, between and behind them
     assert seen == [((2, 15, 8, 4), q.data_ptr(), nbytes, (shared, 15, 8, 24), pair.data_ptr())]
 
 
-def test_windows_without_a_bias_and_of_nothing():
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("mask", [None, (1, 333)])
+def test_what_a_gpu_is_asked_for(B, mask, monkeypatch):
+    """Four blocks are one, without a mask and with memory that TMA describes; the bias has 1.8 times its numbers."""
+    seen = []
+
+    def spy(q, k, v, bias, mask, **options):
+        assert mask is None
+        for x in (q, k, v, bias):
+            assert tensor_fits_tma(x, x.storage_offset() * x.element_size() % 16 == 0)
+        seen.append((q.shape, k.shape, bias.shape, bias.untyped_storage().nbytes() / pair.nbytes))
+        return q
+
+    monkeypatch.setattr(evoformer, "attention", spy)
+    monkeypatch.setattr(evoformer, "_TILES", {"cpu": 128})
+    q, k, v, pair = window_inputs((B, 2, 333, 8), 11, 32, 128, (1, 2), torch.bfloat16)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    window_pair_attention(q, k, v, pair, None if mask is None else torch.ones(mask, dtype=torch.bool))
+    lead = (B, 6)
+    assert seen == [((*lead, 128, 8), (*lead, 224, 8), (1, 6, 128, 224), 6 * 28800 / (22 * 4096))]
+
+
+def test_windows_without_a_bias_and_of_nothing(rows):
     q, k, v, pair = window_inputs((2, 2, 12, 4), 3, 4, 12)
     check(
         [window_pair_attention(q, k, v, None, None, 4, 12)],
         [window_pair_attention(q, k, v, torch.zeros_like(pair), None, 4, 12)],
     )
     for edges in ("clip", "shift"):
+        empty = window_pair_attention(*(x[:1, :, :0] for x in (q, k, v)), pair[:1, :, :0], None, 4, 12, edges)
+        assert empty.shape == (1, 2, 0, 4)
         empty = window_pair_attention(q[:, :, :0], k[:, :, :0], v[:, :, :0], pair[:, :, :0], None, 4, 12, edges)
         assert empty.shape == (2, 2, 0, 4)
 
@@ -432,7 +494,8 @@ def by_triton(name):
     attention = tilewise.attention
     evoformer.attention = lambda *args, **options: attention(*args, **options, backend="triton")
     try:
-        if name == "windows":
+        if name != "triangle":
+            evoformer._TILES = {"cpu": 16 if name == "bands" else 0}
             inputs = window_inputs((2, 2, 45, 8), 6, 8, 20, (1, 2), torch.float32)
             mask = tensors((2, 45), seed=1)[0] > -0.5
             ours = value_and_gradients(lambda *x: window_pair_attention(*x, mask, 8, 20), inputs)
@@ -450,7 +513,7 @@ def by_triton(name):
         evoformer.attention = attention
 
 
-@pytest.mark.parametrize("name", ["windows", "triangle"])
+@pytest.mark.parametrize("name", ["windows", "bands", "triangle"])
 def test_triton(interpreter, name):
     interpreter(by_triton, name)
 
@@ -539,6 +602,24 @@ ERRORS = {
     "windows, mask's dtype": (
         lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, zeros(2, 12)),
         "mask: dtype must be bool",
+    ),
+    "windows, bias's dtype": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), zeros(2, 2, 3, 4, 12).int(), None, 4, 12),
+        "pair_bias: dtype must be float16, bfloat16, float32 or float64, got torch.int32",
+    ),
+    "windows, bias's device": (
+        lambda: window_pair_attention(
+            zeros(*X4), zeros(*X4), zeros(*X4), zeros(2, 2, 3, 4, 12, device="meta"), None, 4, 12
+        ),
+        "pair_bias: must be on q's device cpu, got meta",
+    ),
+    "windows, v's device": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4, device="meta"), None, None, 4, 12),
+        "v: must be on q's device cpu, got meta",
+    ),
+    "windows, k's dtype": (
+        lambda: window_pair_attention(zeros(*X4), zeros(*X4).half(), zeros(*X4), None, None, 4, 12),
+        "k: dtype must equal q's, got torch.float16 with q torch.float32",
     ),
     "windows, k_block": (
         lambda: window_pair_attention(zeros(*X4), zeros(*X4), zeros(*X4), None, None, 8, 4),

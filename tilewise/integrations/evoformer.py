@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import attention
-from tilewise.autocast import autocast, autocast_on
-from tilewise.integrations.windows import Edges, Windows
-from tilewise.problem import check_flag
+from tilewise.autocast import autocast
+from tilewise.integrations.windows import Edges, Windows, banded
+from tilewise.problem import DTYPES, check_flag
 from tilewise.tensors import check_tensor
+
+_TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels
 
 
 def triangle_attention(
@@ -98,7 +100,11 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         _check(name, x, (5,), "(B, N, length, heads, head_dim)")
         if x.shape != Q.shape:
             raise ValueError(f"{name}: shape must equal Q's {tuple(Q.shape)}, got {tuple(x.shape)}")
-        _check_like(name, x, "Q", Q)
+    Q, K, V = autocast(Q, K, V)
+    for name, x in (("K", K), ("V", V)):
+        _check_device(name, x, "Q", Q)
+        if x.dtype != Q.dtype:
+            raise TypeError(f"{name}: dtype must equal Q's {Q.dtype}, got {x.dtype}")
     if not isinstance(biases, (list, tuple)):
         raise TypeError(f"biases: expected a list of at most two tensors, got {type(biases).__name__}")
     if len(biases) > 2:
@@ -213,10 +219,13 @@ def window_pair_attention(
         (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
 
     Copies: k and v once, of which windows are overlapping views, or with "shift" each window; q where N is no multiple
-    of q_block, or where B is above 1 and its heads and lengths do not lie as (H, N). The bias is read as it is. Where B
-    is above 1, and the bias has not all heads or lies in memory with them last, this is up to B calls; else one, in
-    which mask is repeated for each head. In the gradients of k and v overlapping windows are summed in float32 (float64
-    for float64 inputs), of numbers in q's dtype.
+    of the blocks that are computed together, or where B is above 1 and its heads and lengths do not lie as (H, N). On a
+    GPU and with "clip" as many blocks as have 128 queries are one block to a kernel, and the bias is copied to where
+    that reads it: of blocks of 32 and 128 four, with 1.75 times the bias's numbers. Else the bias is read as it is, or
+    copied where N is no multiple of q_block. Where B is above 1 and the bias has not all heads or lies in memory with
+    them last, this is up to B calls; else one, in which a mask of each sequence is repeated for each head. In the
+    gradients of k and v overlapping windows are summed in float32 (float64 for float64 inputs) and in one order, of
+    numbers in q's dtype.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -235,33 +244,69 @@ def window_pair_attention(
     if pair_bias is not None:
         check_tensor("pair_bias", pair_bias)
         _check_windows("pair_bias", pair_bias, (B, H), (windows.blocks, q_block, k_block))
+        _check_device("pair_bias", pair_bias, "q", q)
+        if pair_bias.dtype not in DTYPES:
+            raise TypeError(f"pair_bias: dtype must be float16, bfloat16, float32 or float64, got {pair_bias.dtype}")
     if mask is not None:
         check_tensor("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: dtype must be bool (True = visible), got {mask.dtype}")
         _check_windows("mask", mask, (B,), (N,))
-        if mask.device != q.device:
-            raise ValueError(f"mask: must be on q's device {q.device}, got {mask.device}")
-    for name, x in (("k", k), ("v", v)):
-        _check_like(name, x, "q", q)
+        _check_device("mask", mask, "q", q)
     q, k, v = autocast(q, k, v)  # before windows repeat them
-    rows = windows.blocks * q_block
+    count = 1 if pair_bias is None else _blocks_together(windows, q.device)
+    if pair_bias is not None and count > 1:
+        # A mask that the bias cannot hold goes beside it.
+        held = mask is None or mask.shape[0] in (1, pair_bias.shape[0])
+        pair_bias = banded(pair_bias, windows, count, mask if held else None)
+        windows, mask = windows.together(count), None if held else mask
+        seen = None if mask is None else windows.visible(mask, q.device)
+    else:
+        seen = windows.visible(mask, q.device)
+        if pair_bias is not None and N % q_block:  # what stands for queries that there are not may be NaN
+            pair_bias = pair_bias.masked_fill(windows.absent(q.device), 0.0)
+    o = _attention_of_windows(q, *windows.of(k, v), windows, pair_bias, seen, scale)
+    return o if o.shape[2] == N else o[:, :, :N]
+
+
+def _blocks_together(windows: Windows, device: torch.device) -> int:
+    """How many blocks are one to a kernel, whose tiles have 128 rows. Of a GPU's: a CPU has no such tiles, and "shift"
+    has windows that do not lie evenly."""
+    if windows.edges == "shift" or device.type not in _TILES:
+        return 1
+    return max(min(_TILES[device.type] // windows.q_block, windows.blocks), 1)
+
+
+def _attention_of_windows(
+    q: Tensor, k: Tensor, v: Tensor, windows: Windows, bias: Tensor | None, seen: Tensor | None, scale: float | None
+) -> Tensor:
+    """(B, H, rows, Dv) of q (B, H, length, D), windows of k and v, bias (B|1, H|1, blocks, q_block, k_block) and seen
+    (B|1, blocks, k_block)."""
+    (B, H, N, D), Dv = q.shape, v.shape[-1]
+    blocks, rows = windows.blocks, windows.blocks * windows.q_block
     q = q if rows == N else pad(q, (0, 0, 0, rows - N))
-    q, k, v = q.unflatten(2, (windows.blocks, q_block)), windows.of(k), windows.of(v)
-    seen = windows.visible(mask, q.device)
-    if B > 1 and (pair_bias is None or _heads_merge(pair_bias, H)):
-        # Heads and blocks become heads: one call for all batch elements, whether they share the bias or not.
-        q, k, v = (x.reshape(B, -1, *x.shape[3:]) for x in (q, k, v))
-        bias = None if pair_bias is None else pair_bias.view(pair_bias.shape[0], -1, q_block, k_block)
+    # Views only, and few of them: where blocks are short, what a call costs is the host's time.
+    merges = bias is None or (bias.shape[1] == H and (H == 1 or bias.stride(1) == blocks * bias.stride(2)))
+    if B == 1 and (not merges or q.stride(1) < q.stride(2)):
+        # Blocks are the batch. Of q in the order (N, H, D) o is so too, and nothing is copied.
+        q = q.view(H, blocks, windows.q_block, D)
+        q, k, v = (x.transpose(0, 1) for x in (q, k.squeeze(0), v.squeeze(0)))
+        bias = None if bias is None else bias.squeeze(0).transpose(0, 1)
+        seen = None if seen is None else seen.squeeze(0)[:, None, None]
+        o = attention(q, k, v, bias=bias, mask=seen, scale=scale)
+        return o.transpose(0, 1).reshape(1, H, rows, Dv)
+    if merges:
+        # Heads and blocks are heads: one call for all batch elements, whether they share the bias or not.
+        q = q.reshape(B, H * blocks, windows.q_block, D)
+        k, v = (x.flatten(1, 2) for x in (k, v))
+        bias = None if bias is None else bias.flatten(1, 2)
         if seen is not None:
             seen = seen[:, None].expand(-1, H, -1, -1).flatten(1, 2)[:, :, None]
-        o = attention(q, k, v, bias=bias, mask=seen, scale=scale).unflatten(1, (H, windows.blocks))
-    else:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        bias = None if pair_bias is None else pair_bias.transpose(1, 2)
-        seen = None if seen is None else seen[:, :, None, None]
-        o = attention(q, k, v, bias=bias, mask=seen, scale=scale).transpose(1, 2)
-    return o.flatten(2, 3)[:, :, :N]
+        return attention(q, k, v, bias=bias, mask=seen, scale=scale).view(B, H, rows, Dv)
+    q, k, v = (x.transpose(1, 2) for x in (q.unflatten(2, (blocks, windows.q_block)), k, v))
+    assert bias is not None
+    seen = None if seen is None else seen[:, :, None, None]
+    return attention(q, k, v, bias=bias.transpose(1, 2), mask=seen, scale=scale).transpose(1, 2).flatten(2, 3)
 
 
 def _windows(length: int, q_block: Any, k_block: Any, edges: Any) -> Windows:
@@ -277,11 +322,6 @@ def _windows(length: int, q_block: Any, k_block: Any, edges: Any) -> Windows:
     return Windows(length, q_block, k_block, edges)
 
 
-def _heads_merge(bias: Tensor, heads: int) -> bool:
-    """Whether (H, blocks) of a bias are one dimension by a view."""
-    return bias.shape[1] == heads and (heads == 1 or bias.stride(1) == bias.shape[2] * bias.stride(2))
-
-
 # --- checks ---
 
 
@@ -293,11 +333,9 @@ def _check(name: str, x: Any, dims: tuple[int, ...], axes: str) -> None:
         )
 
 
-def _check_like(name: str, x: Tensor, first: str, q: Tensor) -> None:
+def _check_device(name: str, x: Tensor, first: str, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name}: must be on {first}'s device {q.device}, got {x.device}")
-    if x.dtype != q.dtype and not autocast_on(q):
-        raise TypeError(f"{name}: dtype must equal {first}'s {q.dtype}, got {x.dtype}")
 
 
 def _broadcasts(x: Tensor, full: tuple[int, ...]) -> bool:

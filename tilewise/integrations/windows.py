@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ class Windows(NamedTuple):
         return (self.k_block - self.q_block) // 2
 
     @property
+    def after(self) -> int:
+        """Keys of a window behind its block."""
+        return self.k_block - self.q_block - self.before
+
+    @property
     def last(self) -> int:
         """The last place at which a shifted window may begin."""
         return max(self.length - self.k_block, 0)
@@ -45,72 +51,186 @@ class Windows(NamedTuple):
 
     @property
     def centred(self) -> tuple[int, int]:
-        """The first block whose window is not moved, and the one after the last."""
+        """The first block whose window is not moved, and the one after the last. With "shift" all before begin at 0,
+        and all behind at ``last``."""
         if self.edges == "clip":
             return 0, self.blocks
         first = -(-self.before // self.q_block)
         end = (self.last + self.before) // self.q_block + 1
         return min(first, self.blocks), max(min(end, self.blocks), min(first, self.blocks))
 
-    def places(self, device: torch.device) -> Tensor:
-        """The key at each place of each window, int64 (blocks, k_block); one outside the sequence too."""
-        begins = torch.arange(self.blocks, device=device) * self.q_block - self.before
-        if self.edges == "shift":
-            begins = begins.clamp(0, self.last)
-        return begins[:, None] + torch.arange(self.k_block, device=device)
+    def together(self, count: int) -> Windows:
+        """So many blocks as one, whose window is theirs; of "clip"."""
+        more = (count - 1) * self.q_block
+        return self._replace(q_block=self.q_block + more, k_block=self.k_block + more)
 
     def visible(self, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """bool (B, blocks, k_block) of ``mask`` (B, length), or (1, ...) without one; None where nothing is hidden."""
-        if mask is None and self.edges == "shift" and self.length >= self.k_block:
-            return None
-        places = self.places(device)
-        inside = (places >= 0) & (places < self.length)
-        return inside[None] if mask is None else mask[:, places.clamp(0, max(self.length - 1, 0))] & inside
+        """bool (B, blocks, k_block) of ``mask`` (B, length), or (1, ...) without one; None where nothing is hidden.
+        "clip": windows overlap in memory."""
+        if self.edges == "shift":
+            if mask is None:
+                if self.length >= self.k_block:
+                    return None
+                mask = torch.ones(1, self.length, dtype=torch.bool, device=device)
+            return self._copied(mask[:, None, :, None])[:, 0, ..., 0]
+        blocks = max(self.blocks, 1)
+        row = torch.zeros(
+            1 if mask is None else mask.shape[0], (blocks - 1) * self.q_block + self.k_block,
+            dtype=torch.bool, device=device,
+        )  # fmt: skip
+        inside = row[:, self.before : self.before + self.length]
+        inside.fill_(True) if mask is None else inside.copy_(mask)
+        return row.unfold(1, self.k_block, self.q_block)[:, : self.blocks]
 
-    def of(self, x: Tensor) -> Tensor:
+    def absent(self, device: torch.device) -> Tensor:
+        """bool (blocks, q_block, 1), True at places of the last block that have no query."""
+        rows = torch.arange(self.blocks * self.q_block, device=device).view(self.blocks, self.q_block, 1)
+        return rows >= self.length
+
+    def of(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Keys or values (B, H, length, D) by windows, (B, H, blocks, k_block, D), of which the first three dimensions
         merge into one. What lies outside the sequence is finite where x is, or belongs to another (B, H).
 
         "clip": a view of one copy of x, in which windows overlap; "shift": each window is copied. The gradient sums the
-        windows' in float32, or float64.
+        windows' in float32, or float64, in one order.
         """
-        return _Windows.apply(x, self)
+        found: tuple[Tensor, ...] = _Windows.apply(self, *tensors)
+        return found
+
+    def _copied(self, x: Tensor) -> Tensor:
+        """Each window of ``x`` (B, H, length, D), with zeros where the sequence is shorter."""
+        (B, H, N, D), (first, end), k_block = x.shape, self.centred, self.k_block
+        x = pad(x, (0, 0, 0, k_block - N)) if k_block > N else x
+        found = x.new_empty(B, H, self.blocks, k_block, D)
+        found[:, :, :first] = x[:, :, None, :k_block]
+        if end > first:
+            found[:, :, first:end] = (
+                x[:, :, self.begin(first) :].unfold(2, k_block, self.q_block)[:, :, : end - first].transpose(-1, -2)
+            )
+        found[:, :, end:] = x[:, :, None, self.last : self.last + k_block]
+        return found
+
+    def _overlapping(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of "clip" and tensors of one shape: views of one new memory.
+
+        Sequences lie end to end, and a window that reaches out of one reads hidden keys of the next, so that all lie
+        evenly. Zeros lie before, between and behind the tensors.
+        """
+        B, H, N, D = tensors[0].shape
+        rows, margin, count = self.blocks * self.q_block, self.after, len(tensors)
+        step = (B * H * rows + margin) * D
+        memory = tensors[0].new_empty(count * step + margin * D)
+        memory.as_strided((count + 1, margin * D), (step, 1)).zero_()
+        found = []
+        for n, x in enumerate(tensors):
+            begin = n * step + margin * D
+            place = memory[begin : begin + B * H * rows * D].view(B, H, rows, D)
+            if rows > N:
+                place[:, :, N:].zero_()
+            place[:, :, :N].copy_(x)
+            strides = (H * rows * D, rows * D, self.q_block * D, D, 1)
+            found.append(
+                memory.as_strided((B, H, self.blocks, self.k_block, D), strides, begin - self.before * D)
+            )  # fmt: skip
+        return found
+
+    def _summed(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """`of` backwards, of gradients of one shape: for each key the sum over the windows that have it."""
+        grad = grads[0]
+        B, H, _, k_block, D = grad.shape
+        (first, end), q_block, count = self.centred, self.q_block, len(grads)
+        centred, pieces = end - first, -(-k_block // q_block)
+        # A window is cut into pieces of a block, and total[t] sums piece p of window t - p. So that there is such a
+        # window for each t and p, as many of zeros stand before the first and behind the last.
+        padded = grad.new_zeros(count, B, H, centred + 2 * (pieces - 1), pieces * q_block, D)
+        for n, x in enumerate(grads):
+            padded[n, :, :, pieces - 1 : pieces - 1 + centred, :k_block] = x[:, :, first:end]
+        line = q_block * D
+        shape = (count, B, H, max(centred + pieces - 1, 0), pieces, q_block, D)
+        strides = (*padded.stride()[:3], pieces * line, (pieces - 1) * line, D, 1)
+        diagonals = padded.as_strided(shape, strides, (pieces - 1) * line)
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        if self.edges == "clip":
+            # the kernels of a sum of 16 bits add up in float32, and round once
+            total = diagonals.sum(4).flatten(3, 4)[:, :, :, self.before : self.before + self.length]
+            return list(total.unbind(0))
+        found = grad.new_zeros(count, B, H, max(self.length, k_block), D, dtype=wide)
+        if centred:
+            span = (centred - 1) * q_block + k_block
+            begin = self.begin(first)
+            found[:, :, :, begin : begin + span] = diagonals.sum(4, dtype=wide).flatten(3, 4)[:, :, :, :span]
+        for n, x in enumerate(grads):
+            found[n, :, :, :k_block] += x[:, :, :first].sum(2, dtype=wide)
+            found[n, :, :, self.last : self.last + k_block] += x[:, :, end:].sum(2, dtype=wide)
+        return list(found[:, :, :, : self.length].to(grad.dtype).unbind(0))
 
 
 class _Windows(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, windows: Windows) -> Tensor:
-        B, H, N, D = x.shape
-        blocks, q_block, k_block = windows.blocks, windows.q_block, windows.k_block
+    def forward(windows: Windows, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if windows.blocks == 0:
+            return tuple(x.new_empty(*x.shape[:2], 0, windows.k_block, x.shape[3]) for x in tensors)
         if windows.edges == "shift":
-            x = pad(x, (0, 0, 0, k_block - N)) if k_block > N else x
-            return x[:, :, windows.places(x.device)].contiguous()
-        # Sequences end to end: a window that reaches out of one reads hidden keys of the next, and all lie evenly.
-        rows, before = blocks * q_block, windows.before
-        memory = x.new_zeros(B * H * rows + k_block - q_block, D)
-        memory[before : before + B * H * rows].view(B, H, rows, D)[:, :, :N] = x
-        return memory.as_strided((B, H, blocks, k_block, D), (H * rows * D, rows * D, q_block * D, D, 1))
+            return tuple(windows._copied(x) for x in tensors)
+        return tuple(y for alike in _alike(tensors) for y in windows._overlapping(alike))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.windows = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.windows = inputs[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         windows: Windows = ctx.windows
-        B, H, blocks, k_block, D = grad.shape
-        q_block, before = windows.q_block, windows.before
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        # With room for the windows that reach out, and for whole blocks.
-        total = grad.new_zeros(B, H, (blocks + -(-k_block // q_block)) * q_block + k_block, D, dtype=wide)
-        first, end = windows.centred
-        rows = (end - first) * q_block
-        for at in range(0, k_block if rows else 0, q_block):  # pieces of all windows, which do not overlap
-            width, begin = min(q_block, k_block - at), first * q_block + at
-            piece = total[:, :, begin : begin + rows].unflatten(2, (end - first, q_block))
-            piece[:, :, :, :width] += grad[:, :, first:end, at : at + width]
-        for block in (*range(first), *range(end, blocks)):
-            begin = windows.begin(block) + before
-            total[:, :, begin : begin + k_block] += grad[:, :, block]
-        return total[:, :, before : before + windows.length].to(grad.dtype), None
+        if windows.blocks == 0:
+            return None, *(x.new_zeros(*x.shape[:2], 0, x.shape[4]) for x in grads)
+        return None, *(y for alike in _alike(grads) for y in windows._summed(alike))
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Keys and values together, if they are alike; a call says what is wrong with those that may not differ."""
+    first = tensors[0]
+    if all((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device) for x in tensors):
+        return [tensors]
+    return [[x] for x in tensors]
+
+
+def banded(bias: Tensor, windows: Windows, count: int, mask: Tensor | None) -> Tensor:
+    """The bias (B|1, H|1, blocks, q_block, k_block) of ``windows`` as that of ``windows.together(count)``, with -inf
+    where a query's own block has no key, and where its key lies outside the sequence or ``mask`` hides it.
+
+    mask: (1, length), or (B, length) of a bias of B. Queries that there are not see nothing.
+    """
+    found: Tensor = _Banded.apply(bias, windows.visible(mask, bias.device), windows, count)
+    return found
+
+
+class _Banded(torch.autograd.Function):
+    @staticmethod
+    def forward(bias: Tensor, seen: Tensor, windows: Windows, count: int) -> Tensor:
+        (B, H), q_block = bias.shape[:2], windows.q_block
+        wide = windows.together(count)
+        # A matrix of which each block's part begins q_block rows and q_block columns after that of the block before
+        # it; this holds from one matrix to the next too where so many numbers lie between them.
+        line = -(-wide.k_block // 8) * 8
+        matrix = wide.q_block * (line + 1)
+        memory = bias.new_full((B, H, wide.blocks * matrix), -torch.inf)
+        outer = memory.stride()[:2]
+        parts = memory.as_strided(bias.shape, (*outer, q_block * (line + 1), line, 1))
+        torch.where(seen[:, None, :, None], bias, bias.new_full((), -torch.inf), out=parts)
+        if windows.blocks and windows.length % q_block:  # queries that there are not
+            parts[:, :, -1, windows.length % q_block :].fill_(-torch.inf)
+        return memory.as_strided((B, H, wide.blocks, wide.q_block, wide.k_block), (*outer, matrix, line, 1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.windows, ctx.count = inputs[2:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        windows, grad = ctx.windows, grad.contiguous()
+        columns, q_block = grad.shape[4], windows.q_block
+        shape = (*grad.shape[:3], ctx.count, q_block, windows.k_block)
+        parts = grad.as_strided(shape, (*grad.stride()[:3], q_block * (columns + 1), columns, 1), grad.storage_offset())
+        return parts.flatten(2, 3)[:, :, : windows.blocks], None, None, None
