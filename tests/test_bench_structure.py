@@ -75,7 +75,7 @@ def test_flex_hides_keys():
 # Windows
 
 
-@pytest.mark.parametrize("name", ["tilewise-windows", "einsum-windows", "sdpa-windows"])
+@pytest.mark.parametrize("name", ["tilewise-windows-cpu", "einsum-windows", "sdpa-windows"])
 def test_windows_are_right(name):
     """All give the formula, which here is a dense matrix of the bias, -inf outside of the windows."""
     x = WINDOWS.inputs(CPU)
@@ -117,11 +117,11 @@ def test_windows_in_a_run(monkeypatch, tmp_path):
         step()
         return results.Timing(1e-3, 1e-3, 1e-3, 1)
 
-    options = run.Options("cpu", providers=("tilewise-windows", "einsum", "flex"))
+    options = run.Options("cpu", providers=("tilewise-windows-cpu", "einsum", "flex"))
     monkeypatch.setattr(windows, "einsum_compiled", windows.einsum)
     found = run.run(options, run.PlainProgress(), todo=[case])
     assert {row.provider: row.outcome for row in found.rows} == dict.fromkeys(
-        ("tilewise-windows", "einsum-windows", "einsum-compiled"), "measured"
+        ("tilewise-windows-cpu", "einsum-windows", "einsum-compiled"), "measured"
     )
     results.write(found, tmp_path / "found.json")
     assert results.read(tmp_path / "found.json") == found

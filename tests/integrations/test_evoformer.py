@@ -177,7 +177,7 @@ def test_autocast_comes_before_checks():
         assert o.dtype == torch.bfloat16
         windows = window_pair_attention(*(x.transpose(2, 3)[0] for x in (q, k.bfloat16(), k)), None, None, 2, 4)
         assert windows.dtype == torch.bfloat16
-        with pytest.raises(TypeError, match="^V: dtype must equal Q's torch.float32, got torch.float64"):
+        with pytest.raises(TypeError, match=r"^V: dtype must equal Q's"):
             DS4Sci_EvoformerAttention(q, k, k.double(), [])
 
 
@@ -492,7 +492,7 @@ def test_windows_without_a_bias_and_of_nothing(rows):
 def by_triton(name):
     """One small case of each, in bfloat16's place float32, which the interpreter multiplies exactly."""
     attention = tilewise.attention
-    evoformer.attention = lambda *args, **options: attention(*args, **options, backend="triton")
+    evoformer.attention = lambda *args, **options: attention(*args, **{**options, "backend": "triton"})
     try:
         if name != "triangle":
             evoformer._TILES = {"cpu": 16 if name == "bands" else 0}

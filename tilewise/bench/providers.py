@@ -89,19 +89,29 @@ def providers(device: torch.device) -> list[Provider]:
         ),
         *(_of_operator(*computer) for computer in operators.computers()),
         *_of_packed(device, elsewhere, flex),
-        *_of_windows(flex),
+        *_of_windows(device, flex),
     ]
 
 
-def _of_windows(flex: str | None) -> list[Provider]:
+def _of_windows(device: torch.device, flex: str | None) -> list[Provider]:
     """Those of attention in windows of keys."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+    def ours(backend: str) -> Provider:
+        return Provider(
+            f"tilewise-windows-{backend}",
+            None,
+            lambda case: backend_module(backend).declines(case.problem(device.type, capability)),
+            lambda case, x: _autograd(windows.tilewise_windows(case, x, backend), x),
+            "windows",
+        )
 
     def provider(name: str, unavailable: str | None, make: Any) -> Provider:
         prepare: Any = lambda case, x: _autograd(make(case, x), x)  # noqa: E731
         return Provider(name, unavailable, lambda case: None, prepare, "windows")
 
     return [
-        provider("tilewise-windows", None, windows.tilewise_windows),
+        *(ours(backend) for backend in AUTOMATIC),
         provider("einsum-windows", None, windows.einsum),
         provider("einsum-compiled", None, windows.einsum_compiled),
         provider("sdpa-windows", None, windows.sdpa),

@@ -18,6 +18,8 @@ from tilewise.backends import lse_dtype
 from tilewise.bench.operators import Inputs, wide_dtype
 from tilewise.explanation import Work
 from tilewise.integrations.evoformer import window_pair_attention
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
 
 PADDING = 40  # atoms at the end that a mask hides; less than a window has there, so that each query sees a key
 
@@ -75,6 +77,25 @@ class WindowCase:
         seen = (places >= 0) & (places < self.keys - PADDING)
         return places.clamp(0, self.keys - 1), seen
 
+    def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
+        """What a call of blocks as they are asks of a backend."""
+        dtype, batch = getattr(torch, self.dtype), self.batch * self.blocks
+        return Problem(
+            device=device,
+            capability=capability,
+            dtype=dtype,
+            batch=batch,
+            heads=self.heads,
+            kv_heads=self.heads,
+            queries=self.q_block,
+            keys=self.k_block,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            score=Score.of(Band(), self.head_dim),
+            bias=Operand(dtype, batch, self.heads, self.q_block, self.k_block),
+            bias_grad=self.backward,
+        )
+
     def exact(self, inputs: Inputs) -> dict[str, Tensor]:
         """By autograd in a wider dtype."""
         wide = {name: x.detach().to(wide_dtype(self.dtype)).requires_grad_() for name, x in inputs.named.items()}
@@ -109,10 +130,9 @@ def cases(device: str) -> Iterator[WindowCase]:
 # Who computes it
 
 
-def tilewise_windows(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
-    """By the backend that tilewise takes by itself."""
+def tilewise_windows(case: WindowCase, x: Inputs, backend: str) -> Callable[[], Tensor]:
     mask = case.mask(x.do.device)
-    return lambda: window_pair_attention(*x.leaves, mask, case.q_block, case.k_block)
+    return lambda: window_pair_attention(*x.leaves, mask, case.q_block, case.k_block, backend=backend)
 
 
 def einsum(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:

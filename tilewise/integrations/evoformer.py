@@ -195,6 +195,7 @@ def window_pair_attention(
     edges: Edges = "clip",
     *,
     scale: float | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Attention in which each block of queries sees a window of keys around it, as of AlphaFold 3's atoms.
 
@@ -214,6 +215,7 @@ def window_pair_attention(
         edges: "clip": what a window has outside the sequence is hidden. "shift": a window that would reach out of the
             sequence is moved inside, so that it has k_block keys where N is not below that.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
+        backend: as for `tilewise.attention`.
 
     Returns:
         (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
@@ -265,7 +267,7 @@ def window_pair_attention(
         seen = windows.visible(mask, q.device)
         if pair_bias is not None and N % q_block:  # what stands for queries that there are not may be NaN
             pair_bias = pair_bias.masked_fill(windows.absent(q.device), 0.0)
-    o = _attention_of_windows(q, *windows.of(k, v), windows, pair_bias, seen, scale)
+    o = _attention_of_windows(q, *windows.of(k, v), windows, pair_bias, seen, {"scale": scale, "backend": backend})
     return o if o.shape[2] == N else o[:, :, :N]
 
 
@@ -278,7 +280,7 @@ def _blocks_together(windows: Windows, device: torch.device) -> int:
 
 
 def _attention_of_windows(
-    q: Tensor, k: Tensor, v: Tensor, windows: Windows, bias: Tensor | None, seen: Tensor | None, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, windows: Windows, bias: Tensor | None, seen: Tensor | None, options: Any
 ) -> Tensor:
     """(B, H, rows, Dv) of q (B, H, length, D), windows of k and v, bias (B|1, H|1, blocks, q_block, k_block) and seen
     (B|1, blocks, k_block)."""
@@ -293,7 +295,7 @@ def _attention_of_windows(
         q, k, v = (x.transpose(0, 1) for x in (q, k.squeeze(0), v.squeeze(0)))
         bias = None if bias is None else bias.squeeze(0).transpose(0, 1)
         seen = None if seen is None else seen.squeeze(0)[:, None, None]
-        o = attention(q, k, v, bias=bias, mask=seen, scale=scale)
+        o = attention(q, k, v, bias=bias, mask=seen, **options)
         return o.transpose(0, 1).reshape(1, H, rows, Dv)
     if merges:
         # Heads and blocks are heads: one call for all batch elements, whether they share the bias or not.
@@ -302,11 +304,11 @@ def _attention_of_windows(
         bias = None if bias is None else bias.flatten(1, 2)
         if seen is not None:
             seen = seen[:, None].expand(-1, H, -1, -1).flatten(1, 2)[:, :, None]
-        return attention(q, k, v, bias=bias, mask=seen, scale=scale).view(B, H, rows, Dv)
+        return attention(q, k, v, bias=bias, mask=seen, **options).view(B, H, rows, Dv)
     q, k, v = (x.transpose(1, 2) for x in (q.unflatten(2, (blocks, windows.q_block)), k, v))
     assert bias is not None
     seen = None if seen is None else seen[:, :, None, None]
-    return attention(q, k, v, bias=bias.transpose(1, 2), mask=seen, scale=scale).transpose(1, 2).flatten(2, 3)
+    return attention(q, k, v, bias=bias.transpose(1, 2), mask=seen, **options).transpose(1, 2).flatten(2, 3)
 
 
 def _windows(length: int, q_block: Any, k_block: Any, edges: Any) -> Windows:
