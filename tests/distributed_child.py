@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triangle_child
 from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -508,6 +509,7 @@ def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
     found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()}
     found |= {f"error: {name}": (check_error, name) for name in ERRORS}
+    found |= triangle_child.CHECKS
     return found | {name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes")}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.bias.terms import Term
 from tilewise.call import Bias, Mask, Seed
 from tilewise.problem import Sizes
-from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
+from tilewise.tensors import broadcasts, check_tensor, is_causal_bias, is_dtensor
 from tilewise.tile_mask import tile_mask_of
 
 Size = tuple[int, ...]
@@ -205,7 +205,7 @@ class _Limits(NamedTuple):
         full = (*self.lead, H, M)
         if x.dim() == 1:
             return x
-        if x.dim() != len(full) or not _fits(x.shape, [(n,) for n in full]):
+        if x.dim() != len(full) or not broadcasts(x.shape, full):
             raise ValueError(
                 f"sink: expected one logit for each head, ({H}|1,), or for each query, {_words([(n,) for n in full])}, "
                 f"got shape {tuple(x.shape)}"
@@ -219,13 +219,9 @@ class _Limits(NamedTuple):
         _, H, Hkv, M, N = self.sizes
         full = [*((n,) for n in self.lead), (H,) if Hkv == H else (H, Hkv), (M,), (N,)]
         missing = len(full) - x.dim()
-        if missing < 0 or not _fits(x.shape, full[missing:]):
+        if missing < 0 or not broadcasts(x.shape, full[missing:]):
             raise ValueError(f"{name}: shape {tuple(x.shape)} does not broadcast to {_words(full)}")
         return x[(None,) * missing] if missing else x
-
-
-def _fits(shape: Sequence[int], full: Sequence[Size]) -> bool:
-    return all(n == 1 or n in sizes for n, sizes in zip(shape, full, strict=True))
 
 
 def _words(full: Sequence[Size]) -> str:

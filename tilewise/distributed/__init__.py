@@ -3,6 +3,8 @@
 context_parallel_attention   attention, of this rank's queries and all keys
 explain_context_parallel     which method it would take, and what each sends, holds and computes
 shard, unshard               a whole tensor's part of this rank, and back
+triangle_attention           of a pair representation whose rows are split
+transpose_shards             its transposed, by an all-to-all
 
 docs/distributed.md says which method is for what.
 """
@@ -11,5 +13,13 @@ from __future__ import annotations
 
 from tilewise.distributed.api import context_parallel_attention, explain_context_parallel
 from tilewise.distributed.placement import shard, unshard
+from tilewise.distributed.triangle import transpose_shards, triangle_attention
 
-__all__ = ["context_parallel_attention", "explain_context_parallel", "shard", "unshard"]
+__all__ = [
+    "context_parallel_attention",
+    "explain_context_parallel",
+    "shard",
+    "transpose_shards",
+    "triangle_attention",
+    "unshard",
+]

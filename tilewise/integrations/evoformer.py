@@ -18,7 +18,7 @@ from tilewise import attention
 from tilewise.autocast import autocast
 from tilewise.integrations.windows import Edges, Windows, banded
 from tilewise.problem import DTYPES, check_flag
-from tilewise.tensors import check_tensor
+from tilewise.tensors import broadcasts, check_tensor
 
 _TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels
 
@@ -162,7 +162,7 @@ def attention_pair_bias(
         raise ValueError(f"pair_bias: expected {words} dimensions, got shape {tuple(pair_bias.shape)}")
     lead = (*q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-2])
     bias = pair_bias if pair_bias.dim() == n else pair_bias[:, None]
-    if not _broadcasts(bias, lead):
+    if not broadcasts(bias.shape, lead):
         raise ValueError(f"pair_bias: shape {tuple(pair_bias.shape)} does not broadcast to {lead}")
     if mask is not None:
         mask = _mask_of_keys(mask, lead)
@@ -179,7 +179,7 @@ def _mask_of_keys(mask: Tensor, full: tuple[int, ...]) -> Tensor:
         samples = x[:, None] if x.dim() == 2 else x
         x = samples[:, :, None, None] if n == 5 else samples[:, :, None]
         full = full if n == 5 else (full[0], 1, *full[2:])
-    if x.dim() != n or not _broadcasts(x, full):
+    if x.dim() != n or not broadcasts(x.shape, full):
         raise ValueError(f"mask: shape {tuple(mask.shape)} is no mask of the keys of scores {full}")
     return x
 
@@ -340,13 +340,9 @@ def _check_device(name: str, x: Tensor, first: str, q: Tensor) -> None:
         raise ValueError(f"{name}: must be on {first}'s device {q.device}, got {x.device}")
 
 
-def _broadcasts(x: Tensor, full: tuple[int, ...]) -> bool:
-    return all(n in (1, size) for n, size in zip(x.shape, full, strict=True))
-
-
 def _check_windows(name: str, x: Tensor, shared: tuple[int, ...], full: tuple[int, ...]) -> None:
     """(...|1, full): what may be 1, and what may not."""
     n = len(shared)
-    if x.dim() != n + len(full) or tuple(x.shape[n:]) != full or not _broadcasts(x, (*shared, *full)):
+    if x.dim() != n + len(full) or tuple(x.shape[n:]) != full or not broadcasts(x.shape, (*shared, *full)):
         words = ", ".join([*(f"{size}|1" for size in shared), *map(str, full)])
         raise ValueError(f"{name}: expected shape ({words}), got {tuple(x.shape)}")

@@ -1,0 +1,171 @@
+"""Triangle attention of a pair representation whose rows are split over ranks, dynamic axial parallelism.
+
+A rank has the rows z (B, N / R, N, C). Of the starting node each row is a batch element, so that q, k, v and o stay
+where they are, and only the bias of all pairs is gathered, in C / H times fewer numbers than z has. The ending node is
+the starting one of the transposed z, which an all-to-all makes.
+
+Source: FastFold (arXiv 2203.00854), section on dynamic axial parallelism; of the computation
+`tilewise.integrations.evoformer.triangle_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.api import attention
+from tilewise.distributed.agreement import agree, agreed
+from tilewise.distributed.autograd import gather, to_heads
+from tilewise.distributed.layout import Ranks
+from tilewise.problem import DTYPES, check_flag, check_qkv
+from tilewise.tensors import broadcasts, check_tensor, is_dtensor
+
+FUNCTION = "triangle_attention"
+
+
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+    *,
+    mesh: DeviceMesh,
+    validate: bool = False,
+) -> Any:
+    """`tilewise.integrations.evoformer.triangle_attention` of this rank's rows of a pair representation.
+
+    A collective: every rank of the mesh makes the call, and the backward, in the same order. Gradients are those of the
+    sum of all ranks' losses.
+
+    Args:
+        q, k, v: of this rank's rows, (B, N / ranks, H, Q, D), (B, N / ranks, H, K, D) and (B, N / ranks, H, K, Dv), or
+            without B where it is 1; of one shape on every rank.
+        bias: what this rank's rows give of it: rows of queries, (B|1, 1, H|1, Q / ranks, K), or without B. All ranks'
+            are gathered once; the gradient is summed over ranks in float32 and comes home in one reduce-scatter.
+        mask: (B|1, N / ranks|1, 1, 1, K), of this rank's rows; as for the door.
+        scale, return_aux: as for the door.
+        mesh: a DeviceMesh of one axis, whose ranks have the rows in order.
+        validate: compare the ranks' arguments before every call; else once for each kind of call. What is wrong on one
+            rank is raised on all; without it ranks that differ wait for each other until the group's timeout.
+
+    Returns:
+        (B, N / ranks, H, Q, Dv), of this rank's rows; with ``return_aux`` what the door returns.
+
+    The whole bias, (B, 1, H, Q, K), is held by each rank, and in its backward the gradient of that. With B above 1 this
+    is B local calls. Under `torch.compile` it is a graph break.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+        NotImplementedError: for DTensors.
+    """
+    return _run((q, k, v), bias, mask, scale, return_aux, Ranks.of(mesh, None), validate)
+
+
+def transpose_shards(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of the transposed: of (B, rows / ranks, columns, ...) (B, columns / ranks, rows, ...).
+
+    A collective: one all-to-all, of which each rank keeps its own part, and another in the backward. Differentiable,
+    and its own inverse. Also of a mask, (B, rows / ranks, columns) bool. The result is contiguous.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what is allowed.
+        NotImplementedError: for DTensors.
+    """
+    ranks = Ranks.of(mesh, None)
+    _check_local("tensor", tensor, "transpose_shards", ranks)
+    if tensor.dim() < 3:
+        raise ValueError(f"tensor: expected (B, rows, columns, ...), got shape {tuple(tensor.shape)}")
+    if tensor.shape[2] % ranks.size:
+        raise ValueError(
+            f"tensor: the {tensor.shape[2]} columns must be a multiple of the {ranks.size} ranks, got shape "
+            f"{tuple(tensor.shape)}"
+        )
+    return _transposed(tensor, ranks)
+
+
+@torch.compiler.disable  # a graph break, as for context_parallel_attention
+def _transposed(x: Tensor, ranks: Ranks) -> Tensor:
+    return to_heads(x, ranks, 2, 1).transpose(1, 2).contiguous()
+
+
+@torch.compiler.disable
+def _run(
+    qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor, mask: Tensor | None, scale: float | None, return_aux: bool,
+    ranks: Ranks, validate: bool,
+) -> Any:  # fmt: skip
+    failure: Exception | None = None
+    description = None
+    known = False
+    try:
+        check_flag("validate", validate)
+        check_flag("return_aux", return_aux)
+        _check(*qkv, bias, mask, ranks)
+        description = _description(qkv, bias, mask, scale, return_aux)
+        known = agreed(ranks, description) is not None
+    except (ValueError, TypeError, NotImplementedError) as error:
+        failure = error
+    if not known or validate:
+        agree(ranks, description, FUNCTION, failure)
+    whole = gather(bias, ranks, bias.dim() - 2)
+    seen = mask if mask is None or mask.dtype == torch.bool else mask != 0
+    found = attention(*qkv, bias=whole, mask=seen, scale=scale, return_lse=return_aux)
+    return (*found, None) if return_aux else found
+
+
+def _description(
+    qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor | None, scale: float | None, return_aux: bool
+) -> tuple[tuple[str, Hashable], ...]:
+    """What has to be alike on all ranks."""
+    named = {**dict(zip("qkv", qkv, strict=True)), "bias": bias}
+    layouts = [(name, (tuple(x.shape), x.dtype, x.requires_grad)) for name, x in named.items()]
+    return (
+        ("function", FUNCTION), *layouts, ("mask", mask is None), ("scale", scale), ("return_aux", return_aux),
+        ("torch.is_grad_enabled()", torch.is_grad_enabled()),
+    )  # fmt: skip
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, ranks: Ranks) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), *([] if mask is None else [("mask", mask)])):
+        _check_local(name, x, FUNCTION, ranks)
+    n = q.dim()
+    if n not in (4, 5):
+        raise ValueError(
+            f"q: expected (B, N / ranks, heads, queries, head_dim), or without B, got shape {tuple(q.shape)}"
+        )
+    lead = tuple(q.shape[:-3])
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != n or tuple(x.shape[:-3]) != lead:
+            raise ValueError(f"{name}: leading dimensions must equal q's {lead}, got shape {tuple(x.shape)}")
+    if 0 in lead:
+        raise ValueError(f"q: a rank must have a row, got shape {tuple(q.shape)}")
+    check_qkv(*(x if n == 4 else x[0] for x in (q, k, v)))
+    H, Q, K = *q.shape[-3:-1], k.shape[-2]
+    if Q % ranks.size:
+        raise ValueError(f"q: the {Q} queries must be a multiple of the {ranks.size} ranks, got shape {tuple(q.shape)}")
+    if bias.dtype not in DTYPES:
+        raise TypeError(f"bias: dtype must be float16, bfloat16, float32 or float64, got {bias.dtype}")
+    mine = (*lead[:-1], 1, H, Q // ranks.size, K)
+    fits = bias.dim() == n and broadcasts(bias.shape[:-2], mine[:-2]) and tuple(bias.shape[-2:]) == mine[-2:]
+    if not fits:
+        raise ValueError(
+            f"bias: expected this rank's rows of queries, ({', '.join(f'{x}|1' for x in mine[:-2])}, {mine[-2]}, "
+            f"{mine[-1]}), got shape {tuple(bias.shape)}"
+        )
+    full = (*lead, H, Q, K)
+    if mask is not None and (mask.dim() != n or not broadcasts(mask.shape, full)):
+        raise ValueError(f"mask: shape {tuple(mask.shape)} does not broadcast to {full}, of this rank's rows")
+
+
+def _check_local(name: str, x: Any, function: str, ranks: Ranks) -> None:
+    if is_dtensor(x):
+        raise NotImplementedError(f"{name}: {function} takes no DTensor; pass this rank's shard, x.to_local()")
+    check_tensor(name, x)
+    if x.device.type != ranks.device:
+        raise ValueError(f"{name}: must be on the mesh's device {ranks.device}, got {x.device}")
