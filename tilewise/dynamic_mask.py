@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.tensors import check_tensor
-from tilewise.tile_mask import Block, TileMask
+from tilewise.tile_mask import Block, Kept, TileMask
 
 
 def dynamic_mask(
@@ -54,18 +54,22 @@ def dynamic_mask(
         raise ValueError(f"queries: must be the scores' {rows}, got {queries}")
     count = (keys if rows == 1 else rows) if queries is None else queries
     scores = scores.detach()
+    kept = Kept(keep, causal, by_query=rows > 1)
     if rows > 1 or count == 1:
-        return _of_each_query(scores, keep, causal, block)
+        found = _of_each_query(scores, keep, causal, block)
+        return TileMask(found.queries, keys, found.tensors, kept)
     order = scores[:, :, 0].sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(keys, device=order.device).expand_as(order))
     if not causal:
         begins = torch.zeros_like(rank)
-        return TileMask.from_intervals(begins, torch.where(rank < keep, count, 0), count, block=block)
+        found = TileMask.from_intervals(begins, torch.where(rank < keep, count, 0), count, block=block)
+        return TileMask(count, keys, found.tensors, kept)
     # Key j goes when the keep-th of those that are better has come: the keep-th smallest index before it in the order.
     gone = _running_smallest(order, keep).gather(-1, rank)
     first = torch.arange(keys, device=order.device) - (keys - count)
     ends = torch.where(gone < keys, gone - (keys - count), count)
-    return TileMask.from_intervals(first.expand_as(ends).contiguous(), ends, count, block=block)
+    found = TileMask.from_intervals(first.expand_as(ends).contiguous(), ends, count, block=block)
+    return TileMask(count, keys, found.tensors, kept)
 
 
 def _of_each_query(scores: Tensor, keep: int, causal: bool, block: Block) -> TileMask:
