@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.backends import has_triton
+from tilewise.ops.runtime.eager import is_eager
 from tilewise.tensors import check_tensor
 from tilewise.tile_mask import Block, Kept, TileMask
 
@@ -65,7 +67,7 @@ def dynamic_mask(
         found = TileMask.from_intervals(begins, torch.where(rank < keep, count, 0), count, block=block)
         return TileMask(count, keys, found.tensors, kept)
     # Key j goes when the keep-th of those that are better has come: the keep-th smallest index before it in the order.
-    gone = _running_smallest(order, keep).gather(-1, rank)
+    gone = running_smallest(order, keep).gather(-1, rank)
     first = torch.arange(keys, device=order.device) - (keys - count)
     ends = torch.where(gone < keys, gone - (keys - count), count)
     found = TileMask.from_intervals(first.expand_as(ends).contiguous(), ends, count, block=block)
@@ -90,13 +92,17 @@ def _of_each_query(scores: Tensor, keep: int, causal: bool, block: Block) -> Til
     return TileMask.from_rows(kept, rows, keys, block=block, device=scores.device)
 
 
-def _running_smallest(order: Tensor, w: int) -> Tensor:
+def running_smallest(order: Tensor, w: int) -> Tensor:
     """Of a permutation (..., N), at each place the w-th smallest of the numbers before it; N where there are fewer.
 
     A wavelet matrix (Claude, Navarro, Ordóñez 2015): level by level, from the highest bit, numbers with 0 come before
     those with 1, each in the order in which they came. Of those before a place it is then known how many have 0, and
     whether the w-th smallest is among these. N log N steps, all places at once.
     """
+    if order.is_cuda and is_eager((order,)) and has_triton():
+        from tilewise.backends import kept_keys
+
+        return kept_keys.running_smallest(order, w)
     n = order.shape[-1]
     place = torch.arange(n, device=order.device).expand_as(order)
     begin, end = torch.zeros_like(place), place

@@ -1,6 +1,6 @@
 """A call with a dynamic mask as one on the keys that are kept, gathered: of all queries, or of chunks of them.
 
-Scores that lie anyhow leave some kept key in nearly every tile, and skipping tiles saves nothing. Where all queries keep
+Scores that lie anyhow leave a kept key in nearly every tile, and skipping tiles saves nothing. Where all queries keep
 the same keys, these are gathered once, and the call is a dense one. With ``causal`` those that the queries of a chunk
 keep are gathered for each chunk; chunks lie along the batch, and a TileMask in the places of gathered keys says which
 query sees which. Keys stay in their order, so that intervals of queries stay intervals.
@@ -11,7 +11,7 @@ How many keys a chunk keeps is never read: of C queries the first sees w at most
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import Call
+from tilewise.gather.autograd import gather_rows
 from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band
 from tilewise.score.tiles import visible_pairs
@@ -26,12 +27,12 @@ from tilewise.tile_mask import Kept, TileMask
 
 # FLOPs of a forward that a gather must save at least, of which its own launches take the time.
 WORTH = {"cpu": 1e8, "cuda": 1e11}
-LEAST_CHUNK = 128  # queries
+CHUNK = 128  # queries, and gathered keys, come in multiples of it: tiles of kernels
 
 
 class Gather(NamedTuple):
-    """How keys are gathered: ``cols`` of them, or fewer, for each of ``chunks`` chunks of ``rows`` queries, of which the
-    last may reach past the end. masked: not every query sees all of these."""
+    """How keys are gathered: ``cols`` of them, or fewer, for each of ``chunks`` chunks of ``rows`` queries, of which
+    the last may reach past the end. masked: not every query sees all of these."""
 
     chunks: int
     rows: int
@@ -46,7 +47,7 @@ class Gather(NamedTuple):
             wide = torch.float64 if bias.dtype == torch.float64 else torch.float32
             assert of.mask is not None
             heads = bias.heads if of.mask.heads == 1 else max(bias.heads, of.mask.heads)
-            bias = Operand(wide, of.batch if one and bias.batch == of.mask.batch == 1 else batch, heads, 1, self.cols)
+            bias = Operand(wide, 1 if one and bias.batch == of.mask.batch == 1 else batch, heads, 1, self.cols)
         if sink is not None and not one and sink.batch * sink.rows > 1:
             sink = replace(sink, batch=batch, rows=self.rows if sink.rows > 1 else 1)
         if self.masked and of.mask is not None:
@@ -78,10 +79,10 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     if p.bias is not None and p.bias.axes != "cols":
         return "the bias is not one of keys alone"
     keep = min(kept.keep, N)
-    rows = min(-(-max(keep, LEAST_CHUNK) // LEAST_CHUNK) * LEAST_CHUNK, M) if kept.causal else M
+    rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
     chunks = -(-M // rows)
     rows = -(-M // chunks)
-    cols = min(N, keep + rows - 1) if kept.causal else keep
+    cols = min(N, -(-(keep + rows - 1) // CHUNK) * CHUNK) if kept.causal else keep
     band = p.score.band.both(Band.aligned(kept.causal, None, N - M))
     dense = visible_pairs(M, N, band)
     if 2 * M * keep > dense:
@@ -146,7 +147,7 @@ def _in_band(begins: Tensor, ends: Tensor, band: Band) -> tuple[Tensor, Tensor]:
 
 
 def _kept_keys(begins: Tensor, ends: Tensor, gather: Gather) -> Tensor:
-    """The keys that some query of a chunk keeps, ascending, (B|1, H|1, chunks, cols) int64; after the last of them N."""
+    """The keys that some query of a chunk keeps, ascending, (B|1, H|1, chunks, cols) int64; after the last one N."""
     chunks, rows, cols, _ = gather
     first = torch.arange(chunks, device=begins.device, dtype=begins.dtype)[:, None] * rows
     meets = (begins < first + rows) & (ends > first) & (ends > begins)
@@ -180,63 +181,3 @@ def _sink_of_chunks(sink: Tensor, batch: int, queries: int, gather: Gather) -> T
     rows = gather.rows if sink.shape[2] > 1 else 1
     wide = wide.expand(batch, -1, queries if sink.shape[2] > 1 else gather.chunks)[..., None]
     return _split(wide, gather._replace(rows=rows))[..., 0]
-
-
-def gather_rows(x: Tensor, keys: Tensor, chunks: int) -> Tensor:
-    """(B · chunks, H, cols, D) of x (B, H, N, D): of each chunk the rows that ``keys`` (B|1, H'|1, chunks, cols) names,
-    and for N some row. Heads of one kind serve several of the other, as in grouped attention.
-
-    Its gradient is summed in float32, chunk after chunk: equal inputs give equal bits.
-    """
-    found: Tensor = _GatherRows.apply(x, keys, chunks)
-    return found
-
-
-class _GatherRows(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, keys: Tensor, chunks: int) -> Tensor:
-        whole, keys = _broadcast(x, keys)
-        B, H, N, D = whole.shape
-        b, h = (torch.arange(n, device=x.device) for n in (B, H))
-        at = keys.clamp(max=N - 1).transpose(1, 2)  # (B, chunks, H, cols)
-        by_heads = whole.transpose(1, 2)
-        if by_heads.is_contiguous():
-            rows, place = by_heads.view(-1, D), (b[:, None, None, None] * N + at) * H + h[:, None]
-        else:
-            rows, place = whole.reshape(-1, D), (b[:, None, None] * H + h)[..., None] * N + at
-        return rows[place].flatten(0, 1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        x, keys, ctx.chunks = inputs
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.save_for_backward(keys)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (keys,) = ctx.saved_tensors
-        chunks, (_, H, cols, D), N = ctx.chunks, grad.shape, ctx.shape[2]
-        B = grad.shape[0] // chunks
-        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
-        keys = _spread(keys, H).expand(B, H, chunks, cols)
-        first = torch.arange(B * H, device=keys.device).view(B, H, 1, 1) * N
-        place = torch.where(keys < N, first + keys, B * H * N).transpose(1, 2)
-        total = grad.new_zeros(B * H * N + 1, D, dtype=wide)  # a row more, for what is past the last key
-        grad = grad.unflatten(0, (B, chunks))
-        for c in range(chunks):  # of each head a key comes once
-            total.index_add_(0, place[:, c].flatten(), grad[:, c].flatten(0, 2).to(wide))
-        return total[:-1].view(B, H, N, D).sum_to_size(ctx.shape).to(ctx.dtype), None, None
-
-
-def _broadcast(x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Of as many batch elements and heads."""
-    B, H = max(x.shape[0], keys.shape[0]), max(x.shape[1], keys.shape[1])
-    return _spread(x, H).expand(B, H, -1, -1), _spread(keys, H).expand(B, H, -1, -1)
-
-
-def _spread(x: Tensor, heads: int) -> Tensor:
-    """Each head for as many of the ``heads``."""
-    own = x.shape[1]
-    return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)
