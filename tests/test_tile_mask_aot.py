@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from aot_child import compile_case, compile_hopper_case
+from aot_child import compile_case, compile_hopper_case, compile_kept_keys
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -44,3 +44,12 @@ def test_compiled_hopper_kernels(compilers, triton, tiles):
             assert kernel.shared <= kernel.shared_limit
             assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
             assert not hazards
+
+
+def test_compiled_kernels_of_dynamic_masks(compilers):
+    """Each level of 4,096 keys, of which Triton makes few kernels; none spills."""
+    kernels = compilers.compile(compile_kept_keys, "installed", 90, (1, 16, 4096, 128), 4)
+    assert [kernel.name for kernel in kernels] == ["smallest_level_kernel"] * 12 + ["sum_rows_kernel"]
+    for kernel in kernels:
+        print(kernel)
+        assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
