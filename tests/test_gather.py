@@ -142,6 +142,23 @@ def _rows(
     return (x.transpose(1, 2) if by_heads else x), keys, generator
 
 
+def test_nearly_all_tiles_are_full_or_hidden(monkeypatch):
+    """Of a causal mask with random scores, in the places of gathered keys: little more is visited than is seen."""
+    made, make = [], TileMask.from_intervals
+    monkeypatch.setattr(
+        gather.TileMask, "from_intervals", lambda *args, **named: made.append(make(*args, **named)) or made[-1]
+    )
+    found = dynamic_mask(torch.randn(1, 2, 1, 8192), keep=512, causal=True)
+    monkeypatch.setattr(gather, "attention_op", lambda inputs, *args, **named: (inputs.q, None))
+    attention(*torch.zeros(3, 1, 2, 8192, 8).unbind(), mask=found)
+    tiles = made[-1].tensors.tiles
+    assert made[-1].validate().shape == (16, 2, 4, 8)
+    assert made[-1].dense().sum() == found.dense().sum()
+    visited, partial = (tiles > 0).sum(), (tiles > 1).sum()
+    assert visited * 128 * 128 < 1.3 * found.dense().sum()
+    assert partial < 0.5 * visited
+
+
 def test_equal_bits():
     case = replace(USUAL, dtype=torch.bfloat16, bias="11mn"[:2] + "1n", deterministic=True)
     inputs, found = masked(case, 30, (1, 2), True)

@@ -3,7 +3,8 @@
 Scores that lie anyhow leave a kept key in nearly every tile, and skipping tiles saves nothing. Where all queries keep
 the same keys, these are gathered once, and the call is a dense one. With ``causal`` those that the queries of a chunk
 keep are gathered for each chunk; chunks lie along the batch, and a TileMask in the places of gathered keys says which
-query sees which. Keys stay in their order, so that intervals of queries stay intervals.
+query sees which: intervals of queries again. Keys are put in such an order that nearly all of its tiles are full or
+hidden.
 
 How many keys a chunk keeps is never read: of C queries the first sees w at most, and each of the others one more.
 """
@@ -114,10 +115,7 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
     keys = _kept_keys(begins, ends, gather)
     found = None
     if masked:
-        first = torch.arange(chunks, device=q.device)[:, None] * rows
-        at = keys.clamp(max=k.shape[2] - 1)
-        seen_from, seen_to = (x.expand(-1, -1, chunks, -1).gather(-1, at) - first for x in (begins, ends))
-        seen_to = torch.where(keys < k.shape[2], seen_to, 0)
+        keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
         batch = 1 if chunks == 1 and keys.shape[0] == 1 else B
         intervals = [x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to)]
         found = TileMask.from_intervals(*intervals, rows).tensors
@@ -157,6 +155,25 @@ def _kept_keys(begins: Tensor, ends: Tensor, gather: Gather) -> Tensor:
     return torch.searchsorted(counts, number.expand(*counts.shape[:3], cols).contiguous())
 
 
+def _in_order(keys: Tensor, begins: Tensor, ends: Tensor, gather: Gather) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys of each chunk, so ordered that tiles are full or hidden, and the chunk's queries that see each: from,
+    to, (B|1, H|1, chunks, cols).
+
+    First come those that all queries see, then those that go, the last to go first, then those that come, as they do.
+    """
+    chunks, rows, _, _ = gather
+    first = torch.arange(chunks, device=keys.device, dtype=begins.dtype)[:, None] * rows
+    at = keys.clamp(max=begins.shape[3] - 1)
+    seen_from, seen_to = (
+        (x.expand(-1, -1, chunks, -1).gather(-1, at) - first).clamp(0, rows) for x in (begins, ends)
+    )  # fmt: skip
+    seen_to = torch.where(keys < begins.shape[3], seen_to, 0)
+    rank = torch.where(seen_from == 0, rows - seen_to, rows + seen_from)
+    rank = torch.where(seen_to > seen_from, rank, 2 * rows + 1)
+    order = rank.sort(dim=-1, stable=True).indices
+    return keys.gather(-1, order), seen_from.gather(-1, order), seen_to.gather(-1, order)
+
+
 def _split(x: Tensor, gather: Gather) -> Tensor:
     """(B, H, M, D) as (B · chunks, H, rows, D): a view where M is a multiple of rows and sequences lie end to end."""
     if gather.chunks == 1:
@@ -170,7 +187,8 @@ def _joined(x: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
     """(B · chunks, H, rows, ...) as (B, H, M, ...)."""
     if gather.chunks == 1:
         return x
-    return x.unflatten(0, (batch, gather.chunks)).transpose(1, 2).flatten(2, 3)[:, :, :queries]
+    x = x.unflatten(0, (batch, gather.chunks)).transpose(1, 2).flatten(2, 3)
+    return x[:, :, :queries] if x.shape[2] > queries else x
 
 
 def _sink_of_chunks(sink: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
