@@ -26,8 +26,8 @@ from tilewise.score.terms import Band
 from tilewise.score.tiles import visible_pairs
 from tilewise.tile_mask import Kept, TileMask
 
-# FLOPs of a forward that a gather must save at least, of which its own launches take the time.
-WORTH = {"cpu": 1e8, "cuda": 1e11}
+# FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
+WORTH = {"cpu": 1e7, "cuda": 1e11}
 CHUNK = 128  # queries, and gathered keys, come in multiples of it: tiles of kernels
 
 
