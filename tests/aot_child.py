@@ -250,6 +250,22 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 
+def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Kernel]:
+    """The kernels of a dynamic mask that is causal, and of the gradients of its gathered keys (B, H, N, D)."""
+    from tilewise.backends.kept_keys import running_smallest, sum_rows
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    B, H, N, D = shape
+    _launched.clear()
+    running_smallest(meta(B, H, N), N // 4)
+    sum_rows(
+        meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16), meta(1, H, chunks, N // 2), shape, torch.bfloat16, True
+    )
+    return [_report(launched, 227 * 1024) for launched in _launched]
+
+
 class Code(NamedTuple):
     """A compiled kernel, with what its machine code says of wgmma."""
 

@@ -33,6 +33,43 @@ def test_tiles_are_the_function(name, size, causal):
     assert sparse.pairs(name, size, size, causal) == (seen & (j <= i) if causal else seen).sum()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_kept_is_the_definition(causal):
+    """Of each head its own, one row by sorting, and the same by the mask."""
+    own = sparse.scores(2, 300)
+    distance = torch.arange(300) - torch.arange(300)[:, None]
+    seen = sparse.kept("kept 40", own[0], distance, causal)
+    assert torch.equal(sparse.new_mask("kept 40", own, 300, causal).dense()[0], seen)
+    assert sparse.pairs("kept 40", 300, 300, causal) == seen[0].sum() == seen[1].sum()
+    best = own[0, 1, 0, : 201 if causal else 300].sort(descending=True).indices[:40]
+    assert seen[1, 200].nonzero().flatten().tolist() == sorted(best.tolist())
+    assert not torch.equal(seen[0], seen[1])
+    assert sparse.keep("documents") is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"mask": "kept 40"}, {"mask": "kept 40", "causal": True}, {"mask": None, "causal": True, "window": 40}],
+    ids=str,
+)
+def test_what_a_model_masks_is_right(more):
+    """A mask that is made in the call, and a window."""
+    case = replace(SMALL, **more)
+    x = case.inputs(CPU)
+    right = reference.exact(case, x)
+    ours = next(p for p in providers.providers(CPU) if p.name == "tilewise-cpu")
+    steps = ours.prepare(case, x)
+    assert steps.renew is None
+    o = steps.forward()
+    found = dict(zip(right, (o, *steps.backward(o)), strict=True))
+    assert not reference.wrong(reference.errors(found, right), case)
+    for other in (
+        replace(case, mask=None, window=None),
+        replace(case, window=41) if case.window else replace(case, mask="kept 41"),
+    ):
+        assert reference.wrong(reference.errors(found, reference.exact(other, x)), case)
+
+
 @pytest.mark.parametrize("name", sparse.NAMES)
 def test_tilewise_is_right(name):
     case = replace(SMALL, mask=name, causal=name == "documents", bias=(1, 1, 300, 300))
@@ -55,6 +92,15 @@ def test_who_takes_no_tiles_says_so():
     assert {said[name] for name in ("sdpa-flash", "sdpa-cudnn", "sdpa-math", "fa4", "cudnn-graph")} == {
         "takes no list of visible tiles"
     }
+
+
+def test_who_takes_windows_and_dynamic_masks():
+    said = [{p.name: p.declines(replace(SMALL, dtype="bfloat16", causal=True, **more)) for p in providers.providers(CPU)
+             if p.operator == "attention"} for more in ({"mask": None, "window": 40}, {"mask": "kept 40"})]  # fmt: skip
+    assert said[0]["flex"] is said[0]["fa4"] is None
+    assert said[0]["sdpa-flash"] == said[0]["cudnn-graph"] == "takes no window"
+    assert said[1]["flex"] == "has no mask of the best keys"
+    assert said[1]["fa4"] == "takes no list of visible tiles"
 
 
 def test_work_is_that_of_visible_pairs():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
+import kept_keys_child
 import pytest
 import torch
 from torch import Tensor
 
 from tilewise import attention, dynamic_mask
+from tilewise.dynamic_mask import running_smallest
 
 
 def sorted_by_hand(scores: Tensor, keep: int, causal: bool, M: int) -> Tensor:
@@ -49,6 +52,15 @@ def test_one_row_keeps_intervals():
     assert sum(x.nbytes for x in found.tensors if x is not None) < 2 << 20
     seen = found.tensors.rows_visible(slice(30000, 30001), 32768)
     assert (seen.sum(-1) == 2048).all()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("n", [1, 2, 3, 31, 64, 1500])
+def test_the_kernel_of_the_running_smallest_is_its_twin(interpreter, n):
+    order = torch.rand(3, 2, n).argsort(-1)
+    for w in {1, 2, n // 3 + 1, n, n + 5}:
+        found = interpreter(kept_keys_child.smallest, order, w)
+        assert torch.equal(found, running_smallest(order, w).int())
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -26,7 +26,17 @@ READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what
 # What backends and operators import, and is none itself.
 SHARED = {
     f"tilewise.backends.{name}"
-    for name in ("dropout", "kept_lists", "launcher", "products", "score", "sequences", "sinks", "tile_mask")
+    for name in (
+        "dropout",
+        "kept_keys",
+        "kept_lists",
+        "launcher",
+        "products",
+        "score",
+        "sequences",
+        "sinks",
+        "tile_mask",
+    )
 }
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
@@ -37,7 +47,13 @@ ROOMS = {
     "tilewise.score": set(),
     "tilewise.layouts": set(),
     "tilewise.quantities": set(),
-    "tilewise.dynamic_mask": {"tilewise.tensors", "tilewise.tile_mask"},
+    "tilewise.dynamic_mask": {
+        "tilewise.backends",
+        "tilewise.backends.kept_keys",
+        "tilewise.ops.runtime",
+        "tilewise.tensors",
+        "tilewise.tile_mask",
+    },
     "tilewise.tile_mask": {"tilewise.score", "tilewise.tensors"},
     "tilewise.problem": {"tilewise.memory", "tilewise.score"},
     "tilewise.bias": {"tilewise.problem", "tilewise.score", "tilewise.tensors"},
@@ -46,6 +62,7 @@ ROOMS = {
     "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.cpu": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.dropout": set(),
+    "tilewise.backends.kept_keys": {"tilewise.backends", "tilewise.backends.launcher"},
     "tilewise.backends.kept_lists": {"tilewise.backends.tile_mask", "tilewise.problem", "tilewise.score"},
     "tilewise.backends.launcher": set(),
     "tilewise.backends.products": set(),
@@ -101,6 +118,16 @@ ROOMS = {
         "tilewise.tensors",
         "tilewise.tile_mask",
     },
+    "tilewise.gather": {
+        "tilewise.autograd",
+        "tilewise.backends",
+        "tilewise.backends.kept_keys",
+        "tilewise.call",
+        "tilewise.ops.runtime",
+        "tilewise.problem",
+        "tilewise.score",
+        "tilewise.tile_mask",
+    },
     "tilewise.jagged": {"tilewise.problem", "tilewise.score", "tilewise.tensors", "tilewise.varlen"},
     "tilewise.distributed": {  # above call, beside api
         "tilewise.autograd",
@@ -119,10 +146,12 @@ ROOMS = {
         "tilewise.autograd",
         "tilewise.backends",
         "tilewise.call",
+        "tilewise.gather",
         "tilewise.jagged",
         "tilewise.leading",
         "tilewise.ops.runtime",
         "tilewise.problem",
+        "tilewise.tile_mask",
         *READING,
     },
 }

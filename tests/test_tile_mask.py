@@ -12,11 +12,12 @@ from tile_mask_helpers import PATTERNS, check, check_wrong, gradients_of, patter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import tilewise
-from tilewise import TileMask, attention
+from tilewise import TileMask, api, attention
 from tilewise.backends.cpu import tiled
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 from tilewise.score.tile_tensors import FULL, PARTIAL, TileTensors
+from tilewise.tile_mask import Kept
 
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=239, D=16)
 FEW = replace(USUAL, M=127, N=239)
@@ -342,3 +343,27 @@ def test_explain():
     on_hopper = tilewise.explain(*(y.to("meta") for y in x[:3]), mask=found.to("meta"), device="sm_90")
     assert on_hopper.plan.backend == "hopper"
     assert on_hopper.tile_mask is None
+
+
+def test_a_usual_call_has_its_own_mask(monkeypatch):
+    """One with a mask of the same layout is not read again; another size, other bits and a dynamic mask are."""
+    read, reads = api.read_call, []
+    monkeypatch.setattr(api, "read_call", lambda *args, **named: reads.append(1) or read(*args, **named))
+    q, k, v = (torch.randn(1, 2, 200, 8, requires_grad=True) for _ in range(3))
+    ids = torch.arange(200)
+    masks = [TileMask.documents(ids // n) for n in (50, 70, 90)]
+    for mask in masks:
+        o = attention(q, k, v, mask=mask)
+        expected = attention(q, k, v, mask=mask.dense())
+        torch.testing.assert_close(o, expected)
+        for one, other in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (o, expected)), strict=True):
+            torch.testing.assert_close(one, other)
+    reads.clear()
+    for mask in masks:
+        attention(q, k, v, mask=mask)
+    assert not reads
+    attention(q, k, v, mask=TileMask.from_tiles(torch.ones(1, 1, 2, 2, dtype=torch.bool), 200, 200))
+    attention(q, k, v, mask=TileMask(200, 200, masks[0].tensors, Kept(200, False, by_query=False)))
+    assert len(reads) == 2
+    with pytest.raises(ValueError, match=r"^mask: the TileMask is for 199 queries and 200 keys"):
+        attention(q, k, v, mask=TileMask(199, 200, masks[0].tensors))

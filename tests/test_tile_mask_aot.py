@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
-from aot_child import compile_case, compile_hopper_case
+from aot_child import compile_case, compile_hopper_case, compile_kept_keys
 from helpers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -44,3 +45,27 @@ def test_compiled_hopper_kernels(compilers, triton, tiles):
             assert kernel.shared <= kernel.shared_limit
             assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
             assert not hazards
+
+
+@pytest.mark.parametrize("triton", ["3.6.0", "installed"])
+def test_compiled_kernels_of_a_shared_dbias(compilers, triton):
+    """More share it than a group of programs has: its sum is zeroed and read tile by tile."""
+    case = dataclasses.replace(USUAL, bias="11mn")
+    codes = compilers.compile(compile_hopper_case, triton, 90, case, True, "bits 128")
+    names = [code.kernel.name for code in codes]
+    assert names == [
+        "preprocess_kernel", "tile_summary_kernel", "tile_list_kernel", "group_list_kernel", "sparse_sum_kernel",
+        "backward_kernel", "postprocess_kernel", "dbias_reduce_kernel", "sparse_sum_kernel",
+    ]  # fmt: skip
+    for kernel, _, _ in codes:
+        print(kernel)
+        assert kernel.name == "backward_kernel" or not kernel.spill_stores, f"{kernel.name} spills"
+
+
+def test_compiled_kernels_of_dynamic_masks(compilers):
+    """Each level of 4,096 keys, of which Triton makes few kernels; none spills."""
+    kernels = compilers.compile(compile_kept_keys, "installed", 90, (1, 16, 4096, 128), 4)
+    assert [kernel.name for kernel in kernels] == ["smallest_level_kernel"] * 12 + ["sum_rows_kernel"]
+    for kernel in kernels:
+        print(kernel)
+        assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"

@@ -103,3 +103,23 @@ def _counted(lists: Tensor) -> Tensor:
     for row in written.view(-1, lists.shape[-1]):
         row[head + int(row[0]) :] = 0
     return written
+
+
+def sparse_sum_of(
+    bias: tuple[int, ...], mask: tuple[int, ...], states: Tensor, total: Tensor, block_n: int
+) -> tuple[Tensor, Tensor]:
+    """A sum as it is zeroed before, and what is made of another one, in float16."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
+    from tilewise.problem import Operand
+
+    of = Operand(torch.float16, *bias)
+    shape = SimpleNamespace(bias=of, mask=Operand(torch.bool, *mask), queries=bias[2], keys=bias[3])
+    like = torch.empty(bias[0], bias[1], bias[3], bias[2], dtype=torch.float16).mT
+    sums = SparseSum(shape, like, block_n)
+    zeroed = total.clone()
+    sums.zero(states, zeroed)
+    return zeroed, sums.result(states, total)

@@ -11,12 +11,14 @@ from tilewise.autocast import autocast_somewhere
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import Bias, Mask, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
+from tilewise.gather import attention_of_kept
 from tilewise.jagged import are_jagged, jagged_attention
 from tilewise.keywords import named_only, unexpected
 from tilewise.leading import attention_of_leading
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
 from tilewise.tensors import PLAIN
+from tilewise.tile_mask import TileMask
 
 
 @overload
@@ -179,6 +181,10 @@ def attention(
         if is_symbolic(q, k, v, bias, mask, sink):
             return symbolic(attention, q, k, v, **options, return_lse=return_lse)
         raise
+    if isinstance(mask, TileMask) and mask.kept is not None:
+        gathered = attention_of_kept(call, mask.kept, return_lse)
+        if gathered is not None:
+            return gathered if return_lse else gathered[0]  # type: ignore[return-value]
     o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
     if arguments is not None:
         remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])  # type: ignore[arg-type]

@@ -248,7 +248,10 @@ _usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
 
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
-    known = _usual_calls.get(_usual_key(inputs, arguments)) if _is_usual(inputs) else None
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    known = _usual_calls.get(_usual_key(inputs, tiles, arguments)) if _is_usual(inputs, tiles) else None
     if known is None:
         return None
     inputs = _with_rows(inputs)
@@ -261,9 +264,12 @@ def remember_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False
 ) -> None:
     """After a call that went well, with what it was read as; see `usual_call`."""
-    if _is_usual(inputs):
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    if _is_usual(inputs, tiles):
         terms = Terms.of(score, deterministic, backend, exact)
-        key, inputs = _usual_key(inputs, arguments), _with_rows(inputs)
+        key, inputs = _usual_key(inputs, tiles, arguments), _with_rows(inputs)
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
         _usual_calls.keep(key, (terms, forward_of(inputs, terms)))
@@ -275,11 +281,12 @@ def _with_rows(inputs: Inputs) -> Inputs:
     return inputs if sink is None or sink.dim() == 3 else inputs._replace(sink=sink[None, :, None])
 
 
-def _is_usual(inputs: Inputs) -> bool:
+def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
     q, k, v, bias, mask, sink, *_ = inputs
     return (
         q is not None and k is not None and v is not None
-        and is_eager(inputs[:6])
+        and is_eager(inputs[:6] if tiles is None else (*inputs[:6], *tiles.tensors))
+        and (tiles is None or tiles.kept is None)  # how kept keys are found is decided where a call is read
         and q.layout is k.layout is v.layout is _STRIDED
         and (bias is None or (bias.dim() == 4 and bias.layout is _STRIDED))
         and (mask is None or (mask.dim() == 4 and mask.layout is _STRIDED))
@@ -287,7 +294,7 @@ def _is_usual(inputs: Inputs) -> bool:
     )  # fmt: skip
 
 
-def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
+def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     q, k, v, bias, mask, sink, *_ = inputs
     return (
         q.shape, q.stride(), q.dtype, q.device,
@@ -295,5 +302,6 @@ def _usual_key(inputs: Inputs, arguments: tuple) -> tuple:
         v.shape, v.stride(), v.dtype, v.device,
         None if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
         None if bias is None else layouts(bias), None if mask is None else layouts(mask),
-        None if sink is None else layouts(sink), arguments,
+        None if sink is None else layouts(sink),
+        None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,
     )  # fmt: skip

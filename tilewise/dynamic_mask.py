@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.backends import has_triton
+from tilewise.ops.runtime.eager import is_eager
 from tilewise.tensors import check_tensor
-from tilewise.tile_mask import Block, TileMask
+from tilewise.tile_mask import Block, Kept, TileMask
 
 
 def dynamic_mask(
@@ -29,6 +31,8 @@ def dynamic_mask(
     Scores of one row keep each key for one interval of queries: with ``causal`` from the query that sees it first to
     the one that has seen ``keep`` better keys. Those of M rows are sorted a row of tiles at a time, and bits are kept
     of all pairs, an eighth of a byte each. NaN is larger than any number.
+
+    A call with scores of one row gathers the keys that are kept, where that is faster: `tilewise.explain` says so.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -54,18 +58,22 @@ def dynamic_mask(
         raise ValueError(f"queries: must be the scores' {rows}, got {queries}")
     count = (keys if rows == 1 else rows) if queries is None else queries
     scores = scores.detach()
+    kept = Kept(keep, causal, by_query=rows > 1)
     if rows > 1 or count == 1:
-        return _of_each_query(scores, keep, causal, block)
+        found = _of_each_query(scores, keep, causal, block)
+        return TileMask(found.queries, keys, found.tensors, kept)
     order = scores[:, :, 0].sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(keys, device=order.device).expand_as(order))
     if not causal:
         begins = torch.zeros_like(rank)
-        return TileMask.from_intervals(begins, torch.where(rank < keep, count, 0), count, block=block)
+        found = TileMask.from_intervals(begins, torch.where(rank < keep, count, 0), count, block=block)
+        return TileMask(count, keys, found.tensors, kept)
     # Key j goes when the keep-th of those that are better has come: the keep-th smallest index before it in the order.
-    gone = _running_smallest(order, keep).gather(-1, rank)
+    gone = running_smallest(order, keep).gather(-1, rank)
     first = torch.arange(keys, device=order.device) - (keys - count)
     ends = torch.where(gone < keys, gone - (keys - count), count)
-    return TileMask.from_intervals(first.expand_as(ends).contiguous(), ends, count, block=block)
+    found = TileMask.from_intervals(first.expand_as(ends).contiguous(), ends, count, block=block)
+    return TileMask(count, keys, found.tensors, kept)
 
 
 def _of_each_query(scores: Tensor, keep: int, causal: bool, block: Block) -> TileMask:
@@ -86,13 +94,17 @@ def _of_each_query(scores: Tensor, keep: int, causal: bool, block: Block) -> Til
     return TileMask.from_rows(kept, rows, keys, block=block, device=scores.device)
 
 
-def _running_smallest(order: Tensor, w: int) -> Tensor:
+def running_smallest(order: Tensor, w: int) -> Tensor:
     """Of a permutation (..., N), at each place the w-th smallest of the numbers before it; N where there are fewer.
 
     A wavelet matrix (Claude, Navarro, Ordóñez 2015): level by level, from the highest bit, numbers with 0 come before
     those with 1, each in the order in which they came. Of those before a place it is then known how many have 0, and
     whether the w-th smallest is among these. N log N steps, all places at once.
     """
+    if order.is_cuda and is_eager((order,)) and has_triton():
+        from tilewise.backends import kept_keys
+
+        return kept_keys.running_smallest(order, w)
     n = order.shape[-1]
     place = torch.arange(n, device=order.device).expand_as(order)
     begin, end = torch.zeros_like(place), place

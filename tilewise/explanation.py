@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
 from tilewise.call import Bias, Call, Mask, Seed, read_call
+from tilewise.gather import Gather, gather_of
 from tilewise.jagged import are_jagged, packed_of
 from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.explanation import Lines, dtype_name, on_device
@@ -136,6 +137,8 @@ class Explanation(Lines):
         limits: of the device, or None if they are not known.
         mask: what the mask leaves; None where there is none, or a tensor without elements (on the meta device).
         tile_mask: what a TileMask says of its tiles; None where there is none, or one without elements.
+        gather: of a dynamic mask, how the keys that are kept are gathered, or why they are not.
+        called: the problem of the call where keys are gathered; that of ``plan`` is then the one on gathered keys.
     """
 
     plan: Plan
@@ -145,10 +148,12 @@ class Explanation(Lines):
     limits: Limits | None
     mask: MaskShare | None = None
     tile_mask: TileShare | None = None
+    gather: Gather | str | None = None
+    called: Problem | None = None
 
     @property
     def problem(self) -> Problem:
-        return self.plan.problem
+        return self.plan.problem if self.called is None else self.called
 
     @property
     def bound(self) -> Literal["compute", "memory"] | None:
@@ -225,16 +230,36 @@ def explain(
         )  # fmt: skip
     problem, name = _problem_of(call, device)
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
-    plan = make_plan(problem, call.backend)
-    tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
+    kept = mask.kept if isinstance(mask, TileMask) else None
+    gather = None if kept is None else gather_of(problem, kept)
+    computed = gather.problem(problem) if isinstance(gather, Gather) else problem
+    plan = make_plan(computed, call.backend)
+    tiles = "nothing to compute" if problem.empty else plan.module.tiles(computed)
     listed = call.inputs.tiles if listed is None else listed
     share = _mask_share(problem, call.inputs.mask, listed)
-    forward, backward = forward_work(problem), backward_work(problem)
+    forward, backward = forward_work(computed), backward_work(computed)
+    if isinstance(gather, Gather):
+        forward, backward = _gathered(problem, computed, forward, backward)
     if share is not None:
+        forward, backward = replace(forward, flops=problem.flops), replace(backward, flops=problem.backward_flops)
         forward, backward = (replace(x, flops=round(x.flops * share.pairs)) for x in (forward, backward))
     read = sum(x.nbytes for x in call.inputs.tiles or () if x is not None)
     forward, backward = (replace(x, bytes=x.bytes + read) for x in (forward, backward))
-    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(listed))
+    called = problem if isinstance(gather, Gather) else None
+    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(listed), gather, called)
+
+
+def _gathered(problem: Problem, computed: Problem, forward: Work, backward: Work) -> tuple[Work, Work]:
+    """Works of what is computed, with the gathering of keys and values, and the adding up of their gradients."""
+
+    def keys_and_values(p: Problem) -> int:
+        return p.batch * p.kv_heads * p.keys * (p.head_dim + p.value_dim) * p.dtype.itemsize
+
+    copied, whole = keys_and_values(computed), keys_and_values(problem)
+    return (
+        replace(forward, bytes=forward.bytes + 2 * copied, unfused_bytes=_stored(problem, FORWARD_PASSES)),
+        replace(backward, bytes=backward.bytes + copied + whole, unfused_bytes=_stored(problem, BACKWARD_PASSES)),
+    )
 
 
 def explain_varlen(
@@ -485,6 +510,12 @@ def _lines(e: Explanation) -> Iterator[str]:
             "" if at is None else f": {at.visible} of {count(at.tiles, 'tile')} visible, {at.partial} of them in part"
         )
         yield f"  TileMask {p.mask.shape} in tiles of {size.block_m} x {size.block_n}{found}"
+    if isinstance(e.gather, Gather):
+        chunks, rows, cols, _ = e.gather
+        of = f"each of {chunks} chunks of {rows} queries" if chunks > 1 else "all queries"
+        yield f"  kept keys are gathered: for {of} {'at most ' * (chunks > 1)}{cols} of {p.keys}"
+    elif e.gather is not None:
+        yield f"  kept keys are not gathered: {e.gather}"
     if e.mask is not None:
         of, tiles = ("the scores", "tiles") if p.score.band.unlimited else ("these", "their tiles")
         pairs, where = percent(e.mask.pairs), f"{percent(e.mask.tiles)} of {tiles} of {TILE} x {TILE}"

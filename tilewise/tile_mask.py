@@ -33,6 +33,18 @@ class TileLists(NamedTuple):
     partial_indices: Tensor
 
 
+class Kept(NamedTuple):
+    """Of a mask that `tilewise.dynamic_mask` made, what bounds the keys that some queries see: nobody reads how many.
+
+    keep: a query sees no more keys. causal: it sees one at most that the query before it does not; else all queries see
+    the same. by_query: each query has scores of its own, and neither holds.
+    """
+
+    keep: int
+    causal: bool
+    by_query: bool
+
+
 @dataclass(frozen=True, eq=False)
 class TileMask:
     """Which tiles of the scores are visible, and which pairs of a tile that is so in part: ``attention(mask=...)``.
@@ -45,11 +57,13 @@ class TileMask:
     Attributes:
         queries, keys: M and N of the calls that it is for.
         tensors: what it is made of, see `tilewise.score.tile_tensors.TileTensors`.
+        kept: of one that `tilewise.dynamic_mask` made, by which a call may gather the keys that are kept.
     """
 
     queries: int
     keys: int
     tensors: TileTensors
+    kept: Kept | None = None
     _lists: dict[bool, TileLists] = field(default_factory=dict, init=False, repr=False)
 
     # --- what it is ---
@@ -76,7 +90,7 @@ class TileMask:
     def to(self, device: torch.device | str) -> TileMask:
         """The same on another device."""
         moved = (None if x is None else x.to(device) for x in self.tensors)
-        return TileMask(self.queries, self.keys, TileTensors(*moved))
+        return TileMask(self.queries, self.keys, TileTensors(*moved), self.kept)
 
     def lists(self, by_keys: bool = False) -> TileLists:
         """The tiles of keys that each tile of queries visits; by_keys: the tiles of queries of each tile of keys, as a

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Case, tensors
+from helpers import Case, hold, run, tensors
 from tile_mask_helpers import PATTERNS, check, check_kept, check_wrong, pattern
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tilewise import TileMask, attention, dynamic_mask
+from tilewise import TileMask, attention, dynamic_mask, gather
+from tilewise.dynamic_mask import running_smallest
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 HOPPER = pytest.param(
@@ -113,6 +114,59 @@ def test_dynamic_masks(causal, rows):
             torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(mask.dense().cpu(), expected.dense())
     assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Small calls are gathered too."""
+    monkeypatch.setattr(gather, "WORTH", {"cuda": 0.0})
+
+
+@both_backends
+@pytest.mark.parametrize(
+    ("causal", "heads", "more"),
+    [
+        (False, 2, {}),
+        (True, 2, {}),
+        (True, 1, {"causal": True, "bias": "1h1n", "sink": "h", "D": 128, "M": 799, "layout": "heads_last"}),
+        (False, 2, {"causal": True, "bias": "b11n", "sink": "bhm", "deterministic": True}),
+        (True, 2, {"window": (500, 0), "bias": "1k1n", "softcap": 9.0, "D": 96, "dtype": HALF}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("gathered")
+def test_gathered_keys(backend, causal, heads, more):
+    case = replace(USUAL, **{"M": 1000, "N": 1000, **more})
+    scores = torch.randn(1, heads, 1, case.N, device="cuda").mul(100).round()
+    found = dynamic_mask(scores, keep=100, causal=causal, queries=case.M)
+    inputs = tensors(case, "cuda")._replace(mask=found.dense())
+    hold(case, run(case, backend, "cuda", inputs._replace(mask=found)), "cuda", inputs)
+
+
+@pytest.mark.parametrize("n", [1, 2, 127, 5000, 32768])
+def test_when_keys_go(n):
+    """The kernel finds what PyTorch's operators find on a CPU."""
+    order = torch.rand(2, 3, n).argsort(-1)
+    for w in (1, 100, n):
+        assert torch.equal(running_smallest(order.cuda(), w).cpu(), running_smallest(order, w).int())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("gathered")
+def test_gathered_keys_wait_for_nothing_and_have_equal_bits(causal):
+    scores = torch.randn(2, 4, 1, 1000, device="cuda")
+    q, k, v = (torch.randn(2, 4, 1000, 64, device="cuda", dtype=BRAIN, requires_grad=True) for _ in range(3))
+    results = []
+    for mode in ("default", *["error"] * 10):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            o = attention(q, k, v, mask=dynamic_mask(scores, keep=100, causal=causal), deterministic=True)
+            results.append([o.detach(), *torch.autograd.grad(o.sum(), (q, k, v))])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for found in results[1:]:
+        assert all(map(torch.equal, results[0], found))
 
 
 def test_a_block_mask():

@@ -52,10 +52,11 @@ class Case:
         sink: with a trainable attention sink for each head.
         dropout: the share of the probabilities that are dropped; by tilewise with `DROPOUT_SEED`.
         term: one of `terms.NAMES`, a trainable bias that no matrix is made of.
-        mask: one of `sparse.NAMES`, which pairs are visible.
+        mask: one of `sparse.NAMES`, which pairs are visible, or what a dynamic mask keeps.
         padded: an eighth of the keys of each batch element, drawn at random, is hidden by a bool mask; all pairs are
             counted as work.
         door: one of `structure.DOORS`, by which it is called beside `tilewise.attention`.
+        window: with causal, how many keys a query sees, its own among them.
         host: so small that what it measures is the host's time for a call; it is left out of pictures.
     """
 
@@ -79,6 +80,12 @@ class Case:
     mask: str | None = None
     padded: bool = False
     door: str | None = None
+    window: int | None = None
+
+    @property
+    def band(self) -> Band:
+        window = None if self.window is None else (self.window - 1, 0)
+        return Band.aligned(self.causal, window, self.keys - self.queries)
 
     @property
     def name(self) -> str:
@@ -87,8 +94,7 @@ class Case:
     def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
         """The case as tilewise's backends see it on a device."""
         dtype = getattr(torch, self.dtype)
-        band = Band.aligned(self.causal, None, self.keys - self.queries)
-        score = Score.of(band, self.head_dim, dropout_p=self.dropout)
+        score = Score.of(self.band, self.head_dim, dropout_p=self.dropout)
         parts = None
         if self.term is not None:
             distances = terms.distances(self.term, self.queries, self.keys)
@@ -126,7 +132,9 @@ class Case:
     def _mask(self) -> Operand | None:
         if self.padded:
             return Operand(torch.bool, self.batch, 1, 1, self.keys)
-        return None if self.mask is None else Operand(torch.bool, 1, 1, self.queries, self.keys)
+        if self.mask is None:
+            return None
+        return Operand(torch.bool, 1, 1 if sparse.keep(self.mask) is None else self.heads, self.queries, self.keys)
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         """Fresh standard normal inputs; q, k, v in the memory order (B, S, H, D) that a projection gives."""
@@ -211,6 +219,15 @@ def masked(mask: str, length: int, causal: bool = False, biased: bool = False) -
     return Case(family, 1, 16, 16, length, length, 128, causal, bias=bias, mask=mask)
 
 
+def windowed(window: int, length: int) -> Case:
+    return Case(f"window {window} D128 causal", 1, 16, 16, length, length, 128, causal=True, window=window)
+
+
+def long(length: int, causal: bool) -> Case:
+    """Sixteen heads, with which dynamic masks are compared."""
+    return Case(f"dense 16 heads D128 {'causal' if causal else 'full'}", 1, 16, 16, length, length, 128, causal)
+
+
 def gqa(length: int, causal: bool) -> Case:
     family = f"gqa 32/8 D128 {'causal' if causal else 'full'}"
     return Case(family, TOKENS // length, 32, 8, length, length, 128, causal)
@@ -282,6 +299,9 @@ def _gpu() -> Iterator[Case]:
     for mask in ("blocks 25", "blocks 5"):
         yield from (masked(mask, 16384, biased=biased) for biased in (False, True))
     yield from (masked("documents", 32768, causal) for causal in (True, False))
+    yield from (windowed(window, 16384) for window in (512, 2048))
+    for causal in (True, False):
+        yield from (long(32768, causal), masked("kept 2048", 32768, causal))
     # the other rows of the table in docs/notebook/decoding.md
     yield decode(16, 32768, queries=16)
     yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
@@ -303,7 +323,10 @@ def _cpu() -> Iterator[Case]:
             yield from (on_cpu(kind, length, dtype) for kind in ("full", "causal", "BHMN", "1HMN"))
     yield on_cpu("B11N", 2048, "float32")
     yield from (replace(on_cpu("full", 2048, "float32"), family=f"{x} D64 float32", term=x) for x in terms.NAMES)
-    yield from (replace(on_cpu("full", 2048, "float32"), family=f"{x} D64 float32", mask=x) for x in sparse.NAMES)
+    yield from (
+        replace(on_cpu("full", 2048, "float32"), family=f"{x} D64 float32", mask=x) for x in (*sparse.NAMES, "kept 256")
+    )
+    yield replace(on_cpu("causal", 2048, "float32"), family="window 256 D64 float32", window=256)
     yield decode(2, 8192, "float32")
     yield from (tiny("float32", bias) for bias in (False, True))
 

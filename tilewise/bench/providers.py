@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,8 +80,8 @@ def providers(device: torch.device) -> list[Provider]:
         _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", elsewhere),
         _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", elsewhere),
         _sdpa("sdpa-math", "MATH", None),
-        Provider("flex", flex, _no_dropout, _flex),
-        Provider("fa4", elsewhere or _missing("flash_attn.cute", "flash-attn-4"), _no_bias, _fa4),
+        Provider("flex", flex, _flex_declines, _flex),
+        Provider("fa4", elsewhere or _missing("flash_attn.cute", "flash-attn-4"), _fa4_declines, _fa4),
         Provider(
             "cudnn-graph",
             elsewhere or _missing("cudnn", "nvidia-cudnn-frontend"),
@@ -191,18 +192,25 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         more: dict[str, Any] = {}
         if case.dropout:
             more = {"dropout_p": case.dropout, "dropout_seed": torch.tensor(DROPOUT_SEED, device=q.device)}
-        if case.mask is not None:
+        if case.window is not None:
+            more["window"] = (case.window - 1, 0)
+        own = None
+        if case.mask is not None and sparse.keep(case.mask) is not None:
+            own = sparse.scores(case.heads, case.keys).to(q.device)
+        elif case.mask is not None:
             more["mask"] = sparse.tile_mask(case.mask, case.queries, case.keys, q.device)
         elif mask is not None:
             more["mask"] = mask
 
         def forward() -> Tensor:
+            if own is not None and case.mask is not None:
+                more["mask"] = sparse.new_mask(case.mask, own, case.queries, case.causal)
             return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **more)
 
         def renew() -> None:
             more["mask"] = sparse.copied(more["mask"])
 
-        renews = case.mask is not None and device.type == "cuda"
+        renews = case.mask is not None and own is None and device.type == "cuda"
         return _autograd(forward, x)._replace(renew=renew if renews else None)
 
     return Provider(f"tilewise-{backend}", None, declines, prepare)
@@ -241,6 +249,12 @@ def _matrix(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
     return bias.masked_fill(~mask, -torch.inf)
 
 
+def _flex_declines(case: Case) -> str | None:
+    if case.mask is not None and sparse.keep(case.mask) is not None:
+        return "has no mask of the best keys"
+    return _no_dropout(case)
+
+
 def _flex(case: Case, x: Inputs) -> Steps:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -254,6 +268,8 @@ def _flex(case: Case, x: Inputs) -> Steps:
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             found = j <= i + offset if case.causal else j >= 0
+            if case.window is not None:
+                found = found & (j > i + offset - case.window)
             return found if visible is None else found & visible(i, j)
 
         block_mask = create_block_mask(mask_mod, None, None, case.queries, case.keys, device=q.device.type)
@@ -303,6 +319,10 @@ def _no_cudnn_graph(case: Case) -> str | None:
     return _plain(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels"
 
 
+def _fa4_declines(case: Case) -> str | None:
+    return _no_bias(replace(case, window=None))
+
+
 def _no_sink(case: Case) -> str | None:
     return "is measured without sinks" if case.sink else None
 
@@ -311,6 +331,8 @@ def _no_term(case: Case) -> str | None:
     """Of providers that would need the whole matrix, which cases of `biased` measure, or the mask of every pair."""
     if case.mask is not None:
         return "takes no list of visible tiles"
+    if case.window is not None:
+        return "takes no window"
     return _no_sink(case) if case.term is None else "takes a matrix alone, and adding up its gradient is the caller's"
 
 
@@ -325,8 +347,10 @@ def _plain(case: Case) -> str | None:
 def _fa4(case: Case, x: Inputs) -> Steps:
     from flash_attn.cute import flash_attn_func
 
+    more: dict[str, Any] = {} if case.window is None else {"window_size": (case.window - 1, 0)}
+
     def forward() -> Tensor:
-        o = flash_attn_func(*(t.transpose(1, 2) for t in x[:3]), causal=case.causal)
+        o = flash_attn_func(*(t.transpose(1, 2) for t in x[:3]), causal=case.causal, **more)
         return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
     return _autograd(forward, x)

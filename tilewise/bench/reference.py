@@ -92,7 +92,12 @@ def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, 
         s += terms.part(case.term, x.term[trained].to(wide), distance)
     if case.causal:
         s.masked_fill_(distance > 0, -torch.inf)
-    if case.mask is not None:
+    if case.window is not None:
+        s.masked_fill_(distance <= -case.window, -torch.inf)
+    if case.mask is not None and sparse.keep(case.mask) is not None:
+        own = sparse.scores(case.heads, case.keys)[0, h].to(s.device)
+        s.masked_fill_(~sparse.kept(case.mask, own, distance, case.causal), -torch.inf)
+    elif case.mask is not None:
         keys, row = torch.arange(case.keys, device=s.device), torch.arange(r.start, r.stop, device=s.device)[:, None]
         seen = sparse.seen(case.mask, case.queries, case.keys, s.device)
         s.masked_fill_(~seen(row, keys), -torch.inf)

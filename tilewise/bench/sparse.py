@@ -2,6 +2,8 @@
 
 blocks 25, blocks 5   whole tiles of 128 x 128 at random, so many in a hundred, and those of the diagonal
 documents             the lengths of `packed`'s lognormal batch, end to end; of another size, in proportion
+kept 2048             of each head the 2,048 keys with the best scores, which are a random order; with causal of those
+                      that a query sees. The mask is made in each forward, as a model makes it; other numbers likewise
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tilewise import TileMask
+from tilewise import TileMask, dynamic_mask
 from tilewise.bench import packed
 from tilewise.problem import TileOperand
 
@@ -20,9 +22,36 @@ NAMES = ("blocks 25", "blocks 5", "documents")
 TILE = 128
 
 
+def keep(name: str) -> int | None:
+    """How many keys a query keeps; None of the other masks."""
+    return int(name.removeprefix("kept ")) if name.startswith("kept ") else None
+
+
 def operand(name: str) -> TileOperand:
     """For a `Problem`."""
-    return TileOperand(TILE, TILE, "intervals" if name == "documents" else "bits")
+    return TileOperand(TILE, TILE, "bits" if name.startswith("blocks") else "intervals")
+
+
+@lru_cache
+def scores(heads: int, keys: int) -> Tensor:
+    """Of `dynamic_mask`, float32 (1, heads, 1, keys), no two of a head equal."""
+    generator = torch.Generator().manual_seed(keys)
+    return torch.stack([torch.randperm(keys, generator=generator) for _ in range(heads)]).float()[None, :, None]
+
+
+def kept(name: str, own: Tensor, distance: Tensor, causal: bool) -> Tensor:
+    """Bool of ``own`` scores (heads, 1, keys) and of how far keys lie behind a query (rows, keys): what it keeps."""
+    count = keep(name)
+    assert count is not None
+    seen = own.masked_fill(distance > 0, -torch.inf) if causal else own.expand(-1, distance.shape[0], -1)
+    least = seen.topk(min(count, own.shape[-1]), dim=-1, sorted=True).values[..., -1:]
+    return (seen >= least) & (seen > -torch.inf)
+
+
+def new_mask(name: str, own: Tensor, queries: int, causal: bool) -> TileMask:
+    count = keep(name)
+    assert count is not None
+    return dynamic_mask(own, keep=count, causal=causal, queries=queries, block=TILE)
 
 
 @lru_cache
@@ -70,9 +99,13 @@ def copied(mask: TileMask) -> TileMask:
 
 @lru_cache
 def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
-    """How many a head has; with causal of documents alone."""
+    """How many a head has; of blocks without causal alone."""
     if name == "documents":
         return sum(n * (n + 1) // 2 if causal else n * n for n in _lengths(keys))
+    count = keep(name)
+    if count is not None:
+        seen = (min(max(i + 1 + keys - queries, 0), keys) if causal else keys for i in range(queries))
+        return sum(min(n, count) for n in seen)
     if causal:
         raise ValueError(f"causal: {name} is measured without")
     rows, cols = (torch.full((-(-n // TILE),), TILE) for n in (queries, keys))

@@ -157,7 +157,7 @@ def command(
         for line in traffic_table(explanation):
             typer.echo(line)
     if png is not None and tile_mask is not None:
-        draw(tile_mask, explanation.plan.problem.score.band, png)
+        draw(tile_mask, explanation.problem.score.band, png)
         typer.echo(f"picture: {png}")
 
 

@@ -20,6 +20,7 @@ from tilewise.backends.gluon.sm90.dbias import (
     bias_gradient_allocation,
     broadcast_group,
     reduction,
+    sums_sparsely,
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import (
     COLS,
@@ -30,6 +31,7 @@ from tilewise.backends.gluon.sm90.dbias_reduce import (
 )
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
+from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
@@ -149,6 +151,7 @@ class Backward:
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
+        self.sparse_sum = SparseSum(p, bias, block_n) if bias is not None and sums_sparsely(p) else None
         last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
         self.reduce_group = Launch(
             dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
@@ -201,6 +204,8 @@ class Backward:
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
+            if self.sparse_sum is not None and known.states is not None and dbias is not None:
+                self.sparse_sum.zero(known.states, dbias)
             tile_list = known.tile_list
             if key_list is not None:
                 tile_list = key_list
@@ -216,7 +221,9 @@ class Backward:
             dquery = None
             if self.adds and self.values is not None and values is not None and dbias is not None:
                 dquery = self.values.gradient(dbias, values)
-            if needs.bias and bias is not None:
+            if self.sparse_sum is not None and known.states is not None and dbias is not None:
+                dbias = self.sparse_sum.result(known.states, dbias)
+            elif needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
             dsink = None
             if self.sink_gradient is not None and sink is not None and lse is not None:

@@ -57,6 +57,12 @@ def adds(problem: Problem) -> bool:
     return reduction(problem) == "reduce" and found.batch * found.heads > found.programs
 
 
+def sums_sparsely(problem: Problem) -> bool:
+    """Whether `sparse_sum` zeroes the sum of these groups, and makes dBias of it: a float32 one is the sum itself."""
+    bias = problem.bias
+    return problem.mask is not None and adds(problem) and bias is not None and bias.dtype != torch.float32
+
+
 def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
     else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N). Of a bias by
@@ -68,7 +74,7 @@ def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
     # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
     everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
-    fill = torch.empty if everywhere else torch.zeros
+    fill = torch.empty if everywhere or sums_sparsely(problem) else torch.zeros
     return partial(fill, bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype)
 
 

@@ -1,0 +1,54 @@
+"""The sum of a dBias whose tiles a mask hides in part: the kernel, in the interpreter, against loops."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import tile_mask_child
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+B, H, HKV, M, N, BLOCK_N = 2, 4, 2, 150, 200, 128
+
+
+@pytest.mark.parametrize(
+    ("bias", "mask"),
+    [
+        ((1, 1), (1, 1)),
+        ((1, 1), (B, H)),
+        ((1, 1), (B, HKV)),
+        ((B, 1), (1, H)),
+        ((B, 1), (B, 1)),
+        ((1, H), (B, HKV)),
+        ((1, HKV), (B, H)),
+        ((1, HKV), (1, 1)),
+        ((1, H), (B, H)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [True, False])
+def test_what_is_zeroed_and_read(interpreter, bias, mask, rows):
+    """Tiles that one of the matrices of the mask shows, of those that share the bias; the others hold NaN."""
+    generator = torch.Generator().manual_seed(B)
+    tiles = -(-N // BLOCK_N), (-(-M // 64) if rows else 1)
+    states = (torch.rand(mask[0] * mask[1], *tiles, generator=generator) < 0.2).to(torch.int8) * 2
+    states[:, 0, 0], states[:, 1, -1] = 2, 0
+    of_mask = states.view(*mask, *tiles)
+    shown = torch.zeros(*bias, M, N, dtype=torch.bool)
+    for b in range(B):
+        for h in range(H):
+            mb, mh = b % mask[0], h * mask[1] // H
+            seen = of_mask[mb, mh].T.repeat_interleave(64 if rows else M, 0)[:M].repeat_interleave(BLOCK_N, 1)[:, :N]
+            shown[b % bias[0], h * bias[1] // H] |= seen > 0
+    assert 0 < shown.sum() < shown.numel()
+    total = torch.randn(*bias, M, N, generator=generator).masked_fill(~shown, math.nan)
+    zeroed, found = interpreter(
+        tile_mask_child.sparse_sum_of, (*bias, M, N), (*mask, M if rows else 1, N), states, total, BLOCK_N
+    )
+    assert torch.equal(zeroed.isnan(), ~shown)
+    assert (zeroed[shown] == 0).all()
+    assert torch.equal(found, total.nan_to_num().to(torch.float16))
+    assert found.mT.is_contiguous()
