@@ -21,8 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewise import attention
+from tilewise.backends import Outputs
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
-from tilewise.distributed import agreement, context_parallel_attention, explain_context_parallel, ring, shard, unshard
+from tilewise.distributed import (
+    agreement,
+    context_parallel_attention,
+    explain_context_parallel,
+    head_groups,
+    ring,
+    shard,
+    unshard,
+)
 from tilewise.ops.runtime import prepared
 
 B, H, Hkv, M, N, D, Dv = 2, 8, 4, 16, 24, 8, 6
@@ -162,7 +171,12 @@ def check(case: Case, mesh: DeviceMesh) -> None:
     whole = _leaves(case, tensors)
     local = _leaves(case, {name: part(x, axes[name]) for name, x in tensors.items()})
     expected, expected_lse = call(attention, whole)
-    o, lse = call(context_parallel_attention, local, mesh=mesh, method=case.method, load_balancer=case.balancer)
+    # Two ranks gather a key/value head at a time, four all at once.
+    head_groups.GROUP_FLOPS, usual = (0.0 if mesh.size() == 2 else torch.inf), head_groups.GROUP_FLOPS
+    try:
+        o, lse = call(context_parallel_attention, local, mesh=mesh, method=case.method, load_balancer=case.balancer)
+    finally:
+        head_groups.GROUP_FLOPS = usual
     close = {DOUBLE: {}, FLOAT: {"rtol": 1e-4, "atol": 1e-5}, BRAIN: {"rtol": 2e-2, "atol": 4e-2}}[case.dtype]
     assert o.dtype == case.dtype
     torch.testing.assert_close(o, part(expected, 2), msg=lambda text: f"o: {text}", **close)
@@ -331,7 +345,8 @@ def check_explanation(mesh: DeviceMesh) -> None:
     plan = explain_context_parallel(q, k, v, mesh=mesh, causal=True)
     gathered, ring, exchanged = plan.costs
     shard_bytes = 2 * 4 * 64 * 32 * 4
-    assert gathered.forward_bytes == gathered.backward_bytes == (size - 1) * shard_bytes
+    assert (gathered.forward_bytes, gathered.backward_bytes) == ((size - 1) * shard_bytes, (size - 1) * 2 * shard_bytes)
+    assert (gathered.groups, gathered.exposed_bytes) == (1, (size - 1) * 3 * shard_bytes)
     assert (ring.forward_bytes, ring.backward_bytes) == ((size - 1) * shard_bytes, (2 * size - 1) * shard_bytes)
     assert exchanged.forward_bytes == exchanged.backward_bytes == 24 * 64 * 32 * 4 * (size - 1) // size
     assert plan.method == min(plan.costs, key=lambda cost: cost.exposed_bytes).method
@@ -414,11 +429,12 @@ def check_derivatives(mesh: DeviceMesh) -> None:
         do = torch.randn(o.shape)
         negative = torch.complex(torch.zeros_like(do), -do).conj().imag
         assert negative.is_neg()
-        backward, ring.backward = ring.backward, _unless_negative(ring.backward)
+        backwards = ring.backward, head_groups.Gathered.backward
+        ring.backward, head_groups.Gathered.backward = (_unless_negative(x) for x in backwards)
         try:
             found, expected = (torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (negative, do))
         finally:
-            ring.backward = backward
+            ring.backward, head_groups.Gathered.backward = backwards
         torch.testing.assert_close(found, expected)
         (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
         _raises(RuntimeError, r"not have been used|no second derivative", torch.autograd.grad, dq.sum(), q)
@@ -430,9 +446,11 @@ def check_derivatives(mesh: DeviceMesh) -> None:
 def _unless_negative(backward: Callable) -> Callable:
     """A kernel reads memory, where a CPU's operations see to the sign."""
 
-    def checked(call, tensors, outputs, cotangents, *rest):
-        assert not any(x is not None and x.is_neg() for x in cotangents)
-        return backward(call, tensors, outputs, cotangents, *rest)
+    def checked(*arguments):
+        for record in arguments:
+            if isinstance(record, Outputs):
+                assert not any(x is not None and x.is_neg() for x in record)
+        return backward(*arguments)
 
     return checked
 

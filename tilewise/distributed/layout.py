@@ -43,6 +43,10 @@ class Split(NamedTuple):
         half = length // 2
         return Chunk(0, rank * half, half), Chunk(half, (2 * self.size - 1 - rank) * half, half)
 
+    def all_chunks(self, length: int) -> list[tuple[int, Chunk]]:
+        """Of all ranks' shards, with the rank."""
+        return [(rank, chunk) for rank in range(self.size) for chunk in self.chunks(rank, length)]
+
 
 @dataclass(frozen=True)
 class Ranks:

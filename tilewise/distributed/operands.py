@@ -98,8 +98,11 @@ class ShardedCall:
 
     # --- local calls ---
 
-    def local(self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True) -> Call:
-        """Of tensors that hold these queries and keys, and of bands and terms nothing but their numbers changed."""
+    def local(
+        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
+    ) -> Call:
+        """Of tensors that hold these queries and keys, and the heads from ``first_head`` on; and of bands and terms
+        nothing but their numbers changed."""
         bias: list[Any] = []
         for piece in self.pieces:
             if piece.term is None:
@@ -125,10 +128,12 @@ class ShardedCall:
         return call._replace(score=dataclasses.replace(call.score, band=band))
 
     def attend(
-        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, return_lse: bool = True
-    ) -> tuple[Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0,
+        return_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``(o, lse)`` of these queries and keys."""
-        o, lse = attention_op(*self.local(tensors, query, key, sink=sink), return_lse=return_lse)
+        local = self.local(tensors, query, key, sink=sink, first_head=first_head)
+        o, lse = attention_op(*local, return_lse=return_lse)
         if lse is None:  # nobody looks at it
             lse = o.new_empty(0, dtype=lse_dtype(o.dtype))
         return o, lse
