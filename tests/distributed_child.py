@@ -117,6 +117,7 @@ def _cases(size: int) -> list[Case]:
             Case(method, "t5", "causal", balancer, BRAIN),
             Case(method, "plain", "causal", balancer, sizes={"M": 32, "N": 16}),
             Case(method, "sink", "causal", balancer, sizes={"M": 32, "N": 16}, more={"softcap": 2.0, "scale": 0.3}),
+            Case(method, "several", "causal", balancer, more={"dropout_p": 0.3, "dropout_seed": (5, 6)}),
             Case(method, "keys", "causal", balancer, lse=False),
             Case(method, "keys", "all", balancer, frozen=("q", "k", "x")),
             Case(method, "several", "all", balancer, frozen=("q", "k", "v", "z")),
@@ -269,7 +270,12 @@ ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, dict]], type[Exception]
     ),
     "a method": (_same(method="star"), VALUE, "^method: must be 'auto' or one of"),
     "a balancer": (_same(load_balancer="zigzag"), VALUE, "^load_balancer: must be None or"),
-    "dropout": (_same(dropout_p=0.1), NOT, "^dropout_p: .* has no dropout"),
+    "dropout": (_same(dropout_p=1.5), VALUE, "^dropout_p: must be a float in"),
+    "a seed on one rank": (
+        lambda r, n: (_qkv(), {"dropout_p": 0.1, "dropout_seed": (1, 2) if r == 1 else None}), VALUE,
+        "^dropout_seed: must be alike on all ranks",
+    ),
+    "a seed of one number": (_same(dropout_p=0.1, dropout_seed=3), TYPE, "^dropout_seed: expected a pair"),
     "packed": (_same(cu_seqlens_q=torch.zeros(3)), NOT, "^cu_seqlens_q: .* takes no packed batches"),
     "an unknown keyword": (_same(is_causal=True), TYPE, "an unexpected keyword argument 'is_causal'; tilewise"),
     "jagged": (
@@ -402,6 +408,25 @@ def check_autocast(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(x.grad, shard(y.grad, mesh), rtol=2e-2, atol=5e-2)
 
 
+def check_dropout(mesh: DeviceMesh) -> None:
+    """Without a seed all ranks drop by one, which another call does not repeat; their generators stay alike."""
+    torch.manual_seed(7 + mesh.get_local_rank())
+    q, k, v = (torch.zeros(1, 4, 16, 16) for _ in range(3))
+    v = torch.eye(16 * mesh.size()).narrow(0, 16 * mesh.get_local_rank(), 16)[None, None].expand(1, 4, -1, -1)
+    masks = []
+    for method in METHODS:  # o is the mask, times a constant
+        torch.manual_seed(7 + mesh.get_local_rank())
+        masks.append(unshard(context_parallel_attention(q, k, v, mesh=mesh, method=method, dropout_p=0.5), mesh) > 0)
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    torch.manual_seed(7)
+    whole = torch.zeros(1, 4, 16 * mesh.size(), 16)
+    alone = attention(whole, whole, torch.eye(16 * mesh.size()).expand(1, 4, -1, -1), dropout_p=0.5)
+    assert torch.equal(masks[0], alone > 0)
+    other = unshard(context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.5), mesh) > 0
+    assert not torch.equal(masks[0], other)
+
+
 def check_hidden(mesh: DeviceMesh) -> None:
     """NaN in keys and values that the mask hides reaches nothing, and their gradients are 0."""
     torch.manual_seed(4)
@@ -500,8 +525,8 @@ def check_example(mesh: DeviceMesh) -> None:
 OTHERS = {
     "DTensors": check_dtensor, "meshes": check_meshes, "shard": check_shard, "explanation": check_explanation,
     "validation": check_validation, "autocast": check_autocast, "compiled": check_compiled, "recipe": check_recipe,
-    "hidden NaN": check_hidden, "derivatives": check_derivatives, "forgotten": check_forgotten,
-    "example": check_example,
+    "dropout": check_dropout, "hidden NaN": check_hidden, "derivatives": check_derivatives,
+    "forgotten": check_forgotten, "example": check_example,
 }  # fmt: skip
 
 
@@ -526,7 +551,9 @@ def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
     found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()}
     found |= {f"error: {name}": (check_error, name) for name in ERRORS}
-    return found | {name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes")}
+    return found | {
+        name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes", "dropout")
+    }
 
 
 def run(rank: int, size: int, store: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.distributed import ring
@@ -17,6 +18,8 @@ Method = Callable[[ShardedCall, Sequence[Tensor], bool], tuple[Tensor, Tensor]]
 
 def attend(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
     """``(o, lse)`` of this rank's rows, differentiable; without ``return_lse`` nobody looks at the lse."""
+    if call.drawn and call.seed is not None:  # one seed for all: its counters tell ranks apart
+        dist.broadcast(call.seed, dist.get_global_rank(call.ranks.group, 0), group=call.ranks.group)
     pairs = zip(tensors, call.slots, strict=True)
     tensors = [summed(x, call.ranks) if slot.replicated and x.requires_grad else x for x, slot in pairs]
     return METHODS[method](call, tensors, return_lse)
@@ -31,7 +34,8 @@ def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) 
     """All rows here, of this rank's heads."""
     queries, keys = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     local = [_of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
-    o, lse = call.attend(local, queries, keys, return_lse=return_lse)
+    first = call.ranks.rank * (call.sizes.H // call.ranks.size)
+    o, lse = call.attend(local, queries, keys, first_head=first, return_lse=return_lse)
     return to_rows(o, call.ranks, 1, 2), to_rows(lse, call.ranks, 1, 2) if return_lse else lse
 
 

@@ -20,9 +20,10 @@ from tilewise.autograd import attention_op
 from tilewise.backends import lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term, shape_of, wide
-from tilewise.call import Call, check_inputs, read_call
+from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, drawn_seed, read_call, seed_tensor
 from tilewise.distributed.layout import Chunk, Ranks, local_band
 from tilewise.problem import Sizes, check_flag, check_qkv
+from tilewise.score import dropout
 from tilewise.score.terms import Band, Window, check_numbers
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
 
@@ -38,6 +39,7 @@ class Options(NamedTuple):
     softcap: float | None
     deterministic: bool | None
     backend: str | None
+    dropout_p: float = 0.0
 
 
 class Slot(NamedTuple):
@@ -68,7 +70,7 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
     """sizes: of the whole sequence. slots: of the tensors, q, k, v first; then, by their places among them, those of
-    the bias in ``pieces``, mask and sink."""
+    the bias in ``pieces``, mask and sink; the seed is none of them."""
 
     ranks: Ranks
     sizes: Sizes
@@ -77,6 +79,8 @@ class ShardedCall:
     pieces: tuple[Piece, ...]
     mask: int | None
     sink: int | None
+    seed: Tensor | None = None  # of dropout
+    drawn: bool = False  # the seed, by this rank, so that the first rank's is taken
 
     @property
     def queries(self) -> int:
@@ -120,12 +124,13 @@ class ShardedCall:
             bias=None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
             mask=None if self.mask is None else tensors[self.mask],
             sink=tensors[self.sink] if sink and self.sink is not None else None,
-            dropout_p=0.0,
-            dropout_seed=None,
+            dropout_seed=self.seed,
             **options,
         )
-        band = call.score.band.both(local_band(self.band, query.start, key.start))
-        return call._replace(score=dataclasses.replace(call.score, band=band))
+        score = call.score
+        band = score.band.both(local_band(self.band, query.start, key.start))
+        origin = dropout.Origin(query.start, key.start, first_head) if score.dropout else score.origin
+        return call._replace(score=dataclasses.replace(score, band=band, origin=origin))
 
     def attend(
         self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0,
@@ -251,7 +256,7 @@ class _Reader:
 
 def read(
     qkv: tuple[Tensor, Tensor, Tensor], bias: Any, mask: Tensor | None, sink: Tensor | None, ranks: Ranks,
-    options: Options,
+    options: Options, dropout_seed: Seed = None,
 ) -> tuple[ShardedCall, list[Tensor]]:  # fmt: skip
     """The call and its tensors, checked as far as one rank can."""
     given = {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "mask": mask, "sink": sink}
@@ -260,8 +265,10 @@ def read(
             raise NotImplementedError(f"{name}: {FUNCTION} takes no DTensor; pass this rank's shard, {name}.to_local()")
     check_inputs(*qkv, bias, mask, sink)
     check_qkv(*qkv)
-    check_numbers(options.window, dropout_p=0.0, scale=options.scale, softcap=options.softcap)
+    check_numbers(options.window, dropout_p=options.dropout_p, scale=options.scale, softcap=options.softcap)
     check_flag("causal", options.causal)
+    if dropout_seed is not None:
+        check_dropout_seed(dropout_seed, qkv[0])
     q, k, v = autocast(*qkv)
     _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
     reader = _Reader(q, k, v, ranks)
@@ -278,7 +285,11 @@ def read(
     sink_at = None if sink is None else reader.sink(sink)
     B, H, M, _ = q.shape
     sizes = Sizes(B, H, k.shape[1], M * ranks.size, k.shape[2] * ranks.size)
-    call = ShardedCall(ranks, sizes, options, tuple(reader.slots), tuple(pieces), mask_at, sink_at)
+    seed, drawn = None, False
+    if options.dropout_p:
+        drawn = dropout_seed is None
+        seed = drawn_seed(q) if dropout_seed is None else seed_tensor(dropout_seed, q.device)
+    call = ShardedCall(ranks, sizes, options, tuple(reader.slots), tuple(pieces), mask_at, sink_at, seed, drawn)
     return call, reader.tensors
 
 
