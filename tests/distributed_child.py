@@ -20,14 +20,17 @@ from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tilewise import attention
+from tilewise import attention, varlen_attention
 from tilewise.backends import Outputs
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
 from tilewise.distributed import (
     agreement,
     context_parallel_attention,
+    context_parallel_varlen_attention,
     explain_context_parallel,
     head_groups,
+    operands,
+    packed,
     ring,
     shard,
     unshard,
@@ -173,11 +176,11 @@ def check(case: Case, mesh: DeviceMesh) -> None:
     local = _leaves(case, {name: part(x, axes[name]) for name, x in tensors.items()})
     expected, expected_lse = call(attention, whole)
     # Two ranks gather a key/value head at a time, four all at once.
-    head_groups.GROUP_FLOPS, usual = (0.0 if mesh.size() == 2 else torch.inf), head_groups.GROUP_FLOPS
+    operands.GROUP_FLOPS, usual = (0.0 if mesh.size() == 2 else torch.inf), operands.GROUP_FLOPS
     try:
         o, lse = call(context_parallel_attention, local, mesh=mesh, method=case.method, load_balancer=case.balancer)
     finally:
-        head_groups.GROUP_FLOPS = usual
+        operands.GROUP_FLOPS = usual
     close = {DOUBLE: {}, FLOAT: {"rtol": 1e-4, "atol": 1e-5}, BRAIN: {"rtol": 2e-2, "atol": 4e-2}}[case.dtype]
     assert o.dtype == case.dtype
     torch.testing.assert_close(o, part(expected, 2), msg=lambda text: f"o: {text}", **close)
@@ -194,6 +197,80 @@ def check(case: Case, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(
                 grad, part(x.grad, axes[name]), msg=lambda text, name=name: f"d{name}: {text}", **close
             )
+
+
+# --- packed batches ---
+
+LENGTHS = (5, 1, 0, 19, 7)
+OFFSETS = tuple(itertools.accumulate(LENGTHS, initial=0))
+T = OFFSETS[-1]
+PACKED: dict[str, Kind] = {
+    "plain": ({}, lambda t: {}),
+    "keys": ({"x": ((H, T), 1)}, lambda t: {"bias": t["x"]}),
+    "keys for all heads": ({"x": ((T,), 0)}, lambda t: {"bias": t["x"]}),
+    "rows": ({"x": ((H, T, 1), 1), "s": ((H, T), 1)}, lambda t: {"bias": t["x"], "sink": t["s"]}),
+    "low rank": ({"u": ((1, H, T, 3), 2), "w": ((1, Hkv, T, 3), 2)}, lambda t: {"bias": low_rank_bias(t["u"], t["w"])}),
+    "values per query": ({"x": ((T, H, 9), 0)}, lambda t: {"bias": RelativeBias(t["x"], lo=-7)}),
+    "values per key": (
+        {"x": ((T, Hkv, 9), 0)}, lambda t: {"bias": RelativeBias(t["x"], lo=-7, on="key", outside="clamp")}
+    ),
+    "several": (
+        {"x": ((1, T), 1), "z": ((16, H), WHOLE), "y": ((H,), WHOLE), "s": ((H,), WHOLE)},
+        lambda t: {"bias": (t["x"], t5_bias(t["z"], False, 12), alibi(t["y"])), "sink": t["s"]},
+    ),
+}  # fmt: skip
+
+
+def _packed_cases(size: int) -> list[Case]:
+    methods = ("all_gather", "all_to_all")
+    found = [Case(*row) for row in pairwise(methods, PACKED, ("causal", "window"), (None, "document"))]
+    for balancer in (None, "document"):
+        found += [Case(method, "keys", "all", balancer) for method in methods]
+        found += [
+            Case("all_to_all", "several", "both sides", balancer, more={"dropout_p": 0.3, "dropout_seed": (1, 2)}),
+            Case("all_gather", "plain", "causal", balancer, BRAIN, lse=False),
+        ]
+    return found if size == 2 else found[::3]
+
+
+def check_packed(case: Case, mesh: DeviceMesh) -> None:
+    """Of sequences that ranks cut anywhere, of one token and of none."""
+    torch.manual_seed(1)
+    shapes, build = PACKED[case.kind]
+    shapes = {"q": ((T, H, D), 0), "k": ((T, Hkv, D), 0), "v": ((T, Hkv, Dv), 0), **shapes}
+    tensors = {name: torch.randn(shape, dtype=DOUBLE).to(case.dtype) for name, (shape, _) in shapes.items()}
+    cu, terms = torch.tensor(OFFSETS), {**SEEN[case.seen], **case.more}
+
+    def part(x, axis):
+        return x if axis is None else shard(x, mesh, case.balancer, axis, cu_seqlens=OFFSETS)
+
+    whole = _leaves(case, tensors)
+    local = _leaves(case, {name: part(x, shapes[name][1]) for name, x in tensors.items()})
+    lengths = cu, cu, max(LENGTHS), max(LENGTHS)
+    expected, expected_lse = varlen_attention(
+        *(whole[x] for x in "qkv"), *lengths, **build(whole), **terms, return_lse=True
+    )
+    packed.GROUP_FLOPS, usual = (0.0 if mesh.size() == 2 else torch.inf), packed.GROUP_FLOPS
+    try:
+        found = context_parallel_varlen_attention(
+            *(local[x] for x in "qkv"), cu, **build(local), **terms, mesh=mesh, method=case.method,
+            load_balancer=case.balancer, return_lse=case.lse,
+        )  # fmt: skip
+    finally:
+        packed.GROUP_FLOPS = usual
+    o, lse = found if case.lse else (found, None)
+    close = {DOUBLE: {}, BRAIN: {"rtol": 2e-2, "atol": 4e-2}}[case.dtype]
+    torch.testing.assert_close(o, part(expected, 0), msg=lambda text: f"o: {text}", **close)
+    torch.testing.assert_close(unshard(o, mesh, case.balancer, 0, cu_seqlens=cu), expected, **close)
+    do, dlse = torch.randn_like(expected), torch.randn_like(expected_lse)
+    if lse is not None:
+        torch.testing.assert_close(lse, part(expected_lse, 1), msg=lambda text: f"lse: {text}", **close)
+    _loss(expected, expected_lse if case.lse else None, do, dlse).backward()
+    _loss(o, lse, part(do, 0), part(dlse, 1)).backward()
+    for name, x in whole.items():
+        torch.testing.assert_close(
+            local[name].grad, part(x.grad, shapes[name][1]), msg=lambda text, name=name: f"d{name}: {text}", **close
+        )
 
 
 # --- errors, each on every rank ---
@@ -550,6 +627,7 @@ def _start(rank: int, size: int, store: str, timeout: float) -> DeviceMesh:
 def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
     found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()}
+    found |= {f"packed: {case}": (check_packed, case) for case in _packed_cases(size)}
     found |= {f"error: {name}": (check_error, name) for name in ERRORS}
     return found | {
         name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes", "dropout")

@@ -130,7 +130,7 @@ def explain_context_parallel(
     options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
     ranks = Ranks.of(mesh, load_balancer)
     call, tensors = read((q, k, v), bias, mask, sink, ranks, options, dropout_seed)
-    _check_method(method)
+    check_method(method)
     _check_locally(call, tensors)
     return make_plan(call, tensors, method)
 
@@ -148,9 +148,9 @@ def _run(
         _refuse(unknown)
         check_flag("validate", validate)
         check_flag("return_lse", return_lse)
-        _check_method(method)
+        check_method(method)
         call, tensors = read(qkv, given["bias"], given["mask"], given["sink"], ranks, options, given["dropout_seed"])
-        description = _description(call, tensors, method, return_lse)
+        description = described(call, tensors, method, return_lse)
         chosen = agreed(ranks, description)
         known = chosen is not None
         if not known or validate:
@@ -172,7 +172,7 @@ def _refuse(unknown: dict[str, Any]) -> None:
             raise unexpected(FUNCTION, unknown)
 
 
-def _check_method(method: str) -> None:
+def check_method(method: str) -> None:
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method: must be 'auto' or one of {', '.join(map(repr, METHODS))}, got {method!r}")
 
@@ -189,7 +189,7 @@ def _check_locally(call: ShardedCall, tensors: list[Tensor]) -> None:
         raise ValueError(f"q: must be on the mesh's device {ranks.device}, got {device}")
 
 
-def _description(call: ShardedCall, tensors: list[Tensor], method: str, return_lse: bool) -> Description:
+def described(call: ShardedCall, tensors: list[Tensor], method: str, return_lse: bool) -> Description:
     """What has to be alike on all ranks."""
     layouts = tuple(
         (slot.name if count == 0 else f"{slot.name} ({count + 1})", (tuple(x.shape), x.dtype, x.requires_grad))

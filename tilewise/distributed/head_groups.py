@@ -22,29 +22,24 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, empty_output, lse_dtype
 from tilewise.distributed.collectives import all_gather, as_bytes, gathered, scattered
-from tilewise.distributed.layout import Chunk, local_band
+from tilewise.distributed.layout import Chunk, Split, shards_of, whole_of
 from tilewise.distributed.operands import ShardedCall
-from tilewise.score.tiles import visible_pairs
 
-# FLOPs of a group's forward on one rank, at least: about 7 ms of a Hopper GPU. Of less, the last programs of a launch
-# leave more of the GPU idle than collectives take.
-GROUP_FLOPS = 4e12
 MOST_GROUPS = 16
 AHEAD = 2  # groups
-KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, and addresses stay as aligned as they were
 PartGradients = Callable[..., list[Tensor | None]]
 
 
 def groups_of(call: ShardedCall, tensors: Sequence[Tensor]) -> int:
     """How many, alike on all ranks: a divisor of the key/value heads. One where a matrix with a gradient is shared by
     heads, whose gradient would be summed over groups beside the matrix."""
-    sizes, (q, _, v) = call.sizes, tensors[:3]
     for x, slot in zip(tensors, call.slots, strict=True):
         if slot.columns is not None and slot.heads is None and x.requires_grad:
             return 1
-    pairs = sizes.B * sizes.H * visible_pairs(sizes.M, sizes.N, call.band)
-    flops = 2 * (q.shape[3] + v.shape[3]) * pairs // call.ranks.size
-    fit = [n for n in range(1, min(sizes.Hkv, MOST_GROUPS) + 1) if sizes.Hkv % n == 0 and flops >= n * GROUP_FLOPS]
+    (q, _, v), size, heads = tensors[:3], call.ranks.size, call.sizes.Hkv
+    flops = 2 * (q.shape[3] + v.shape[3]) * sum(call.pairs(rank) for rank in range(size)) // size
+    least = call.group_flops
+    fit = [n for n in range(1, min(heads, MOST_GROUPS) + 1) if heads % n == 0 and flops >= n * least]
     return max(fit, default=1)
 
 
@@ -60,15 +55,6 @@ class Group(NamedTuple):
             return x
         size = x.shape[heads] // self.count
         return x.narrow(heads, self.n * size, size)
-
-
-def seen_keys(call: ShardedCall, query: Chunk) -> Chunk:
-    """Of all keys those that these queries see, in whole `KEY_STEP`s; some if they see none."""
-    band, last = local_band(call.band, query.start, 0), call.sizes.N - 1
-    first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
-    end = last if band.hi is None else min(max(query.length - 1 + band.hi, first), last)
-    end = min(end // KEY_STEP * KEY_STEP + KEY_STEP, last + 1)
-    return Chunk(first, first, end - first)
 
 
 class _Keys:
@@ -116,6 +102,8 @@ class _Keys:
         ranks, axis = self.call.ranks, self.call.slots[n].keys
         assert axis is not None
         shards = stacked.unflatten(0, (ranks.size, -1))
+        if not isinstance(ranks.split, Split):
+            return whole_of(shards, axis, ranks.split)
         shape = list(shards.shape[1:])
         shape[axis] *= ranks.size
         whole = stacked.new_empty(shape)
@@ -136,15 +124,20 @@ class _Gradients:
         """Memory for those of a group; those of two groups before have come by now."""
         while len(self.going) >= AHEAD:
             self._receive()
-        for n, total in self.totals.items():
-            part = group.part(total, self.call.slots[n].heads)
-            self.filling[n] = part.new_empty((self.call.ranks.size, *part.shape))
+        if isinstance(self.call.ranks.split, Split):
+            for n, total in self.totals.items():
+                part = group.part(total, self.call.slots[n].heads)
+                self.filling[n] = part.new_empty((self.call.ranks.size, *part.shape))
 
     def add(self, n: int, grad: Tensor, key: Chunk, first: bool) -> None:
         """Of the keys ``key``, to what is there; the ``first`` finds nothing there."""
-        axis, sent = self.call.slots[n].keys, self.filling[n]
+        split, axis = self.call.ranks.split, self.call.slots[n].keys
         assert axis is not None
-        for rank, chunk in self.call.ranks.split.all_chunks(sent.shape[axis + 1]):
+        if not isinstance(split, Split):  # which gives the gradients of all keys, and sorts them when they are complete
+            self.filling[n] = grad if first else self.filling[n].add_(grad)
+            return
+        sent = self.filling[n]
+        for rank, chunk in split.all_chunks(sent.shape[axis + 1]):
             begin = min(max(key.start, chunk.start), chunk.start + chunk.length)
             end = max(min(key.start + key.length, chunk.start + chunk.length), begin)
             to = sent[rank].narrow(axis, chunk.local, chunk.length)
@@ -158,12 +151,16 @@ class _Gradients:
             to.narrow(axis, end - chunk.start, chunk.start + chunk.length - end).zero_()
 
     def send(self, group: Group) -> None:
-        works = []
+        ranks, works = self.call.ranks, []
         for n, sent in self.filling.items():
+            if not isinstance(ranks.split, Split):
+                axis = self.call.slots[n].keys
+                assert axis is not None
+                sent = shards_of(sent, axis, ranks.split).contiguous()
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(
-                received.flatten(0, 1), sent.flatten(0, 1), group=self.call.ranks.group, async_op=True
-            )
+                received.flatten(0, 1), sent.flatten(0, 1), group=ranks.group, async_op=True
+            )  # fmt: skip
             works.append((n, work, sent, received))
         self.filling = {}
         self.going.append((group, works))
@@ -194,16 +191,16 @@ class Gathered(NamedTuple):
 
 
 def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> tuple[Tensor, Tensor]:
-    q, v, chunks = tensors[0], tensors[2], call.ranks.chunks(call.queries)
+    q, v, chunks = tensors[0], tensors[2], call.row_chunks
     if groups == len(chunks) == 1:
         (_, found), query = next(iter(_Keys(call, tensors, 1))), chunks[0]
-        key = seen_keys(call, query)
+        key = call.seen_keys(query)
         return call.attend(call.cut(found, query, key), query, key)
     o = empty_output(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
     for group, found in _Keys(call, tensors, groups):
         for query in chunks:
-            key = seen_keys(call, query)
+            key = call.seen_keys(query)
             part, part_lse = call.attend(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
             for to, x in ((o, part), (lse, part_lse)):
                 group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
@@ -223,11 +220,11 @@ def _backward(
     keys = _Keys(call, tensors, groups)
     leaving = _Gradients(call, {n: x for n in keys.by_heads if (x := totals[n]) is not None})
     # Those that see most keys first: the others add to what these have left.
-    queries = sorted(call.ranks.chunks(call.queries), key=lambda query: -seen_keys(call, query).length)
+    queries = sorted(call.row_chunks, key=lambda query: -call.seen_keys(query).length)
     for group, found in keys:
         leaving.begin(group)
         for query in queries:
-            at = query, seen_keys(call, query)
+            at = query, call.seen_keys(query)
             rows = [_rows(x, group, query) for x in (outputs, cotangents)]
             grads = part_gradients(
                 call, call.cut(found, *at), at, *rows, needs, sink=True, first_head=_first_head(call, group)

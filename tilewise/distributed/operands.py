@@ -25,9 +25,12 @@ from tilewise.distributed.layout import Chunk, Ranks, local_band
 from tilewise.problem import Sizes, check_flag, check_qkv
 from tilewise.score import dropout
 from tilewise.score.terms import Band, Window, check_numbers
+from tilewise.score.tiles import visible_pairs
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
 
 FUNCTION = "context_parallel_attention"
+KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, and addresses stay as aligned as they were
+GROUP_FLOPS = 4e12
 
 
 class Options(NamedTuple):
@@ -94,6 +97,43 @@ class ShardedCall:
     def band(self) -> Band:
         """Of causal and window, for the whole sequence: the last query sees the last key."""
         return Band.aligned(self.options.causal, self.options.window, self.sizes.N - self.sizes.M)
+
+    @property
+    def row_chunks(self) -> tuple[Chunk, ...]:
+        """Of this rank's queries, those of one local call each."""
+        return self.ranks.chunks(self.queries)
+
+    def seen_keys(self, query: Chunk) -> Chunk:
+        """Of all keys those that these queries see, in whole `KEY_STEP`s; some if they see none."""
+        band, last = local_band(self.band, query.start, 0), self.sizes.N - 1
+        first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
+        end = last if band.hi is None else min(max(query.length - 1 + band.hi, first), last)
+        end = min(end // KEY_STEP * KEY_STEP + KEY_STEP, last + 1)
+        return Chunk(first, first, end - first)
+
+    def pairs(self, rank: int) -> int:
+        """Visible to that rank's queries, of all batch elements and heads."""
+        chunks = self.ranks.split.chunks(rank, self.queries)
+        seen = sum(visible_pairs(x.length, self.sizes.N, local_band(self.band, x.start, 0)) for x in chunks)
+        return self.sizes.B * self.sizes.H * seen
+
+    @property
+    def hop_pairs(self) -> int:
+        """Of this rank's queries and another's keys, for all batch elements and heads."""
+        return self.sizes.B * self.sizes.H * self.queries * self.keys
+
+    @property
+    def group_flops(self) -> float:
+        """Of a forward on one rank, that heads which are computed apart have at least: about 7 ms of a Hopper GPU. Of
+        less, the last programs of a launch leave more of the GPU idle than collectives take."""
+        return GROUP_FLOPS
+
+    def declines(self, method: str) -> str | None:
+        """Why that method cannot run the call; None if it can."""
+        for name, heads in (("query heads", self.sizes.H), ("key/value heads", self.sizes.Hkv)):
+            if method == "all_to_all" and heads % self.ranks.size:
+                return f"the {heads} {name} do not divide by {self.ranks.size} ranks"
+        return None
 
     @property
     def moving(self) -> list[int]:
@@ -169,8 +209,10 @@ class ShardedCall:
 # --- reading ---
 
 
-class _Reader:
+class Reader:
     """Collects tensors and their slots; every error names the argument, what came and what is allowed."""
+
+    function = FUNCTION
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         self.queries, self.keys = q.shape[2], k.shape[2]
@@ -243,7 +285,18 @@ class _Reader:
             self._length(name, values, self.queries if on_query else self.keys)
             slot = Slot(name, 1, 2) if on_query else Slot(name, 1, None, 2)
             return Piece(term, {"values": self.put(values, slot)})
-        raise NotImplementedError(f"bias: {type(term).__name__} is not taken by {FUNCTION}")
+        raise NotImplementedError(f"bias: {type(term).__name__} is not taken by {self.function}")
+
+    def pieces(self, bias: Any) -> list[Piece]:
+        found: list[Piece] = []
+        for part in () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,):
+            if is_dtensor(part):
+                raise NotImplementedError(f"bias: {self.function} takes no DTensor; pass this rank's shard")
+            if isinstance(part, Term):
+                found.append(self.term(part))
+            else:
+                found.append(Piece(None, {"": self.operand("bias", part)}))
+        return found
 
     def _length(self, name: str, x: Tensor, length: int) -> None:
         if x.shape[2] != length:
@@ -271,16 +324,8 @@ def read(
         check_dropout_seed(dropout_seed, qkv[0])
     q, k, v = autocast(*qkv)
     _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
-    reader = _Reader(q, k, v, ranks)
-    pieces = []
-    if bias is not None:
-        for part in bias if isinstance(bias, (tuple, list)) else (bias,):
-            if is_dtensor(part):
-                raise NotImplementedError(f"bias: {FUNCTION} takes no DTensor; pass this rank's shard")
-            if isinstance(part, Term):
-                pieces.append(reader.term(part))
-            else:
-                pieces.append(Piece(None, {"": reader.operand("bias", part)}))
+    reader = Reader(q, k, v, ranks)
+    pieces = reader.pieces(bias)
     mask_at = None if mask is None else reader.operand("mask", mask)
     sink_at = None if sink is None else reader.sink(sink)
     B, H, M, _ = q.shape

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from tilewise.bias.terms import wide
 from tilewise.distributed.head_groups import groups_of
-from tilewise.distributed.layout import local_band, ring_steps
+from tilewise.distributed.layout import ring_steps
 from tilewise.distributed.operands import ShardedCall
-from tilewise.score.tiles import visible_pairs
 
 # From so many FLOPs for each byte of a hop on, a step of the ring takes longer than its transfer: 5e14 FLOP/s over
 # 2e11 B/s, about what a Hopper GPU and its NVLink do. A figure for choosing, not a measurement of this machine.
@@ -70,8 +69,9 @@ class ContextParallelPlan:
 
 def make_plan(call: ShardedCall, tensors: Sequence[Tensor], method: str) -> ContextParallelPlan:
     """Raise a ValueError for a method that cannot run the call."""
-    costs = tuple(cost(call, tensors) for cost in (_all_gather, _ring, _all_to_all))
-    flops = tuple(_flops(call, tensors, rank) for rank in range(call.ranks.size))
+    costs = tuple(_cost(method, call, tensors) for method in _COSTS)
+    q, _, v = tensors[:3]
+    flops = tuple(2 * (q.shape[3] + v.shape[3]) * call.pairs(rank) for rank in range(call.ranks.size))
     if method != "auto":
         asked = next(cost for cost in costs if cost.method == method)
         if asked.declines is not None:
@@ -80,6 +80,11 @@ def make_plan(call: ShardedCall, tensors: Sequence[Tensor], method: str) -> Cont
     least = min((cost for cost in costs if cost.declines is None), key=_order)
     reason = "its transfers hide behind products" if least.hidden else "sends the fewest bytes that nothing hides"
     return ContextParallelPlan(least.method, reason, flops, costs)
+
+
+def _cost(method: str, call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
+    reason = call.declines(method)
+    return _COSTS[method](call, tensors) if reason is None else Cost(method, 0, 0, 0, declines=reason)
 
 
 def _order(cost: Cost) -> tuple[int, int]:
@@ -105,7 +110,7 @@ def _all_gather(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
 def _hides(call: ShardedCall, tensors: Sequence[Tensor], keys: int) -> bool:
     """Whether the products of this rank's queries and another's keys take longer than these keys are on their way."""
     q, v = tensors[0], tensors[2]
-    products = 2 * (q.shape[3] + v.shape[3]) * q.shape[0] * q.shape[1] * call.queries * call.keys
+    products = 2 * (q.shape[3] + v.shape[3]) * call.hop_pairs
     return products >= HIDDEN_FROM * keys
 
 
@@ -119,9 +124,6 @@ def _ring(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
 
 def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     size, (q, _, v) = call.ranks.size, tensors[:3]
-    for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
-        if heads % size:
-            return Cost("all_to_all", 0, 0, 0, False, f"the {heads} {name} do not divide by {size} ranks")
     o = q.numel() // q.shape[3] * v.shape[3] * q.element_size()
     forward, backward, held = o * (size - 1) // size, o * (size - 1) // size, 0
     for x, slot in zip(tensors, call.slots, strict=True):
@@ -137,6 +139,9 @@ def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     return Cost("all_to_all", forward, backward, held)
 
 
+_COSTS = {"all_gather": _all_gather, "ring": _ring, "all_to_all": _all_to_all}
+
+
 def _moving(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes of what goes with one rank's keys, and of its gradients."""
     moving = [tensors[n] for n in call.moving]
@@ -150,15 +155,6 @@ def _bytes(x: Tensor) -> int:
 def _wide_bytes(x: Tensor) -> int:
     """Of the gradient as it is summed over ranks."""
     return x.numel() * wide(x.new_empty(0)).element_size() if x.requires_grad else 0
-
-
-def _flops(call: ShardedCall, tensors: Sequence[Tensor], rank: int) -> int:
-    q, _, v = tensors[:3]
-    pairs = sum(
-        visible_pairs(chunk.length, call.sizes.N, local_band(call.band, chunk.start, 0))
-        for chunk in call.ranks.split.chunks(rank, call.queries)
-    )
-    return 2 * (q.shape[3] + v.shape[3]) * q.shape[0] * q.shape[1] * pairs
 
 
 def _size(count: int) -> str:
