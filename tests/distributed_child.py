@@ -20,14 +20,16 @@ from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tilewise import attention, varlen_attention
+from tilewise import TileMask, attention, varlen_attention
 from tilewise.backends import Outputs
-from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
+from tilewise.bias import RaggedBias, RelativeBias, alibi, low_rank_bias, t5_bias
 from tilewise.distributed import (
     agreement,
     context_parallel_attention,
     context_parallel_varlen_attention,
+    documents,
     explain_context_parallel,
+    explain_context_parallel_varlen,
     head_groups,
     operands,
     packed,
@@ -353,6 +355,10 @@ ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, dict]], type[Exception]
         "^dropout_seed: must be alike on all ranks",
     ),
     "a seed of one number": (_same(dropout_p=0.1, dropout_seed=3), TYPE, "^dropout_seed: expected a pair"),
+    "a TileMask": (
+        lambda r, n: (_qkv(), {"mask": TileMask.documents(torch.zeros(4 * n, dtype=torch.int32))}), NOT,
+        "^mask: context_parallel_attention takes no TileMask yet",
+    ),
     "packed": (_same(cu_seqlens_q=torch.zeros(3)), NOT, "^cu_seqlens_q: .* takes no packed batches"),
     "an unknown keyword": (_same(is_causal=True), TYPE, "an unexpected keyword argument 'is_causal'; tilewise"),
     "jagged": (
@@ -361,6 +367,87 @@ ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, dict]], type[Exception]
     ),
     "no DeviceMesh": (_same(mesh="cp"), TYPE, "^mesh: expected a torch.distributed DeviceMesh"),
 }  # fmt: skip
+
+
+# Of packed batches: this rank's tokens, cu_seqlens and the rest.
+PACKED_ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, Any, dict]], type[Exception], str]] = {
+    "other lengths": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 3 - r % 2, 4 * n), {}), VALUE, "^cu_seqlens: must be alike on all ranks"
+    ),
+    "tokens that do not divide": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n + 1), {}), VALUE, r"^cu_seqlens: \d+ tokens do not divide by"
+    ),
+    "other tokens": (lambda r, n: (_qkv(5, 2, 8), (0, 4 * n), {}), VALUE, "^q: expected this rank's 4 of the"),
+    "lengths that descend": (lambda r, n: (_qkv(4, 2, 8), (0, 5, 4), {}), VALUE, "^cu_seqlens: must not descend"),
+    "lengths from 1": (lambda r, n: (_qkv(4, 2, 8), (1, 5), {}), VALUE, "^cu_seqlens: begins with 0"),
+    "lengths of floats": (lambda r, n: (_qkv(4, 2, 8), torch.zeros(3), {}), VALUE, "^cu_seqlens: expected int32 or"),
+    "a balancer of sequences": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"load_balancer": "head_tail"}), VALUE,
+        "^load_balancer: of a packed batch must be None or 'document'",
+    ),
+    "the ring": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"method": "ring"}), VALUE,
+        "^method: 'ring' cannot run this call: it takes no packed batches",
+    ),
+    "dropout that gathers": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"method": "all_gather", "dropout_p": 0.5}), VALUE,
+        "^method: 'all_gather' cannot run this call: dropout counts",
+    ),
+    "a window of both sides": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"method": "all_gather", "window": (2, 1)}), VALUE,
+        "^method: 'all_gather' cannot run this call: a window of a packed batch",
+    ),
+    "a start": (
+        lambda r, n: (
+            _qkv(4, 2, 8), (0, 4 * n),
+            {"method": "all_gather", "causal": True, "bias": alibi(torch.ones(2), query_start=1)},
+        ), VALUE, "^method: 'all_gather' cannot run this call: Alibi of a packed batch counts from the last",
+    ),
+    "a padded bias": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"bias": torch.zeros(1, 2, 4, 4)}), NOT, "^bias: .* no padded tensor"
+    ),
+    "a bias of other tokens": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"bias": torch.zeros(2, 5)}), VALUE, "^bias: shape .* is neither along"
+    ),
+    "a ragged bias": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"bias": RaggedBias(torch.zeros(1, 9), torch.tensor([0, 9]))}), NOT,
+        "^bias: RaggedBias is not taken",
+    ),
+    "a mask": (
+        lambda r, n: (_qkv(4, 2, 8), (0, 4 * n), {"mask": torch.ones(1)}), TYPE, "an unexpected keyword argument 'mask'"
+    ),
+}  # fmt: skip
+
+
+def check_packed_error(name: str, mesh: DeviceMesh) -> None:
+    arguments, kind, words = PACKED_ERRORS[name]
+    qkv, offsets, terms = arguments(mesh.get_local_rank(), mesh.size())
+    _raises(kind, words, context_parallel_varlen_attention, *qkv, offsets, **{"mesh": mesh, **terms})
+
+
+def check_documents(mesh: DeviceMesh) -> None:
+    """Every rank has as many tokens and, but for what does not divide, as many pairs; each token is one rank's."""
+    generator = torch.Generator().manual_seed(3)
+    for size in (1, 2, 3, 4, 8):
+        lengths = torch.randint(0, 90, (41,), generator=generator).tolist()
+        lengths[-1] += -sum(lengths) % size
+        offsets = tuple(itertools.accumulate(lengths, initial=0))
+        split = documents.documents_of(size, True, offsets)
+        rows = [split.rows(rank) for rank in range(size)]
+        assert {len(x) for x in rows} == {offsets[-1] // size}
+        assert sorted(torch.cat(rows).tolist()) == list(range(offsets[-1]))
+        pairs = [split.pairs(rank, True) for rank in range(size)]
+        assert sum(pairs) == sum(n * (n + 1) // 2 for n in lengths)
+        assert max(pairs) - min(pairs) < 2 * sum(lengths)
+    q, k, v = (torch.zeros(32, heads, 64, dtype=BRAIN, requires_grad=True) for heads in (8, 4, 4))
+    offsets = (0, 32 * mesh.size())
+    plan = explain_context_parallel_varlen(q, k, v, offsets, mesh=mesh, causal=True, load_balancer="document")
+    assert plan.method in ("all_gather", "all_to_all")
+    assert len(set(plan.flops)) == 1
+    assert "ring: declines, it takes no packed batches" in str(plan)
+    terms = {"mesh": mesh, "dropout_p": 0.1}
+    assert explain_context_parallel_varlen(q, k, v, offsets, **terms).method == "all_to_all"
+    _raises(ValueError, "^tensor: expected 64 of the 64 tokens", shard, q, mesh, "document", cu_seqlens=(0, 64))
 
 
 def _raises(kind: type[Exception], words: str, function: Callable, *arguments: Any, **keywords: Any) -> None:
@@ -602,8 +689,8 @@ def check_example(mesh: DeviceMesh) -> None:
 OTHERS = {
     "DTensors": check_dtensor, "meshes": check_meshes, "shard": check_shard, "explanation": check_explanation,
     "validation": check_validation, "autocast": check_autocast, "compiled": check_compiled, "recipe": check_recipe,
-    "dropout": check_dropout, "hidden NaN": check_hidden, "derivatives": check_derivatives,
-    "forgotten": check_forgotten, "example": check_example,
+    "dropout": check_dropout, "documents": check_documents, "hidden NaN": check_hidden,
+    "derivatives": check_derivatives, "forgotten": check_forgotten, "example": check_example,
 }  # fmt: skip
 
 

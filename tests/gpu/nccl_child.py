@@ -62,7 +62,7 @@ def leaves(shapes: dict[str, tuple[tuple[int, ...], int | None]]) -> Tensors:
 
 
 def hold(name: str, found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.double(), expected.double()
+    found, expected = found.detach().double(), expected.detach().double()
     assert found.isfinite().all(), f"{name}: not finite"
     error = float((found - expected).norm() / expected.norm())
     assert error < CLOSE, f"{name}: error {error:.3g}"

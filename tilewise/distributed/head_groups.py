@@ -97,6 +97,7 @@ class _Keys:
                 elif at not in self.by_heads:
                     found[at] = group.part(x, self.call.slots[at].heads)
             yield group, found
+            found = []  # free before the next
 
     def _whole(self, n: int, stacked: Tensor) -> Tensor:
         ranks, axis = self.call.ranks, self.call.slots[n].keys
@@ -204,6 +205,7 @@ def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> tuple
             part, part_lse = call.attend(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
             for to, x in ((o, part), (lse, part_lse)):
                 group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
+        del found
     return o, lse
 
 
@@ -238,7 +240,9 @@ def _backward(
                 else:
                     to = call.cut_one(n, group.part(total, call.slots[n].heads), *at)
                     to.copy_(grad) if _is_once(call, n, groups) else to.add_(grad)
+            del grads
         leaving.send(group)
+        del found
     leaving.finish()
     for n in keys.shared:
         total = totals[n]

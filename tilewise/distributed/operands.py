@@ -27,6 +27,7 @@ from tilewise.score import dropout
 from tilewise.score.terms import Band, Window, check_numbers
 from tilewise.score.tiles import visible_pairs
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
+from tilewise.tile_mask import TileMask, is_block_mask
 
 FUNCTION = "context_parallel_attention"
 KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, and addresses stay as aligned as they were
@@ -316,6 +317,11 @@ def read(
     for name, x in given.items():
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: {FUNCTION} takes no DTensor; pass this rank's shard, {name}.to_local()")
+    if isinstance(mask, TileMask) or is_block_mask(mask):
+        raise NotImplementedError(
+            f"mask: {FUNCTION} takes no {type(mask).__name__} yet, whose tiles are those of all rows; pass this rank's "
+            "rows of a bool mask"
+        )
     check_inputs(*qkv, bias, mask, sink)
     check_qkv(*qkv)
     check_numbers(options.window, dropout_p=options.dropout_p, scale=options.scale, softcap=options.softcap)
