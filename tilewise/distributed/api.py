@@ -76,7 +76,7 @@ def context_parallel_attention(
             until the group's timeout.
         return_lse: also return the logarithm of each row's softmax denominator.
 
-    DTensors, packed batches and jagged tensors are not taken.
+    DTensors and jagged tensors are not taken; packed batches are by `context_parallel_varlen_attention`.
 
     Returns:
         o (B, H, M / ranks, Dv), split as q is; with ``return_lse`` also lse (B, H, M / ranks).
@@ -167,7 +167,7 @@ def _run(
 def _refuse(unknown: dict[str, Any]) -> None:
     for name in unknown:
         if name.startswith(("cu_seqlens", "seqused", "max_seqlen")):
-            raise NotImplementedError(f"{name}: {FUNCTION} takes no packed batches; one sequence length for all")
+            raise NotImplementedError(f"{name}: {FUNCTION} takes no packed batches: context_parallel_varlen_attention")
         else:
             raise unexpected(FUNCTION, unknown)
 
