@@ -14,7 +14,8 @@ H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
 
 
 class Packed(NamedTuple):
-    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", or "keys", packed as they are."""
+    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", or "keys" or "queries", packed as
+    they are."""
 
     D: int = 128
     Hkv: int = H
@@ -35,6 +36,7 @@ def _bias(x: Packed) -> Any:
     return {
         "": lambda: None,
         "keys": lambda: meta(1, TOTAL),
+        "queries": lambda: meta(1, TOTAL, 1),
         "ragged": lambda: RaggedBias(meta(H, 40_000_000), meta(SEQUENCES + 1, dtype=torch.int64)),
         "t5": lambda: t5_bias(meta(32, H), True),
         "relative": lambda: RelativeBias(meta(TOTAL, H, 1024), lo=-1023),

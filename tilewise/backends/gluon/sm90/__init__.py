@@ -41,11 +41,8 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
 
 
 def _declines_packed(problem: Problem, work: Pass) -> str | None:
-    if work == "backward":
-        if problem.bias is not None:
-            return "has no kernel for the gradients of a packed batch beside a bias"
-        if problem.sink_grad:
-            return "has no kernel for the gradient of a packed batch's sink"
+    if work == "backward" and problem.sink_grad:
+        return "has no kernel for the gradient of a packed batch's sink"
     bias, packed = problem.bias, problem.score.packed
     if problem.mask is not None:
         return "takes no mask beside a packed batch"
