@@ -73,12 +73,13 @@ def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
 
 
 @gluon.jit
-def box_of(first, count, b, h, row, c):
-    """Where TMA finds the tile from row ``row`` on: of a packed batch, of the ``count`` rows from ``first`` on."""
+def box_of(first, count, b, h, row, c, col=0):
+    """Where TMA finds the tile from row ``row`` on, and column ``col``: of a packed batch, of the ``count`` rows from
+    ``first`` on."""
     if c.PACKED:
-        return [RAGGED_AXIS, first + count, h, RAGGED_AXIS - count + row, 0]
+        return [RAGGED_AXIS, first + count, h, RAGGED_AXIS - count + row, col]
     else:
-        return [b, h, row, 0]
+        return [b, h, row, col]
 
 
 @triton.jit
