@@ -180,7 +180,7 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
                     for row, cols, elements in _box(layout, laid, [int(getattr(a, "value", a)) for a in at]):
                         assert m0 + row < s.m, "a row of another sequence"
                         own_row = slice(n0, n0 + c.BLOCK_N.value)
-                        seen = inside[m0 + row, own_row]
+                        seen = inside[m0 + row, own_row] & (j[own_row] < s.n)
                         compared += int(seen.sum())
                         assert not seen[cols.stop :].any()
                         found, right = laid[elements], wanted[m0 + row, own_row][cols]

@@ -23,9 +23,11 @@ class Packed(NamedTuple):
     causal: bool = False
     deterministic: bool = False
     dtype: torch.dtype = torch.bfloat16
+    longest: int = LONGEST
 
     def __str__(self) -> str:
         words = [f"D{self.D}"] + [f"Hkv {self.Hkv}"] * (self.Hkv != H) + [self.bias] * (self.bias != "")
+        words += [f"at most {self.longest}"] * (self.longest != LONGEST)
         return ", ".join(words + ["causal"] * self.causal + ["deterministic"] * self.deterministic)
 
 
@@ -53,8 +55,9 @@ def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
     q, k, v = (torch.empty(TOTAL, heads, x.D, dtype=x.dtype, device="meta") for heads in (H, x.Hkv, x.Hkv))
     offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32, device="meta")
     call = read_packed(
-        q, k, v, Lengths(offsets, offsets), (LONGEST, LONGEST), bias=_bias(x), mask=None, sink=None, causal=x.causal,
-        window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None, validate=False,
+        q, k, v, Lengths(offsets, offsets), (x.longest, x.longest), bias=_bias(x), mask=None, sink=None,
+        causal=x.causal, window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None,
+        validate=False,
     )  # fmt: skip
     inputs, parts = call.inputs, call.inputs.parts
     grads = tuple(name for name in DIFFERENTIABLE if parts is not None and getattr(parts, name) is not None)

@@ -49,6 +49,7 @@ HOPPER = [
     ("3.6.0", Packed(D=64, causal=True, deterministic=True), True, 84, 0),
     ("3.6.0", Packed(causal=True, Hkv=4, deterministic=True), True, 64, 0),
     ("installed", Packed(causal=True), True, 64, 0),
+    ("3.6.0", Packed(D=64, longest=64), True, 24, 0),
     ("3.6.0", Packed(bias="keys", causal=True), True, 64, 52),
     ("3.6.0", Packed(D=64, bias="keys", causal=True), True, 20, 0),
     ("3.6.0", Packed(D=32, bias="keys"), True, 32, 0),

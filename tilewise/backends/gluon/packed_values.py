@@ -42,8 +42,8 @@ def first_entry_of(seq, lo):
 @triton.jit
 def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE: tl.constexpr, BACK: tl.constexpr,
                 BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """The values of one tile of the list to where they are laid out, or BACK. values: `Strided`; row, head: the strides
-    of the copy. tiles: at most as many are listed."""
+    """The values of one tile of the list to where they are laid out, or BACK; those of keys that there are. values:
+    `Strided`; row, head: the strides of the copy. tiles: at most as many are listed."""
     n, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
@@ -56,15 +56,17 @@ def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE:
             for col0 in tl.range(0, entries, COLS, num_stages=1):
                 cols = col0 + tl.arange(0, COLS)
                 inside = (rows < end)[:, None] & (cols < entries)[None, :]
+                key = (rows + seq.diagonal + lo)[:, None] + cols[None, :]
+                there = inside & (key >= 0) & (key < seq.keys)  # the rest no tile reads, or its scores are hidden
                 entry = cols
                 if REVERSE:
                     entry = entries - 1 - cols
                 at_values = at + place * values.stride2 + entry.to(tl.int64)[None, :] * values.stride3
                 at_laid = to + place * row + cols[None, :]
                 if BACK:
-                    tl.store(at_values, tl.load(at_laid, mask=inside), mask=inside)
+                    tl.store(at_values, tl.load(at_laid, mask=there, other=0.0), mask=inside)
                 else:
-                    tl.store(at_laid, tl.load(at_values, mask=inside), mask=inside)
+                    tl.store(at_laid, tl.load(at_values, mask=there), mask=there)
 
 
 @triton.jit
@@ -148,7 +150,7 @@ class PackedValues:
         return like
 
     def laid_out(self, values: Tensor, tile_list: Tensor) -> Tensor:
-        """A copy of the values of all sequences; nothing else of it is initialised."""
+        """A copy of the values that keys of the sequences have; nothing else of it is initialised."""
         laid = values.new_empty(self.heads * self.head)
         self.copy(values, laid, tile_list)
         return laid
