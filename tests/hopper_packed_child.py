@@ -9,13 +9,15 @@ from torch import Tensor
 from varlen_helpers import HALF, Lengths
 
 from tilewise import varlen_attention
+from tilewise.bias import RelativeBias
 from tilewise.varlen import read_packed
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
 
 
 class Call(NamedTuple):
-    """bias: along the "keys", the "queries", or None. sink: for each head "h", each query "hm", or None."""
+    """bias: along the "keys", the "queries", or None. sink: for each head "h", each query "hm", or None. values: of a
+    bias by distance, (the least distance, entries of each query)."""
 
     lengths: Lengths
     bias: str | None = None
@@ -23,6 +25,8 @@ class Call(NamedTuple):
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
+    values: tuple[int, int] | None = None
+    reverse: bool = False
 
     def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """q, k, v; and what else `varlen_attention` takes."""
@@ -34,6 +38,10 @@ class Call(NamedTuple):
         x = self.lengths
         q, (k, v) = normal(x.total_q, HEADS, DIM), normal(2, x.total_k, KV_HEADS, DIM)
         bias = {None: None, "keys": normal(HEADS, x.total_k), "queries": normal(HEADS, x.total_q, 1)}[self.bias]
+        if self.values is not None:
+            lo, count = self.values
+            bias = RelativeBias(normal(x.total_q, HEADS, count), lo=1 - lo - count if self.reverse else lo,
+                                reverse=self.reverse)  # fmt: skip
         sink = {None: None, "h": normal(HEADS), "hm": normal(HEADS, x.total_q)}[self.sink]
         options = {"bias": bias, "sink": sink, "causal": self.causal, "window": self.window, "softcap": self.softcap}
         return (q, k, v), options
@@ -49,7 +57,7 @@ class Call(NamedTuple):
             *qkv, Tensors(cu_q, cu_k, self.lengths.seqused().get("seqused_k")), tuple(longest), mask=None,
             dropout_p=0.0, dropout_seed=None, deterministic=False, backend=None, validate=False, **options,
         )  # fmt: skip
-        return Problem.of(*call.inputs, call.score), call.inputs
+        return Problem.of(*call.inputs, call.score, part_grads=("query",) * (self.values is not None)), call.inputs
 
     def forward(self) -> tuple[Any, Any]:
         """The prepared forward, and its inputs."""
@@ -82,7 +90,8 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     after, after_lse = o.clone(), lse.clone()
     after[spoilt], after_lse[spoilt] = 7.0, torch.nan
     found, _ = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
-    run.repair(*inputs[:6], found, after, after_lse)
+    bias = inputs.bias if x.values is None else run.values.laid_out(inputs.parts.query, found)
+    run.repair(*inputs[:3], bias, *inputs[4:6], found, after, after_lse)
     return o, lse, after, after_lse, spoilt
 
 
@@ -100,3 +109,88 @@ def tiles_of_heads(x: Call, by_keys: bool, block: int = 64) -> tuple[Tensor, Ten
     if len(out):
         tiles_of_heads_kernel[(len(out),)](found, out, HEADS, block, by_keys)
     return found, out
+
+
+def _box(layout: Any, x: Tensor, at: list[int]) -> list[tuple[int, slice, slice]]:
+    """Where TMA finds the rows of a box in the memory ``x`` of a descriptor's tensor: (row, columns, elements)."""
+    *_, rows, cols = layout.block_shape
+    assert at[4] >= 0, "TMA takes no negative column"
+    assert at[4] % 8 == 0, "TMA's boxes begin at multiples of 16 bytes"
+    found = []
+    for row in range(rows):
+        begin = [*at[:3], at[3] + row]
+        if all(0 <= i < n for i, n in zip(begin, layout.shape, strict=False)):
+            base = sum(i * stride for i, stride in zip(begin, layout.strides, strict=False))
+            base = base * x.itemsize % 2**64 // x.itemsize
+            count = min(cols, layout.shape[4] - at[4])
+            assert 0 <= base + at[4] <= base + at[4] + count <= x.numel(), "outside of the memory"
+            found.append((row, slice(0, count), slice(base + at[4], base + at[4] + count)))
+    return found
+
+
+def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
+    """How many entries were compared of those that a backward reads; the gradient that comes of a dS for each pair, and
+    what it is, (1, H, T, R)."""
+    from helpers import poisoned_memory
+
+    from tilewise.backends import Needs, Outputs
+    from tilewise.backends.gluon.packed import SeqInfo, box_of
+    from tilewise.backends.gluon.packed_values import first_column
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.tensors import ragged
+
+    problem, inputs = x.read()
+    outputs = Outputs(inputs.q, inputs.q[..., 0].float())
+    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, query=True))
+    terms, _, c = run.main.numbers
+    c = c._replace(PACKED=True)
+    values, lo, hi = inputs.parts.query, terms.inner_lo, terms.inner_hi
+    ascending = values.flip(3) if x.reverse else values
+    layout = ragged(run.values.like, c.BLOCK_M.value, c.BLOCK_N.value)
+    dvalues = torch.full(run.dvalues.shape, torch.nan, dtype=HALF).transpose(1, 2).contiguous().transpose(1, 2)
+    with poisoned_memory():
+        tile_list, _ = run.row_list(inputs.lengths, inputs.q.clone(), dvalues)
+        laid = run.values.laid_out(values, tile_list)
+        gradient = run.values.empty_gradient(values, tile_list)
+    assert laid.isnan().any()
+    expected, compared = torch.zeros_like(dvalues), 0
+    least, count = x.values
+    for s in x.lengths.sequences():
+        seq = SeqInfo(s.q0, s.k0, s.m, s.n, s.n - s.m)
+        column = first_column.fn(seq, least)
+        column = getattr(column, "value", column)
+        i, j = torch.arange(s.m + c.BLOCK_M.value)[:, None], torch.arange(s.n + c.BLOCK_N.value)
+        distance = j - i - seq.diagonal
+        has = (distance >= lo) & (distance <= hi)
+        for h in range(HEADS):
+            ds = torch.randint(1, 200, distance.shape, generator=torch.Generator().manual_seed(h)).to(HALF)
+            ds[:, s.n :] = 0.0  # keys that there are not
+            own = distance[: s.m]
+            entry = (own - least).clamp(0, count - 1)
+            inside = (own >= least) & (own < least + count)
+            wanted = ascending[0, h, s.q0 : s.q0 + s.m].gather(1, entry)
+            of_pairs = torch.where(has[: s.m], ds[: s.m], 0.0)
+            expected[0, h, s.q0 : s.q0 + s.m].scatter_add_(1, entry, of_pairs)
+            for m0 in range(0, s.m, c.BLOCK_M.value):
+                for n0 in range(0, s.n, c.BLOCK_N.value):
+                    tile = has[m0 : m0 + c.BLOCK_M.value, n0 : n0 + c.BLOCK_N.value]
+                    if not tile[: s.m - m0, : s.n - n0].any():
+                        continue
+                    at = box_of.fn(s.q0, s.m, 0, h, m0, c, n0 + column)
+                    for row, cols, elements in _box(layout, laid, [int(getattr(a, "value", a)) for a in at]):
+                        assert m0 + row < s.m, "a row of another sequence"
+                        own_row = slice(n0, n0 + c.BLOCK_N.value)
+                        seen = inside[m0 + row, own_row] & (j[own_row] < s.n)
+                        compared += int(seen.sum())
+                        assert not seen[cols.stop :].any()
+                        found, right = laid[elements], wanted[m0 + row, own_row][cols]
+                        assert torch.equal(found[seen[cols]], right[seen[cols]])
+                        out = ds[m0 + row, n0 : n0 + c.BLOCK_N.value]
+                        if tile.all():  # stored, by a walk over tiles that some pair is visible in
+                            gradient[elements] = out[cols]
+                        else:
+                            gradient[elements] += torch.where(tile[row], out, -0.0)[cols]
+    run.values.gradient(gradient, tile_list, dvalues)
+    if x.reverse:
+        expected = expected.flip(3)
+    return compared, dvalues, expected

@@ -14,7 +14,8 @@ H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
 
 
 class Packed(NamedTuple):
-    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", or "keys", packed as they are."""
+    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", or "keys" or "queries", packed as
+    they are."""
 
     D: int = 128
     Hkv: int = H
@@ -22,9 +23,11 @@ class Packed(NamedTuple):
     causal: bool = False
     deterministic: bool = False
     dtype: torch.dtype = torch.bfloat16
+    longest: int = LONGEST
 
     def __str__(self) -> str:
         words = [f"D{self.D}"] + [f"Hkv {self.Hkv}"] * (self.Hkv != H) + [self.bias] * (self.bias != "")
+        words += [f"at most {self.longest}"] * (self.longest != LONGEST)
         return ", ".join(words + ["causal"] * self.causal + ["deterministic"] * self.deterministic)
 
 
@@ -35,6 +38,7 @@ def _bias(x: Packed) -> Any:
     return {
         "": lambda: None,
         "keys": lambda: meta(1, TOTAL),
+        "queries": lambda: meta(1, TOTAL, 1),
         "ragged": lambda: RaggedBias(meta(H, 40_000_000), meta(SEQUENCES + 1, dtype=torch.int64)),
         "t5": lambda: t5_bias(meta(32, H), True),
         "relative": lambda: RelativeBias(meta(TOTAL, H, 1024), lo=-1023),
@@ -51,8 +55,9 @@ def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
     q, k, v = (torch.empty(TOTAL, heads, x.D, dtype=x.dtype, device="meta") for heads in (H, x.Hkv, x.Hkv))
     offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32, device="meta")
     call = read_packed(
-        q, k, v, Lengths(offsets, offsets), (LONGEST, LONGEST), bias=_bias(x), mask=None, sink=None, causal=x.causal,
-        window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None, validate=False,
+        q, k, v, Lengths(offsets, offsets), (x.longest, x.longest), bias=_bias(x), mask=None, sink=None,
+        causal=x.causal, window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None,
+        validate=False,
     )  # fmt: skip
     inputs, parts = call.inputs, call.inputs.parts
     grads = tuple(name for name in DIFFERENTIABLE if parts is not None and getattr(parts, name) is not None)

@@ -112,12 +112,18 @@ def test_the_cases_of_a_gpu():
     chosen = {case.name: case for case in run.chosen_cases(run.Options("cuda", cases=("varlen",)))}
     lognormal = [f"varlen D{d} {mask}" for d in (128, 64) for mask in ("causal", "full")]
     assert list(chosen) == [
-        *(name for x in lognormal for name in (f"{x} T32768", f"{x} dense at the mean length S630")),
+        "varlen D128 causal T32768",
         "varlen D128 causal bias along keys T32768",
         "varlen D128 causal bias by distance T32768",
         "varlen ragged bias D32 T16457",
         "varlen short D64 full T147233",
+        *(f"{x} T32768" for x in lognormal[1:]),
+        *(f"{x} dense at the mean length S630" for x in lognormal),
     ]
+    without = {case.name: case.without_bias for case in chosen.values() if isinstance(case, PackedCase)}
+    assert {name: other for name, other in without.items() if other} == dict.fromkeys(
+        list(chosen)[1:3], next(iter(chosen))
+    )
     dense = chosen["varlen D64 full dense at the mean length S630"]
     assert (dense.batch, dense.heads, dense.queries, dense.head_dim, dense.causal) == (52, 32, 630, 64, False)
     assert chosen["varlen short D64 full T147233"].host
@@ -353,3 +359,28 @@ def test_a_padded_batch_is_the_packed_one(causal):
     full = packed_peers.padded(case, case.inputs(CPU))
     assert [x.shape for x in full.leaves] == 3 * [(5, 2, 33, 16)] + [(5, 2, 33, 33)]
     assert full.mask.sum((1, 2, 3)).tolist() == [5, 1, 33, 2, 12]
+
+
+def test_a_bias_is_compared_with_none():
+    """By the fastest of ours without it, forward and backward; of what was not measured nothing is said."""
+    chosen = [packed.lognormal_case(128, causal=True), *packed.biased()]
+    rows = [
+        results.Row(chosen[n].name, f"tilewise-varlen-{backend}", "measured", forward=time(f), backward=time(b),
+                    first_call_s=1.0, memory_bytes=1)
+        for n, backend, f, b in [(0, "hopper", 2.0, 6.0), (0, "triton", 3.0, 5.0), (1, "hopper", 4.0, 8.0),
+                                 (2, "hopper", 2.5, None), (3, "triton", 1.0, 1.0)]
+    ]  # fmt: skip
+    rows.append(results.Row(chosen[1].name, "tilewise-varlen-triton", "failed"))
+    rows.append(results.Row(chosen[1].name, "fa4-varlen", "declined"))
+    found = results.Results(
+        "", [], "", {"type": "cpu", "name": "none"}, {}, {}, {}, Calibration({"bfloat16": 1e12}, 1e12), chosen, rows
+    )
+    lines = [x for x in report.terminal(found).splitlines() if x.startswith("of the speed without its bias: ")]
+    assert [x.partition(": ")[2] for x in lines] == [
+        f"tilewise-varlen-hopper forward 0.50, backward 0.62 ({chosen[1].name})",
+        f"tilewise-varlen-hopper forward 0.80 ({chosen[2].name})",
+    ]
+
+
+def time(seconds):
+    return None if seconds is None else results.Timing(seconds, seconds, seconds, 1)

@@ -20,7 +20,8 @@ USED = Lengths((129, 65, 5), (300, 70, 64), used=(257, 70, 0), past=1, longer=40
 
 @pytest.mark.parametrize("lengths", [SHORT, MANY, USED], ids=["short", "many", "used"])
 def test_tiles_are_listed(interpreter, lengths):
-    """Each tile of queries once, sequences of most keys first and the last queries of each; rows of none are zero."""
+    """Each tile of queries once, sequences of most keys first and the last queries of each; rows of none are zero, with
+    an LSE of -inf."""
     found, o, lse, block = interpreter(hopper_packed_child.tile_list, Call(lengths))
     sequences = sorted(lengths.sequences(), key=lambda s: (-s.n, s.b))
     expected = [[m, s.q0, s.k0, s.m, s.n] for s in sequences for m in reversed(range(-(-s.m // block)))]
@@ -31,7 +32,7 @@ def test_tiles_are_listed(interpreter, lengths):
     assert o[:, :, inside].isnan().all()
     assert lse[:, :, inside].isnan().all()
     assert not o[:, :, ~inside].any()
-    assert not lse[:, :, ~inside].any()
+    assert (lse[:, :, ~inside] == -torch.inf).all()
 
 
 def test_sequences_that_overlap_fit_the_list(interpreter):
@@ -84,12 +85,48 @@ def test_offsets_that_are_none(interpreter):
 )
 def test_rows_are_computed_again(interpreter, call):
     """Those that are NaN in the LSE, and no other."""
+    _hold_repair(interpreter, call)
+
+
+def _hold_repair(interpreter, call):
     o, lse, after, after_lse, spoilt = interpreter(hopper_packed_child.repair, call, 0.2)
     assert spoilt.any()
     assert torch.equal(after[~spoilt], o[~spoilt])
     assert torch.equal(after_lse[~spoilt], lse[~spoilt])
     torch.testing.assert_close(after[spoilt], o[spoilt], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(after_lse[spoilt], lse[spoilt], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(SHORT, values=(-40, 41), causal=True),
+        Call(SHORT, values=(-30, 71)),
+        Call(USED, values=(-261, 300), window=(250, 20)),
+        Call(Lengths((200, 9), (330, 300)), values=(-300, 301), causal=True, reverse=True),
+        Call(Lengths((200, 130), (200, 150)), values=(3, 150), window=(None, 90)),
+    ],
+    ids=["causal", "full", "window", "reverse", "ahead"],
+)
+def test_values_by_distance_are_tiles(interpreter, call):
+    """Each tile that TMA reads has the entries of its pairs, beside other sequences' values and NaN; and through the
+    same boxes each entry gets the dS of its pair, and 0 where no visible pair has it."""
+    compared, found, expected = interpreter(hopper_packed_child.values_by_distance, call)
+    assert compared > 500
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(SHORT, values=(-40, 41), causal=True),
+        Call(USED, values=(-261, 300), window=(250, 20), sink="h"),
+        Call(Lengths((200, 9), (130, 300)), values=(-100, 301), reverse=True),
+    ],
+    ids=["causal", "window", "reverse"],
+)
+def test_rows_beside_values_are_computed_again(interpreter, call):
+    _hold_repair(interpreter, call)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tilewise.score.terms import Band, Distances, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon import relative, score, tile_scheduler, values
+from tilewise.backends.gluon import packed, relative, score, tile_scheduler, values
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.gluon.sm90 import (
     backward_launch,
@@ -123,7 +123,7 @@ def plain(monkeypatch):
         for module, names in (
             (relative, ("range_state", "column_of", "in_range")),
             (tile_scheduler, ("work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
-            (bias_tiles, ("first_below_range", "without_range")),
+            (bias_tiles, ("first_below_range", "without_range", "bias_box")),
         )
         for name in names
     }
@@ -133,7 +133,9 @@ def plain(monkeypatch):
                 monkeypatch.setattr(module, name, function)
     for name in ("range_state", "column_of", "in_range"):
         monkeypatch.setattr(range_tiles, name, found[name])
-    for name in ("tile_state", "next_corner", "without_range", "places", "gradient_state"):
+    for module in (bias_tiles, range_tiles):
+        monkeypatch.setattr(module, "box_of", packed.box_of.fn)
+    for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state"):
         monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
     for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
@@ -175,7 +177,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
         monkeypatch.setattr(module, "next_tile_index", lambda tile_index, *_: tile_index + 1)
     for name in ("slot_of", "use_of"):
         monkeypatch.setattr(bias_tiles, name, lambda ring, n, *_: n)
-    monkeypatch.setattr(bias_tiles, "fill", lambda ring, n, use, source, b, h, *at: filled.append((n, (b, h, *at))))
+    monkeypatch.setattr(bias_tiles, "fill_at", lambda ring, n, use, source, at: filled.append((n, tuple(at))))
     monkeypatch.setattr(bias_tiles, "hand_out_slot", lambda ring, n, c, warpgroup: filled.append((n, None)))
     # of what computes, all but the loops
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
@@ -437,7 +439,8 @@ def test_how_a_gradient_leaves(monkeypatch, p, dim):
         for i in range(c.M_SUBTILES):
             tile = ds[i * c.SUBTILE_M : (i + 1) * c.SUBTILE_M].T.as_subclass(Tile)
             range_tiles.keep_entries.fn(tile, ring, n0 - m0, i, terms, c)
-        range_tiles.let_out.fn("dvalues", ring, 0, 1, 2, m0, n0, terms, c)
+        work = SimpleNamespace(n0=n0, seq=packed.SeqInfo(0, 0, p.queries, p.keys, 0))
+        range_tiles.let_out.fn("dvalues", ring, 0, 1, 2, m0 // c.BLOCK_M, work, terms, c)
         at = [1, 2, m0, n0 + terms.column]
         if has.all():
             assert left == [("tma_store", "dvalues", at, 0)]

@@ -49,6 +49,14 @@ HOPPER = [
     ("3.6.0", Packed(D=64, causal=True, deterministic=True), True, 84, 0),
     ("3.6.0", Packed(causal=True, Hkv=4, deterministic=True), True, 64, 0),
     ("installed", Packed(causal=True), True, 64, 0),
+    ("3.6.0", Packed(D=64, longest=64), True, 24, 0),
+    ("3.6.0", Packed(bias="keys", causal=True), True, 64, 52),
+    ("3.6.0", Packed(D=64, bias="keys", causal=True), True, 20, 0),
+    ("3.6.0", Packed(D=32, bias="keys"), True, 32, 0),
+    ("3.6.0", Packed(D=256, bias="keys", causal=True), True, 64, 24),
+    ("3.6.0", Packed(bias="relative", causal=True), False, 128, 0),
+    ("3.6.0", Packed(bias="relative", causal=True), True, 64, 0),
+    ("3.6.0", Packed(D=64, bias="relative", causal=True, deterministic=True), True, 40, 32),
 ]
 
 
@@ -58,10 +66,14 @@ def test_hopper_kernels(compilers, triton, x, backward, designed, spilled):
     names = [code.kernel.name for code in codes]
     if backward:
         main = "backward_kernel"
-        assert names == [*["tiles_kernel"] * 2, "packed_preprocess_kernel", main, "packed_postprocess_kernel"]
+        before = ["move_kernel", "packed_zero_kernel"] * (x.bias == "relative")
+        after = ["move_kernel"] * (x.bias == "relative")
+        names_of_packed = [*["tiles_kernel"] * 2, *before, "packed_preprocess_kernel", main]
+        assert names == [*names_of_packed, "packed_postprocess_kernel", *after]
     else:
         main = "forward_kernel"
-        assert names == ["tiles_kernel", main] + ["packed_repair_kernel"] * (x.causal or bool(x.bias))
+        laid_out = ["move_kernel"] * (x.bias == "relative")
+        assert names == ["tiles_kernel", *laid_out, main] + ["packed_repair_kernel"] * (x.causal or bool(x.bias))
     hold_hopper([code for code in codes if code.kernel.name != "tiles_kernel"], spilled)
     hold_hopper([code for code in codes if code.kernel.name == "tiles_kernel"], LISTS)
     assert [code.wgmma for code in codes if code.kernel.name == main] == [designed]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from helpers import poisoned_memory
 
 from tilewise import attention, varlen_attention
 from tilewise.bias import RaggedBias, RelativeBias, t5_bias
@@ -28,6 +31,12 @@ def ragged(dtype):
 def relative(dtype):
     values = leaf(EDGES_Q[-1], H, 65, dtype=dtype, seed=8)
     return RelativeBias(values, lo=-40), [values]
+
+
+def ahead(dtype):
+    """Of keys after the query alone."""
+    values = leaf(EDGES_Q[-1], H, 300, dtype=dtype, seed=8)
+    return RelativeBias(values, lo=3), [values]
 
 
 def t5(dtype):
@@ -58,7 +67,7 @@ def own_bias(kind, leaves, b):
         return x[:, EDGES_Q[b] : EDGES_Q[b + 1]].view(1, 1, QUERIES[b], 1)
     if kind is t5:
         return t5_bias(x, True)
-    return RelativeBias(x[EDGES_Q[b] : EDGES_Q[b + 1]].transpose(0, 1)[None], lo=-40)
+    return RelativeBias(x[EDGES_Q[b] : EDGES_Q[b + 1]].transpose(0, 1)[None], lo=-40 if kind is relative else 3)
 
 
 def one_by_one(q, k, v, kind, leaves, **options):
@@ -79,9 +88,10 @@ def gradients(o, lse, leaves, do, dlse):
 
 RUNS = [
     *(("triton", kind, 64) for kind in (None, ragged, relative, t5)),
-    *(("hopper", kind, 64) for kind in (None, keys, queries)),
+    *(("hopper", kind, 64) for kind in (None, keys, queries, relative)),
     *(("hopper", None, dim) for dim in (32, 128, 256)),
-    ("hopper", keys, 128),
+    *(("hopper", keys, dim) for dim in (32, 128, 256)),
+    *(("hopper", kind, dim) for kind in (relative, ahead) for dim in (32, 128)),
 ]
 
 
@@ -93,16 +103,20 @@ def named(x):
 @pytest.mark.parametrize(("backend", "kind", "D"), RUNS, ids=named)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sequences(dtype, backend, kind, D, options):
+    if backend == "hopper" and kind in (relative, ahead):
+        options = {name: x for name, x in options.items() if name != "softcap"}  # which is declined beside them
     q = leaf(EDGES_Q[-1], H, D, dtype=dtype, seed=1)
     k, v = (leaf(EDGES_K[-1], HKV, D, dtype=dtype, seed=seed) for seed in (2, 3))
     do, dlse = leaf(*q.shape, dtype=dtype, seed=4), leaf(H, EDGES_Q[-1], dtype=torch.float32, seed=5)
     bias, leaves = (None, []) if kind is None else kind(dtype)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
-    found = varlen_attention(
-        q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, return_lse=True, backend=backend, **options
-    )
     every = (q, k, v, *leaves)
-    ours = gradients(*found, every, do, dlse)
+    with poisoned_memory("cuda") if backend == "hopper" else nullcontext():
+        found = varlen_attention(
+            q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, return_lse=True, backend=backend,
+            deterministic=False, **options,
+        )  # fmt: skip
+        ours = gradients(*found, every, do, dlse)
     wide = [x.detach().double().requires_grad_() for x in every]
     exact = gradients(*one_by_one(*wide[:3], kind, wide[3:], backend="oracle", **options), wide, do, dlse)
     theirs = gradients(*one_by_one(q, k, v, kind, leaves, backend="triton", **options), every, do, dlse)
@@ -113,7 +127,11 @@ def test_sequences(dtype, backend, kind, D, options):
         assert float((x - truth).abs().max()) <= allowed
 
 
-@pytest.mark.parametrize(("backend", "bias_of"), [("triton", ragged), ("hopper", None)], ids=named)
+@pytest.mark.parametrize(
+    ("backend", "bias_of"),
+    [("triton", ragged), *(("hopper", kind) for kind in (None, keys, relative))],
+    ids=named,
+)
 def test_repeats_are_equal(backend, bias_of):
     """Where determinism is promised."""
     q = leaf(EDGES_Q[-1], H, 64, dtype=torch.bfloat16, seed=1)
@@ -129,21 +147,40 @@ def test_repeats_are_equal(backend, bias_of):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
+def bias_of_rows(kind, leaves):
+    """Of a leaf whose first axis is that of all queries or keys."""
+    if kind is None:
+        return None
+    (x,) = leaves
+    if kind is relative:
+        return RelativeBias(x, lo=-40)
+    return x.transpose(0, 1) if kind is keys else x.transpose(0, 1)[:, :, None]
+
+
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", [None, keys, queries, relative], ids=named)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_hopper_leaves_neighbours_alone(dim, causal):
-    """NaN in the sequences beside it, and in rows past the last, does not reach a sequence; rows of none are zero."""
+def test_hopper_leaves_neighbours_alone(dim, kind, causal):
+    """NaN in the sequences beside it, and in rows past the last, does not reach a sequence; rows of none are zero, with
+    an LSE of -inf."""
     total, past = EDGES_Q[-1], 70
-    x = [torch.randn(total + past, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (H, HKV, HKV)]
+    more = {None: [], keys: [(H,)], queries: [(H,)], relative: [(H, 65)]}[kind]
+    shapes = ((H, dim), (HKV, dim), (HKV, dim), *more)
+    x = [torch.randn(total + past, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     cu = torch.tensor(EDGES_Q, dtype=torch.int32, device="cuda")
     longest = max(QUERIES)
 
     def found(x):
         leaves = [y.requires_grad_() for y in x]
         o, lse = varlen_attention(
-            *leaves, cu, cu, longest, longest, causal=causal, deterministic=True, return_lse=True, backend="hopper"
-        )
-        return o, lse.transpose(0, 1), *torch.autograd.grad((o, lse), leaves, (o.detach(), lse.detach() * 0 + 0.5))
+            *leaves[:3], cu, cu, longest, longest, bias=bias_of_rows(kind, leaves[3:]), causal=causal,
+            deterministic=True, return_lse=True, backend="hopper",
+        )  # fmt: skip
+        dlse = torch.where(lse.isfinite(), 0.5, torch.nan)
+        dlse[:, :total].nan_to_num_(0.5)
+        gradients = torch.autograd.grad((o, lse), leaves, (o.detach(), dlse))
+        assert (lse[:, total:] == -torch.inf).all()
+        return o, torch.where(lse == -torch.inf, 0.0, lse).transpose(0, 1), *gradients
 
     clean = found([y.clone() for y in x])
     for b in (0, 3, 5):
@@ -171,20 +208,24 @@ def test_hopper_takes_many_sequences(causal, deterministic):
         assert float((ours.float() - theirs.float()).abs().max()) < 2e-2 * max(1.0, float(theirs.abs().max()))
 
 
-def test_hopper_leaves_keys_that_do_not_count():
+@pytest.mark.parametrize("kind", [None, keys, relative], ids=named)
+def test_hopper_leaves_keys_that_do_not_count(kind):
     """Of a cache with room: gradients of keys past `seqused_k` are zero, whatever they hold."""
+    _, more = (None, []) if kind is None else kind(torch.bfloat16)
     used = torch.tensor([min(n, 100) for n in KEYS], dtype=torch.int32, device="cuda")
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
     q = leaf(EDGES_Q[-1], H, 64, dtype=torch.bfloat16, seed=1)
     counted = torch.zeros(EDGES_K[-1], dtype=torch.bool, device="cuda")
     for b in range(len(KEYS)):
         counted[EDGES_K[b] : EDGES_K[b] + int(used[b])] = True
-    keys = [leaf(EDGES_K[-1], HKV, 64, dtype=torch.bfloat16, seed=seed).detach() for seed in (2, 3)]
+    whole = [leaf(EDGES_K[-1], HKV, 64, dtype=torch.bfloat16, seed=seed).detach() for seed in (2, 3)]
     found = []
     for backend, hidden in (("hopper", torch.nan), ("triton", 0.0)):
-        kv = [torch.where(counted[:, None, None], y, hidden).requires_grad_() for y in keys]
-        o = varlen_attention(q, *kv, cu_q, cu_k, max(QUERIES), 100, seqused_k=used, backend=backend)
-        found.append([o.detach(), *torch.autograd.grad(o, (q, *kv), q)])
+        kv = [torch.where(counted[:, None, None], y, hidden).requires_grad_() for y in whole]
+        leaves = [(torch.where(counted, y, hidden) if kind is keys else y).detach().requires_grad_() for y in more]
+        bias = None if kind is None else leaves[0] if kind is keys else RelativeBias(leaves[0], lo=-40)
+        o = varlen_attention(q, *kv, cu_q, cu_k, max(QUERIES), 100, bias=bias, seqused_k=used, backend=backend)
+        found.append([o.detach(), *torch.autograd.grad(o, (q, *kv, *leaves), q)])
     for ours, theirs in zip(*found, strict=True):
         assert float((ours.float() - theirs.float()).abs().max()) < 2e-2 * max(1.0, float(theirs.abs().max()))
     assert not found[0][2][~counted].any()

@@ -339,19 +339,20 @@ def _cpu_quick() -> Iterator[Case]:
 
 
 def _packed(device: str) -> Iterator[Case | packed.PackedCase]:
-    """Each batch of many lengths with the dense one of as many sequences of their mean length beside it."""
+    """Those with a bias after the one without, and last, of each batch of many lengths, the dense one of as many
+    sequences of their mean length."""
     if device == "cpu":
         yield packed.ragged_case("float32")
         return
-    for head_dim in (128, 64):
-        for causal in (True, False):
-            case = packed.lognormal_case(head_dim, causal)
-            yield case
-            batch, mean = len(case.lengths), case.keys // len(case.lengths)
-            family = f"{case.family} dense at the mean length"
-            yield Case(family, batch, case.heads, case.heads, mean, mean, head_dim, causal)
+    plain = [packed.lognormal_case(head_dim, causal) for head_dim in (128, 64) for causal in (True, False)]
+    yield plain[0]
     yield from packed.biased()
     yield packed.short_case()
+    yield from plain[1:]
+    for case in plain:
+        batch, mean = len(case.lengths), case.keys // len(case.lengths)
+        family = f"{case.family} dense at the mean length"
+        yield Case(family, batch, case.heads, case.heads, mean, mean, case.head_dim, case.causal)
 
 
 AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase | packed.PackedCase | windows.WindowCase

@@ -149,6 +149,13 @@ class PackedCase:
         return f"{self.family} T{self.keys}"
 
     @property
+    def without_bias(self) -> str | None:
+        """The name of the case that it is compared with: the same without its bias, if there is one."""
+        if self.batch != "lognormal" or self.bias is None:
+            return None
+        return lognormal_case(self.head_dim, self.causal).name
+
+    @property
     def sequences(self) -> list[slice]:
         """Their rows."""
         return [slice(*ends) for ends in pairwise(accumulate(self.lengths, initial=0))]

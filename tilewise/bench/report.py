@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tilewise.bench.packed import PackedCase
 from tilewise.bench.providers import is_ours, wants_cuda
 from tilewise.bench.results import PASSES, Pass, Results, Row, in_order, left_out, provider_names
 from tilewise.quantities import number
@@ -65,8 +66,26 @@ def terminal(results: Results) -> str:
     ]
     if lists:
         lines.append("lists of visible tiles, forward and backward, where a mask is new: " + ", ".join(lists))
+    lines += [f"of the speed without its bias: {words}" for words in _of_no_bias(results)]
     missing = not_measured(results)
     return "\n".join([*lines, *(["", "Not measured:"] if missing else []), *(f"  {line}" for line in missing)])
+
+
+def _of_no_bias(results: Results) -> Iterator[str]:
+    """For every packed case with a bias and provider of ours, its speed in shares of our fastest without the bias."""
+    for row in results.rows:
+        case = results.case(row.case)
+        other = case.without_bias if isinstance(case, PackedCase) else None
+        if other is None or not is_ours(row.provider) or other not in [x.name for x in results.cases]:
+            continue
+        shares = []
+        for which in PASSES:
+            mine, best = results.flops(row, which), results.best_of_ours(other, which)
+            fastest = None if best is None else results.flops(best, which)
+            if mine is not None and fastest is not None:
+                shares.append(f"{which} {mine / fastest:.2f}")
+        if shares:
+            yield f"{row.provider} {', '.join(shares)} ({row.case})"
 
 
 def not_measured(results: Results) -> list[str]:

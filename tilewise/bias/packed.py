@@ -110,6 +110,8 @@ def packed_slots(
             toeplitz.append(part)
         elif isinstance(part, RelativeBias):
             put(found, part.kind, _relative(part, sizes, totals, lengths, device))
+            if part.query_start is None and not isinstance(part.key_start, Tensor) and part.key_start == 0:
+                forms.append(f"{part.kind}_from_end")
         elif isinstance(part, LowRankBias):
             part.check(sizes._replace(B=1, M=totals[0], N=totals[1]), device)
             put(found, "low_rank", part)

@@ -38,7 +38,8 @@ class Packed:
     max_q, max_k: at least the queries and keys of the longest sequence.
     forms: of the operands that are not padded to these, their names: "bias" along the keys or the queries, "cols" and
     "rows" of bias parts, and "sink". "ragged": the bias is one matrix a sequence, end to end. "from_start": the
-    distances of a Toeplitz bias are counted from j - i and not from the last query and key.
+    distances of a Toeplitz bias are counted from j - i and not from the last query and key. "query_from_end": those of
+    values per query are counted from these, so that their shift is queries less keys; "key_from_end" likewise.
     """
 
     max_q: int

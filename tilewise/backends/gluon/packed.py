@@ -73,12 +73,13 @@ def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
 
 
 @gluon.jit
-def box_of(first, count, b, h, row, c):
-    """Where TMA finds the tile from row ``row`` on: of a packed batch, of the ``count`` rows from ``first`` on."""
+def box_of(first, count, b, h, row, c, col=0):
+    """Where TMA finds the tile from row ``row`` on, and column ``col``: of a packed batch, of the ``count`` rows from
+    ``first`` on."""
     if c.PACKED:
-        return [RAGGED_AXIS, first + count, h, RAGGED_AXIS - count + row, 0]
+        return [RAGGED_AXIS, first + count, h, RAGGED_AXIS - count + row, col]
     else:
-        return [b, h, row, 0]
+        return [b, h, row, col]
 
 
 @triton.jit
@@ -121,7 +122,8 @@ class ListSizes(NamedTuple):
 @triton.jit
 def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
                  BY_KEYS: tl.constexpr):  # fmt: skip
-    """List the tiles of `SEQUENCES` sequences a program, of queries, or of keys; and zero rows that no sequence has.
+    """List the tiles of `SEQUENCES` sequences a program, of queries, or of keys; and zero rows that no sequence has,
+    whose LSE is -inf.
 
     lengths: `Lengths` of pointers. x, y: `Strided`, or y None, tensors of queries, or of keys. lse: (1, H, T), float32,
     or None.
@@ -171,8 +173,8 @@ def _rows_of(lengths, n, sizes, BY_KEYS: tl.constexpr):
 
 @triton.jit
 def _zero_between(lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Zero the rows of x, y and the LSE that no sequence has: between two, of which there are none if offsets and
-    longest lengths are right, and after the last, which all programs do together."""
+    """Zero the rows of x and y that no sequence has, and give them an LSE of -inf: between two, of which there are none
+    if offsets and longest lengths are right, and after the last, which all programs do together."""
     pid = tl.program_id(0)
     total, heads = (sizes.total_keys, sizes.kv_heads) if BY_KEYS else (sizes.total_queries, sizes.heads)
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
@@ -195,7 +197,7 @@ def _zero(x, y, lse, rows, inside, total, heads, sizes):
             _zero_rows(y, h, rows, inside, sizes.y_dim)
         if lse is not None:
             at = lse + tl.cast(h, tl.int64) * total + rows
-            tl.store(at, tl.zeros([rows.shape[0]], tl.float32), mask=inside)
+            tl.store(at, tl.full([rows.shape[0]], -float("inf"), tl.float32), mask=inside)
 
 
 @triton.jit
@@ -210,7 +212,7 @@ def _zero_rows(x, h, rows, inside, dim):
 class TileList:
     """Makes the list for one problem and one layout of its tensors.
 
-    x, y: of queries or, by_keys, of keys; their rows without a sequence are zeroed, and those of an LSE. With
+    x, y: of queries or, by_keys, of keys; their rows without a sequence are zeroed, and those of an LSE -inf. With
     `Lengths.used_k` and by_keys that is the caller's: most rows may be without use.
     """
 

@@ -4,7 +4,7 @@ Key ``lo`` stands in column 0 of that view, or behind some columns without a use
 keys ``col0 ..`` is its box at ``(row0, col0 - lo)``, which TMA reads, and to which it adds a gradient. Of pairs whose
 distance has no entry such a box has other rows' values, or the memory between two rows: where an end of the range cuts
 a tile they are replaced by 0, and a tile that meets no entry is not read at all. `values` says how all of this lies in
-memory.
+memory, and `packed_values` how in a packed batch, whose distances count from each sequence's last query and key.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gluon.packed_values import first_column
 from tilewise.score import relative
 
 reach = gluon.jit(relative.reach)
@@ -27,9 +28,11 @@ def range_state(row0, rows, col0, cols, terms):
 
 
 @gluon.jit
-def column_of(col0, terms, c):
+def column_of(col0, seq, terms, c):
     """Where the tiles of the keys from ``col0`` on begin in a bias, or in `sheared` values."""
-    if c.RELATIVE:
+    if c.RELATIVE and c.PACKED:
+        return gl.maximum(col0 + first_column(seq, terms.first), 0)  # negative where a tile sees nothing
+    elif c.RELATIVE:
         return col0 + terms.column
     else:
         return col0

@@ -31,15 +31,17 @@ def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
 ENDLESS = 0x7FFF0000  # of a descriptor of `ragged`: more than any coordinate
 
 
-def ragged(x: Tensor, rows: int, cols: int) -> Any:
+def ragged(x: Tensor | None, rows: int, cols: int) -> Any:
     """The layout of a packed tensor (1, H, T, D) that is read and written by TMA, in boxes of (rows, cols) that end
-    where a sequence does: the hardware reads 0 past its end and writes nothing there.
+    where a sequence does: the hardware reads 0 past its end and writes nothing there. None as for `descriptor`.
 
     The axis of rows has 2^30 of them, of which a sequence takes the last, so that its end is the tensor's. Two axes in
     front put them in their place, both in steps of a row: one goes to the sequence's end, and one goes 2^30 rows back,
     by 2^30 steps of 2^34 elements less a row, because addresses are counted modulo 2^64. `packed.box_of` has the
     coordinates. (Triton's tools.ragged_tma does the same.)
     """
+    if x is None:
+        return POINTER
     _, H, T, D = x.shape
     row = x.stride(2) if T > 1 else (D * x.element_size() + 15) // 16 * 16 // x.element_size()
     head = x.stride(1) if H > 1 else row

@@ -33,6 +33,8 @@ def ends(problem: Problem) -> Ends:
     if distances is None:
         return Ends(False, False)
     least, most = 1 - problem.queries, problem.keys - 1
+    if problem.totals is not None:  # distances count from the last query and key of each sequence
+        least, most = 1 - problem.keys, problem.queries - 1
     if band.lo is not None:
         least = max(band.lo, least)
     if band.hi is not None:

@@ -41,11 +41,8 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
 
 
 def _declines_packed(problem: Problem, work: Pass) -> str | None:
-    if work == "backward":
-        if problem.bias is not None:
-            return "has no kernel for the gradients of a packed batch beside a bias"
-        if problem.sink_grad:
-            return "has no kernel for the gradient of a packed batch's sink"
+    if work == "backward" and problem.sink_grad:
+        return "has no kernel for the gradient of a packed batch's sink"
     bias, packed = problem.bias, problem.score.packed
     if problem.mask is not None:
         return "takes no mask beside a packed batch"
@@ -98,8 +95,11 @@ def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     if values is None or distances is None or len(parts.named()) > 1:
         return no_parts(parts)
     name = PART_WORDS["query"]
-    if parts.shifts or parts.buckets:
-        what = "from a start that is a tensor" if parts.shifts else "through buckets"
+    packed = problem.score.packed
+    if packed is not None and "query_from_end" not in packed.forms:
+        return f"reads {name} of a packed batch whose last query stands at its last key: without query_start, key_start"
+    if (parts.shifts and packed is None) or parts.buckets:
+        what = "through buckets" if parts.buckets else "from a start that is a tensor"
         return f"reads {name} at positions that the host knows, one entry for each distance: not {what}"
     if distances.outside == "clamp" or (distances.outside == "hidden" and any(ends(problem))):
         return f"reads {name} that is 0 outside its distances, or hidden by the band: not {distances.outside!r}"

@@ -75,7 +75,7 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
 )
 from tilewise.backends.gluon.sm90.mask_tiles import visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
-from tilewise.backends.gluon.sm90.range_tiles import keep_entries, let_out, next_corner
+from tilewise.backends.gluon.sm90.range_tiles import corner_of, keep_entries, let_out, next_corner
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
@@ -245,7 +245,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
 
     s, start, lse, dk, dv, sums = state.s, state.start, state.lse, state.dk, state.dv, state.sums
     ds_operand = ABSENT
-    corner = work_tile.n0 - m0
+    corner = corner_of(m, work_tile, c)
     LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or c.DBIAS == "add"
 
     # QK of the first subtile, unless it came ahead, and its dP
@@ -321,7 +321,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
     elif c.DBIAS == "add":
-        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m0, work_tile.n0, terms, c)
+        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m, work_tile, terms, c)
 
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_dq(ds_queries, shared, 0, c)
@@ -405,7 +405,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         for g in range(sizes.group):
             count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
             steps += count
-    corner = work_tile.n0 - (work_tile.end - 1) * c.BLOCK_M
+    corner = corner_of(work_tile.end - 1, work_tile, c)
     s, start, lse = ABSENT, ABSENT, ABSENT  # where nothing comes ahead
     if c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step, steps, corner, terms, c)
@@ -507,7 +507,10 @@ def backward_kernel(
     dq_ring = new_dq_ring(dq, c)
     BEHIND: gl.constexpr = 1 if c.DBIAS == "add" else 0  # see `range_tiles`
     DS_SLOTS: gl.constexpr = c.STAGES + BEHIND if c.BIAS == "matrix" and not c.BIAS_APART else 1
-    ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
+    if c.BIAS == "matrix" and not c.BIAS_APART:
+        ds_slots = new_tiles(bias, DS_SLOTS, c.BLOCK_M, c.BLOCK_N)
+    else:
+        ds_slots = gl.allocate_shared_memory(q.dtype, [DS_SLOTS, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     bias_slots = ds_slots
     if c.BIAS_APART:
         BIAS_TILE: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, bias.dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
+from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
@@ -49,12 +50,17 @@ class Backward:
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
-        self.values = None
-        if parts is not None and parts.query is not None and problem.score.query is not None:
-            self.values = Sheared(parts.query, problem.score.query)
-            problem, bias = as_matrix(problem), self.values.like
-        self.problem, self.needs, self.row_list = problem, needs, None
+        problem = as_matrix(problem)
         config = backward_config(problem)
+        self.values: Sheared | PackedValues | None = None
+        self.dvalues: Tensor | None = None  # of a packed batch, what the gradient of its values is like
+        if parts is not None and parts.query is not None and problem.score.query is not None:
+            if problem.totals is None:
+                self.values = Sheared(parts.query, problem.score.query)
+            else:
+                self.values = PackedValues(problem, parts.query, config.block_m)
+            bias = self.values.like
+        self.problem, self.needs, self.row_list = problem, needs, None
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
         self.block_m = block_m
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
@@ -72,8 +78,10 @@ class Backward:
         self.empty_dbias = bias_gradient_allocation(problem, bias)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
         self.adds = reduction(problem) == "add"
-        if self.adds and self.values is not None:
+        if self.adds and isinstance(self.values, Sheared):
             dbias = self.values.gradient_like
+        elif self.adds:
+            dbias = bias  # a copy like that of the values
         # the ring of dS of a bias that is shared
         ring = None
         if bias is not None and reduction(problem) == "reduce":
@@ -93,13 +101,16 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
+        if self.adds and isinstance(self.values, Sheared):
+            self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
+        elif self.adds and self.values is not None and parts is not None and parts.query is not None:
+            self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         if packed:
-            self.row_list, self.key_list = TileList(p, block_m, dq), TileList(p, block_n, dk, dv, by_keys=True)
+            self.row_list = TileList(p, block_m, dq, self.dvalues)
+            self.key_list = TileList(p, block_n, dk, dv, by_keys=True)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
-        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
-        if self.adds and self.values is not None:
-            self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             packed_preprocess_kernel if packed else preprocess_kernel,
@@ -129,14 +140,14 @@ class Backward:
                 box(k, block_n, width),
                 box(v, block_n, width),
                 box(do, block_m, width),
-                strided(bias) if axes == "cols" else descriptor(bias if axes == "matrix" else None, block_m, block_n),
+                strided(bias) if axes == "cols" else box(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
                 boxes(dq_accum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], dq_accum.stride())
                 if config.dq_by_tma
                 else POINTER,
                 box(dk, block_n, width),
                 box(dv, block_n, width),
-                POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
+                POINTER if c.DBIAS.value == "sum" else box(dbias if ring is None else ring, block_m, block_n),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 POINTER,
                 *dbias_tiles,
@@ -187,9 +198,10 @@ class Backward:
             stats, dq_accum, counts = self.empty_stats(), self.empty_dq_accum(), self.empty_counts()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
             rows_listed: tuple[Tensor, ...] = ()
-            key_list = None
+            key_list, dquery = None, None
             if self.row_list is not None and lengths is not None:
-                rows_listed, (key_list, _) = self.row_list(lengths, dq)[:1], self.key_list(lengths, dk, dv)
+                dquery = None if self.dvalues is None else torch.empty_like(self.dvalues, device=q.device)
+                rows_listed, (key_list, _) = self.row_list(lengths, dq, dquery)[:1], self.key_list(lengths, dk, dv)
                 if self.gaps:  # keys that do not count
                     dk.zero_()
                     dv.zero_()
@@ -197,10 +209,12 @@ class Backward:
             values = None
             if self.values is not None and parts is not None and parts.query is not None:
                 values = parts.query
-                bias = self.values.laid_out(values)
-                if self.adds:
+                bias = laid_out(self.values, values, *rows_listed or (None,))
+                if self.adds and isinstance(self.values, Sheared):
                     dbias = self.values.empty_gradient(values)
                     self.zeros(self.values.entries(dbias))
+                elif self.adds:
+                    dbias = self.values.empty_gradient(values, *rows_listed)
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
@@ -218,9 +232,11 @@ class Backward:
             self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
             if ring is not None:
                 self.reduce_group(*dbias_tiles)
-            dquery = None
-            if self.adds and self.values is not None and values is not None and dbias is not None:
-                dquery = self.values.gradient(dbias, values)
+            if self.adds and values is not None and dbias is not None:
+                if isinstance(self.values, PackedValues) and dquery is not None:
+                    self.values.gradient(dbias, *rows_listed, dquery)
+                elif isinstance(self.values, Sheared):
+                    dquery = self.values.gradient(dbias, values)
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
                 dbias = self.sparse_sum.result(known.states, dbias)
             elif needs.bias and bias is not None:

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.backends.gluon.pipeline import fill, release, release_after_loads, slot_of, use_of, wait_full
+from tilewise.backends.gluon.packed import box_of
+from tilewise.backends.gluon.pipeline import fill_at, release, release_after_loads, slot_of, use_of, wait_full
 from tilewise.backends.gluon.relative import CUT, column_of, in_range, range_state
 from tilewise.backends.gluon.score import in_units, widened
 from tilewise.backends.gluon.sm90.wgmma import accumulator
@@ -30,24 +31,31 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
             for i in range(first_entry(tile, terms, c, WARPGROUP), tile.count):
                 n0 = entry_at(i, tile, c).n * c.BLOCK_N
                 row = tile.row0 + 64 * WARPGROUP
-                if range_state(row, 64, n0, c.BLOCK_N, terms) >= CUT:
+                if range_state(row + tile.seq.diagonal, 64, n0, c.BLOCK_N, terms) >= CUT:
                     slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
                     use = use_of(rings.bias, step, c.WARPGROUPS)
-                    fill(rings.bias, slot, use, x.bias, b, tile.h // c.BIAS_GROUP, row, column_of(n0, terms, c))
+                    fill_at(rings.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
                     step += 1
         else:
             for i in range(tile.count):
                 slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-                n0 = column_of(entry_at(i, tile, c).n * c.BLOCK_N, terms, c)
+                n0 = entry_at(i, tile, c).n * c.BLOCK_N
                 row = tile.row0 + 64 * WARPGROUP
                 use = use_of(rings.bias, step, c.WARPGROUPS)
-                fill(rings.bias, slot, use, x.bias, b, tile.h // c.BIAS_GROUP, row, n0)
+                fill_at(rings.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
                 step += 1
         if c.O_IN_BIAS:
             hand_out_slot(rings.bias, step, c, WARPGROUP)
             step += 1
         tile_index = next_tile_index(tile_index, t, rings, c)
         t += 1
+
+
+@gluon.jit
+def bias_box(tile, b, row, n0, terms, c):
+    """Where TMA finds the bias of 64 queries from ``row`` on and the keys from ``n0`` on."""
+    seq = tile.seq
+    return box_of(seq.first_query, seq.queries, b, tile.h // c.BIAS_GROUP, row, c, column_of(n0, seq, terms, c))
 
 
 @gluon.jit
@@ -128,7 +136,7 @@ def start_in_range(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP: gl.
     """The same of a bias by distance, whose tile may have none, or some; and whether it has taken a tile of the ring,
     its ``taken``-th."""
     start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
-    row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
+    row, n0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP, entry.n * c.BLOCK_N
     found = range_state(row, 64, n0, c.BLOCK_N, terms)
     if found >= CUT:
         start = start_of(bias_scores(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP), terms, c)
@@ -152,5 +160,5 @@ def without_range(start, row0, terms, c):
 @gluon.jit
 def first_below_range(tile, first, terms, c, WARPGROUP: gl.constexpr):
     """The first entry, from ``first`` on, from which on all tiles of keys lie below the range."""
-    lowest = gl.maximum(tile.row0 + 64 * WARPGROUP + terms.range_lo, 0) // c.BLOCK_N
+    lowest = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + terms.range_lo, 0) // c.BLOCK_N
     return gl.minimum(gl.maximum(tile.last + 1 - lowest, first), tile.count)

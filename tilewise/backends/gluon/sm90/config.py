@@ -236,10 +236,13 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # dimensions half the keys.
     wide = problem.bias_itemsize == 4
     plain = band.lo is None and not (capped or masked or along_keys)  # subtiles fit
+    # Of a packed batch of short sequences a larger tile is mostly empty, and there are as many as sequences and heads:
+    # more programs side by side.
+    short = problem.totals is not None and max(problem.queries, problem.keys) <= ROWS
     if d == 32:
         small = band.unlimited and not (capped or wide or along_keys)
         programs = 3 if small else 2  # 136 registers, or 232
-    elif d == 64 and not wide and (shared or not (tile or problem.deterministic or plain)):
+    elif d == 64 and not wide and (short or shared or not (tile or problem.deterministic or plain)):
         programs = 2  # where order matters, half the keys are twice as many waits
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile

@@ -65,11 +65,13 @@ def sums_sparsely(problem: Problem) -> bool:
 
 def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
-    else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N). Of a bias by
-    distance `values.Sheared` does."""
+    else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N), or (1, H, T) of
+    a packed batch. Of a bias by distance `values.Sheared` does."""
     how = reduction(problem)
     if how in ("none", "add") or bias is None:
         return None
+    if how == "sum" and problem.totals is not None:  # keys that no sequence has get none
+        return partial(torch.zeros, (1, problem.heads, problem.totals[1]), dtype=torch.float32)
     if how == "sum":
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
     # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
@@ -83,7 +85,8 @@ def bias_gradient(
 ) -> Tensor:
     """dBias from what the kernels wrote.
 
-    A bias that is constant along the keys moves the LSE alone: its gradient is dLSE, 0 in rows that see nothing.
+    A bias that is constant along the keys moves the LSE alone: its gradient is dLSE, 0 in rows that see nothing or
+    that no sequence has.
     """
     if bias_axes(problem) == "matrix" and found is not None:
         return found.to(bias.dtype)

@@ -16,10 +16,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 def keep_bias_of_keys(x, shared, work_tile, h, sizes, c):
     """The bias of this program's keys, where all queries share it, in base 2 into shared memory: registers are full."""
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
+    seq, n0 = work_tile.seq, work_tile.n0
     at = x.bias.pointer + gl.cast(work_tile.b, gl.int64) * x.bias.stride0
-    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(work_tile.n0, gl.int64) * x.bias.stride3
+    at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
+    at += gl.cast(seq.first_key + n0, gl.int64) * x.bias.stride3
     at = at + cols.to(gl.int64) * x.bias.stride3
-    bias = gl.load(at, mask=cols < sizes.keys - work_tile.n0, other=0.0)
+    bias = gl.load(at, mask=cols < seq.keys - n0, other=0.0)
     shared.added.store(bias.to(gl.float32) * LOG2E)
     if c.SHARES_KEYS:
         warps_barrier()  # here, or the compiler puts it into the loop
@@ -36,10 +38,10 @@ def sums_of(ds, c):
 
 @gluon.jit
 def store_sums(sums, x, work_tile, h, sizes, c):
-    """dBias of this program's keys by one head's queries."""
+    """dBias of this program's keys by one head's queries, float32 (B, H, N), or (1, H, T) of a packed batch."""
     L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     if c.SHARES_KEYS:
         sums = gl.convert_layout(gl.sum(sums, axis=1), L)
     cols = work_tile.n0 + gl.arange(0, c.BLOCK_N, L)
-    head = (work_tile.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys
-    gl.store(x.dbias + head + cols, sums, mask=cols < sizes.keys)
+    head = (work_tile.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys + work_tile.seq.first_key
+    gl.store(x.dbias + head + cols, sums, mask=cols < work_tile.seq.keys)

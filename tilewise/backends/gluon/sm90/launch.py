@@ -7,6 +7,7 @@ import torch
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
+from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
 from tilewise.backends.gluon.sm90.dbias import bias_axes
@@ -28,11 +29,15 @@ class Forward:
 
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
-        self.values = None
-        if parts is not None and parts.query is not None and problem.score.query is not None:
-            self.values = Sheared(parts.query, problem.score.query)
-            problem, bias = as_matrix(problem), self.values.like
+        problem = as_matrix(problem)
         config = forward_config(problem)
+        self.values: Sheared | PackedValues | None = None
+        if parts is not None and parts.query is not None and problem.score.query is not None:
+            if problem.totals is None:
+                self.values = Sheared(parts.query, problem.score.query)
+            else:
+                self.values = PackedValues(problem, parts.query, config.block_m)
+            bias = self.values.like
         programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
@@ -55,7 +60,7 @@ class Forward:
                 box(q, 64, c.BLOCK_D.value),
                 box(k, config.block_n, c.BLOCK_D.value),
                 box(v, config.block_n, c.BLOCK_DV.value),
-                descriptor(bias, 64, config.block_n) if is_matrix else strided(bias),
+                box(bias, 64, config.block_n) if is_matrix else strided(bias),
                 sink_layout(sink),
                 POINTER,
                 POINTER,
@@ -85,8 +90,6 @@ class Forward:
     def __call__(self, inputs: Inputs) -> Outputs:
         q, k, v, bias, mask, sink, parts, _, lengths, tiles = inputs
         with device_of(q):
-            if self.values is not None and parts is not None and parts.query is not None:
-                bias = self.values.laid_out(parts.query)
             o, lse = self.empty_o(), self.empty_lse()
             flat, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             tile_list = known.tile_list
@@ -95,6 +98,8 @@ class Forward:
                 tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
             elif self.dynamic:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
+            if parts is not None and parts.query is not None:
+                bias = laid_out(self.values, parts.query, tile_list)
             self.main(q, k, v, bias, sink, known.bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)

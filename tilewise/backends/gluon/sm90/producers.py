@@ -31,7 +31,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
 from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group
 from tilewise.backends.gluon.sm90.dq_accum import add_dq, zero_ahead
 from tilewise.backends.gluon.sm90.mask_tiles import load_bits
-from tilewise.backends.gluon.sm90.range_tiles import tile_state
+from tilewise.backends.gluon.sm90.range_tiles import corner_of, tile_state
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
 
@@ -63,9 +63,10 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
             elif not (c.RANGE_LO or c.RANGE_HI):
                 mbarrier.expect(full, BYTES)
             if c.BIAS == "matrix":
-                at = [bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, column_of(work_tile.n0, terms, c)]
+                col = column_of(work_tile.n0, seq, terms, c)
+                at = box_of(seq.first_query, seq.queries, bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, c, col)
                 if c.RANGE_LO or c.RANGE_HI:
-                    reads = tile_state(work_tile.n0 - m * c.BLOCK_M, terms, c) >= CUT
+                    reads = tile_state(corner_of(m, work_tile, c), terms, c) >= CUT
                     mbarrier.expect(full, BYTES - BIAS_BYTES, pred=not reads)
                     mbarrier.expect(full, BYTES, pred=reads)
                     tma_load(x.bias, at, full, rows.bias.index(slot), pred=reads)
@@ -154,7 +155,8 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
             tma.store_wait(0)  # they have left shared memory
             release(keys, slot_of(keys, nth))
             release(values, slot_of(values, nth))
-            signal_done(tile_index, x, counts, terms, sizes, c)
+            if not c.PACKED:  # of which nobody asks before the kernel has ended
+                signal_done(tile_index, x, counts, terms, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
     else:

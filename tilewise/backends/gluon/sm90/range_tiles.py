@@ -6,7 +6,8 @@ of its own, must not reach the entries that the view shows there: a second tile 
 number, not even the sign of a zero. It leaves from a slot behind those of the bias. So each entry gets one number, in
 whatever order; see `zero_kernel` for those that get none.
 
-``corner`` is the first key of a tile minus its first query, all that its distances depend on.
+``corner`` is the first key of a tile minus its first query, all that its distances depend on: of a packed batch both
+counted from the sequence's last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
+from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.relative import CUT, INSIDE, column_of, in_range, range_state, reach, state
+
+
+@gluon.jit
+def corner_of(m, work_tile, c):
+    """That of the ``m``-th tile of queries."""
+    return work_tile.n0 - work_tile.seq.diagonal - m * c.BLOCK_M
 
 
 @gluon.jit
@@ -28,7 +36,7 @@ def tile_state(corner, terms, c):
 def next_corner(m, work_tile, c):
     """Of the tile of queries that follows the ``m``-th, of this query head or the next."""
     following = gl.where(m > work_tile.begin, m - 1, work_tile.end - 1)
-    return work_tile.n0 - following * c.BLOCK_M
+    return corner_of(following, work_tile, c)
 
 
 @gluon.jit
@@ -82,11 +90,13 @@ def keep_entries(ds, tiles, corner, SUBTILE: gl.constexpr, terms, c):
 
 
 @gluon.jit
-def let_out(dvalues, tiles, slot, b, h, m0, n0, terms, c):
+def let_out(dvalues, tiles, slot, b, h, m, work_tile, terms, c):
     """Store or add dS of a tile as the gradient of the values; ``slot``: of the dS of which dQ and dK are made."""
-    found = gradient_state(n0 - m0, terms, c)
+    found = gradient_state(corner_of(m, work_tile, c), terms, c)
     if found >= CUT:
-        at = [b, h, m0, column_of(n0, terms, c)]
+        seq = work_tile.seq
+        col = column_of(work_tile.n0, seq, terms, c)
+        at = box_of(seq.first_query, seq.queries, b, h, m * c.BLOCK_M, c, col)
         if found == INSIDE:
             tma_store(dvalues, at, tiles.index(slot))
         else:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gluon.packed import SeqInfo, listed_tile
+from tilewise.backends.gluon.packed_values import first_column
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.score import INTERPRET, key_tiles, score_tile, with_sink
 from tilewise.backends.tile_mask import pairs
@@ -60,13 +61,16 @@ def _load_scores(x, b, h, rows, cols, sizes, seq, COLS: tl.constexpr):
 
 
 @triton.jit
-def _load_by_distance(x, b, h, rows, cols, sizes, terms):
+def _load_by_distance(x, b, h, rows, cols, sizes, seq, terms, LISTED: tl.constexpr):
     """The tile of a bias by distance; 0 where a pair has no entry."""
-    columns = cols + terms.column
-    entry = cols[None, :] - rows[:, None] - terms.first
+    column = terms.column
+    if LISTED:
+        column = first_column(seq, terms.first)
+    columns = cols + column
+    entry = cols[None, :] - (rows + seq.diagonal)[:, None] - terms.first
     inside = (rows < sizes.queries)[:, None] & (entry >= 0) & (entry < terms.entries)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + rows.to(tl.int64)[:, None] * x.stride2 + columns.to(tl.int64)[None, :]
+    at = at + (seq.first_query + rows).to(tl.int64)[:, None] * x.stride2 + columns.to(tl.int64)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
 
@@ -105,7 +109,8 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, 
         added = products
         if r.BIAS:
             if r.RELATIVE:
-                added = _load_by_distance(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, terms).to(tl.float32)
+                added = _load_by_distance(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, seq, terms, r.LISTED > 0)
+                added = added.to(tl.float32)
             else:
                 added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, seq, r.BIAS_COLS).to(tl.float32)
         distance = cols[None, :] - rows[:, None]

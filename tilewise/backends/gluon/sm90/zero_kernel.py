@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.gluon.packed_values import zero_tile
 from tilewise.backends.launcher import Launch, strided
 
 
@@ -23,23 +24,9 @@ def zero_kernel(dvalues, heads, queries, keys, entries, lo, inner_lo, inner_hi, 
     count = tl.cdiv(queries, BLOCK_M)
     m0 = tl.program_id(0) % count * BLOCK_M
     bh = tl.program_id(0) // count
-    # the tiles of keys that are stored, `range_tiles.let_out`: from `first` to before `last`, in keys
-    first = tl.cdiv(tl.maximum(m0 + BLOCK_M - 1 + inner_lo, 0), BLOCK_N) * BLOCK_N
-    last = tl.minimum(tl.maximum(m0 + inner_hi + 1, 0) // BLOCK_N, tl.cdiv(keys, BLOCK_N)) * BLOCK_N
-    last = tl.maximum(last, first)
     at = dvalues.pointer + tl.cast(bh // heads, tl.int64) * dvalues.stride0
     at += tl.cast(bh % heads, tl.int64) * dvalues.stride1
-    for row0 in tl.range(m0, tl.minimum(m0 + BLOCK_M, queries), ROWS, num_stages=1):
-        rows = row0 + tl.arange(0, ROWS)
-        begin, end = first - lo - rows, last - lo - rows  # of each row, in entries
-        at_rows = at + rows.to(tl.int64)[:, None] * dvalues.stride2
-        for col0 in tl.range(0, entries, COLS, num_stages=1):
-            if (col0 < first - lo - row0) | (col0 + COLS > last - lo - (row0 + ROWS - 1)):  # else all of it is stored
-                cols = col0 + tl.arange(0, COLS)
-                rest = (cols[None, :] < begin[:, None]) | (cols[None, :] >= end[:, None])
-                inside = (rows < queries)[:, None] & (cols < entries)[None, :]
-                zeros = tl.zeros([ROWS, COLS], dvalues.pointer.dtype.element_ty)
-                tl.store(at_rows + cols[None, :], zeros, mask=rest & inside)
+    zero_tile(at, dvalues.stride2, m0, queries, keys, 0, entries, lo, inner_lo, inner_hi, BLOCK_M, BLOCK_N, ROWS, COLS)
 
 
 def zeros_launch(like: Tensor, keys: int, terms: Any, block_m: int, block_n: int) -> Launch:
