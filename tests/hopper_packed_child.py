@@ -82,7 +82,7 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     after, after_lse = o.clone(), lse.clone()
     after[spoilt], after_lse[spoilt] = 7.0, torch.nan
     found, _ = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
-    run.repair(*inputs[:6], found, after, after_lse)
+    run.repair(*inputs[:6], None, found, after, after_lse)
     return o, lse, after, after_lse, spoilt
 
 
