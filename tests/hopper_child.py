@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from helpers import Case, Results, Tensors, rows_of, run, tensors, visible
+from helpers import DROPOUT_SEED, Case, Results, Tensors, rows_of, run, tensors, visible
 from tile_mask_helpers import pattern
 from torch import Tensor
 
 from tilewise import TileMask
 from tilewise.backends import Inputs, Needs, Outputs
+from tilewise.call import seed_tensor
 from tilewise.problem import Problem
+from tilewise.score.dropout import threshold
 from tilewise.score.terms import Band, Score
 
 
@@ -21,7 +23,12 @@ def _call(case: Case, x: Tensors, found: TileMask | None = None) -> tuple[Proble
     if found is not None:
         inputs = inputs._replace(mask=None, tiles=found.tensors)
     scale = case.D**-0.5 if case.scale is None else case.scale
-    score = Score(scale, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M))
+    score = Score(
+        scale, case.softcap, Band.aligned(case.causal, case.window, case.N - case.M),
+        dropout=threshold(case.dropout_p),
+    )  # fmt: skip
+    if case.dropout_p:
+        inputs = inputs._replace(seed=seed_tensor(DROPOUT_SEED, x.q.device))
     return Problem.of(*inputs, score, bias_grad="b" in case.grads), inputs
 
 
@@ -60,7 +67,7 @@ def repair(
     spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
     o, lse = before.o.clone(), before.lse.clone()
     o[spoilt], lse[spoilt] = 7.0, float("nan")
-    launch(*inputs[:4], *flat_mask(inputs.mask, inputs.tiles), inputs.sink, o, lse)
+    launch(*inputs[:4], *flat_mask(inputs.mask, inputs.tiles), inputs.sink, inputs.seed, o, lse)
     return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
 
 

@@ -36,6 +36,8 @@ REPAIRED = [
     replace(USUAL, causal=True, M=139, sink="h", sink_dtype=FLOAT, sink_at=20.0),  # the first see their sink alone
     replace(USUAL, mask="bhmn", blind=True, sink="bhm", sink_none=True),
     replace(USUAL, bias="1hmn", bias_hides=True, blind=True, scale=0.7, sink="1hm", softcap=2.0, sink_at=-3.0),
+    replace(GROUPS, causal=True, N=139, dropout_p=0.3, sink="h"),
+    replace(USUAL, mask="bhmn", planted=math.nan, dropout_p=0.6, M=139),
 ]
 
 

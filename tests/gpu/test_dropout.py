@@ -1,4 +1,4 @@
-"""Dropout on the device: the Triton kernels by the error rule of helpers.py, whose mask numpy makes score by score; the
+"""Dropout on the device: its kernels by the error rule of helpers.py, whose mask numpy makes score by score; the
 same mask as the CPU's; and what a call with a seed meets on its way."""
 
 from __future__ import annotations
@@ -37,9 +37,35 @@ TERMS = [
 ]
 
 
+# What the Hopper kernels compute another way, or with other tiles.
+HOPPER_TERMS = [
+    {"D": 64, "M": 1023, "N": 799},  # subtiles of queries
+    {"D": 64, "M": 640, "N": 640, "causal": True, "deterministic": True},
+    {"D": 128, "M": 640, "N": 640, "deterministic": True},
+    {"D": 256, "M": 257, "N": 384, "deterministic": True},
+    {"D": 32, "H": 4, "Hkv": None, "bias": "1hmn", "M": 256, "N": 256},
+    {"D": 64, "bias": "bhmn", "bias_dtype": FLOAT, "softcap": 2.0},
+    {"D": 64, "M": 127, "N": 3, "dropout_p": 0.5, "lse": False},
+    {"D": 128, "Hkv": 1, "mask": "b11n", "blind": True, "planted": math.nan, "M": 799, "N": 1023},
+]
+NOT_HOPPERS = [
+    {"D": 72, "Dv": 40, "layout": "sliced", "dtype": HALF},
+    {"bias": "bkm1", "bias_dtype": FLOAT, "layout": "heads_last"},
+]
+HOPPER = torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = [x for x in TERMS if x.get("dtype") != FLOAT and x not in NOT_HOPPERS] + HOPPER_TERMS
+BACKENDS = ["triton"] + ["hopper"] * HOPPER
+
+
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 def test_dropout(terms):
     check(replace(USUAL, **{"layout": "padded", **terms}), "triton", "cuda")
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("terms", ON_HOPPER, ids=str)
+def test_dropout_on_hopper(terms):
+    check(replace(USUAL, **{"layout": "padded", **terms}), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("splits", [1, 2, 40])
@@ -81,8 +107,9 @@ def test_the_same_mask_as_on_a_cpu(sizes, dtype, D):
     assert torch.equal(found.cpu(), ~dropout_mask(Case(B=B, H=H, M=M, N=N, dropout_p=0.3)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("terms", [{"causal": True}, {"deterministic": True}, {"mask": True}, {"bias": True}], ids=str)
-def test_the_backward_has_it_too(terms):
+def test_the_backward_has_it_too(terms, backend):
     """dV of unit cotangents is the transposed mask, whatever kernel and tiles compute it."""
     B, H, M, N = 2, 4, 96, 300
     q = torch.zeros(B, H, M, 64, device="cuda", dtype=BRAIN)
@@ -93,7 +120,7 @@ def test_the_backward_has_it_too(terms):
         options["mask"] = torch.ones(B, 1, M, N, device="cuda", dtype=torch.bool)
     if "bias" in terms:
         options["bias"] = torch.zeros(1, H, M, N, device="cuda", dtype=BRAIN, requires_grad=True)
-    o = attention(q, k, v, dropout_p=0.5, dropout_seed=DROPOUT_SEED, backend="triton", **options)
+    o = attention(q, k, v, dropout_p=0.5, dropout_seed=DROPOUT_SEED, backend=backend, **options)
     do = torch.eye(M, device="cuda", dtype=BRAIN).expand(B, H, M, M).contiguous()
     for head in range(2):  # of each group one at a time
         one = torch.zeros(H, 1, 1, device="cuda", dtype=BRAIN)
@@ -133,12 +160,10 @@ def step(x, seed=None, **options):
     return [o.detach(), *torch.autograd.grad(o, x, torch.ones_like(o))]
 
 
-def test_the_plan_takes_triton():
+def test_the_plan_takes_the_fastest():
     x = [normal(2, 4, 4096, 128) for _ in range(3)]
     plan = explain(*x, dropout_p=0.1).plan
-    assert (plan.backend, plan.backward) == ("triton", "triton")
-    with pytest.raises(ValueError, match="has no kernel with dropout yet"):
-        attention(*x, dropout_p=0.1, backend="hopper")
+    assert (plan.backend, plan.backward) == (BACKENDS[-1], BACKENDS[-1])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype

@@ -23,8 +23,9 @@ class Stream(NamedTuple):
 
 @triton.jit
 def mulhilo(a, b: tl.constexpr):
-    """The high and the low word of the product of two words."""
-    return tl.umulhi(a, tl.full([], b, tl.uint32)), tl.mul(a, b, sanitize_overflow=False)
+    """The high and the low word of the product of two words: one instruction, where two products would be two."""
+    product = tl.mul(a.to(tl.uint64), tl.cast(b, tl.uint64), sanitize_overflow=False)
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit

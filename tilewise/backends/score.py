@@ -67,13 +67,17 @@ class Origin(NamedTuple):
 
 def score_terms(score: Score, *, scaled: bool) -> Terms:
     """scaled: `score_tile` applies the scale, which otherwise waits for the exponent."""
-    terms = Terms(exponent=LOG2E if scaled else score.scale * LOG2E, **score_numbers(score))
+    exponent = LOG2E if scaled else score.scale * LOG2E
+    return Terms(exponent=exponent, **score_numbers(score), **dropout_numbers(score))
+
+
+def dropout_numbers(score: Score) -> dict[str, Any]:
+    """What kernels are told of dropout: fields of their `Terms`; nothing where there is none."""
     if not score.dropout:
-        return terms
+        return {}
     # All dropped, they are told by their weight, 0: a threshold of 65536 is more than 16 bits.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
-    found = {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
-    return terms._replace(**found)
+    return {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
 
 
 def score_numbers(score: Score) -> dict[str, Any]:

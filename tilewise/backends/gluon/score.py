@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.values import range_numbers
-from tilewise.backends.score import score_numbers
+from tilewise.backends.score import dropout_numbers, score_numbers
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -33,6 +33,9 @@ class Terms(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
+    threshold: float | None = None  # of dropout, as in Triton's `Terms`
+    weight: float | None = None
+    origin: Any = None
     column: Any = gl.constexpr(0)  # of a bias by distance: where key 0 stands in its values, see `relative`
     first: Any = gl.constexpr(0)  # the least distance with an entry
     range_lo: Any = gl.constexpr(0)  # and which have one
@@ -48,6 +51,7 @@ def score_terms(problem: Problem) -> Terms:
         exponent=LOG2E if capped else score.scale * LOG2E,
         inverse=1.0 if capped else 1.0 / score.scale,
         **score_numbers(score),
+        **dropout_numbers(score),
         **range_numbers(problem),
     )
 

@@ -43,6 +43,8 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
 def _declines_packed(problem: Problem, work: Pass) -> str | None:
     if work == "backward" and problem.sink_grad:
         return "has no kernel for the gradient of a packed batch's sink"
+    if problem.score.dropout:
+        return "has no kernel for dropout of a packed batch"
     bias, packed = problem.bias, problem.score.packed
     if problem.mask is not None:
         return "takes no mask beside a packed batch"
@@ -70,8 +72,6 @@ def _declines_forward(problem: Problem) -> str | None:
         reason = _declines_parts(problem, problem.parts)
         if reason is not None:
             return reason
-    if problem.score.dropout:
-        return "has no kernel with dropout yet"
     if problem.sink is not None:
         if problem.sink.dtype == torch.float64:
             return "reads a sink in float16, bfloat16 or float32, not float64"

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.dropout import stream
 from tilewise.backends.gluon.compat import tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
@@ -61,6 +62,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
     signal_stored,
     wait_zeroed,
 )
+from tilewise.backends.gluon.sm90.dropout import kept_of, signed_by_dropout, softmax_gradient
 from tilewise.backends.gluon.sm90.key_bias import keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.gluon.sm90.m_subtiles import (
     begin,
@@ -144,6 +146,7 @@ class Operands(NamedTuple):
     dk: Any
     dv: Any
     dbias: Any
+    seed: Any  # of dropout, or None
     bits: Any
     tile_list: Any
 
@@ -211,8 +214,9 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
-def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c):
-    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
+def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c):
+    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next. ``words``: the
+    `Stream` of dropout, or None.
 
     Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
     dK under dS of the second.
@@ -255,7 +259,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         s_pending = begin(start, rows, shared, step, 0, terms, c)
     if DO_APART:
         wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
-    dp_pending = begin_dp(rows, shared, do_slot, 0, c)
+    dp_pending = begin_dp(rows, shared, do_slot, 0, terms, c)
     if not c.AHEAD:
         lse = lse_of(rows, step, 0, c)
         s = warpgroup_mma_wait(1, deps=(s_pending,))
@@ -270,17 +274,19 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         # softmax, under dP
         p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
+        if words is not None:
+            p = signed_by_dropout(p, words, m0 + i * c.SUBTILE_M, work_tile.n0, terms)
         if c.SHARES_KEYS:
             # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
             p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
-            p_queries.permute((1, 0)).store(p.to(DTYPE))
+            p_queries.permute((1, 0)).store(kept_of(p, words).to(DTYPE))
             warps_barrier()
             fence_async_shared()
             # dV behind dP, and under it dS
             dv = warpgroup_mma(p_queries.permute((1, 0)), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp_pending,))
         else:
-            p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+            p_operand = gl.convert_layout(kept_of(p, words).to(DTYPE), OPERAND, assert_trivial=True)
             border(steps)
             if i + 1 < c.M_SUBTILES:
                 dp, p = warpgroup_mma_wait(1, deps=(dp_pending, p))
@@ -291,10 +297,10 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
             # dV, and under it dS
             dv = warpgroup_mma(p_operand, subtile_of(do, i, c), dv, is_async=True)
         if i + 1 < c.M_SUBTILES:
-            dp_pending = begin_dp(rows, shared, do_slot, i + 1, c)
+            dp_pending = begin_dp(rows, shared, do_slot, i + 1, terms, c)
         if i > 0:
             dk = warpgroup_mma(ds_operand, subtile_of(q, i - 1, c), dk, is_async=True)
-        ds = p * dp
+        ds = softmax_gradient(p, dp, words, rows, do_slot, i, terms, c)
         if c.DBIAS == "sum":
             sums += sums_of(ds, c)
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
@@ -422,12 +428,15 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         h = work_tile.hk * sizes.group + g
         if c.BIAS == "cols":
             keep_bias_of_keys(x, shared, work_tile, h, sizes, c)
+        words = None
+        if x.seed is not None:
+            words = stream(x.seed, work_tile.b, h, terms.origin)
         if not c.PEELED:
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):
                 m, kind = entry_at(i, listed, work_tile, c)
                 state = process_query_tile(
-                    state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c
+                    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c
                 )
                 step += 1
         else:  # what cuts a tile is known when it is compiled
@@ -435,20 +444,20 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                 for i in range(work_tile.end - work_tile.full_end):
                     m = work_tile.end - 1 - i
                     state = process_query_tile(
-                        state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, 1, terms, sizes, c
+                        state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
                     )
                     step += 1
             for i in range(work_tile.full_end - work_tile.full_begin):
                 m = work_tile.full_end - 1 - i
                 state = process_query_tile(
-                    state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, 0, terms, sizes, c
+                    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c
                 )
                 step += 1
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
                 for i in range(work_tile.full_begin - work_tile.begin):
                     m = work_tile.full_begin - 1 - i
                     state = process_query_tile(
-                        state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, 1, terms, sizes, c
+                        state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
                     )
                     step += 1
         if c.DBIAS == "sum":
@@ -457,7 +466,10 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
 
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
-    v_tile.store(state.dv.to(DTYPE))
+    dv = state.dv
+    if terms.weight is not None:
+        dv *= terms.weight
+    v_tile.store(dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
     signal_stored(dq_ring, slot, c)
     return step
@@ -481,7 +493,26 @@ def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms,
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list, pieces, shared_dbias, counts, lists, terms, sizes, c
+    q,
+    k,
+    v,
+    do,
+    bias,
+    stats,
+    dq,
+    dk,
+    dv,
+    dbias,
+    seed,
+    bits,
+    tile_list,
+    pieces,
+    shared_dbias,
+    counts,
+    lists,
+    terms,
+    sizes,
+    c,
 ):
     """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Operands`.
 
@@ -489,7 +520,7 @@ def backward_kernel(
     counts: see `backward_scheduler.Counters`.
     """
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, bits, tile_list)
+    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, seed, bits, tile_list)
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)

@@ -148,6 +148,7 @@ class Backward:
                 box(dk, block_n, width),
                 box(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else box(dbias if ring is None else ring, block_m, block_n),
+                POINTER,
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 POINTER,
                 *dbias_tiles,
@@ -190,7 +191,7 @@ class Backward:
         return known
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, bias, mask, sink, parts, _, lengths, tiles = inputs
+        q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
         o, lse = outputs
         do, dlse = cotangents
         needs = self.needs
@@ -228,7 +229,7 @@ class Backward:
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
-            self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, known.bits, tile_list, *dbias_tiles)
+            self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, seed, known.bits, tile_list, *dbias_tiles)
             self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
             if ring is not None:
                 self.reduce_group(*dbias_tiles)

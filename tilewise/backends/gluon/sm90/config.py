@@ -99,7 +99,7 @@ def forward_config(problem: Problem) -> Config:
     small = d == 32 and bias > 0 and not masked and not capped
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
-    three = d <= 64 and plain and not capped
+    three = d <= 64 and plain and not (capped or problem.score.dropout)
     # Not where few keys are seen: of 192 queries that a band cuts more is in vain than of 128 (H200, causal; at D=64).
     seen = problem.pairs // max(1, problem.batch * problem.heads * problem.queries)
     three = three and not (band and seen < 2048)
@@ -235,7 +235,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = problem.bias_itemsize == 4
-    plain = band.lo is None and not (capped or masked or along_keys)  # subtiles fit
+    words = bool(problem.score.dropout) and not band.unlimited  # of dropout, in both loops
+    plain = band.lo is None and not (capped or masked or along_keys or words)  # subtiles fit
     # Of a packed batch of short sequences a larger tile is mostly empty, and there are as many as sequences and heads:
     # more programs side by side.
     short = problem.totals is not None and max(problem.queries, problem.keys) <= ROWS
@@ -247,7 +248,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile
     # a quarter; a softcap or a bias of the keys would spill (H200).
-    tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys)
+    tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys or words)
     # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
     # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
     d64 = d == 64 and not tile

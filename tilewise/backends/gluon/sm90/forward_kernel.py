@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.dropout import stream
 from tilewise.backends.gluon.compat import tma_store
 from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
@@ -48,6 +49,7 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
     start_in_range,
     start_of,
 )
+from tilewise.backends.gluon.sm90.dropout import dropped
 from tilewise.backends.gluon.sm90.softmax import (
     by_thread,
     changed_rows,
@@ -118,6 +120,7 @@ class Operands(NamedTuple):
     v: Any
     bias: Any
     sink: Any  # a `Strided` or None
+    seed: Any  # of dropout, or None
     bits: Any  # of the mask, see mask_kernels
     tile_list: Any
     o: Any
@@ -273,17 +276,18 @@ def times_v(p, v, o, c):
 
 @gluon.jit
 def attend(
-    q, state, x, rings, step, tile, i, terms, sizes, c,
+    q, state, x, rings, words, step, tile, i, terms, sizes, c,
     WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
 
-    FIRST: of its tile of queries, where nothing comes before. BAND: see `scores`. BIASED: it may have a bias.
+    words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
+    `scores`. BIASED: it may have a bias.
     """
     STARTS: gl.constexpr = c.BIAS_FIRST and BIASED
     k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
     entry = entry_at(i, tile, c)
-    words = mask_words(x, entry, tile, sizes, c, WARPGROUP)
+    bits = mask_words(x, entry, tile, sizes, c, WARPGROUP)
     taken = state.taken
     COUNTED: gl.constexpr = c.RANGE_LO or c.RANGE_HI or c.O_IN_BIAS
     nth = taken if COUNTED else step
@@ -324,8 +328,10 @@ def attend(
 
     # softmax
     HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols"
-    s = scores(s, start if c.BIAS_FIRST else bias, words, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
+    s = scores(s, start if c.BIAS_FIRST else bias, bits, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
     p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES)
+    if words is not None:
+        p_next = dropped(p_next, words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms)
     changed = 0
     if c.SUMS_BY_THREAD:
         changed = changed_rows_once_summed(alpha, l_i)
@@ -379,7 +385,8 @@ def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
         spoilt = gl.convert_layout(gl.sum(o * 0.0, axis=1), ROWS, assert_trivial=True)
         beyond = (gl.abs(m_i) > LARGEST) & (m_i != -float("inf"))
         value = gl.where(beyond, float("nan"), value + spoilt)
-    o = o * gl.convert_layout(1.0 / gl.where(l_i == 0, 1.0, l_i), ROWS_OF_O, assert_trivial=True)[:, None]
+    share = 1.0 if terms.weight is None else terms.weight  # what dropout keeps weighs more
+    o = o * gl.convert_layout(share / gl.where(l_i == 0, 1.0, l_i), ROWS_OF_O, assert_trivial=True)[:, None]
     if c.BIAS == "rows":  # the same for all keys: it moves the LSE and leaves the softmax alone
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
@@ -422,30 +429,33 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
         state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
+        words = None
+        if x.seed is not None:
+            words = stream(x.seed, tile.b, tile.h, terms.origin)
         first = first_entry(tile, terms, c, WARPGROUP)
         for _ in range(first):
             skip_tile(rings, step, c, WARPGROUP)
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
-        state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True)
+        state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True)
         step += 1
         rest = first + 1
         if c.PEELED:
             rest = first_full(tile, first)
             for i in range(first + 1, rest):
-                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, True, True)
+                state = attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, True)
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
         end = tile.count
         if c.RANGE_LO:
             end = first_below_range(tile, rest, terms, c, WARPGROUP)
         for i in range(rest, end):
-            state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, True)
+            state = attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, True)
             step += 1
         if c.RANGE_LO:  # a loop of their own: nothing of a bias is left in it
             for i in range(end, tile.count):
-                state = attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False)
+                state = attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False)
                 step += 1
         taken = state.taken
 
@@ -489,13 +499,13 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, sink, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
-    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; sink: a `Strided` or None; bits,
-    tile_list: see mask_kernels, and of a packed batch packed.
+def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
+    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; sink: a `Strided` or None; seed:
+    of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a packed batch packed.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC.
     """
-    x = Operands(q, k, v, bias, sink, bits, tile_list, o, tile_count_semaphore)
+    x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)

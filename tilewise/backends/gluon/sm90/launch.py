@@ -64,6 +64,7 @@ class Forward:
                 sink_layout(sink),
                 POINTER,
                 POINTER,
+                POINTER,
                 box(o, 64, c.BLOCK_DV.value),
                 POINTER,
                 POINTER,
@@ -82,13 +83,21 @@ class Forward:
             self.repair = Launch(
                 packed_repair_kernel if packed else repair_kernel,
                 min(looks, programs),
-                (*(strided(x) for x in (q, k, v, bias)), pairs, sink_layout(sink), *tile_list, strided(o), POINTER),
+                (
+                    *(strided(x) for x in (q, k, v, bias)),
+                    pairs,
+                    sink_layout(sink),
+                    POINTER,
+                    *tile_list,
+                    strided(o),
+                    POINTER,
+                ),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, mask, sink, parts, _, lengths, tiles = inputs
+        q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
         with device_of(q):
             o, lse = self.empty_o(), self.empty_lse()
             flat, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
@@ -100,10 +109,10 @@ class Forward:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
             if parts is not None and parts.query is not None:
                 bias = laid_out(self.values, parts.query, tile_list)
-            self.main(q, k, v, bias, sink, known.bits, tile_list, o, lse, tile_count_semaphore)
+            self.main(q, k, v, bias, sink, seed, known.bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
-                self.repair(q, k, v, bias, *flat, sink, *listed, o, lse)
+                self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, lse)
         return Outputs(o, lse)
 
 

@@ -119,10 +119,17 @@ def begin_ahead(rows, shared, step, steps, corner, terms, c):
 
 
 @gluon.jit
-def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, c):
-    """Issue dP - delta of a subtile, transposed."""
-    minus_delta = statistics(rows.stats.index(2 * slot + 1), SUBTILE, c)
+def minus_delta_of(rows, slot, SUBTILE: gl.constexpr, c):
+    return statistics(rows.stats.index(2 * slot + 1), SUBTILE, c)
+
+
+@gluon.jit
+def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, terms, c):
+    """Issue dP - delta of a subtile, transposed; dP alone where dropout hides some of it."""
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
-    minus_delta, _ = gl.broadcast(minus_delta[None, :], gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S))
+    STARTS: gl.constexpr = terms.threshold is None
+    start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S)
+    if STARTS:
+        start, _ = gl.broadcast(minus_delta_of(rows, slot, SUBTILE, c)[None, :], start)
     do = subtile_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
-    return times(shared.v_operand, shared.v, slot_of_keys(shared, c), do, minus_delta, True, c.V_IN_REGISTERS, c)
+    return times(shared.v_operand, shared.v, slot_of_keys(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c)

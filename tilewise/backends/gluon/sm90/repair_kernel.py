@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.backends.dropout import kept, stream
 from tilewise.backends.gluon.packed import SeqInfo, listed_tile
 from tilewise.backends.gluon.packed_values import first_column
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
@@ -84,7 +85,7 @@ def _matrix(b, h, sizes, r):
 
 
 @triton.jit
-def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
+def _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
             m0):  # fmt: skip
     """The rows of one tile whose LSE is NaN. seq: `SeqInfo` of a packed batch. sizes: of its sequence; lse_rows: of the
     LSE."""
@@ -100,6 +101,8 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, 
     exponent = LOG2E
     if not (r.BIAS or terms.HAS_CAP):  # see `score_tile`
         exponent = LOG2E * terms.scale
+    if seed is not None:
+        words = stream(seed, tl.cast(b, tl.int32), tl.cast(h, tl.int32), terms.origin)
     begin, _, _, end = key_tiles(m0, tl.minimum(r.BLOCK_M, sizes.queries - m0), sizes.keys, lo, hi, r.BLOCK_N)
     for n in tl.range(begin, end, num_stages=1):
         cols = n * r.BLOCK_N + tl.arange(0, r.BLOCK_N)
@@ -132,6 +135,11 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, 
         alpha = tl.exp2((m_i - base) * exponent)
         p = tl.exp2((s - base[:, None]) * exponent)
         l_i = l_i * alpha + tl.sum(p, 1)
+        if seed is not None:
+            first, within = tl.cast(m0, tl.int32), tl.arange(0, r.BLOCK_M)[:, None]
+            n0 = tl.cast(n * r.BLOCK_N, tl.int32)
+            keep = kept(words, first, within, n0, tl.arange(0, r.BLOCK_N)[None, :], terms.threshold)
+            p = tl.where(keep, p, 0.0)
         v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim, seq.first_key)
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
         # visible · not finite overflows the sum to infinity, hidden · not finite adds 0
@@ -149,6 +157,8 @@ def _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, 
         found = tl.load(at, mask=rows < sizes.queries, other=0.0).to(tl.float32) / (exponent * LN2)
         m_i, l_i, alpha = with_sink(m_i, l_i, found, exponent)
         acc *= alpha[:, None]
+    if seed is not None:
+        acc *= terms.weight
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     spoilt = old != old
     tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
@@ -165,7 +175,7 @@ def sizes_of(seq, sizes):
 
 
 @triton.jit
-def packed_repair_kernel(q, k, v, bias, mask, sink, tile_list, o, lse, head_dim, value_dim, terms, sizes, r):
+def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, lse, head_dim, value_dim, terms, sizes, r):
     """`repair_kernel` of a packed batch: looks through the LSE without regard to sequences, and through the list of
     their tiles where it finds something. A tile belongs to the look in which it begins; each also sees what follows."""
     looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
@@ -187,12 +197,12 @@ def packed_repair_kernel(q, k, v, bias, mask, sink, tile_list, o, lse, head_dim,
                         mine = m0 + tl.arange(0, r.BLOCK_M)
                         again = tl.load(row + seq.first_query + mine, mask=mine < seq.queries, other=0.0)
                         if tl.max((again != again).to(tl.int32), 0) != 0:
-                            _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, seq, own,
+                            _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, seq, own,
                                     sizes.queries, r, 0, h, m0)  # fmt: skip
 
 
 @triton.jit
-def repair_kernel(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, sizes, r):
+def repair_kernel(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, sizes, r):
     """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch
@@ -210,5 +220,5 @@ def repair_kernel(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms,
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, mask, sink, o, lse, head_dim, value_dim, terms, SeqInfo(0, 0, 0, 0, 0),
+                    _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, SeqInfo(0, 0, 0, 0, 0),
                             sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads, m0)  # fmt: skip
