@@ -71,7 +71,8 @@ ROOMS = {
         *SHARED,
     },
     "tilewise.ops.softmax": {"tilewise.ops.runtime", "tilewise.quantities", "tilewise.tensors"},
-    "tilewise.dispatch": {"tilewise.ops.runtime", "tilewise.plan", *BACKEND},
+    "tilewise.structure": BACKEND,
+    "tilewise.dispatch": {"tilewise.ops.runtime", "tilewise.plan", "tilewise.structure", *BACKEND},
     "tilewise.autograd": {"tilewise.dispatch", "tilewise.ops.runtime", "tilewise.backends", "tilewise.score"},
     "tilewise.call": {
         "tilewise.bias",
@@ -79,6 +80,7 @@ ROOMS = {
         "tilewise.dispatch",
         "tilewise.ops.runtime",
         "tilewise.plan",
+        "tilewise.structure",
         "tilewise.tile_mask",
         *READING,
         *BACKEND,

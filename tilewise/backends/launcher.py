@@ -74,6 +74,7 @@ T = TypeVar("T", bound=tuple)
 _constants: dict[tuple, tuple] = {}
 _known_constants: set[int] = set()  # by identity, those among the values of `_constants`, which live on
 _kernels: dict[tuple, CompiledKernel] = {}  # by what a launch wants of one
+_families: dict[tuple, int] = {}  # a number for all that launches want beside their integers
 
 
 def constants(values: T) -> T:
@@ -135,6 +136,29 @@ def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
     return copy
 
 
+def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int]:
+    """Strides of a descriptor of four axes, which must be multiples of 16 bytes also along an axis of size 1."""
+    if 1 in shape:
+        row = (shape[3] * itemsize + 15) // 16 * 16 // itemsize
+        strides = [row if n == 1 else s for n, s in zip(shape, strides, strict=True)]
+    return [strides[0], strides[1], strides[2], 1]
+
+
+def relaid(layout: Any, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Any:
+    """``layout``, which is that of a tensor of four axes, for one of these sizes: by strides or by TMA as it was."""
+    if isinstance(layout, Strided):
+        return Strided(None, *(0 if n == 1 else s for n, s in zip(shape, strides, strict=True)))
+    return reshaped(layout, shape, row_strides(shape, strides, itemsize))
+
+
+def reshaped(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """A descriptor's ``layout`` with another shape and strides."""
+    copy = object.__new__(type(layout))
+    copy.__dict__.update(layout.__dict__)
+    copy.shape, copy.strides = shape, strides
+    return copy
+
+
 class Launch:
     """A kernel with all of its arguments but the tensors, for one layout of these.
 
@@ -156,10 +180,26 @@ class Launch:
             self.options["ptx_version"] = _PTX
         self.layouts, self.numbers = tuple(layouts), tuple(numbers)
         self._records = any(isinstance(x, Record) for x in self.layouts)
+        self._family: _Family | None = None
         self._wants: tuple | None = None
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
         self._short: _Short | None = None
+
+    def resized(self, programs: int, layouts: Sequence[Any], numbers: Sequence[Any]) -> Launch:
+        """The same for other sizes: only integers differ, in layouts and in those numbers that are no constants."""
+        if self._family is None:
+            self._family = _Family(self)
+        new = object.__new__(Launch)
+        new.__dict__.update(self.__dict__)
+        new.programs, new.layouts, new.numbers = programs, tuple(layouts), tuple(numbers)
+        new._aligned, new._compiled, new._short = (), None, None
+        codes = self._family.codes(new)
+        new._wants = (self._family.number, *codes)
+        short = self._family.short.get(codes)
+        if short is not None:
+            new._short = short.resized(new)
+        return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._short is not None and not _watched() and self._short.launch(tensors):
@@ -186,11 +226,9 @@ class Launch:
         nothing; dtypes, boxes and their layouts in shared memory.
         """
         if self._wants is None:
-            named = getattr(self.kernel, "params", ())[len(self.layouts) :]  # none of an interpreted one
-            fixed = [p.is_constexpr for p in named] or [False] * len(self.numbers)
-            numbers = [x if known else _kind(x) for x, known in zip(self.numbers, fixed, strict=True)]
-            layouts = [_layout_kind(x) for x in self.layouts]
-            self._wants = (self.kernel, *self.options.items(), *layouts, *numbers)
+            if self._family is None:
+                self._family = _Family(self)
+            self._wants = (self._family.number, *self._family.codes(self))
         kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
         return (self._wants, *kinds, *aligned)
 
@@ -222,26 +260,73 @@ class Launch:
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
                 self._short = _Short(self, compiled, tensors)
+                if self._family is not None:
+                    self._family.short.setdefault(self._family.codes(self), self._short)
+
+
+class _Family:
+    """What a launch and those that are resized from it have in common: all that they want but their integers.
+
+    short: by `codes`, that of the first.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        named = getattr(launch.kernel, "params", ())[len(launch.layouts) :]  # none of an interpreted one
+        fixed = [p.is_constexpr for p in named] or [False] * len(launch.numbers)
+        # which numbers have integers in them that may differ: themselves, or as members of a tuple
+        self._single = [n for n, x in enumerate(launch.numbers) if not fixed[n] and type(x) is int]
+        self._tuples = [
+            n
+            for n, x in enumerate(launch.numbers)
+            if not fixed[n] and isinstance(x, tuple) and id(x) not in _known_constants
+        ]
+        numbers = [_value(x) if known else _kind(x) for x, known in zip(launch.numbers, fixed, strict=True)]
+        layouts = [_layout_kind(x) for x in launch.layouts]
+        self._strided = [n for n, x in enumerate(launch.layouts) if isinstance(x, (Strided, Record))]
+        wants = (launch.kernel, *launch.options.items(), *layouts, *numbers)
+        self.number = _families.setdefault(wants, len(_families))
+        self.short: dict[tuple[int, ...], _Short] = {}
+
+    def codes(self, launch: Launch) -> tuple[int, ...]:
+        """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
+        integers = [launch.numbers[n] for n in self._single]
+        for n in self._tuples:
+            integers += [x for x in launch.numbers[n] if type(x) is int]
+        for n in self._strided:
+            layout = launch.layouts[n]
+            if type(layout) is Strided:
+                integers += layout[1:]
+            else:
+                for x in layout.layouts:
+                    integers += () if x is POINTER else x[1:]
+        most = max(integers, default=0)
+        if most < 2**31 and (min(integers, default=0) >= -(2**31)):
+            return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+        return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
 
 
 def _kind(x: Any) -> Any:
-    """Of a number, or a tuple of them, what Triton looks at."""
+    """Of a number, or a tuple of them, what Triton looks at beside `_Family.codes`."""
+    if type(x) is int or type(x) is float:
+        return type(x)
+    return _value(x)
+
+
+def _value(x: Any) -> Any:
     if isinstance(x, tuple):
         if id(x) in _known_constants:
             return "constants", id(x)
-        return tuple([_kind(y) for y in x])
-    if isinstance(x, float):
-        return float
-    if isinstance(x, int) and not isinstance(x, bool) and x != 1:
-        return x % 16 == 0, -(2**31) <= x < 2**31
-    return x
+        return type(x), *[_kind(y) for y in x]
+    if isinstance(x, tl.constexpr):  # whose own comparisons take several calls each
+        return "constexpr", type(x.value), x.value
+    return type(x), x
 
 
 def _layout_kind(layout: Any) -> Any:
     if layout is POINTER:
         return None
     if isinstance(layout, Strided):
-        return _kind(layout[1:])
+        return "strided"
     if isinstance(layout, Record):
         return layout.kind, *map(_layout_kind, layout.layouts)
     return tuple(layout.block_shape), getattr(layout, "layout", None), getattr(layout, "padding", None)
@@ -330,7 +415,8 @@ class _Short:
         arguments: list[Any] = []
         metadata = iter(compiled.metadata.tensordesc_meta or ())
         given = enumerate(tensors)
-        for layout in launch.layouts:
+        strided_layouts, descriptor_layouts, record_layouts = [], [], []
+        for which, layout in enumerate(launch.layouts):
             at = len(arguments)
             if isinstance(layout, Record):
                 members = [(*next(given), of) for of in layout.layouts]
@@ -338,6 +424,7 @@ class _Short:
                 self._records.append((at, [
                     (None if x is None else n, _mask(x), None if of is POINTER else of[1:]) for n, x, of in members
                 ]))  # fmt: skip
+                record_layouts.append(which)
                 continue
             n, x = next(given)
             mask = _mask(x)
@@ -345,6 +432,7 @@ class _Short:
                 arguments.append(layout)
                 if x is not None:
                     self._strided.append((at, n, mask, layout[1:]))
+                    strided_layouts.append(which)
             elif layout is POINTER:
                 arguments.append(None)
                 if x is not None:
@@ -352,6 +440,8 @@ class _Short:
             else:
                 arguments += [None, *layout.shape, *layout.strides]
                 self._descriptors.append((at, n, _Descriptors(layout, next(metadata))))
+                descriptor_layouts.append(which)
+        self._layouts_of = strided_layouts, descriptor_layouts, record_layouts
         self._arguments = [*arguments, *launch.numbers]
         run = compiled.run
         self._launch = run.launch
@@ -364,6 +454,34 @@ class _Short:
             compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, compiled.packed_metadata,
             *no_hooks,
         )  # fmt: skip
+
+    def resized(self, launch: Launch) -> _Short:
+        """Of a launch that `Launch.resized` made, and that wants the same kernel."""
+        new = object.__new__(_Short)
+        new.__dict__.update(self.__dict__)
+        layouts, numbers = launch.layouts, launch.numbers
+        strided_layouts, descriptor_layouts, record_layouts = self._layouts_of
+        new._programs = launch.programs
+        new._arguments = arguments = self._arguments[: -len(numbers)]
+        arguments += numbers
+        new._strided = [
+            (at, n, mask, layouts[which][1:])
+            for (at, n, mask, _), which in zip(self._strided, strided_layouts, strict=True)
+        ]
+        new._descriptors = []
+        for (at, n, kept), which in zip(self._descriptors, descriptor_layouts, strict=True):
+            layout = layouts[which]
+            sizes = [*layout.shape, *layout.strides]
+            arguments[at + 1 : at + 1 + len(sizes)] = sizes
+            new._descriptors.append((at, n, kept.resized(layout)))
+        new._records = [
+            (at, [
+                (place, mask, None if of is POINTER else of[1:])
+                for (place, mask, _), of in zip(members, layouts[which].layouts, strict=True)
+            ])
+            for (at, members), which in zip(self._records, record_layouts, strict=True)
+        ]  # fmt: skip
+        return new
 
     def launch(self, tensors: Sequence[Any]) -> bool:
         """False, and nothing done, where the kernel was compiled for another alignment."""
@@ -395,14 +513,26 @@ class _Descriptors:
     """The TMA descriptors of one argument: they hold an address, and else only its layout."""
 
     def __init__(self, layout: Any, metadata: Any) -> None:
-        self._layout, self._metadata = layout, metadata
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        m = metadata
         self.by_address: dict[int, Any] = {}
+        self._fill = driver.active.utils.fill_tma_descriptor
+        self._box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
+        self._shape, self._strides = layout.shape, layout.strides
+        self._padding = 1 if layout.padding == "nan" else 0
+
+    def resized(self, layout: Any) -> _Descriptors:
+        new = object.__new__(_Descriptors)
+        new._fill, new._box, new._padding, new.by_address = self._fill, self._box, self._padding, {}
+        new._shape, new._strides = layout.shape, layout.strides
+        return new
 
     def make(self, x: Tensor, address: int) -> Any:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        _bind_context((x,))
-        descriptor, *_ = make_tensordesc_arg(bound(self._layout, x), self._metadata)
+        """As Triton 3.6's make_tensordesc_arg does."""
+        if not _thread.bound:
+            _bind_context((x,))
+        descriptor = self._fill(address, *self._box, self._shape, self._strides, self._padding)
         if len(self.by_address) >= _ADDRESSES:
             self.by_address.clear()
         self.by_address[address] = descriptor

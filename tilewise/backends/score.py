@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 
 from tilewise.score import dropout, tiles
-from tilewise.score.terms import Score
+from tilewise.score.terms import Band, Score
 
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
@@ -69,6 +69,12 @@ def score_numbers(score: Score) -> dict[str, Any]:
         "HAS_HI": tl.constexpr(score.band.hi is not None),
         "HAS_CAP": tl.constexpr(score.softcap is not None),
     }
+
+
+def limited(terms: Any, band: Band) -> Any:
+    """The same `Terms` with the limits of another band, which has the same ends."""
+    lo, hi = tiles.limits(band)
+    return terms._replace(lo=lo, hi=hi)
 
 
 @triton.jit

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, gradient_strides
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
-from tilewise.backends.gluon.sm90.config import BackwardConfig, backward_config, backward_width, most_registers
+from tilewise.backends.gluon.sm90.config import (
+    BackwardConfig,
+    backward_config,
+    backward_width,
+    head_swizzle,
+    most_registers,
+)
 from tilewise.backends.gluon.sm90.dbias import (
     adds,
     bias_axes,
@@ -34,7 +43,8 @@ from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, constants, strided
+from tilewise.backends.launcher import POINTER, Launch, constants, relaid, reshaped, strided
+from tilewise.backends.score import limited
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
 
@@ -52,7 +62,7 @@ class Backward:
             self.values = Sheared(parts.query, problem.score.query)
             problem, bias = as_matrix(problem), self.values.like
         self.problem, self.needs, self.row_list = problem, needs, None
-        config = backward_config(problem)
+        self.config = config = backward_config(problem)
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
         self.block_m = block_m
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
@@ -91,6 +101,9 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        # For what `resized` knows of: q, k and v and their gradients.
+        self.plain = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
+        self.choices = _choices(problem, config, work_tiles, programs)
         if packed:
             self.row_list, self.key_list = TileList(p, block_m, dq), TileList(p, block_n, dk, dv, by_keys=True)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
@@ -144,17 +157,17 @@ class Backward:
             launch_pdl=True,
             **most_registers(config.programs, config.warpgroups + 1),
         )
-        self.list_groups = None
+        self.list_groups = self.reduce_group = None
         if ring is not None and p.mask is not None:  # which of its tiles are stored
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
-        last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
-        self.reduce_group = Launch(
-            dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
-        )  # fmt: skip
-        # Beside the last programs of `main`, unless they are most of it: what waits disturbs them.
-        beside = work_tiles >= 4 * programs and not packed
+        if ring is not None:
+            last, pieces = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
+            self.reduce_group = Launch(
+                dbias_reduce_kernel, last * pieces, dbias_tiles, (groups - last, pieces, terms, sizes, c), num_warps=2
+            )  # fmt: skip
+        beside = _beside(work_tiles, programs) and not packed
         self.after = Launch(
             packed_postprocess_kernel if packed else postprocess_kernel,
             row_programs,
@@ -166,6 +179,58 @@ class Backward:
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
+
+    def resized(
+        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
+    ) -> Backward | None:
+        """For other lengths; None where these ask for something else that is compiled in."""
+        p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
+        if not self.plain:
+            return None
+        sizes, groups = _sizes(p, config, q.device)
+        work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
+        if _choices(p, config, work_tiles, programs) != self.choices:
+            return None
+        new = object.__new__(Backward)
+        new.__dict__.update(self.__dict__)
+        new.problem, device, item = p, q.device, q.element_size()
+        width, block_m, row_programs = backward_width(p), config.block_m, sizes.row_tiles * p.heads * p.batch
+        counted = counters(sizes, groups, p.deterministic, reduces=False)
+        stats, cols = 2 * block_m * row_programs, DQ_COLS.value
+        accum = row_programs * block_m * width // cols, cols
+        real = {"dtype": torch.float32, "device": device}
+        new.empty_stats = partial(torch.empty_strided, (stats,), (1,), **real)
+        new.empty_dq_accum = partial(torch.empty_strided, accum, (cols, 1), **real)
+        new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
+        given = [(x.shape, x.stride()) for x in (q, k, v, do)]
+        made = [(x.shape, gradient_strides(x)) for x in (q, k, v)]
+        new.empty_dq, new.empty_dk, new.empty_dv = (
+            partial(torch.empty_strided, *x, dtype=q.dtype, device=device) for x in made
+        )
+        o_row, do_row, pointer, dlse_row, *rest = self.before.layouts
+        if dlse is not None:
+            dlse_row = strided(dlse[..., None])
+        o_row, do_row = relaid(o_row, outputs.o.shape, outputs.o.stride(), item), relaid(do_row, *given[3], item)
+        value_dim, _, _, *switches = self.before.numbers
+        new.before = self.before.resized(
+            row_programs, (o_row, do_row, pointer, dlse_row, *rest), (value_dim, sizes, counted, *switches)
+        )
+        main = self.main.layouts
+        rows = [relaid(x, *y, item) for x, y in zip(main[:4], given, strict=True)]
+        accum_row = main[6] if main[6] is POINTER else reshaped(main[6], accum, (cols, 1))
+        gradients = [relaid(x, *y, item) for x, y in zip(main[7:9], made[1:], strict=True)]
+        terms, _, c = self.main.numbers
+        new.main = self.main.resized(
+            min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
+            (*rows, main[4], reshaped(main[5], (stats,), (1,)), accum_row, *gradients, *main[9:]),
+            (limited(terms, p.score.band), sizes, c),
+        )
+        head_dim, scale, _, *more = self.after.numbers
+        dq_row = relaid(self.after.layouts[1], *made[0], item)
+        new.after = self.after.resized(
+            row_programs, (POINTER, dq_row, self.after.layouts[2]), (head_dim, scale, sizes, *more)
+        )
+        return new
 
     def _known_mask(self, mask: Flat) -> KnownMask:
         assert self.summary is not None
@@ -211,7 +276,7 @@ class Backward:
             found = dbias if ring is None else ring
             self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, known.bits, tile_list, *dbias_tiles)
             self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
-            if ring is not None:
+            if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
             dquery = None
             if self.adds and self.values is not None and values is not None and dbias is not None:
@@ -252,6 +317,23 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     sizes = BackwardSizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
                           broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
+
+
+def _choices(problem: Problem, config: BackwardConfig, work_tiles: int, programs: int) -> tuple[Any, ...]:
+    """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts."""
+    return (
+        problem.keys % config.block_n != 0,
+        hides(problem),
+        head_swizzle(problem) if problem.deterministic else 0,
+        work_tiles > programs,
+        _beside(work_tiles, programs),
+    )
+
+
+def _beside(work_tiles: int, programs: int) -> bool:
+    """Whether the postprocess begins beside the last programs of the main kernel, unless they are most of it: what
+    waits disturbs them."""
+    return work_tiles >= 4 * programs
 
 
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
