@@ -148,11 +148,10 @@ def test_a_resized_pass_is_what_would_be_prepared(seed):
                 if structure is None or run is None or not hasattr(run, "resized"):
                     continue
                 key = work, structure.key, terms_key(terms)
-                variants = seen.setdefault(key, Variants([]))
-                found = variants.resized(structure, terms, *tensors)
+                found = seen[key].resized(structure, terms, *tensors) if key in seen else None
                 if found is None:
                     fresh += 1
-                    variants.prepared.append((problem, run))
+                    seen.setdefault(key, Variants([])).prepared.append((problem, run))
                 else:
                     resized += 1
                     mine, right = run_facts(found), run_facts(run)

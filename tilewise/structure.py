@@ -42,18 +42,19 @@ def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
     _, kv_heads, N, value_dim = v.shape
     if k.shape != (batch, kv_heads, N, head_dim) or v.shape[0] != batch or M == 0 or N == 0:
         return None
-    strides = q.stride(), k.stride(), v.stride()
-    most = max([max(x) for x in strides])
+    strides = (*q.stride(), *k.stride(), *v.stride())
     width = max(head_dim, value_dim)
-    if most >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
+    most, dense = max(strides), heads * max(M, N) * width
+    if most >= 2**31 or dense >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
         return None
-    wide = most >= _WIDE, heads * max(M, N) * width >= _WIDE
     few = M <= 64 and 16 * M <= N  # `Problem.few_queries`
     key: tuple = (
         batch, heads, kv_heads, head_dim, value_dim, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        *[_codes(x) for x in strides], strides[0][1] < strides[0][2], strides[1][1] < strides[1][2],
-        strides[2][1] < strides[2][2], _alignment(q), _alignment(k), _alignment(v), wide, M if few else M == 1, few,
-        N == 1, M % 128 == 0, N % 128 == 0,
+        *_codes(strides), strides[1] < strides[2], strides[5] < strides[6], strides[9] < strides[10],
+        0 if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
+        most >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
+        # of the strides of what is made, and of multiples of them
+        M * head_dim & 15, M * value_dim & 15, N * head_dim & 15, N * value_dim & 15,
     )  # fmt: skip
     for x in (bias, mask):
         if x is None:
@@ -101,8 +102,10 @@ def terms_key(terms: Terms) -> tuple:
 def resized_problem(problem: Problem, structure: Structure, terms: Terms) -> Problem:
     """Of another call of the same structure, without the checks that it passes as that one did."""
     M, N = structure.queries, structure.keys
-    score = object.__new__(type(problem.score))
-    score.__dict__.update(problem.score.__dict__, band=Band(terms.lo, terms.hi))
+    score = problem.score
+    if (score.band.lo, score.band.hi) != terms[:2]:
+        score = object.__new__(type(score))
+        score.__dict__.update(problem.score.__dict__, band=Band(terms.lo, terms.hi))
     copy = object.__new__(Problem)
     copy.__dict__.update(problem.__dict__, queries=M, keys=N, score=score)
     for name in ("bias", "mask"):
@@ -123,9 +126,12 @@ class Variants(NamedTuple):
 
     def resized(self, structure: Structure, terms: Terms, *tensors: Any) -> Any | None:
         """One for another call, if a backend finds that it can make it of one that is there."""
-        for problem, run in self.prepared:
-            found = resized_problem(problem, structure, terms)
+        prepared = self.prepared
+        found = resized_problem(prepared[0][0], structure, terms)
+        for n, (_, run) in enumerate(prepared):
             made = run.resized(found, *tensors)
             if made is not None:
+                if n:  # the next one, which has about as many, will be made of it too
+                    prepared.insert(0, prepared.pop(n))
                 return made
         return None

@@ -30,6 +30,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -144,19 +145,38 @@ def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
     return [strides[0], strides[1], strides[2], 1]
 
 
-def relaid(layout: Any, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Any:
-    """``layout``, which is that of a tensor of four axes, for one of these sizes: by strides or by TMA as it was."""
+class Place(NamedTuple):
+    """How a tensor lies, for `Launch.resized`: by pointer or by TMA, as its launch has it."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    itemsize: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Place:
+        return cls(x.shape, x.stride(), x.element_size())
+
+    def row(self) -> tuple[int, ...]:
+        """The strides of a `Strided`, which are these where no axis is of size 1."""
+        return tuple([0 if n == 1 else s for n, s in zip(self.shape, self.strides, strict=True)])
+
+    def box(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Shape and strides of a descriptor, which are these where no axis is of size 1."""
+        return self.shape, row_strides(*self) if len(self.shape) == 4 else self.strides
+
+
+Places = Sequence["Place | tuple[Place | None, ...] | None"]  # those of a `Record` are a tuple
+
+
+def _placed(layout: Any, row: Any) -> Any:
+    """``layout`` with what `Place` says."""
     if isinstance(layout, Strided):
-        return Strided(None, *(0 if n == 1 else s for n, s in zip(shape, strides, strict=True)))
-    return reshaped(layout, shape, row_strides(shape, strides, itemsize))
-
-
-def reshaped(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-    """A descriptor's ``layout`` with another shape and strides."""
-    copy = object.__new__(type(layout))
-    copy.__dict__.update(layout.__dict__)
-    copy.shape, copy.strides = shape, strides
-    return copy
+        return Strided(None, *row)
+    if isinstance(layout, Record):
+        members = [x if y is None else Strided(None, *y) for x, y in zip(layout.layouts, row, strict=True)]
+        return Record(layout.kind, tuple(members))
+    shape, strides = row
+    return bound(layout, None, shape=list(shape), strides=list(strides))
 
 
 class Launch:
@@ -178,27 +198,40 @@ class Launch:
         self.options = {"enable_fp_fusion": True, **options}
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
-        self.layouts, self.numbers = tuple(layouts), tuple(numbers)
-        self._records = any(isinstance(x, Record) for x in self.layouts)
+        self._layouts, self.numbers = tuple(layouts), tuple(numbers)
+        self._rows: list[Any] | None = None  # of a resized one, what its layouts will have, if someone asks for them
+        self._records = any(isinstance(x, Record) for x in self._layouts)
         self._family: _Family | None = None
         self._wants: tuple | None = None
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
         self._short: _Short | None = None
 
-    def resized(self, programs: int, layouts: Sequence[Any], numbers: Sequence[Any]) -> Launch:
-        """The same for other sizes: only integers differ, in layouts and in those numbers that are no constants."""
-        if self._family is None:
-            self._family = _Family(self)
+    @property
+    def layouts(self) -> tuple[Any, ...]:
+        if self._rows is not None:
+            pairs = zip(self._layouts, self._rows, strict=True)
+            self._layouts = tuple([x if row is None else _placed(x, row) for x, row in pairs])
+            self._rows = None
+        return self._layouts
+
+    def resized(self, programs: int, places: Places, numbers: tuple[Any, ...]) -> Launch:
+        """The same for other sizes: tensors lie elsewhere, and integers differ among those numbers that are no
+        constants.
+
+        places: of each layout, None where it stays as it is. Of their strides those are 1, or multiples of 16, that
+        were before, and all numbers are of 32 bits where they were.
+        """
+        family = self._family
+        if family is None:
+            family = self._family = _Family(self)
         new = object.__new__(Launch)
         new.__dict__.update(self.__dict__)
-        new.programs, new.layouts, new.numbers = programs, tuple(layouts), tuple(numbers)
-        new._aligned, new._compiled, new._short = (), None, None
-        codes = self._family.codes(new)
-        new._wants = (self._family.number, *codes)
-        short = self._family.short.get(codes)
+        new.programs, new.numbers, new._rows = programs, numbers, family.rows(places)
+        new._wants, new._aligned, new._compiled, new._short = None, (), None, None
+        short = family.short.get(family.codes(numbers))
         if short is not None:
-            new._short = short.resized(new)
+            new._short = short.resized(programs, new._rows, numbers)
         return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -228,7 +261,7 @@ class Launch:
         if self._wants is None:
             if self._family is None:
                 self._family = _Family(self)
-            self._wants = (self._family.number, *self._family.codes(self))
+            self._wants = (self._family.number, *self._family.codes(self.numbers), *_stride_codes(self.layouts))
         kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
         return (self._wants, *kinds, *aligned)
 
@@ -261,48 +294,82 @@ class Launch:
             if _has_short_way(compiled):
                 self._short = _Short(self, compiled, tensors)
                 if self._family is not None:
-                    self._family.short.setdefault(self._family.codes(self), self._short)
+                    self._family.short.setdefault(self._family.codes(self.numbers), self._short)
 
 
 class _Family:
     """What a launch and those that are resized from it have in common: all that they want but their integers.
 
-    short: by `codes`, that of the first.
+    short: by `codes` of the numbers, that of the first.
     """
 
     def __init__(self, launch: Launch) -> None:
-        named = getattr(launch.kernel, "params", ())[len(launch.layouts) :]  # none of an interpreted one
-        fixed = [p.is_constexpr for p in named] or [False] * len(launch.numbers)
-        # which numbers have integers in them that may differ: themselves, or as members of a tuple
-        self._single = [n for n, x in enumerate(launch.numbers) if not fixed[n] and type(x) is int]
-        self._tuples = [
-            n
-            for n, x in enumerate(launch.numbers)
-            if not fixed[n] and isinstance(x, tuple) and id(x) not in _known_constants
-        ]
-        numbers = [_value(x) if known else _kind(x) for x, known in zip(launch.numbers, fixed, strict=True)]
-        layouts = [_layout_kind(x) for x in launch.layouts]
-        self._strided = [n for n, x in enumerate(launch.layouts) if isinstance(x, (Strided, Record))]
-        wants = (launch.kernel, *launch.options.items(), *layouts, *numbers)
+        layouts, numbers = launch.layouts, launch.numbers
+        named = getattr(launch.kernel, "params", ())[len(layouts) :]  # none of an interpreted one
+        fixed = [p.is_constexpr for p in named] or [False] * len(numbers)
+        # Which numbers are integers that may differ, or have some among them.
+        self._single, self._among = [], []
+        for n, x in enumerate(numbers):
+            if fixed[n] or (isinstance(x, tuple) and id(x) in _known_constants):
+                continue
+            if type(x) is int:
+                self._single.append(n)
+            elif isinstance(x, tuple):
+                members = [at for at, y in enumerate(x) if type(y) is int]
+                if len(members) > 1:  # or else it gives no tuple
+                    self._among.append((n, None if len(members) == len(x) else itemgetter(*members)))
+                elif members:
+                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
+        self._layouts = layouts
+        self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
+        self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]
+        self._records = [n for n, x in enumerate(layouts) if isinstance(x, Record)]
+        kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
+        wants = (launch.kernel, *launch.options.items(), *map(_layout_kind, layouts), *kinds)
         self.number = _families.setdefault(wants, len(_families))
         self.short: dict[tuple[int, ...], _Short] = {}
 
-    def codes(self, launch: Launch) -> tuple[int, ...]:
-        """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
-        integers = [launch.numbers[n] for n in self._single]
-        for n in self._tuples:
-            integers += [x for x in launch.numbers[n] if type(x) is int]
+    def rows(self, places: Any) -> list[Any]:
+        """By layout, where there is a place: strides of a `Strided`, a descriptor's shape and strides."""
+        rows: list[Any] = [None] * len(self._layouts)
         for n in self._strided:
-            layout = launch.layouts[n]
-            if type(layout) is Strided:
-                integers += layout[1:]
-            else:
-                for x in layout.layouts:
-                    integers += () if x is POINTER else x[1:]
-        most = max(integers, default=0)
-        if most < 2**31 and (min(integers, default=0) >= -(2**31)):
-            return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+            place = places[n]
+            if place is not None:
+                rows[n] = place.row() if 1 in place[0] else place[1]
+        for n in self._boxed:
+            place = places[n]
+            if place is not None:
+                rows[n] = place.box() if 1 in place[0] else place[:2]
+        for n in self._records:
+            if places[n] is not None:
+                rows[n] = [None if x is None else x.row() for x in places[n]]
+        return rows
+
+    def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
+        """`_codes` of the integers among a launch's numbers."""
+        integers = [numbers[n] for n in self._single]
+        for n, some in self._among:
+            integers += numbers[n] if some is None else some(numbers[n])
+        return _codes(integers)
+
+
+def _codes(integers: Sequence[int]) -> tuple[int, ...]:
+    """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
+    if integers and (max(integers) >= 2**31 or min(integers) < -(2**31)):
         return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
+    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+
+
+def _stride_codes(layouts: Sequence[Any]) -> tuple[int, ...]:
+    """`_codes` of all strides of layouts by pointer."""
+    integers: list[int] = []
+    for x in layouts:
+        if isinstance(x, Strided):
+            integers += x[1:]
+        elif isinstance(x, Record):
+            for y in x.layouts:
+                integers += () if y is POINTER else y[1:]
+    return _codes(integers)
 
 
 def _kind(x: Any) -> Any:
@@ -455,32 +522,35 @@ class _Short:
             *no_hooks,
         )  # fmt: skip
 
-    def resized(self, launch: Launch) -> _Short:
-        """Of a launch that `Launch.resized` made, and that wants the same kernel."""
+    def resized(self, programs: int, rows: Sequence[Any], numbers: tuple[Any, ...]) -> _Short:
+        """Of a launch that wants the same kernel; see `Launch.resized`."""
         new = object.__new__(_Short)
         new.__dict__.update(self.__dict__)
-        layouts, numbers = launch.layouts, launch.numbers
-        strided_layouts, descriptor_layouts, record_layouts = self._layouts_of
-        new._programs = launch.programs
+        strided, descriptors, records = self._layouts_of
+        new._programs = programs
         new._arguments = arguments = self._arguments[: -len(numbers)]
         arguments += numbers
         new._strided = [
-            (at, n, mask, layouts[which][1:])
-            for (at, n, mask, _), which in zip(self._strided, strided_layouts, strict=True)
+            (at, n, mask, old if rows[which] is None else rows[which])
+            for (at, n, mask, old), which in zip(self._strided, strided, strict=True)
         ]
-        new._descriptors = []
-        for (at, n, kept), which in zip(self._descriptors, descriptor_layouts, strict=True):
-            layout = layouts[which]
-            sizes = [*layout.shape, *layout.strides]
-            arguments[at + 1 : at + 1 + len(sizes)] = sizes
-            new._descriptors.append((at, n, kept.resized(layout)))
-        new._records = [
-            (at, [
-                (place, mask, None if of is POINTER else of[1:])
-                for (place, mask, _), of in zip(members, layouts[which].layouts, strict=True)
-            ])
-            for (at, members), which in zip(self._records, record_layouts, strict=True)
-        ]  # fmt: skip
+        found = []
+        for (at, n, kept), which in zip(self._descriptors, descriptors, strict=True):
+            if rows[which] is None:
+                found.append((at, n, kept))
+                continue
+            shape, strides = rows[which]
+            arguments[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
+            found.append((at, n, kept.resized(shape, strides)))
+        new._descriptors = found
+        if records:
+            new._records = [
+                (at, members if rows[which] is None else [
+                    (place, mask, old if row is None else row)
+                    for (place, mask, old), row in zip(members, rows[which], strict=True)
+                ])
+                for (at, members), which in zip(self._records, records, strict=True)
+            ]  # fmt: skip
         return new
 
     def launch(self, tensors: Sequence[Any]) -> bool:
@@ -512,6 +582,8 @@ class _Short:
 class _Descriptors:
     """The TMA descriptors of one argument: they hold an address, and else only its layout."""
 
+    __slots__ = ("_box", "_fill", "_padding", "_shape", "_strides", "by_address")
+
     def __init__(self, layout: Any, metadata: Any) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
@@ -522,10 +594,10 @@ class _Descriptors:
         self._shape, self._strides = layout.shape, layout.strides
         self._padding = 1 if layout.padding == "nan" else 0
 
-    def resized(self, layout: Any) -> _Descriptors:
+    def resized(self, shape: Sequence[int], strides: Sequence[int]) -> _Descriptors:
         new = object.__new__(_Descriptors)
         new._fill, new._box, new._padding, new.by_address = self._fill, self._box, self._padding, {}
-        new._shape, new._strides = layout.shape, layout.strides
+        new._shape, new._strides = shape, strides
         return new
 
     def make(self, x: Tensor, address: int) -> Any:

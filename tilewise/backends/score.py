@@ -10,7 +10,7 @@ same number of instructions, but Triton pipelines no load that feeds an accumula
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 import triton.language as tl
@@ -18,6 +18,8 @@ from triton import knobs
 
 from tilewise.score import dropout, tiles
 from tilewise.score.terms import Band, Score
+
+T = TypeVar("T", bound=tuple)
 
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
@@ -71,10 +73,13 @@ def score_numbers(score: Score) -> dict[str, Any]:
     }
 
 
-def limited(terms: Any, band: Band) -> Any:
-    """The same `Terms` with the limits of another band, which has the same ends."""
+def limited(terms: T, band: Band) -> T:
+    """The `Terms` of a backend with the limits of another band, which has the same ends."""
+    if band.unlimited:
+        return terms
     lo, hi = tiles.limits(band)
-    return terms._replace(lo=lo, hi=hi)
+    at = type(terms)._fields.index("lo")  # type: ignore[attr-defined]
+    return tuple.__new__(type(terms), (*terms[:at], lo, hi, *terms[at + 2 :]))
 
 
 @triton.jit

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +21,11 @@ from tilewise.backends import (
     allocation,
     device_of,
     empty_output,
-    gradient_strides,
-    output_layout,
     sink_gradient,
 )
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, relaid, reshaped, sink_layout, strided
-from tilewise.backends.score import INTERPRET, Terms, limited, score_terms
+from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
+from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.backends.triton.backward_kernel import (
@@ -69,6 +66,7 @@ from tilewise.backends.triton.parts import (
     parts_layout,
 )
 from tilewise.backends.triton.reductions import is_summed
+from tilewise.backends.triton.resized import forward_programs, ragged, resized_backward, resized_forward
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
@@ -133,7 +131,7 @@ class Forward:
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         self.shares = shares = splits(problem, config)
-        self.choices = _choices(problem, config)
+        self.choices = ragged(problem, config)
         lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if lists:
@@ -161,7 +159,7 @@ class Forward:
         self.plain = not lists and parts is None and problem.totals is None and problem.tile_mask is None
         self.main = Launch(
             forward_kernel,
-            _programs(problem, config, shares),
+            forward_programs(problem, config, shares),
             (
                 *_input_layouts(inputs, config, c, tma),
                 sink_layout(sink if shares == 1 else None),
@@ -180,47 +178,7 @@ class Forward:
 
     def resized(self, problem: Problem, inputs: Inputs) -> Forward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
-        config, (q, k, v, bias, mask, sink, *_) = self.config, inputs
-        shares = splits(problem, config)
-        if (
-            not self.plain
-            or (shares > 1) != (self.shares > 1)
-            or _choices(problem, config) != self.choices
-            or lists_pay(problem, config)
-        ):
-            return None
-        new = object.__new__(Forward)
-        new.__dict__.update(self.__dict__)
-        new.problem, new.shares = problem, shares
-        device, (o_shape, o_strides) = q.device, output_layout(q, problem.value_dim)
-        lse_shape = batch, heads, rows = o_shape[:3]
-        lse_strides = heads * rows, rows, 1
-        new.empty_o = partial(torch.empty_strided, o_shape, o_strides, dtype=q.dtype, device=device)
-        new.empty_lse = partial(torch.empty_strided, lse_shape, lse_strides, dtype=torch.float32, device=device)
-        terms, sizes, c = self.main.numbers
-        sizes = sizes._replace(queries=problem.queries, keys=problem.keys, splits=shares)
-        sink_row = self.main.layouts[5] if sink is None else sink_layout(sink if shares == 1 else None)
-        target = o_shape, o_strides
-        if self.merge is not None:
-            o_row = relaid(self.merge.layouts[2], o_shape, o_strides, 4)
-            row = problem.value_dim
-            target = (shares * batch, *o_shape[1:]), (heads * rows * row, rows * row, row, 1)
-            new.empty_shares = tuple([
-                partial(torch.empty_strided, shape, strides, dtype=torch.float32, device=device)
-                for shape, strides in (target, ((shares * batch, heads, rows), lse_strides))
-            ])  # fmt: skip
-            layouts = POINTER, POINTER, o_row, POINTER, POINTER if sink is None else sink_layout(sink)
-            new.merge = self.merge.resized(batch * heads * rows, layouts, (sizes, c))
-        layouts = [
-            x if y is None else relaid(x, y.shape, y.stride(), y.element_size())
-            for x, y in zip(self.main.layouts[:5], (q, k, v, bias, mask), strict=True)
-        ]
-        new.main = self.main.resized(
-            _programs(problem, config, shares),
-            (*layouts, sink_row, *self.main.layouts[6:-2], relaid(self.main.layouts[-2], *target, 4), POINTER),
-            (limited(terms, problem.score.band), sizes, c),
-        )
-        return new
+        return resized_forward(self, problem, inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
@@ -367,7 +325,7 @@ class Backward:
             bias is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
             and not needs.sink and self.query_gradient is None and not problem.score.dropout
         )  # fmt: skip
-        self.choices = _choices(problem, config)
+        self.choices = ragged(problem, config)
 
         def ordered(x: Tensor, name: str) -> Launch:
             operand = problem.bias if name == "bias" else getattr(problem.parts, name)
@@ -391,74 +349,8 @@ class Backward:
     def resized(
         self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
     ) -> Backward | None:
-        """For other lengths; None where these ask for something else that is compiled in."""
-        p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
-        if not self.plain or _choices(p, config) != self.choices:
-            return None
-        new = object.__new__(Backward)
-        new.__dict__.update(self.__dict__)
-        new.problem, device, heads = p, q.device, p.batch * p.heads
-        m_tiles, n_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
-        row_programs, key_programs, padded = m_tiles * heads, n_tiles * p.kv_heads * p.batch, m_tiles * config.block_m
-        sizes = self.preprocess.numbers[0]._replace(queries=p.queries, keys=p.keys, padded_queries=padded)
-        real = {"dtype": torch.float32, "device": device}
-        stats = (p.batch, p.heads, padded), (p.heads * padded, padded, 1)
-        accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
-        new.empty_stats = partial(torch.empty_strided, *stats, **real)
-        made = [(x.shape, gradient_strides(x)) for x in (q, k, v)]
-        *gradients, accumulator = self.empty_gradients
-        new.empty_gradients = [
-            None if make is None else partial(torch.empty_strided, *x, dtype=q.dtype, device=device)
-            for make, x in zip(gradients, made, strict=True)
-        ]
-        new.empty_gradients.append(None if accumulator is None else partial(torch.empty_strided, *accum, **real))
-        given = [(x.shape, x.stride()) for x in (q, k, v, do)]
-
-        def laid(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-            return layout if layout is POINTER else relaid(layout, shape, strides, q.element_size())
-
-        o_row, do_row, pointer, dlse_row, *rest = self.preprocess.layouts
-        if dlse is not None:
-            dlse_row = strided(dlse[..., None])
-        o_row, do_row = laid(o_row, outputs.o.shape, outputs.o.stride()), laid(do_row, *given[3])
-        new.preprocess = self.preprocess.resized(
-            row_programs, (o_row, do_row, pointer, dlse_row, *rest), (sizes, *self.preprocess.numbers[1:])
-        )
-        if self.finite is not None:
-            key_rows = [laid(x, *y) for x, y in zip(self.finite.layouts[:2], given[1:3], strict=True)]
-            new.finite = self.finite.resized(key_programs, (*key_rows, POINTER), (sizes, *self.finite.numbers[1:]))
-        if self.main is not None:
-            *rows, stats_row, _, bias_row, mask_row, seed, parts_row, lists, lengths, own, accum_row, dbias_row = (
-                self.main.layouts
-            )
-            rows = [laid(x, *y) for x, y in zip(rows, given, strict=True)]
-            if stats_row is not POINTER:
-                stats_row = reshaped(stats_row, (heads, padded), (padded, 1))
-            if accum_row is not POINTER:
-                accum_row = reshaped(accum_row, *accum)
-            written = [y if make is not None else None for make, y in zip(gradients[1:], made[1:], strict=True)]
-            own = Record(
-                own.kind,
-                tuple([
-                    x if x is POINTER or y is None else laid(x, *y)
-                    for x, y in zip(own.layouts, (*given[1:3], None, *written), strict=True)
-                ]),
-            )  # fmt: skip
-            terms, _, c = self.main.numbers
-            numbers = limited(terms, p.score.band), sizes, c
-            new.main = self.main.resized(
-                key_programs,
-                (*rows, stats_row, stats_row, bias_row, mask_row, seed, parts_row, lists, lengths, own, accum_row,
-                 dbias_row),
-                numbers,
-            )  # fmt: skip
-        if self.postprocess is not None:
-            terms, _, c = self.postprocess.numbers
-            new.postprocess = self.postprocess.resized(
-                row_programs, (POINTER, laid(self.postprocess.layouts[1], *made[0]), self.postprocess.layouts[2]),
-                (limited(terms, p.score.band), sizes, c),
-            )  # fmt: skip
-        return new
+        """The same."""
+        return resized_backward(self, problem, inputs, outputs, cotangents)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         try:
@@ -504,24 +396,6 @@ class Backward:
             elif self.needs.sink and sink is not None and outputs.lse is not None:  # of a packed batch
                 dsink = _packed_sink_gradient(sink, outputs, cotangents)
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
-
-
-def _programs(problem: Problem, config: Config, shares: int) -> int:
-    """Of a forward."""
-    if problem.totals is not None:
-        return tile_count(problem, problem.totals[0], config.block_m) * problem.heads
-    rows, heads = problem.queries, problem.heads
-    if config.pack_gqa:
-        rows, heads = rows * problem.group, problem.kv_heads
-    return triton.cdiv(rows, config.block_m) * problem.batch * shares * heads
-
-
-def _choices(problem: Problem, config: Config) -> tuple[bool, bool]:
-    """What depends on lengths in `Constexprs`, of a problem without parts whose mask needs no lists: RAGGED_M and
-    RAGGED_N."""
-    rows = problem.queries * (problem.group if config.pack_gqa else 1)
-    packed = problem.totals is not None
-    return packed or rows % config.block_m != 0, packed or problem.keys % config.block_n != 0
 
 
 def _smaller(config: Config, error: OutOfResources) -> Config:
@@ -602,7 +476,7 @@ def _compiled(
     **switches: Any,
 ) -> Constexprs:
     bd, bdv = widths(problem, tma)
-    ragged_m, ragged_n = _choices(problem, config)
+    ragged_m, ragged_n = ragged(problem, config)
     values = Constexprs(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

@@ -43,7 +43,7 @@ from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, constants, relaid, reshaped, strided
+from tilewise.backends.launcher import POINTER, Launch, Place, constants, strided
 from tilewise.backends.score import limited
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -193,7 +193,7 @@ class Backward:
             return None
         new = object.__new__(Backward)
         new.__dict__.update(self.__dict__)
-        new.problem, device, item = p, q.device, q.element_size()
+        new.problem, device = p, q.device
         width, block_m, row_programs = backward_width(p), config.block_m, sizes.row_tiles * p.heads * p.batch
         counted = counters(sizes, groups, p.deterministic, reduces=False)
         stats, cols = 2 * block_m * row_programs, DQ_COLS.value
@@ -202,34 +202,27 @@ class Backward:
         new.empty_stats = partial(torch.empty_strided, (stats,), (1,), **real)
         new.empty_dq_accum = partial(torch.empty_strided, accum, (cols, 1), **real)
         new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
-        given = [(x.shape, x.stride()) for x in (q, k, v, do)]
-        made = [(x.shape, gradient_strides(x)) for x in (q, k, v)]
+        given = [Place.of(x) for x in (q, k, v, do)]
+        made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
         new.empty_dq, new.empty_dk, new.empty_dv = (
-            partial(torch.empty_strided, *x, dtype=q.dtype, device=device) for x in made
+            partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device) for x in made
         )
-        o_row, do_row, pointer, dlse_row, *rest = self.before.layouts
-        if dlse is not None:
-            dlse_row = strided(dlse[..., None])
-        o_row, do_row = relaid(o_row, outputs.o.shape, outputs.o.stride(), item), relaid(do_row, *given[3], item)
+        dlse_row = None if dlse is None else Place.of(dlse[..., None])
         value_dim, _, _, *switches = self.before.numbers
         new.before = self.before.resized(
-            row_programs, (o_row, do_row, pointer, dlse_row, *rest), (value_dim, sizes, counted, *switches)
+            row_programs,
+            (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
+            (value_dim, sizes, counted, *switches),
         )
-        main = self.main.layouts
-        rows = [relaid(x, *y, item) for x, y in zip(main[:4], given, strict=True)]
-        accum_row = main[6] if main[6] is POINTER else reshaped(main[6], accum, (cols, 1))
-        gradients = [relaid(x, *y, item) for x, y in zip(main[7:9], made[1:], strict=True)]
+        accum_row = Place(accum, (cols, 1), 4) if config.dq_by_tma else None
         terms, _, c = self.main.numbers
         new.main = self.main.resized(
             min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
-            (*rows, main[4], reshaped(main[5], (stats,), (1,)), accum_row, *gradients, *main[9:]),
+            (*given, None, Place((stats,), (1,), 4), accum_row, *made[1:], None, None, None, None, None, None, None),
             (limited(terms, p.score.band), sizes, c),
         )
         head_dim, scale, _, *more = self.after.numbers
-        dq_row = relaid(self.after.layouts[1], *made[0], item)
-        new.after = self.after.resized(
-            row_programs, (POINTER, dq_row, self.after.layouts[2]), (head_dim, scale, sizes, *more)
-        )
+        new.after = self.after.resized(row_programs, (None, made[0], None), (head_dim, scale, sizes, *more))
         return new
 
     def _known_mask(self, mask: Flat) -> KnownMask:

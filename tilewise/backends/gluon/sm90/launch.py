@@ -18,7 +18,7 @@ from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, constants, relaid, sink_layout, strided
+from tilewise.backends.launcher import POINTER, Launch, Place, constants, sink_layout, strided
 from tilewise.backends.score import limited
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
@@ -94,36 +94,24 @@ class Forward:
             return None
         new = object.__new__(Forward)
         new.__dict__.update(self.__dict__)
-        item, device, (o_shape, o_strides) = q.element_size(), q.device, output_layout(q, problem.value_dim)
-        new.empty_o = partial(torch.empty_strided, o_shape, o_strides, dtype=q.dtype, device=device)
-        new.empty_lse = partial(torch.empty, o_shape[:3], dtype=torch.float32, device=device)
-        main = self.main
-        terms, _, c = main.numbers
-        terms = limited(terms, problem.score.band)
-        shape, stride = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-        bias_layout, sink_row = main.layouts[3:5]
-        if bias is not None:
-            bias_layout = relaid(bias_layout, bias.shape, bias.stride(), bias.element_size())
-        if sink is not None:
-            sink_row = sink_layout(sink)
-        rows = [relaid(x, *y, item) for x, *y in zip(main.layouts[:3], shape, stride, strict=True)]
-        o_row = relaid(main.layouts[7], o_shape, o_strides, item)
-        new.main = main.resized(
+        device, o = q.device, Place(*output_layout(q, problem.value_dim), q.element_size())
+        new.empty_o = partial(torch.empty_strided, o.shape, o.strides, dtype=q.dtype, device=device)
+        new.empty_lse = partial(torch.empty, o.shape[:3], dtype=torch.float32, device=device)
+        rows = Place.of(q), Place.of(k), Place.of(v), None if bias is None else Place.of(bias)
+        sink_row = None if sink is None else Place.of(sink[..., None])
+        band = problem.score.band
+        terms, _, c = self.main.numbers
+        new.main = self.main.resized(
             min(sizes.tiles, self.programs),
-            (*rows, bias_layout, sink_row, POINTER, POINTER, o_row, POINTER, POINTER),
-            (terms, sizes, c),
+            (*rows, sink_row, None, None, o, None, None),
+            (limited(terms, band), sizes, c),
         )
         if self.repair is not None:
-            repair = self.repair
-            d, dv, terms, _, r = repair.numbers
-            *four, pairs, _, o_layout, _ = repair.layouts
-            if bias is not None:
-                shape, stride = (*shape, bias.shape), (*stride, bias.stride())
-            four[: len(shape)] = [relaid(x, *y, item) for x, *y in zip(four, shape, stride, strict=False)]
-            new.repair = repair.resized(
+            d, dv, terms, _, r = self.repair.numbers
+            new.repair = self.repair.resized(
                 min(_looks(problem, sizes, r), self.programs),
-                (*four, pairs, sink_row, relaid(o_layout, o_shape, o_strides, item), POINTER),
-                (d, dv, limited(terms, problem.score.band), sizes, r),
+                (*rows, None, sink_row, o, None),
+                (d, dv, limited(terms, band), sizes, r),
             )
         return new
 
@@ -164,12 +152,11 @@ def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
 
 
 def _choices(problem: Problem, config: Config, sizes: ForwardSizes, programs: int) -> tuple[bool, ...]:
-    """All that depends on lengths in what is compiled in, of a problem without a mask and parts: a `Config` by
-    `sees_few`."""
+    """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
     return (
         problem.keys % config.block_n != 0,
         hides(problem),
-        sees_few(problem),
+        not problem.score.band.unlimited and sees_few(problem),
         sizes.tiles > programs,
     )
 
