@@ -26,7 +26,17 @@ READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what
 # What backends and operators import, and is none itself.
 SHARED = {
     f"tilewise.backends.{name}"
-    for name in ("dropout", "kept_lists", "launcher", "products", "score", "sequences", "sinks", "tile_mask")
+    for name in (
+        "dropout",
+        "kept_lists",
+        "kernel_arguments",
+        "launcher",
+        "products",
+        "score",
+        "sequences",
+        "sinks",
+        "tile_mask",
+    )
 }
 TRITON_BACKEND = {*SHARED, *BACKEND}
 ROOMS = {
@@ -47,7 +57,8 @@ ROOMS = {
     "tilewise.backends.cpu": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.dropout": set(),
     "tilewise.backends.kept_lists": {"tilewise.backends.tile_mask", "tilewise.problem", "tilewise.score"},
-    "tilewise.backends.launcher": set(),
+    "tilewise.backends.kernel_arguments": set(),
+    "tilewise.backends.launcher": {"tilewise.backends.kernel_arguments"},
     "tilewise.backends.products": set(),
     "tilewise.backends.score": {"tilewise.score"},
     "tilewise.backends.sequences": BACKEND,

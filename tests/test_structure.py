@@ -45,9 +45,7 @@ def made(case: Case, longest: int) -> tuple[Inputs, Outputs, Outputs]:
 
     c, q_layout = case, "dense" if case.layout == "cache" else case.layout
     q = laid(q_layout, c.B, c.H, c.M, c.D, dtype=c.dtype, longest=longest)
-    k, v = (
-        laid(c.layout, c.B, c.kv_heads, c.N, d, dtype=c.dtype, longest=longest) for d in (c.D, c.value_dim)
-    )
+    k, v = (laid(c.layout, c.B, c.kv_heads, c.N, d, dtype=c.dtype, longest=longest) for d in (c.D, c.value_dim))
     sink = None if c.sink is None else rows_of(torch.empty(c.shape(c.sink), dtype=c.dtype, device="meta"))
     inputs = Inputs(q, k, v, operand(c.bias, c.dtype), operand(c.mask, torch.bool), sink)
     o = empty_output(q, c.value_dim)

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -42,33 +42,39 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
+from tilewise.backends.kernel_arguments import (
+    POINTER,
+    Place,
+    Places,
+    Record,
+    Strided,
+    bound,
+    boxed,
+    layout_kind,
+    placed,
+    row_strides,
+    sink_layout,
+    strided,
+    strides_of,
+)
+
+__all__ = [
+    "POINTER",
+    "Launch",
+    "Place",
+    "Record",
+    "Strided",
+    "boxed",
+    "constants",
+    "row_strides",
+    "sink_layout",
+    "strided",
+]
+
 _ADDRESSES = 256  # of one tensor argument, whose descriptors are kept
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _PTX = 88  # what ptxas 12.9 reads
 _assembling = threading.Lock()
-
-
-class Strided(NamedTuple):
-    """A four-dimensional tensor for pointer arithmetic, in elements; a broadcast axis has stride 0."""
-
-    pointer: Any
-    stride0: int
-    stride1: int
-    stride2: int
-    stride3: int
-
-
-POINTER = "pointer"
-
-
-class Record(NamedTuple):
-    """The layout of several tensors that are one parameter of a kernel, a named tuple of ``kind``.
-
-    layouts: `Strided` or `POINTER` for each. A call gives its tensors one after the other, like all others.
-    """
-
-    kind: Any
-    layouts: tuple[Any, ...]
 
 
 T = TypeVar("T", bound=tuple)
@@ -92,93 +98,6 @@ def constants(values: T) -> T:
     return found  # type: ignore[return-value]
 
 
-def strided(x: Tensor | None) -> Strided:
-    """The layout of a tensor that is read by pointer."""
-    if x is None:
-        return Strided(None, 0, 0, 0, 0)
-    return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
-
-
-def sink_layout(sink: Tensor | None) -> Any:
-    """A sink (B|1, H|1, M|1), of rows of one element; without one the kernel is compiled as if it knew of none."""
-    return POINTER if sink is None else strided(sink[..., None])
-
-
-_templates: dict[tuple, Any] = {}
-
-
-def boxed(
-    kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any, shape: Sequence[int] | None = None
-) -> Any:
-    """The layout of a tensor that is read by TMA in boxes, a descriptor of ``kind`` without its tensor.
-
-    The first with such a box passes the descriptor's checks; of another tensor only sizes and strides are new, and
-    those `tilewise.memory` has looked at. shape: another than the tensor's.
-    """
-    shape = list(x.shape if shape is None else shape)
-    key = (kind, x.dtype, *box)
-    template = _templates.get(key)
-    if template is None:
-        _templates[key] = template = bound(kind(x, shape, list(strides), list(box), *shared), None)
-    return bound(template, None, shape=shape, strides=list(strides))
-
-
-def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
-    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor.
-
-    other: what a descriptor gets beside it.
-    """
-    if layout is POINTER:
-        return x
-    if isinstance(layout, Strided):
-        return Strided(x, *layout[1:])
-    copy = object.__new__(type(layout))  # a descriptor, without the checks that the layout has passed already
-    copy.__dict__.update(layout.__dict__, base=x, **other)
-    return copy
-
-
-def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int]:
-    """Strides of a descriptor of four axes, which must be multiples of 16 bytes also along an axis of size 1."""
-    if 1 in shape:
-        row = (shape[3] * itemsize + 15) // 16 * 16 // itemsize
-        strides = [row if n == 1 else s for n, s in zip(shape, strides, strict=True)]
-    return [strides[0], strides[1], strides[2], 1]
-
-
-class Place(NamedTuple):
-    """How a tensor lies, for `Launch.resized`: by pointer or by TMA, as its launch has it."""
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    itemsize: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Place:
-        return cls(x.shape, x.stride(), x.element_size())
-
-    def row(self) -> tuple[int, ...]:
-        """The strides of a `Strided`, which are these where no axis is of size 1."""
-        return tuple([0 if n == 1 else s for n, s in zip(self.shape, self.strides, strict=True)])
-
-    def box(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Shape and strides of a descriptor, which are these where no axis is of size 1."""
-        return self.shape, row_strides(*self) if len(self.shape) == 4 else self.strides
-
-
-Places = Sequence["Place | tuple[Place | None, ...] | None"]  # those of a `Record` are a tuple
-
-
-def _placed(layout: Any, row: Any) -> Any:
-    """``layout`` with what `Place` says."""
-    if isinstance(layout, Strided):
-        return Strided(None, *row)
-    if isinstance(layout, Record):
-        members = [x if y is None else Strided(None, *y) for x, y in zip(layout.layouts, row, strict=True)]
-        return Record(layout.kind, tuple(members))
-    shape, strides = row
-    return bound(layout, None, shape=list(shape), strides=list(strides))
-
-
 class Launch:
     """A kernel with all of its arguments but the tensors, for one layout of these.
 
@@ -189,6 +108,11 @@ class Launch:
         numbers: its other arguments, in their order.
         options: Triton's num_warps and num_stages; launch_pdl: it may begin before the kernel before it has ended.
     """
+
+    __slots__ = (
+        "_aligned", "_compiled", "_family", "_layouts", "_records", "_rows", "_short", "_wants", "kernel", "numbers",
+        "options", "programs",
+    )  # fmt: skip
 
     def __init__(
         self, kernel: Any, programs: int, layouts: Sequence[Any], numbers: Sequence[Any], **options: int
@@ -211,7 +135,7 @@ class Launch:
     def layouts(self) -> tuple[Any, ...]:
         if self._rows is not None:
             pairs = zip(self._layouts, self._rows, strict=True)
-            self._layouts = tuple([x if row is None else _placed(x, row) for x, row in pairs])
+            self._layouts = tuple([x if row is None else placed(x, row) for x, row in pairs])
             self._rows = None
         return self._layouts
 
@@ -226,12 +150,12 @@ class Launch:
         if family is None:
             family = self._family = _Family(self)
         new = object.__new__(Launch)
-        new.__dict__.update(self.__dict__)
-        new.programs, new.numbers, new._rows = programs, numbers, family.rows(places)
-        new._wants, new._aligned, new._compiled, new._short = None, (), None, None
+        new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, family
+        new.programs, new.numbers, new._layouts = programs, numbers, family.layouts
+        new._rows = rows = family.rows(places)
+        new._wants, new._aligned, new._compiled = None, (), None
         short = family.short.get(family.codes(numbers))
-        if short is not None:
-            new._short = short.resized(programs, new._rows, numbers)
+        new._short = None if short is None else short.resized(programs, rows, numbers)
         return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -261,7 +185,7 @@ class Launch:
         if self._wants is None:
             if self._family is None:
                 self._family = _Family(self)
-            self._wants = (self._family.number, *self._family.codes(self.numbers), *_stride_codes(self.layouts))
+            self._wants = (self._family.number, *self._family.codes(self.numbers), *_codes(strides_of(self.layouts)))
         kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
         return (self._wants, *kinds, *aligned)
 
@@ -320,18 +244,18 @@ class _Family:
                     self._among.append((n, None if len(members) == len(x) else itemgetter(*members)))
                 elif members:
                     self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
-        self._layouts = layouts
+        self.layouts = layouts
         self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
         self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]
         self._records = [n for n, x in enumerate(layouts) if isinstance(x, Record)]
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
-        wants = (launch.kernel, *launch.options.items(), *map(_layout_kind, layouts), *kinds)
+        wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
         self.number = _families.setdefault(wants, len(_families))
         self.short: dict[tuple[int, ...], _Short] = {}
 
     def rows(self, places: Any) -> list[Any]:
         """By layout, where there is a place: strides of a `Strided`, a descriptor's shape and strides."""
-        rows: list[Any] = [None] * len(self._layouts)
+        rows: list[Any] = [None] * len(self.layouts)
         for n in self._strided:
             place = places[n]
             if place is not None:
@@ -360,18 +284,6 @@ def _codes(integers: Sequence[int]) -> tuple[int, ...]:
     return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
 
 
-def _stride_codes(layouts: Sequence[Any]) -> tuple[int, ...]:
-    """`_codes` of all strides of layouts by pointer."""
-    integers: list[int] = []
-    for x in layouts:
-        if isinstance(x, Strided):
-            integers += x[1:]
-        elif isinstance(x, Record):
-            for y in x.layouts:
-                integers += () if y is POINTER else y[1:]
-    return _codes(integers)
-
-
 def _kind(x: Any) -> Any:
     """Of a number, or a tuple of them, what Triton looks at beside `_Family.codes`."""
     if type(x) is int or type(x) is float:
@@ -387,16 +299,6 @@ def _value(x: Any) -> Any:
     if isinstance(x, tl.constexpr):  # whose own comparisons take several calls each
         return "constexpr", type(x.value), x.value
     return type(x), x
-
-
-def _layout_kind(layout: Any) -> Any:
-    if layout is POINTER:
-        return None
-    if isinstance(layout, Strided):
-        return "strided"
-    if isinstance(layout, Record):
-        return layout.kind, *map(_layout_kind, layout.layouts)
-    return tuple(layout.block_shape), getattr(layout, "layout", None), getattr(layout, "padding", None)
 
 
 def _chooses_assembler(kernel: Any) -> bool:
@@ -472,6 +374,20 @@ class _Short:
     shape and strides, any object for what was compiled in.
     """
 
+    __slots__ = (
+        "_arguments",
+        "_descriptors",
+        "_device",
+        "_kernel",
+        "_launch",
+        "_places",
+        "_pointers",
+        "_programs",
+        "_records",
+        "_stream_of",
+        "_strided",
+    )  # fmt: skip
+
     def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
         # Each: its place in the arguments, which tensor it is, its `_mask`, and what else it takes.
         self._pointers: list[tuple[int, int, int]] = []
@@ -508,7 +424,7 @@ class _Short:
                 arguments += [None, *layout.shape, *layout.strides]
                 self._descriptors.append((at, n, _Descriptors(layout, next(metadata))))
                 descriptor_layouts.append(which)
-        self._layouts_of = strided_layouts, descriptor_layouts, record_layouts
+        self._places = strided_layouts, descriptor_layouts, record_layouts  # which layouts these are
         self._arguments = [*arguments, *launch.numbers]
         run = compiled.run
         self._launch = run.launch
@@ -525,24 +441,27 @@ class _Short:
     def resized(self, programs: int, rows: Sequence[Any], numbers: tuple[Any, ...]) -> _Short:
         """Of a launch that wants the same kernel; see `Launch.resized`."""
         new = object.__new__(_Short)
-        new.__dict__.update(self.__dict__)
-        strided, descriptors, records = self._layouts_of
-        new._programs = programs
+        new._programs, new._places = programs, self._places
+        new._launch, new._kernel = self._launch, self._kernel
+        new._device, new._stream_of = self._device, self._stream_of
+        new._pointers, new._records = self._pointers, self._records
+        strided, descriptors, records = self._places
         new._arguments = arguments = self._arguments[: -len(numbers)]
         arguments += numbers
-        new._strided = [
-            (at, n, mask, old if rows[which] is None else rows[which])
-            for (at, n, mask, old), which in zip(self._strided, strided, strict=True)
-        ]
-        found = []
-        for (at, n, kept), which in zip(self._descriptors, descriptors, strict=True):
-            if rows[which] is None:
-                found.append((at, n, kept))
-                continue
-            shape, strides = rows[which]
-            arguments[at + 1 : at + 1 + 2 * len(shape)] = [*shape, *strides]
-            found.append((at, n, kept.resized(shape, strides)))
-        new._descriptors = found
+        new._strided = found = self._strided.copy()
+        for i, which in enumerate(strided):
+            row = rows[which]
+            if row is not None:
+                at, n, mask, _ = found[i]
+                found[i] = at, n, mask, row
+        new._descriptors = boxes = self._descriptors.copy()
+        for i, which in enumerate(descriptors):
+            box = rows[which]
+            if box is not None:
+                at, n, kept = boxes[i]
+                shape, strides = box
+                arguments[at + 1 : at + 1 + 2 * len(shape)] = *shape, *strides
+                boxes[i] = at, n, kept.resized(shape, strides)
         if records:
             new._records = [
                 (at, members if rows[which] is None else [
