@@ -8,6 +8,7 @@ prepared for one of them may be `resized` for another, where the backend finds t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,8 +54,7 @@ def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
         *_codes(strides), strides[1] < strides[2], strides[5] < strides[6], strides[9] < strides[10],
         0 if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
         most >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
-        # of the strides of what is made, and of multiples of them
-        M * head_dim & 15, M * value_dim & 15, N * head_dim & 15, N * value_dim & 15,
+        *_codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),  # strides of what is made, or factors
     )  # fmt: skip
     for x in (bias, mask):
         if x is None:
@@ -63,13 +63,13 @@ def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
         if x.dim() != 4 or x.shape[2] not in (1, M) or x.shape[3] not in (1, N) or max(x.stride()) >= _WIDE:
             return None
         b, h, m, n = x.shape
-        key += (b, h, m == 1, n == 1, x.dtype, x.device, _codes(x.stride()), _alignment(x))
+        key += (b, h, m == 1, n == 1, x.dtype, x.device, _broadcast_codes(x), _alignment(x))
     if sink is None:
         key += (None,)
     else:
         if sink.dim() != 3 or sink.shape[2] not in (1, M):
             return None
-        key += (*sink.shape[:2], sink.shape[2] == 1, sink.dtype, sink.device, _codes(sink.stride()), _alignment(sink))
+        key += (*sink.shape[:2], sink.shape[2] == 1, sink.dtype, sink.device, _broadcast_codes(sink), _alignment(sink))
     for x in more:
         if x is None:
             key += (None,)
@@ -83,10 +83,15 @@ def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
     return Structure(key, M, N)
 
 
-def _codes(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Of each stride whether it is 0 or 1, and its remainder by 16: whether TMA can step by it, whether a kernel is
-    compiled for multiples of 16."""
-    return tuple([x if x < 2 else x & 15 | 16 for x in strides])
+def _codes(strides: Sequence[int]) -> tuple[int, ...]:
+    """Of each stride whether it is 0 or 1, and the power of two that divides it, up to 16: whether TMA can step by it,
+    whether a kernel is compiled for multiples of 16."""
+    return tuple([x if x < 2 else (x & -x & 15) | 16 for x in strides])
+
+
+def _broadcast_codes(x: Tensor) -> tuple[int, ...]:
+    """The same; nobody steps along an axis of size 1."""
+    return _codes([0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
 
 
 def _alignment(x: Tensor) -> int:
