@@ -3,6 +3,7 @@
     python benchmarks/sweep.py attention-cpu    # time, and memory in fresh processes
     python benchmarks/sweep.py softmax-cpu
     python benchmarks/sweep.py host             # what a tiny call on a GPU costs the host
+    python benchmarks/sweep.py lengths          # and what a new length does, beside one that was met before
     python benchmarks/sweep.py matmul           # on a GPU, also with other configurations of the kernel
     python benchmarks/sweep.py softmax          # the same; --registers
 
@@ -62,6 +63,15 @@ SWEEPS = {
         "What a tiny call on a GPU costs the host, beside PyTorch's attention. B=1, H=8, S=128, D=64, bfloat16, "
         "without and with a trainable (1,H,M,N) bias: microseconds of a forward where no gradient is asked for, of one "
         "where it is, and of forward and backward.",
+        3,
+        HOPPER,
+    ),
+    "lengths": Sweep(
+        "lengths",
+        "lengths",
+        "What a call with a new length costs a GPU's host after others of its kind, beside one with a length that was "
+        "met before and one that comes again at once, the device idle before each; microseconds, medians, in the "
+        "calling thread. H=8, D=64, bfloat16, causal. And the backward of a tiny call, B=1, H=8, S=128.",
         3,
         HOPPER,
     ),

@@ -24,12 +24,14 @@ def forced_splits(splits: int) -> Iterator[None]:
     chosen = launch.splits
     launch.splits = lambda problem, config: splits if problem.few_queries else 1
     dispatch.forwards.clear()
+    dispatch.structures.clear()
     call._usual_calls.clear()
     try:
         yield
     finally:
         launch.splits = chosen
         dispatch.forwards.clear()
+        dispatch.structures.clear()
         call._usual_calls.clear()
 
 

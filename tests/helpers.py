@@ -520,5 +520,7 @@ def compute_by(monkeypatch, backend, **passes) -> None:
     What is kept of calls before computes by others, and what is kept now goes with the test.
     """
     monkeypatch.setattr(backend, "prepare", {**backend.prepare, **{name: at_once(f) for name, f in passes.items()}})
-    for module, name in ((dispatch, "forwards"), (dispatch, "backwards"), (call_module, "_usual_calls")):
-        monkeypatch.setattr(module, name, Prepared())
+    kept = {dispatch: ("forwards", "backwards", "structures"), call_module: ("_usual_calls", "_structures")}
+    for module, names in kept.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Prepared())

@@ -16,7 +16,7 @@ from tilewise.backends import Inputs, address
 from tilewise.bias.canonical import Slots, canonical
 from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.terms import Term
-from tilewise.dispatch import Forward, forward_of, layouts
+from tilewise.dispatch import Forward, forward_like, forward_of, layouts
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
@@ -24,6 +24,7 @@ from tilewise.problem import check_flag, check_qkv, check_seed, four_dims, sink_
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
 from tilewise.score.tile_tensors import TileTensors
+from tilewise.structure import structure_of
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias, is_dtensor
 from tilewise.tile_mask import TileMask, tile_mask_of
 
@@ -244,6 +245,8 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
 _usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
+# And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
+_structures: Prepared[tuple[Terms, bool]] = Prepared()
 
 
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -251,19 +254,40 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
-    known = _usual_calls.get(_usual_key(inputs, tiles, arguments)) if _is_usual(inputs, tiles) else None
-    if known is None:
+    if not _is_usual(inputs, tiles):
         return None
+    key = _usual_key(inputs, tiles, arguments)
+    known = _usual_calls.get(key)
     inputs = _with_rows(inputs)
+    if known is None:
+        known = _of_structure(inputs, arguments)
+        if known is None:
+            return None
+        _usual_calls.keep(key, known)
     if known[0].dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, *known, return_lse)
 
 
+def _of_structure(inputs: Inputs, arguments: tuple) -> tuple[Terms, Forward] | None:
+    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike."""
+    structure = structure_of(inputs)
+    known = None if structure is None else _structures.get((structure.key, arguments))
+    if structure is None or known is None:
+        return None
+    terms, aligned = known
+    if aligned and terms.hi is not None:
+        terms = terms._replace(hi=structure.keys - structure.queries)
+    run = forward_like(structure, inputs, terms)
+    return None if run is None else (terms, run)
+
+
 def remember_call(
-    inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False
-) -> None:
-    """After a call that went well, with what it was read as; see `usual_call`."""
+    inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
+    aligned: bool = True,
+) -> None:  # fmt: skip
+    """After a call that went well, with what it was read as; see `usual_call`. aligned: its band, if it has one, ends
+    where the last query and the last key meet; else where the first ones do."""
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
@@ -273,6 +297,9 @@ def remember_call(
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
         _usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+        structure = structure_of(inputs)
+        if structure is not None:
+            _structures.keep((structure.key, arguments), (terms, aligned))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:

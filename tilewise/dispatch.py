@@ -17,9 +17,11 @@ from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Terms
+from tilewise.structure import MOST_VARIANTS, Structure, Variants, structure_of, terms_key
 
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()
+structures: Prepared[Variants] = Prepared()  # of those that can be resized
 
 
 def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
@@ -33,9 +35,29 @@ def forward_of(inputs: Inputs, terms: Terms) -> Forward:
     key = (layouts(*inputs.tensors()), terms)
     run = forwards.get(key)
     if run is None:
-        plan = make_plan(describe(inputs, terms, irregular=_irregular(inputs)), terms.backend)
-        run = forwards.keep(key, _prepare_forward(plan, inputs))
+        structure = structure_of(inputs)
+        run = None if structure is None else forward_like(structure, inputs, terms)
+        if run is None:
+            problem = describe(inputs, terms, irregular=_irregular(inputs))
+            run = _prepare_forward(make_plan(problem, terms.backend), inputs)
+            if structure is not None:
+                _keep_variant(("forward", structure.key, terms_key(terms)), problem, run)
+        forwards.keep(key, run)
     return run
+
+
+def forward_like(structure: Structure, inputs: Inputs, terms: Terms) -> Forward | None:
+    """What computes a forward of ``inputs``, of this structure, made from what computes another one of it; None where
+    there is none."""
+    variants = structures.get(("forward", structure.key, terms_key(terms)))
+    return None if variants is None else variants.resized(structure, terms, inputs)
+
+
+def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
+    if hasattr(run, "resized"):
+        variants = structures.get(key) or structures.keep(key, Variants([]))
+        if len(variants.prepared) < MOST_VARIANTS:
+            variants.prepared.append((problem, run))
 
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
@@ -43,10 +65,20 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Te
     key = (layouts(*inputs.tensors(), *outputs, *cotangents), terms, needs)
     run = backwards.get(key)
     if run is None:
-        names = _irregular(inputs, cotangents.o)
-        grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}
-        plan = make_plan(describe(inputs, terms, **grads, irregular=names), terms.backend)
-        run = backwards.keep(key, _prepare_backward(plan, inputs, outputs, cotangents, needs))
+        structure, variants = structure_of(inputs, *outputs, *cotangents), None
+        if structure is not None:
+            alike = "backward", structure.key, terms_key(terms), needs
+            variants = structures.get(alike)
+        if structure is not None and variants is not None:
+            run = variants.resized(structure, terms, inputs, outputs, cotangents, needs)
+        if run is None:
+            names = _irregular(inputs, cotangents.o)
+            grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}
+            problem = describe(inputs, terms, **grads, irregular=names)
+            run = _prepare_backward(make_plan(problem, terms.backend), inputs, outputs, cotangents, needs)
+            if structure is not None:
+                _keep_variant(alike, problem, run)
+        backwards.keep(key, run)
     return run
 
 

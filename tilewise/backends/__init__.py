@@ -82,6 +82,24 @@ def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor
     return q.new_empty((B, H, M, value_dim), device=device)
 
 
+def output_layout(q: Tensor, value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of `empty_output`."""
+    B, H, M, _ = q.shape
+    shape = B, H, M, value_dim
+    if q.stride(1) < q.stride(2):
+        return shape, (M * H * value_dim, value_dim, H * value_dim, 1)
+    return shape, (H * M * value_dim, M * value_dim, value_dim, 1)
+
+
+def gradient_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of ``torch.empty_like(x)``, of a tensor of four axes."""
+    _, H, M, D = x.shape
+    strides = x.stride()
+    if strides == (H * M * D, M * D, D, 1) or (M > 1 and H > 1 and strides == (M * H * D, D, H * D, 1)):
+        return strides  # dense, which it keeps
+    return torch.empty_like(x, device="meta").stride()
+
+
 def allocation(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
     """What makes uninitialised tensors of x's shape, strides and dtype on ``device``, quicker than torch.empty."""
     return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=device)

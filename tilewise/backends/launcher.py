@@ -30,7 +30,8 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -41,39 +42,46 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
+from tilewise.backends.kernel_arguments import (
+    POINTER,
+    Place,
+    Places,
+    Record,
+    Strided,
+    bound,
+    boxed,
+    layout_kind,
+    placed,
+    row_strides,
+    sink_layout,
+    strided,
+    strides_of,
+)
+
+__all__ = [
+    "POINTER",
+    "Launch",
+    "Place",
+    "Record",
+    "Strided",
+    "boxed",
+    "constants",
+    "row_strides",
+    "sink_layout",
+    "strided",
+]
+
 _ADDRESSES = 256  # of one tensor argument, whose descriptors are kept
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _PTX = 88  # what ptxas 12.9 reads
 _assembling = threading.Lock()
 
 
-class Strided(NamedTuple):
-    """A four-dimensional tensor for pointer arithmetic, in elements; a broadcast axis has stride 0."""
-
-    pointer: Any
-    stride0: int
-    stride1: int
-    stride2: int
-    stride3: int
-
-
-POINTER = "pointer"
-
-
-class Record(NamedTuple):
-    """The layout of several tensors that are one parameter of a kernel, a named tuple of ``kind``.
-
-    layouts: `Strided` or `POINTER` for each. A call gives its tensors one after the other, like all others.
-    """
-
-    kind: Any
-    layouts: tuple[Any, ...]
-
-
 T = TypeVar("T", bound=tuple)
 _constants: dict[tuple, tuple] = {}
 _known_constants: set[int] = set()  # by identity, those among the values of `_constants`, which live on
 _kernels: dict[tuple, CompiledKernel] = {}  # by what a launch wants of one
+_families: dict[tuple, int] = {}  # a number for all that launches want beside their integers
 
 
 def constants(values: T) -> T:
@@ -90,51 +98,6 @@ def constants(values: T) -> T:
     return found  # type: ignore[return-value]
 
 
-def strided(x: Tensor | None) -> Strided:
-    """The layout of a tensor that is read by pointer."""
-    if x is None:
-        return Strided(None, 0, 0, 0, 0)
-    return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
-
-
-def sink_layout(sink: Tensor | None) -> Any:
-    """A sink (B|1, H|1, M|1), of rows of one element; without one the kernel is compiled as if it knew of none."""
-    return POINTER if sink is None else strided(sink[..., None])
-
-
-_templates: dict[tuple, Any] = {}
-
-
-def boxed(
-    kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any, shape: Sequence[int] | None = None
-) -> Any:
-    """The layout of a tensor that is read by TMA in boxes, a descriptor of ``kind`` without its tensor.
-
-    The first with such a box passes the descriptor's checks; of another tensor only sizes and strides are new, and
-    those `tilewise.memory` has looked at. shape: another than the tensor's.
-    """
-    shape = list(x.shape if shape is None else shape)
-    key = (kind, x.dtype, *box)
-    template = _templates.get(key)
-    if template is None:
-        _templates[key] = template = bound(kind(x, shape, list(strides), list(box), *shared), None)
-    return bound(template, None, shape=shape, strides=list(strides))
-
-
-def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
-    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor.
-
-    other: what a descriptor gets beside it.
-    """
-    if layout is POINTER:
-        return x
-    if isinstance(layout, Strided):
-        return Strided(x, *layout[1:])
-    copy = object.__new__(type(layout))  # a descriptor, without the checks that the layout has passed already
-    copy.__dict__.update(layout.__dict__, base=x, **other)
-    return copy
-
-
 class Launch:
     """A kernel with all of its arguments but the tensors, for one layout of these.
 
@@ -146,6 +109,11 @@ class Launch:
         options: Triton's num_warps and num_stages; launch_pdl: it may begin before the kernel before it has ended.
     """
 
+    __slots__ = (
+        "_aligned", "_compiled", "_family", "_layouts", "_records", "_rows", "_short", "_wants", "kernel", "numbers",
+        "options", "programs",
+    )  # fmt: skip
+
     def __init__(
         self, kernel: Any, programs: int, layouts: Sequence[Any], numbers: Sequence[Any], **options: int
     ) -> None:
@@ -154,12 +122,41 @@ class Launch:
         self.options = {"enable_fp_fusion": True, **options}
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
-        self.layouts, self.numbers = tuple(layouts), tuple(numbers)
-        self._records = any(isinstance(x, Record) for x in self.layouts)
+        self._layouts, self.numbers = tuple(layouts), tuple(numbers)
+        self._rows: list[Any] | None = None  # of a resized one, what its layouts will have, if someone asks for them
+        self._records = any(isinstance(x, Record) for x in self._layouts)
+        self._family: _Family | None = None
         self._wants: tuple | None = None
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
         self._short: _Short | None = None
+
+    @property
+    def layouts(self) -> tuple[Any, ...]:
+        if self._rows is not None:
+            pairs = zip(self._layouts, self._rows, strict=True)
+            self._layouts = tuple([x if row is None else placed(x, row) for x, row in pairs])
+            self._rows = None
+        return self._layouts
+
+    def resized(self, programs: int, places: Places, numbers: tuple[Any, ...]) -> Launch:
+        """The same for other sizes: tensors lie elsewhere, and integers differ among those numbers that are no
+        constants.
+
+        places: of each layout, None where it stays as it is. Of their strides those are 1, or multiples of 16, that
+        were before, and all numbers are of 32 bits where they were.
+        """
+        family = self._family
+        if family is None:
+            family = self._family = _Family(self)
+        new = object.__new__(Launch)
+        new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, family
+        new.programs, new.numbers, new._layouts = programs, numbers, family.layouts
+        new._rows = rows = family.rows(places)
+        new._wants, new._aligned, new._compiled = None, (), None
+        short = family.short.get(family.codes(numbers))
+        new._short = None if short is None else short.resized(programs, rows, numbers)
+        return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._short is not None and not _watched() and self._short.launch(tensors):
@@ -186,11 +183,9 @@ class Launch:
         nothing; dtypes, boxes and their layouts in shared memory.
         """
         if self._wants is None:
-            named = getattr(self.kernel, "params", ())[len(self.layouts) :]  # none of an interpreted one
-            fixed = [p.is_constexpr for p in named] or [False] * len(self.numbers)
-            numbers = [x if known else _kind(x) for x, known in zip(self.numbers, fixed, strict=True)]
-            layouts = [_layout_kind(x) for x in self.layouts]
-            self._wants = (self.kernel, *self.options.items(), *layouts, *numbers)
+            if self._family is None:
+                self._family = _Family(self)
+            self._wants = (self._family.number, *self._family.codes(self.numbers), *_codes(strides_of(self.layouts)))
         kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
         return (self._wants, *kinds, *aligned)
 
@@ -222,29 +217,88 @@ class Launch:
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
                 self._short = _Short(self, compiled, tensors)
+                if self._family is not None:
+                    self._family.short.setdefault(self._family.codes(self.numbers), self._short)
+
+
+class _Family:
+    """What a launch and those that are resized from it have in common: all that they want but their integers.
+
+    short: by `codes` of the numbers, that of the first.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        layouts, numbers = launch.layouts, launch.numbers
+        named = getattr(launch.kernel, "params", ())[len(layouts) :]  # none of an interpreted one
+        fixed = [p.is_constexpr for p in named] or [False] * len(numbers)
+        # Which numbers are integers that may differ, or have some among them.
+        self._single, self._among = [], []
+        for n, x in enumerate(numbers):
+            if fixed[n] or (isinstance(x, tuple) and id(x) in _known_constants):
+                continue
+            if type(x) is int:
+                self._single.append(n)
+            elif isinstance(x, tuple):
+                members = [at for at, y in enumerate(x) if type(y) is int]
+                if len(members) > 1:  # or else it gives no tuple
+                    self._among.append((n, None if len(members) == len(x) else itemgetter(*members)))
+                elif members:
+                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
+        self.layouts = layouts
+        self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
+        self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]
+        self._records = [n for n, x in enumerate(layouts) if isinstance(x, Record)]
+        kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
+        wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
+        self.number = _families.setdefault(wants, len(_families))
+        self.short: dict[tuple[int, ...], _Short] = {}
+
+    def rows(self, places: Any) -> list[Any]:
+        """By layout, where there is a place: strides of a `Strided`, a descriptor's shape and strides."""
+        rows: list[Any] = [None] * len(self.layouts)
+        for n in self._strided:
+            place = places[n]
+            if place is not None:
+                rows[n] = place.row() if 1 in place[0] else place[1]
+        for n in self._boxed:
+            place = places[n]
+            if place is not None:
+                rows[n] = place.box() if 1 in place[0] else place[:2]
+        for n in self._records:
+            if places[n] is not None:
+                rows[n] = [None if x is None else x.row() for x in places[n]]
+        return rows
+
+    def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
+        """`_codes` of the integers among a launch's numbers."""
+        integers = [numbers[n] for n in self._single]
+        for n, some in self._among:
+            integers += numbers[n] if some is None else some(numbers[n])
+        return _codes(integers)
+
+
+def _codes(integers: Sequence[int]) -> tuple[int, ...]:
+    """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
+    if integers and (max(integers) >= 2**31 or min(integers) < -(2**31)):
+        return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
+    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
 
 
 def _kind(x: Any) -> Any:
-    """Of a number, or a tuple of them, what Triton looks at."""
+    """Of a number, or a tuple of them, what Triton looks at beside `_Family.codes`."""
+    if type(x) is int or type(x) is float:
+        return type(x)
+    return _value(x)
+
+
+def _value(x: Any) -> Any:
     if isinstance(x, tuple):
         if id(x) in _known_constants:
             return "constants", id(x)
-        return tuple([_kind(y) for y in x])
-    if isinstance(x, float):
-        return float
-    if isinstance(x, int) and not isinstance(x, bool) and x != 1:
-        return x % 16 == 0, -(2**31) <= x < 2**31
-    return x
-
-
-def _layout_kind(layout: Any) -> Any:
-    if layout is POINTER:
-        return None
-    if isinstance(layout, Strided):
-        return _kind(layout[1:])
-    if isinstance(layout, Record):
-        return layout.kind, *map(_layout_kind, layout.layouts)
-    return tuple(layout.block_shape), getattr(layout, "layout", None), getattr(layout, "padding", None)
+        return type(x), *[_kind(y) for y in x]
+    if isinstance(x, tl.constexpr):  # whose own comparisons take several calls each
+        return "constexpr", type(x.value), x.value
+    return type(x), x
 
 
 def _chooses_assembler(kernel: Any) -> bool:
@@ -320,6 +374,20 @@ class _Short:
     shape and strides, any object for what was compiled in.
     """
 
+    __slots__ = (
+        "_arguments",
+        "_descriptors",
+        "_device",
+        "_kernel",
+        "_launch",
+        "_places",
+        "_pointers",
+        "_programs",
+        "_records",
+        "_stream_of",
+        "_strided",
+    )  # fmt: skip
+
     def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
         # Each: its place in the arguments, which tensor it is, its `_mask`, and what else it takes.
         self._pointers: list[tuple[int, int, int]] = []
@@ -330,7 +398,8 @@ class _Short:
         arguments: list[Any] = []
         metadata = iter(compiled.metadata.tensordesc_meta or ())
         given = enumerate(tensors)
-        for layout in launch.layouts:
+        strided_layouts, descriptor_layouts, record_layouts = [], [], []
+        for which, layout in enumerate(launch.layouts):
             at = len(arguments)
             if isinstance(layout, Record):
                 members = [(*next(given), of) for of in layout.layouts]
@@ -338,6 +407,7 @@ class _Short:
                 self._records.append((at, [
                     (None if x is None else n, _mask(x), None if of is POINTER else of[1:]) for n, x, of in members
                 ]))  # fmt: skip
+                record_layouts.append(which)
                 continue
             n, x = next(given)
             mask = _mask(x)
@@ -345,6 +415,7 @@ class _Short:
                 arguments.append(layout)
                 if x is not None:
                     self._strided.append((at, n, mask, layout[1:]))
+                    strided_layouts.append(which)
             elif layout is POINTER:
                 arguments.append(None)
                 if x is not None:
@@ -352,6 +423,8 @@ class _Short:
             else:
                 arguments += [None, *layout.shape, *layout.strides]
                 self._descriptors.append((at, n, _Descriptors(layout, next(metadata))))
+                descriptor_layouts.append(which)
+        self._places = strided_layouts, descriptor_layouts, record_layouts  # which layouts these are
         self._arguments = [*arguments, *launch.numbers]
         run = compiled.run
         self._launch = run.launch
@@ -364,6 +437,40 @@ class _Short:
             compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, compiled.packed_metadata,
             *no_hooks,
         )  # fmt: skip
+
+    def resized(self, programs: int, rows: Sequence[Any], numbers: tuple[Any, ...]) -> _Short:
+        """Of a launch that wants the same kernel; see `Launch.resized`."""
+        new = object.__new__(_Short)
+        new._programs, new._places = programs, self._places
+        new._launch, new._kernel = self._launch, self._kernel
+        new._device, new._stream_of = self._device, self._stream_of
+        new._pointers, new._records = self._pointers, self._records
+        strided, descriptors, records = self._places
+        new._arguments = arguments = self._arguments[: -len(numbers)]
+        arguments += numbers
+        new._strided = found = self._strided.copy()
+        for i, which in enumerate(strided):
+            row = rows[which]
+            if row is not None:
+                at, n, mask, _ = found[i]
+                found[i] = at, n, mask, row
+        new._descriptors = boxes = self._descriptors.copy()
+        for i, which in enumerate(descriptors):
+            box = rows[which]
+            if box is not None:
+                at, n, kept = boxes[i]
+                shape, strides = box
+                arguments[at + 1 : at + 1 + 2 * len(shape)] = *shape, *strides
+                boxes[i] = at, n, kept.resized(shape, strides)
+        if records:
+            new._records = [
+                (at, members if rows[which] is None else [
+                    (place, mask, old if row is None else row)
+                    for (place, mask, old), row in zip(members, rows[which], strict=True)
+                ])
+                for (at, members), which in zip(self._records, records, strict=True)
+            ]  # fmt: skip
+        return new
 
     def launch(self, tensors: Sequence[Any]) -> bool:
         """False, and nothing done, where the kernel was compiled for another alignment."""
@@ -394,15 +501,29 @@ class _Short:
 class _Descriptors:
     """The TMA descriptors of one argument: they hold an address, and else only its layout."""
 
+    __slots__ = ("_box", "_fill", "_padding", "_shape", "_strides", "by_address")
+
     def __init__(self, layout: Any, metadata: Any) -> None:
-        self._layout, self._metadata = layout, metadata
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        m = metadata
         self.by_address: dict[int, Any] = {}
+        self._fill = driver.active.utils.fill_tma_descriptor
+        self._box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
+        self._shape, self._strides = layout.shape, layout.strides
+        self._padding = 1 if layout.padding == "nan" else 0
+
+    def resized(self, shape: Sequence[int], strides: Sequence[int]) -> _Descriptors:
+        new = object.__new__(_Descriptors)
+        new._fill, new._box, new._padding, new.by_address = self._fill, self._box, self._padding, {}
+        new._shape, new._strides = shape, strides
+        return new
 
     def make(self, x: Tensor, address: int) -> Any:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        _bind_context((x,))
-        descriptor, *_ = make_tensordesc_arg(bound(self._layout, x), self._metadata)
+        """As Triton 3.6's make_tensordesc_arg does."""
+        if not _thread.bound:
+            _bind_context((x,))
+        descriptor = self._fill(address, *self._box, self._shape, self._strides, self._padding)
         if len(self.by_address) >= _ADDRESSES:
             self.by_address.clear()
         self.by_address[address] = descriptor

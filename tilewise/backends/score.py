@@ -10,14 +10,16 @@ same number of instructions, but Triton pipelines no load that feeds an accumula
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 import triton.language as tl
 from triton import knobs
 
 from tilewise.score import dropout, tiles
-from tilewise.score.terms import START, Score
+from tilewise.score.terms import START, Band, Score
+
+T = TypeVar("T", bound=tuple)
 
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
@@ -93,6 +95,15 @@ def score_numbers(score: Score) -> dict[str, Any]:
         "HAS_HI": tl.constexpr(score.band.hi is not None),
         "HAS_CAP": tl.constexpr(score.softcap is not None),
     }
+
+
+def limited(terms: T, band: Band) -> T:
+    """The `Terms` of a backend with the limits of another band, which has the same ends."""
+    if band.unlimited:
+        return terms
+    lo, hi = tiles.limits(band)
+    at = type(terms)._fields.index("lo")  # type: ignore[attr-defined]
+    return tuple.__new__(type(terms), (*terms[:at], lo, hi, *terms[at + 2 :]))
 
 
 @triton.jit

@@ -66,7 +66,8 @@ def query_tiles(col0, cols, M, lo, hi, BLOCK):
 def visible_pairs(M: int, N: int, band: Band) -> int:
     """How many of the M·N (query, key) pairs the band leaves visible; closed form, no loop over rows."""
     lo, hi = limits(band)
-    return max(_at_most(M, N, hi) - _at_most(M, N, lo - 1), 0)
+    seen = M * N if band.hi is None else _at_most(M, N, hi)
+    return seen if band.lo is None else max(seen - _at_most(M, N, lo - 1), 0)
 
 
 def _at_most(M: int, N: int, d: int) -> int:

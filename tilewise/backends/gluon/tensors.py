@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.backends.gluon import RAGGED_ROWS
-from tilewise.backends.launcher import POINTER, boxed
+from tilewise.backends.launcher import POINTER, boxed, row_strides
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
 
@@ -22,10 +22,7 @@ def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
     outside the tensor and writes nothing there. A tensor that is absent is a plain None in the kernel."""
     if x is None:
         return POINTER
-    size = x.element_size()
-    row = (x.shape[3] * size + 15) // 16 * 16 // size
-    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return boxes(x, [1, 1, rows, cols], [*strides[:3], 1])
+    return boxes(x, [1, 1, rows, cols], row_strides(x.shape, x.stride(), x.element_size()))
 
 
 ENDLESS = 0x7FFF0000  # of a descriptor of `ragged`: more than any coordinate

@@ -66,6 +66,7 @@ from tilewise.backends.triton.parts import (
     parts_layout,
 )
 from tilewise.backends.triton.reductions import is_summed
+from tilewise.backends.triton.resized import forward_programs, ragged, resized_backward, resized_forward
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
@@ -129,7 +130,8 @@ class Forward:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
-        shares = splits(problem, config)
+        self.shares = shares = splits(problem, config)
+        self.choices = ragged(problem, config)
         lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if lists:
@@ -154,15 +156,10 @@ class Forward:
                 merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
-        rows, heads = problem.queries, problem.heads
-        if config.pack_gqa:
-            rows, heads = rows * problem.group, problem.kv_heads
-        programs = triton.cdiv(rows, config.block_m) * problem.batch * shares
-        if problem.totals is not None:
-            programs = tile_count(problem, problem.totals[0], config.block_m)
+        self.plain = not lists and parts is None and problem.totals is None and problem.tile_mask is None
         self.main = Launch(
             forward_kernel,
-            programs * heads,
+            forward_programs(problem, config, shares),
             (
                 *_input_layouts(inputs, config, c, tma),
                 sink_layout(sink if shares == 1 else None),
@@ -178,6 +175,10 @@ class Forward:
             num_stages=config.num_stages,
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
+
+    def resized(self, problem: Problem, inputs: Inputs) -> Forward | None:
+        """For other lengths; None where these ask for something else that is compiled in."""
+        return resized_forward(self, problem, inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
@@ -319,6 +320,13 @@ class Backward:
                 sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0, negative=False
             )
 
+        # For what `resized` knows of: q, k and v and their gradients, dQ summed up.
+        self.plain = (
+            bias is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
+            and not needs.sink and self.query_gradient is None and not problem.score.dropout
+        )  # fmt: skip
+        self.choices = ragged(problem, config)
+
         def ordered(x: Tensor, name: str) -> Launch:
             operand = problem.bias if name == "bias" else getattr(problem.parts, name)
             assert isinstance(operand, Operand)
@@ -337,6 +345,12 @@ class Backward:
         if dbias is not None and ordered_bias:
             self.bias_gradient = ordered(dbias, "bias")
         self.part_gradients = {name: ordered(x, name) for name, x in ordered_parts.items()}
+
+    def resized(
+        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
+    ) -> Backward | None:
+        """The same."""
+        return resized_backward(self, problem, inputs, outputs, cotangents)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         try:
@@ -462,6 +476,7 @@ def _compiled(
     **switches: Any,
 ) -> Constexprs:
     bd, bdv = widths(problem, tma)
+    ragged_m, ragged_n = ragged(problem, config)
     values = Constexprs(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -469,9 +484,8 @@ def _compiled(
         BLOCK_DV=bdv,
         EVEN_D=bd == problem.head_dim,
         EVEN_DV=bdv == problem.value_dim,
-        RAGGED_M=problem.totals is not None
-        or problem.queries * (problem.group if config.pack_gqa else 1) % config.block_m != 0,
-        RAGGED_N=problem.totals is not None or problem.keys % config.block_n != 0,
+        RAGGED_M=ragged_m,
+        RAGGED_N=ragged_n,
         TMA=tma,
         WIDE=wide(*tensors),
         BIAS=_adds(problem),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends.launcher import boxed
+from tilewise.backends.launcher import boxed, row_strides
 from tilewise.backends.products import product
 from tilewise.problem import BroadcastGroup, Operand
 
@@ -92,9 +92,8 @@ def broadcast(x: Operand, group: BroadcastGroup, tma: bool, lies: str = "padded"
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """The layout of a tensor that is read by TMA, in boxes of (rows, cols) of its last two axes; the hardware reads 0
     outside the tensor and writes nothing there."""
-    row = (x.shape[3] * x.element_size() + 15) // 16 * 16 // x.element_size()
-    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return boxed(TensorDescriptor, x, (*strides[:3], 1), (1, 1, rows, cols))
+    strides = row_strides(x.shape, x.stride(), x.element_size())
+    return boxed(TensorDescriptor, x, strides, (1, 1, rows, cols))
 
 
 def wide(*tensors: Tensor | None) -> bool:

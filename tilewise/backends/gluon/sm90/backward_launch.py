@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, gradient_strides
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
@@ -13,7 +16,13 @@ from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preproc
 from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
-from tilewise.backends.gluon.sm90.config import BackwardConfig, backward_config, backward_width, most_registers
+from tilewise.backends.gluon.sm90.config import (
+    BackwardConfig,
+    backward_config,
+    backward_width,
+    head_swizzle,
+    most_registers,
+)
 from tilewise.backends.gluon.sm90.dbias import (
     adds,
     bias_axes,
@@ -37,7 +46,8 @@ from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, constants, strided
+from tilewise.backends.launcher import POINTER, Launch, Place, constants, strided
+from tilewise.backends.score import limited
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
 
@@ -51,7 +61,7 @@ class Backward:
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
         problem = as_matrix(problem)
-        config = backward_config(problem)
+        self.config = config = backward_config(problem)
         self.values: Sheared | PackedValues | None = None
         self.dvalues: Tensor | None = None  # of a packed batch, what the gradient of its values is like
         if parts is not None and parts.query is not None and problem.score.query is not None:
@@ -106,6 +116,9 @@ class Backward:
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         elif self.adds and self.values is not None and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
+        # For what `resized` knows of: q, k and v and their gradients.
+        self.plain = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
+        self.choices = _choices(problem, config, work_tiles, programs)
         if packed:
             self.row_list = TileList(p, block_m, dq, self.dvalues)
             self.key_list = TileList(p, block_n, dk, dv, by_keys=True)
@@ -158,18 +171,18 @@ class Backward:
             launch_pdl=True,
             **most_registers(config.programs, config.warpgroups + 1),
         )
-        self.list_groups = None
+        self.list_groups = self.reduce_group = None
         if ring is not None and p.mask is not None:  # which of its tiles are stored
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
         self.sparse_sum = SparseSum(p, bias, block_n) if bias is not None and sums_sparsely(p) else None
-        last, parts = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
-        self.reduce_group = Launch(
-            dbias_reduce_kernel, last * parts, dbias_tiles, (groups - last, parts, terms, sizes, c), num_warps=2
-        )  # fmt: skip
-        # Beside the last programs of `main`, unless they are most of it: what waits disturbs them.
-        beside = work_tiles >= 4 * programs and not packed
+        if ring is not None:
+            last, pieces = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
+            self.reduce_group = Launch(
+                dbias_reduce_kernel, last * pieces, dbias_tiles, (groups - last, pieces, terms, sizes, c), num_warps=2
+            )  # fmt: skip
+        beside = _beside(work_tiles, programs) and not packed
         self.after = Launch(
             packed_postprocess_kernel if packed else postprocess_kernel,
             row_programs,
@@ -181,6 +194,51 @@ class Backward:
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
+
+    def resized(
+        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
+    ) -> Backward | None:
+        """For other lengths; None where these ask for something else that is compiled in."""
+        p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
+        if not self.plain:
+            return None
+        sizes, groups = _sizes(p, config, q.device)
+        work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
+        if _choices(p, config, work_tiles, programs) != self.choices:
+            return None
+        new = object.__new__(Backward)
+        new.__dict__.update(self.__dict__)
+        new.problem, device = p, q.device
+        width, block_m, row_programs = backward_width(p), config.block_m, sizes.row_tiles * p.heads * p.batch
+        counted = counters(sizes, groups, p.deterministic, reduces=False)
+        stats, cols = 2 * block_m * row_programs, DQ_COLS.value
+        accum = row_programs * block_m * width // cols, cols
+        real = {"dtype": torch.float32, "device": device}
+        new.empty_stats = partial(torch.empty_strided, (stats,), (1,), **real)
+        new.empty_dq_accum = partial(torch.empty_strided, accum, (cols, 1), **real)
+        new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
+        given = [Place.of(x) for x in (q, k, v, do)]
+        made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
+        new.empty_dq, new.empty_dk, new.empty_dv = (
+            partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device) for x in made
+        )
+        dlse_row = None if dlse is None else Place.of(dlse[..., None])
+        value_dim, _, _, *switches = self.before.numbers
+        new.before = self.before.resized(
+            row_programs,
+            (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
+            (value_dim, sizes, counted, *switches),
+        )
+        accum_row = Place(accum, (cols, 1), 4) if config.dq_by_tma else None
+        terms, _, c = self.main.numbers
+        new.main = self.main.resized(
+            min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
+            (*given, None, Place((stats,), (1,), 4), accum_row, *made[1:], *(None,) * 8),
+            (limited(terms, p.score.band), sizes, c),
+        )
+        head_dim, scale, _, *more = self.after.numbers
+        new.after = self.after.resized(row_programs, (None, made[0], None), (head_dim, scale, sizes, *more))
+        return new
 
     def _known_mask(self, mask: Flat) -> KnownMask:
         assert self.summary is not None
@@ -231,7 +289,7 @@ class Backward:
             found = dbias if ring is None else ring
             self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, seed, known.bits, tile_list, *dbias_tiles)
             self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
-            if ring is not None:
+            if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
             if self.adds and values is not None and dbias is not None:
                 if isinstance(self.values, PackedValues) and dquery is not None:
@@ -276,6 +334,23 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     sizes = BackwardSizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
                           broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
+
+
+def _choices(problem: Problem, config: BackwardConfig, work_tiles: int, programs: int) -> tuple[Any, ...]:
+    """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts."""
+    return (
+        problem.keys % config.block_n != 0,
+        hides(problem),
+        head_swizzle(problem) if problem.deterministic else 0,
+        work_tiles > programs,
+        _beside(work_tiles, programs),
+    )
+
+
+def _beside(work_tiles: int, programs: int) -> bool:
+    """Whether the postprocess begins beside the last programs of the main kernel, unless they are most of it: what
+    waits disturbs them."""
+    return work_tiles >= 4 * programs
 
 
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:

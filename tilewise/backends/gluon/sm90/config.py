@@ -83,6 +83,11 @@ def _scales_exactly(problem: Problem) -> bool:
     return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
 
+def sees_few(problem: Problem) -> bool:
+    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64)."""
+    return problem.pairs // max(1, problem.batch * problem.heads * problem.queries) < 2048
+
+
 def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
@@ -100,9 +105,7 @@ def forward_config(problem: Problem) -> Config:
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
-    # Not where few keys are seen: of 192 queries that a band cuts more is in vain than of 128 (H200, causal; at D=64).
-    seen = problem.pairs // max(1, problem.batch * problem.heads * problem.queries)
-    three = three and not (band and seen < 2048)
+    three = three and not (band and sees_few(problem))
     in_registers = not (three or small) and (d < 128 or (d == 128 and (problem.bias is None or bias > 0)))
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
     by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
@@ -195,7 +198,7 @@ def backward_width(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
-def _head_swizzle(problem: Problem) -> int:
+def head_swizzle(problem: Problem) -> int:
     """Of the backward. A band makes tiles of keys unlike: the longest of eight heads come first, so that the last to
     run are short. Where order matters each program follows the one before it by a step or two, and of several heads
     several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache together."""
@@ -212,7 +215,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
     tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
-    swizzle = _head_swizzle(problem)
+    swizzle = head_swizzle(problem)
     later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype
     shared = tile and bias is not None and not problem.broadcast_group(bias).single

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output
+from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_output, output_layout
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.score import LOG2E, score_terms
-from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded
+from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded, sees_few
 from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
@@ -17,7 +19,8 @@ from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, constants, sink_layout, strided
+from tilewise.backends.launcher import POINTER, Launch, Place, constants, sink_layout, strided
+from tilewise.backends.score import limited
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
 
@@ -30,7 +33,7 @@ class Forward:
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
         problem = as_matrix(problem)
-        config = forward_config(problem)
+        self.config = config = forward_config(problem)
         self.values: Sheared | PackedValues | None = None
         if parts is not None and parts.query is not None and problem.score.query is not None:
             if problem.totals is None:
@@ -38,11 +41,12 @@ class Forward:
             else:
                 self.values = PackedValues(problem, parts.query, config.block_m)
             bias = self.values.like
-        programs = multiprocessors(q.device) * config.programs  # that run at once
+        self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
         terms = score_terms(problem)
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs))
+        self.choices = _choices(problem, config, sizes, programs)
         box = ragged if packed else descriptor
         self.mask = None
         if problem.mask is not None:
@@ -74,10 +78,10 @@ class Forward:
             **most_registers(config.programs, config.warpgroups + 1),
         )
         self.repair = None
+        self.plain = inputs.parts is None and inputs.lengths is None and problem.mask is None
         if c.HIDES.value:
             r = _repair(problem, config)
-            looks = -(-sizes.queries // r.BLOCK_M.value) * problem.heads * sizes.batch
-            looks = -(-looks // r.SCAN.value)
+            looks = _looks(problem, sizes, r)
             tile_list = (POINTER,) if packed else ()
             pairs = strided(mask) if inputs.tiles is None else tile_layout()
             self.repair = Launch(
@@ -95,6 +99,35 @@ class Forward:
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
+
+    def resized(self, problem: Problem, inputs: Inputs) -> Forward | None:
+        """For other lengths; None where these ask for something else that is compiled in."""
+        config, (q, k, v, bias, _, sink, *_) = self.config, inputs
+        sizes = _sizes(problem, config, self.programs)
+        if not self.plain or _choices(problem, config, sizes, self.programs) != self.choices:
+            return None
+        new = object.__new__(Forward)
+        new.__dict__.update(self.__dict__)
+        device, o = q.device, Place(*output_layout(q, problem.value_dim), q.element_size())
+        new.empty_o = partial(torch.empty_strided, o.shape, o.strides, dtype=q.dtype, device=device)
+        new.empty_lse = partial(torch.empty, o.shape[:3], dtype=torch.float32, device=device)
+        rows = Place.of(q), Place.of(k), Place.of(v), None if bias is None else Place.of(bias)
+        sink_row = None if sink is None else Place.of(sink[..., None])
+        band = problem.score.band
+        terms, _, c = self.main.numbers
+        new.main = self.main.resized(
+            min(sizes.tiles, self.programs),
+            (*rows, sink_row, None, None, None, o, None, None),
+            (limited(terms, band), sizes, c),
+        )
+        if self.repair is not None:
+            d, dv, terms, _, r = self.repair.numbers
+            new.repair = self.repair.resized(
+                min(_looks(problem, sizes, r), self.programs),
+                (*rows, None, sink_row, None, o, None),
+                (d, dv, limited(terms, band), sizes, r),
+            )
+        return new
 
     def __call__(self, inputs: Inputs) -> Outputs:
         q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
@@ -130,6 +163,22 @@ def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
     at_once = min(-(-WAVES * programs // (row_tiles * p.group)) * p.group, heads)
     last = (heads // at_once - 1) * at_once
     return ForwardSizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * heads, at_once, last)
+
+
+def _choices(problem: Problem, config: Config, sizes: ForwardSizes, programs: int) -> tuple[bool, ...]:
+    """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
+    return (
+        problem.keys % config.block_n != 0,
+        hides(problem),
+        not problem.score.band.unlimited and sees_few(problem),
+        sizes.tiles > programs,
+    )
+
+
+def _looks(problem: Problem, sizes: ForwardSizes, r: RepairConstants) -> int:
+    """Programs of the repair, each of which looks at so many tiles of rows."""
+    looks = -(-sizes.queries // r.BLOCK_M.value) * problem.heads * sizes.batch
+    return -(-looks // r.SCAN.value)
 
 
 def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstants:

@@ -1,0 +1,127 @@
+"""Faults of masks by tiles, and of keys that are gathered: see faults.py."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+MASKS = [
+    # --- masks by tiles ---
+    Fault(
+        "score/tile_tensors.py", "(tiles - PARTIAL).clamp(0, places - 1)", "(tiles - PARTIAL).clamp(0, places)",
+        "the number of a tile leads past the bits",
+        "test_tile_mask.py::test_wrong_numbers_reach_no_memory",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "and problem.mask is None and inputs.parts is None\n        self.hides",
+        "and inputs.mask is None and inputs.parts is None\n        self.hides",
+        "NaN in a key that a mask by tiles hides comes through",
+        "test_tile_mask.py::test_hidden_nan",
+    ),
+    Fault(
+        "backends/tile_mask.py", "tiles.tiles.clamp(0, most)", "tiles.tiles",
+        "a kernel reads bits that a mask does not have",
+        "test_tile_mask_triton.py::test_wrong_numbers_reach_no_memory",
+    ),
+    Fault(
+        "problem.py", "longest = 1, max(N, 2)", "longest = 1, N",
+        "sequences of one key share the first one's bias",
+        "test_hopper_packed.py::test_one_key_or_query_of_each_sequence",
+    ),
+    Fault(
+        "problem.py", "longest = max(M, 2), 1", "longest = M, 1",
+        "sequences of one query share the first one's bias",
+        "test_hopper_packed.py::test_one_key_or_query_of_each_sequence",
+    ),
+    Fault(
+        "dispatch.py", "dlse.masked_fill(nothing, 0.0)", "dlse",
+        "a sink gets NaN from rows that no sequence has",
+        "test_varlen.py::test_a_sink_where_there_is_nothing_to_compute",
+    ),
+    Fault(
+        "distributed/autograd.py", "else do.resolve_neg()", "else do",
+        "a kernel reads the memory of a gradient that is kept negated",
+        "test_distributed.py",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "[rows.start // self.tiling.rows][j]", "[0][j]",
+        "all queries skip the tiles that the first do not see",
+        "test_tile_mask.py::test_tiles_of_the_mask",
+    ),
+    Fault(
+        "score/tile_tensors.py", "(least == FULL) & (most == FULL)", "most == FULL",
+        "a tile that is hidden from one head passes for one that all see",
+        "test_tile_mask.py::test_states_are_those_of_each_tile",
+    ),
+    Fault(
+        "backends/kept_lists.py", "return (*(None if x is None else x._version for x in tiles), stream)",
+        "return (stream,)",
+        "the lists of a mask that has changed are those of before",
+        "test_kept_lists.py::test_a_changed_mask_is_read_again",
+    ),
+    Fault(
+        "backends/kept_lists.py", "any(x is not None and x.is_inference() for x in tiles)", "tiles.tiles is None",
+        "a mask is kept whose changes nobody counts",
+        "test_kept_lists.py::test_what_may_not_be_kept",
+    ),
+    Fault(
+        "dynamic_mask.py", "torch.full_like(place, w - 1)", "torch.full_like(place, w)",
+        "a key is kept for one better key too long",
+        "test_dynamic_mask.py::test_what_is_kept",
+    ),
+    # --- keys that are gathered ---
+    Fault(
+        "gather/__init__.py", "keep + rows - 1) // CHUNK", "keep) // CHUNK",
+        "a chunk has no room for the keys that its later queries keep",
+        "test_gather.py::test_as_many_keys_as_a_chunk_may_keep",
+    ),
+    Fault(
+        "gather/__init__.py", "seen_to = torch.where(keys < begins.shape[3], seen_to, 0)", "pass",
+        "what stands in a place without a key is seen",
+        "test_gather.py::test_against_the_bool_mask",
+    ),
+    Fault(
+        "gather/__init__.py", "rank = torch.where(seen_from == 0, rows - seen_to, rows + seen_from)", "rank = keys",
+        "gathered keys lie anyhow, and nearly every tile is visited pair by pair",
+        "test_gather.py::test_nearly_all_tiles_are_full_or_hidden",
+    ),
+    Fault(
+        "gather/__init__.py", "begins = torch.maximum(begins, j - band.hi)", "pass",
+        "a call that is causal shows what comes, where the mask is not",
+        "test_gather.py::test_against_the_bool_mask",
+    ),
+    Fault(
+        "gather/__init__.py", "mask.heads not in (1, p.kv_heads)", "False",
+        "query heads that keep keys of their own get those of one",
+        "test_gather.py::test_what_is_not_gathered",
+    ),
+    Fault(
+        "gather/__init__.py", "if p.score.dropout:", "if False:",
+        "dropout drops by the places of gathered keys",
+        "test_gather.py::test_what_is_not_gathered",
+    ),
+    Fault(
+        "gather/autograd.py", "torch.where(keys < N, first + keys, B * H * N)", "first + keys.clamp(max=N - 1)",
+        "the gradient of a place without a key is added to the last key's",
+        "test_gather.py::test_gradients_of_rows",
+    ),
+    Fault(
+        "backends/kept_keys.py", "mask=(place >= 0)[:, None]", "mask=(place >= -1)[:, None]",
+        "a key that a chunk does not keep gets the gradient of another",
+        "test_gather.py::test_the_kernel_of_these_gradients_is_its_twin",
+    ),
+    Fault(
+        "backends/kept_keys.py", "until - begin // 2", "until - begin",
+        "numbers before the node are counted",
+        "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_is_its_twin",
+    ),
+    Fault(
+        "call.py", "and (tiles is None or tiles.kept is None)", "and (tiles is None or True)",
+        "a dynamic mask takes the way of an earlier mask, which gathers nothing",
+        "test_tile_mask.py::test_a_usual_call_has_its_own_mask",
+    ),
+    Fault(
+        "call.py", "else (tiles.queries, tiles.keys, layouts", "else (layouts",
+        "a mask for other sizes passes, because one with tiles like these did",
+        "test_tile_mask.py::test_a_usual_call_has_its_own_mask",
+    ),
+]  # fmt: skip

@@ -1,0 +1,145 @@
+"""How tensors reach kernels: by pointer and strides, by TMA, several as one parameter, or as a plain pointer.
+
+A layout is a kernel's argument without its tensor; `launcher` says what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A four-dimensional tensor for pointer arithmetic, in elements; a broadcast axis has stride 0."""
+
+    pointer: Any
+    stride0: int
+    stride1: int
+    stride2: int
+    stride3: int
+
+
+POINTER = "pointer"
+
+
+class Record(NamedTuple):
+    """The layout of several tensors that are one parameter of a kernel, a named tuple of ``kind``.
+
+    layouts: `Strided` or `POINTER` for each. A call gives its tensors one after the other, like all others.
+    """
+
+    kind: Any
+    layouts: tuple[Any, ...]
+
+
+def strided(x: Tensor | None) -> Strided:
+    """The layout of a tensor that is read by pointer."""
+    if x is None:
+        return Strided(None, 0, 0, 0, 0)
+    return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def sink_layout(sink: Tensor | None) -> Any:
+    """A sink (B|1, H|1, M|1), of rows of one element; without one the kernel is compiled as if it knew of none."""
+    return POINTER if sink is None else strided(sink[..., None])
+
+
+_templates: dict[tuple, Any] = {}
+
+
+def boxed(
+    kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any, shape: Sequence[int] | None = None
+) -> Any:
+    """The layout of a tensor that is read by TMA in boxes, a descriptor of ``kind`` without its tensor.
+
+    The first with such a box passes the descriptor's checks; of another tensor only sizes and strides are new, and
+    those `tilewise.memory` has looked at. shape: another than the tensor's.
+    """
+    shape = list(x.shape if shape is None else shape)
+    key = (kind, x.dtype, *box)
+    template = _templates.get(key)
+    if template is None:
+        _templates[key] = template = bound(kind(x, shape, list(strides), list(box), *shared), None)
+    return bound(template, None, shape=shape, strides=list(strides))
+
+
+def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
+    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor.
+
+    other: what a descriptor gets beside it.
+    """
+    if layout is POINTER:
+        return x
+    if isinstance(layout, Strided):
+        return Strided(x, *layout[1:])
+    copy = object.__new__(type(layout))  # a descriptor, without the checks that the layout has passed already
+    copy.__dict__.update(layout.__dict__, base=x, **other)
+    return copy
+
+
+def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Sequence[int]:
+    """Strides of a descriptor of four axes, which must be multiples of 16 bytes also along an axis of size 1."""
+    (a, b, c, d), (s, t, u, _) = shape, strides
+    if a != 1 != b and c != 1:
+        return s, t, u, 1
+    row = (d * itemsize + 15) // 16 * 16 // itemsize
+    return row if a == 1 else s, row if b == 1 else t, row if c == 1 else u, 1
+
+
+class Place(NamedTuple):
+    """How a tensor lies, for `Launch.resized`: by pointer or by TMA, as its launch has it."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    itemsize: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Place:
+        return cls(x.shape, x.stride(), x.element_size())
+
+    def row(self) -> tuple[int, ...]:
+        """The strides of a `Strided`, which are these where no axis is of size 1."""
+        (a, b, c, d), (s, t, u, v) = self.shape, self.strides
+        return 0 if a == 1 else s, 0 if b == 1 else t, 0 if c == 1 else u, 0 if d == 1 else v
+
+    def box(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Shape and strides of a descriptor, which are these where no axis is of size 1."""
+        return self.shape, row_strides(*self) if len(self.shape) == 4 else self.strides
+
+
+Places = Sequence["Place | tuple[Place | None, ...] | None"]  # those of a `Record` are a tuple
+
+
+def placed(layout: Any, row: Any) -> Any:
+    """``layout`` with what `Place` says."""
+    if isinstance(layout, Strided):
+        return Strided(None, *row)
+    if isinstance(layout, Record):
+        members = [x if y is None else Strided(None, *y) for x, y in zip(layout.layouts, row, strict=True)]
+        return Record(layout.kind, tuple(members))
+    shape, strides = row
+    return bound(layout, None, shape=list(shape), strides=list(strides))
+
+
+def layout_kind(layout: Any) -> Any:
+    if layout is POINTER:
+        return None
+    if isinstance(layout, Strided):
+        return "strided"
+    if isinstance(layout, Record):
+        return layout.kind, *map(layout_kind, layout.layouts)
+    return tuple(layout.block_shape), getattr(layout, "layout", None), getattr(layout, "padding", None)
+
+
+def strides_of(layouts: Sequence[Any]) -> list[int]:
+    """All strides of layouts by pointer."""
+    found: list[int] = []
+    for x in layouts:
+        if isinstance(x, Strided):
+            found += x[1:]
+        elif isinstance(x, Record):
+            for y in x.layouts:
+                found += () if y is POINTER else y[1:]
+    return found
