@@ -72,8 +72,8 @@ def score_terms(score: Score, *, scaled: bool) -> Terms:
         return terms
     # All dropped, they are told by their weight, 0: a threshold of 65536 is more than 16 bits.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
-    found = {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
-    return terms._replace(**found)
+    weight, origin = dropout.weight(score.dropout), Origin.of(score)
+    return terms._replace(threshold=float(threshold), weight=weight, origin=origin)
 
 
 def score_numbers(score: Score) -> dict[str, Any]:
