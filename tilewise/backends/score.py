@@ -50,21 +50,23 @@ class Terms(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """`tilewise.score.dropout.Origin`, of queries and keys the last multiple of 16 and, where it is not 0, the rest: a
+    """`tilewise.score.dropout.Origin`, of queries and keys the last multiple of 16 and the rest. RESTS: some is not 0; a
     kernel that knows of none makes the words of a group once."""
 
     query: int
-    query_rest: int | None
+    query_rest: int
     key: int
-    key_rest: int | None
+    key_rest: int
     head: int
+    RESTS: Any
 
     @classmethod
     def of(cls, score: Score) -> Origin | None:
         if score.origin == START:
             return None
         query, key, head = score.origin
-        return cls(query // 16 * 16, query % 16 or None, key // 16 * 16, key % 16 or None, head)
+        rests = query % 16, key % 16
+        return cls(query - rests[0], rests[0], key - rests[1], rests[1], head, tl.constexpr(any(rests)))
 
 
 def score_terms(score: Score, *, scaled: bool) -> Terms:

@@ -430,7 +430,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
             keep_bias_of_keys(x, shared, work_tile, h, sizes, c)
         words = None
         if x.seed is not None:
-            words = stream(x.seed, work_tile.b, h, terms.origin)
+            words = stream(x.seed, work_tile.b, h, terms)
         if not c.PEELED:
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):

@@ -19,7 +19,7 @@ def dropped(p, words, m0, n0, terms):
     """P of a tile, [queries, keys] from ``m0`` and ``n0`` on, with 0 for what is dropped; ``words``: a `Stream`."""
     rows = gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
     cols = gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
-    return gl.where(kept(words, m0, rows, n0, cols, terms.threshold), p, 0.0)
+    return gl.where(kept(words, m0, rows, n0, cols, terms), p, 0.0)
 
 
 @gluon.jit
@@ -27,7 +27,7 @@ def signed_by_dropout(p, words, m0, n0, terms):
     """P of a transposed subtile, [keys, queries], negative where it is dropped."""
     rows = gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
     cols = gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
-    return gl.where(kept(words, m0, rows, n0, cols, terms.threshold), p, -p)
+    return gl.where(kept(words, m0, rows, n0, cols, terms), p, -p)
 
 
 @gluon.jit

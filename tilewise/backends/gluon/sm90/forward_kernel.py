@@ -431,7 +431,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
         words = None
         if x.seed is not None:
-            words = stream(x.seed, tile.b, tile.h, terms.origin)
+            words = stream(x.seed, tile.b, tile.h, terms)
         first = first_entry(tile, terms, c, WARPGROUP)
         for _ in range(first):
             skip_tile(rings, step, c, WARPGROUP)

@@ -102,7 +102,7 @@ def _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms,
     if not (r.BIAS or terms.HAS_CAP):  # see `score_tile`
         exponent = LOG2E * terms.scale
     if seed is not None:
-        words = stream(seed, tl.cast(b, tl.int32), tl.cast(h, tl.int32), terms.origin)
+        words = stream(seed, tl.cast(b, tl.int32), tl.cast(h, tl.int32), terms)
     begin, _, _, end = key_tiles(m0, tl.minimum(r.BLOCK_M, sizes.queries - m0), sizes.keys, lo, hi, r.BLOCK_N)
     for n in tl.range(begin, end, num_stages=1):
         cols = n * r.BLOCK_N + tl.arange(0, r.BLOCK_N)
@@ -138,7 +138,7 @@ def _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms,
         if seed is not None:
             first, within = tl.cast(m0, tl.int32), tl.arange(0, r.BLOCK_M)[:, None]
             n0 = tl.cast(n * r.BLOCK_N, tl.int32)
-            keep = kept(words, first, within, n0, tl.arange(0, r.BLOCK_N)[None, :], terms.threshold)
+            keep = kept(words, first, within, n0, tl.arange(0, r.BLOCK_N)[None, :], terms)
             p = tl.where(keep, p, 0.0)
         v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim, seq.first_key)
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
