@@ -198,8 +198,8 @@ def test_hopper_leaves_neighbours_alone(dim, kind, causal):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_hopper_takes_many_sequences(causal, deterministic, same, dim, longest):
-    """More than one look of the kernel that lists tiles, and every row as the Triton kernels have it: where each tile of
-    queries has one of keys, or, of another length of the keys, none."""
+    """More than one look of the kernel that lists tiles, and every row as the Triton kernels have it: where each tile
+    of queries has one of keys, or, of another length of the keys, none."""
     generator = torch.Generator().manual_seed(3)
     lengths = [torch.randint(0, longest + 1, (1000,), generator=generator) for _ in range(2)]
     lengths = lengths[:1] * 2 if same else lengths
