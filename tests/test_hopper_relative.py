@@ -22,7 +22,7 @@ from tilewise.score.terms import Band, Distances, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon import packed, relative, score, tile_scheduler, values
+from tilewise.backends.gluon import packed, packed_values, relative, score, tile_scheduler, values
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.gluon.sm90 import (
     backward_launch,
@@ -134,6 +134,10 @@ def plain(monkeypatch):
         monkeypatch.setattr(range_tiles, name, found[name])
     for module in (bias_tiles, range_tiles):
         monkeypatch.setattr(module, "box_of", packed.box_of.fn)
+    monkeypatch.setattr(packed, "RAGGED_AXIS", 1 << 30)
+    monkeypatch.setattr(relative, "first_column", packed_values.first_column.fn)
+    for name in ("FRONT", "STEP"):
+        monkeypatch.setattr(packed_values, name, getattr(packed_values, name).value)
     for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state"):
         monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
@@ -450,6 +454,30 @@ def test_how_a_gradient_leaves(monkeypatch, p, dim):
         else:
             assert left == waits == []
         assert ring.of[: c.STAGES].isnan().all()
+
+
+@pytest.mark.parametrize(("queries", "keys", "lo"), [(300, 300, -90), (70, 400, -5), (400, 70, 3), (70, 400, -1000)])
+def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, lo):
+    """Both passes, by the distances of a tile's first pair; and its box, by the row of its first query."""
+    p = problem(4000, 4000, lo, 65, Band(None, 0))
+    seq = packed.SeqInfo(1000, 2000, queries, keys, keys - queries)
+    column = 256 + -(-(1000 - (keys - queries) - lo) // 8) * 8
+    terms, _, c = backward_arguments(p)
+    c.PACKED, c.BLOCK_M = True, 64
+    for m, n0 in itertools.product(range(-(-queries // 64)), range(0, keys, c.BLOCK_N)):
+        work = SimpleNamespace(n0=n0, seq=seq)
+        first = n0 - (64 * m + keys - queries)  # key position less query position
+        assert range_tiles.corner_of(m, work, c) == first
+        at = [1 << 30, 1000 + queries, 3, (1 << 30) - queries + 64 * m, max(n0 + column, 0)]
+        tile = SimpleNamespace(seq=seq, row0=64 * m, h=3, last=-(-keys // c.BLOCK_N) - 1, count=-(-keys // c.BLOCK_N))
+        c.BIAS_GROUP = 1
+        assert bias_tiles.bias_box(tile, 0, 64 * m, n0, terms, c) == at
+        has = relative.range_state(64 * m + keys - queries, 64, n0, c.BLOCK_N, terms)
+        assert has == range_tiles.tile_state(first, terms, c)
+        c.RANGE_LO = True
+        below = bias_tiles.first_below_range(tile, 0, terms, c, 0)
+        lowest = 64 * m + keys - queries + terms.range_lo  # key of the first query's first entry
+        assert below == sum(n0 + c.BLOCK_N > lowest for n0 in range(0, keys, c.BLOCK_N))
 
 
 @pytest.mark.parametrize("band", [Band(-290, 40), Band(None, None)], ids=str)
