@@ -106,7 +106,7 @@ class Backward:
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
-        elif self.adds and self.values is not None and parts is not None and parts.query is not None:
+        elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         if packed:
             self.row_list = TileList(p, block_m, dq, self.dvalues)
@@ -226,8 +226,8 @@ class Backward:
                 if self.adds and isinstance(self.values, Sheared):
                     dbias = self.values.empty_gradient(values)
                     self.zeros(self.values.entries(dbias))
-                elif self.adds:
-                    dbias = self.values.empty_gradient(values, *rows_listed)
+                elif self.adds and isinstance(self.values, PackedValues):
+                    dbias = self.values.empty_gradient(values, rows_listed[0])
             if self.dq_stored and lengths is not None and self._some_see_nothing(lengths):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
@@ -250,7 +250,7 @@ class Backward:
                 self.reduce_group(*dbias_tiles)
             if self.adds and values is not None and dbias is not None:
                 if isinstance(self.values, PackedValues) and dquery is not None:
-                    self.values.gradient(dbias, *rows_listed, dquery)
+                    self.values.gradient(dbias, rows_listed[0], dquery)
                 elif isinstance(self.values, Sheared):
                     dquery = self.values.gradient(dbias, values)
             if needs.bias and bias is not None:
