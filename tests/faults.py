@@ -289,7 +289,7 @@ FAULTS = [
     Fault(
         "backends/gluon/values.py", "found.flip(3) if", "found if",
         "the gradient of values that descend ascends",
-        "test_hopper_relative.py::test_values_that_tma_reads_are_not_copied",
+        "test_hopper_values.py::test_values_that_tma_reads_are_not_copied",
     ),
     Fault(
         "backends/gluon/sm90/range_tiles.py", "found == INSIDE", "found >= CUT",
@@ -302,7 +302,7 @@ FAULTS = [
         "test_hopper_relative.py::test_the_backward_knows_the_tile_that_follows",
     ),
     Fault(
-        "backends/gluon/sm90/zero_kernel.py", "m0 + BLOCK_M - 1 + inner_lo", "m0 + inner_lo",
+        "backends/gluon/packed_values.py", "position + BLOCK_M - 1 + inner_lo", "position + inner_lo",
         "what tiles at the range's lower end add to is not zeroed",
         "test_hopper_relative.py::test_tiles_of_the_backward",
     ),

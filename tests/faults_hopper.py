@@ -134,6 +134,48 @@ HOPPER = [
         "test_hopper_packed.py::test_a_ragged_box_ends_with_its_sequence",
     ),
     Fault(
+        "backends/gluon/sm90/key_bias.py", "gl.cast(seq.first_key + n0, gl.int64)", "gl.cast(n0, gl.int64)",
+        "every sequence of a packed batch reads the bias of the first one's keys",
+        "test_hopper_packed.py::test_a_bias_of_the_keys_is_that_of_the_sequence",
+    ),
+    Fault(
+        "backends/gluon/sm90/key_bias.py", "mask=cols < work_tile.seq.keys", "mask=cols < sizes.keys",
+        "the gradient of a bias along the keys goes to the next sequence's, too",
+        "test_hopper_packed.py::test_a_bias_of_the_keys_is_that_of_the_sequence",
+    ),
+    Fault(
+        "backends/gluon/packed_values.py", "+ ((seq.first_query - seq.diagonal - lo + (STEP - 1)) & -STEP)",
+        "+ (seq.first_query - seq.diagonal - lo)",
+        "boxes of values by distance begin at no multiple of 16 bytes",
+        "test_hopper_packed.py::test_values_by_distance_are_tiles",
+    ),
+    Fault(
+        "backends/gluon/packed_values.py", "position = m0 + diagonal", "position = m0",
+        "zeros in the gradient of values by distance are where those of a square would be",
+        "test_hopper_packed.py::test_values_by_distance_are_tiles",
+    ),
+    Fault(
+        "backends/gluon/packed_values.py", "there = inside & (key >= 0) & (key < seq.keys)",
+        "there = inside & (key > 0) & (key < seq.keys)",
+        "the first key of a sequence has no value by distance",
+        "test_hopper_packed.py::test_values_by_distance_are_tiles",
+    ),
+    Fault(
+        "backends/gluon/sm90/range_tiles.py", "work_tile.n0 - work_tile.seq.diagonal - m", "work_tile.n0 - m",
+        "the range of a packed batch is counted from a sequence's first query and key",
+        "test_hopper_relative.py::test_a_packed_tile_counts_from_the_ends_of_its_sequence",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "column = first_column(seq, terms.first)", "column = terms.column",
+        "rows that are computed again read another sequence's values by distance",
+        "test_hopper_packed.py::test_rows_beside_values_are_computed_again",
+    ),
+    Fault(
+        "backends/gluon/sm90/backward_launch.py", "and lengths.used_k is None and p.queries == p.keys", "",
+        "dQ of queries that see nothing is whatever was there",
+        "test_hopper_packed.py::test_queries_that_see_nothing_are_thought_of",
+    ),
+    Fault(
         "backends/gluon/score.py", "seen = cols <= last", "seen = cols < last",
         "the band is one key too narrow",
         "test_hopper_bands.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ class Call(NamedTuple):
     softcap: float | None = None
     values: tuple[int, int] | None = None
     reverse: bool = False
+    heads: int = HEADS  # of the values
+    start: int | None = None  # of the queries
 
     def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """q, k, v; and what else `varlen_attention` takes."""
@@ -40,8 +43,9 @@ class Call(NamedTuple):
         bias = {None: None, "keys": normal(HEADS, x.total_k), "queries": normal(HEADS, x.total_q, 1)}[self.bias]
         if self.values is not None:
             lo, count = self.values
-            bias = RelativeBias(normal(x.total_q, HEADS, count), lo=1 - lo - count if self.reverse else lo,
-                                reverse=self.reverse)  # fmt: skip
+            first = 1 - lo - count if self.reverse else lo
+            values = normal(x.total_q, self.heads, count)
+            bias = RelativeBias(values, lo=first, reverse=self.reverse, query_start=self.start)
         sink = {None: None, "h": normal(HEADS), "hm": normal(HEADS, x.total_q)}[self.sink]
         options = {"bias": bias, "sink": sink, "causal": self.causal, "window": self.window, "softcap": self.softcap}
         return (q, k, v), options
@@ -57,7 +61,8 @@ class Call(NamedTuple):
             *qkv, Tensors(cu_q, cu_k, self.lengths.seqused().get("seqused_k")), tuple(longest), mask=None,
             dropout_p=0.0, dropout_seed=None, deterministic=False, backend=None, validate=False, **options,
         )  # fmt: skip
-        return Problem.of(*call.inputs, call.score, part_grads=("query",) * (self.values is not None)), call.inputs
+        grads = ("query",) * (self.values is not None)
+        return Problem.of(*call.inputs, call.score, bias_grad=bool(self.bias), part_grads=grads), call.inputs
 
     def forward(self) -> tuple[Any, Any]:
         """The prepared forward, and its inputs."""
@@ -194,3 +199,15 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
     if x.reverse:
         expected = expected.flip(3)
     return compared, dvalues, expected
+
+
+def some_see_nothing(x: Call, others: dict[str, tuple[int, ...]]) -> bool:
+    """What a backward says. others: offsets that are a tensor of their own; else equal ones are one tensor."""
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
+
+    problem, inputs = x.read()
+    lengths = inputs.lengths
+    if torch.equal(lengths.cu_q, lengths.cu_k):
+        lengths = lengths._replace(cu_k=lengths.cu_q)
+    given = {name: torch.tensor(offsets, dtype=torch.int32) for name, offsets in others.items()}
+    return Backward._some_see_nothing(SimpleNamespace(problem=problem), lengths._replace(**given))

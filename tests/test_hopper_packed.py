@@ -4,6 +4,8 @@ ragged box lies, in integers."""
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
 
 import hopper_packed_child
 import pytest
@@ -188,3 +190,74 @@ def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
         assert address % 2**64 == expected
     assert all(stride * x.element_size() % 16 == 0 for stride in box.strides[:4])
     assert all(0 < stride * x.element_size() < 2**40 for stride in box.strides[:4])
+
+
+@pytest.mark.parametrize(
+    ("call", "forward", "backward"),
+    [
+        (Call(SHORT, bias="keys", causal=True), None, None),
+        (Call(SHORT, bias="queries", softcap=9.0), None, None),
+        (Call(SHORT, values=(-40, 41), causal=True), None, None),
+        (Call(USED, values=(-40, 41), window=(300, 9)), None, None),
+        (Call(SHORT, values=(-40, 41), heads=1), None, "where no two batch elements or heads share them"),
+        (Call(SHORT, values=(-40, 41), start=0), "whose last query stands at its last key", None),
+        (Call(SHORT, values=(-40, 41), softcap=9.0), "alone: not beside a softcap", None),
+        (Call(SHORT, values=(-40, 41), sink="h"), None, None),
+    ],
+)
+def test_declines(call, forward, backward):
+    from tilewise.backends.gluon import sm90
+
+    problem, _ = call.read()
+    problem = replace(problem, device="cuda", capability=(9, 0))
+    for work, words in (("forward", forward), ("backward", backward))[: 1 if forward else 2]:
+        found = sm90.declines(problem, work)
+        assert found is None if words is None else words in found
+
+
+def test_a_bias_of_the_keys_is_that_of_the_sequence(monkeypatch):
+    """What the backward reads and where its sums go, by their places; nothing of the sequence that follows."""
+    from tilewise.backends.gluon.packed import SeqInfo
+    from tilewise.backends.gluon.sm90 import key_bias
+    from tilewise.backends.launcher import Strided
+
+    class Places(torch.Tensor):
+        """Which stands for a pointer, and for what is loaded from there."""
+
+        def store(self, x):
+            self.copy_(x)
+
+    left = []
+    gl = SimpleNamespace(
+        arange=lambda begin, end, _: torch.arange(begin, end), cast=lambda x, _: x, int64=torch.int64,
+        float32=torch.float32, SliceLayout=lambda *_: None, constexpr=lambda x: x,
+        load=lambda at, mask, other: torch.where(mask, at, other),
+        store=lambda at, x, mask: left.append((at[mask].tolist(), x[mask].tolist())),
+    )  # fmt: skip
+    monkeypatch.setattr(key_bias, "gl", gl)
+    monkeypatch.setattr(key_bias, "accumulator", lambda *_: None)
+    monkeypatch.setattr(key_bias, "LOG2E", 1.0)
+    c = SimpleNamespace(BLOCK_N=64, SUBTILE_M=64, WARPS=8, BIAS_GROUP=2, SHARES_KEYS=False)
+    sizes = SimpleNamespace(kv_heads=2, group=2, keys=1000)
+    work = SimpleNamespace(b=0, n0=64, seq=SeqInfo(70, 200, 10, 100, 90))
+    x = SimpleNamespace(bias=Strided(0, 0, 1000, 0, 1), dbias=torch.zeros((), dtype=torch.int64))
+    shared = SimpleNamespace(added=torch.zeros(64).as_subclass(Places))
+    key_bias.keep_bias_of_keys.fn(x, shared, work, torch.tensor(3), sizes, c)
+    assert shared.added.tolist() == [*range(1264, 1300), *[0] * 28]
+    key_bias.store_sums.fn(torch.arange(64.0), x, work, torch.tensor(3), sizes, c)
+    assert left == [([*range(3264, 3300)], [*range(36)])]
+
+
+@pytest.mark.parametrize(
+    ("call", "other", "some"),
+    [
+        (Call(Lengths((5, 0, 3), (5, 0, 3)), causal=True), {}, False),
+        (Call(Lengths((5, 0, 3), (5, 0, 3)), window=(2, 1)), {}, False),
+        (Call(Lengths((5, 0, 3), (5, 0, 3))), {"cu_k": (0, 5, 5, 8)}, True),
+        (Call(Lengths((5, 2, 3), (5, 0, 3))), {}, True),
+        (Call(Lengths((5, 3), (5, 3), used=(2, 3))), {}, True),
+    ],
+)
+def test_queries_that_see_nothing_are_thought_of(call, other, some):
+    """Where a tile of queries has one tile of keys or none, dQ of none is 0 before; not where each sees itself."""
+    assert hopper_packed_child.some_see_nothing(call, other) == some

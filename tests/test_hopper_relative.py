@@ -22,7 +22,7 @@ from tilewise.score.terms import Band, Distances, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon import packed, relative, score, tile_scheduler, values
+from tilewise.backends.gluon import packed, packed_values, relative, score, tile_scheduler, values
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.gluon.sm90 import (
     backward_launch,
@@ -135,6 +135,10 @@ def plain(monkeypatch):
         monkeypatch.setattr(range_tiles, name, found[name])
     for module in (bias_tiles, range_tiles):
         monkeypatch.setattr(module, "box_of", packed.box_of.fn)
+    monkeypatch.setattr(packed, "RAGGED_AXIS", 1 << 30)
+    monkeypatch.setattr(relative, "first_column", packed_values.first_column.fn)
+    for name in ("FRONT", "STEP"):
+        monkeypatch.setattr(packed_values, name, getattr(packed_values, name).value)
     for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state"):
         monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
@@ -453,6 +457,30 @@ def test_how_a_gradient_leaves(monkeypatch, p, dim):
         assert ring.of[: c.STAGES].isnan().all()
 
 
+@pytest.mark.parametrize(("queries", "keys", "lo"), [(300, 300, -90), (70, 400, -5), (400, 70, 3), (70, 400, -1000)])
+def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, lo):
+    """Both passes, by the distances of a tile's first pair; and its box, by the row of its first query."""
+    p = problem(4000, 4000, lo, 65, Band(None, 0))
+    seq = packed.SeqInfo(1000, 2000, queries, keys, keys - queries)
+    column = 256 + -(-(1000 - (keys - queries) - lo) // 8) * 8
+    terms, _, c = backward_arguments(p)
+    c.PACKED, c.BLOCK_M = True, 64
+    for m, n0 in itertools.product(range(-(-queries // 64)), range(0, keys, c.BLOCK_N)):
+        work = SimpleNamespace(n0=n0, seq=seq)
+        first = n0 - (64 * m + keys - queries)  # key position less query position
+        assert range_tiles.corner_of(m, work, c) == first
+        at = [1 << 30, 1000 + queries, 3, (1 << 30) - queries + 64 * m, max(n0 + column, 0)]
+        tile = SimpleNamespace(seq=seq, row0=64 * m, h=3, last=-(-keys // c.BLOCK_N) - 1, count=-(-keys // c.BLOCK_N))
+        c.BIAS_GROUP = 1
+        assert bias_tiles.bias_box(tile, 0, 64 * m, n0, terms, c) == at
+        has = relative.range_state(64 * m + keys - queries, 64, n0, c.BLOCK_N, terms)
+        assert has == range_tiles.tile_state(first, terms, c)
+        c.RANGE_LO = True
+        below = bias_tiles.first_below_range(tile, 0, terms, c, 0)
+        lowest = 64 * m + keys - queries + terms.range_lo  # key of the first query's first entry
+        assert below == sum(n0 + c.BLOCK_N > lowest for n0 in range(0, keys, c.BLOCK_N))
+
+
 @pytest.mark.parametrize("band", [Band(-290, 40), Band(None, None)], ids=str)
 def test_zeros_of_every_head(interpreter, band):
     """The same of each head of each batch element."""
@@ -460,73 +488,6 @@ def test_zeros_of_every_head(interpreter, band):
     assert found.shape[:2] == (3, 2)
     assert torch.equal(found.isnan(), found[:1, :1].isnan().expand_as(found))
     assert not found.nan_to_num().any()
-
-
-# --- how values lie in memory ---
-
-
-def of(*shape, dtype=BRAIN):
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("x", "reverse", "fits"),
-    [
-        (of(2, 3, 16, 1025), False, True),
-        (of(2, 3, 16, 1025), True, False),
-        (of(2, 3, 16, 1024), False, False),
-        (of(2, 3, 16, 1033)[..., :1024], False, True),
-        (of(2, 3, 16, 1033)[..., 8:1032], False, True),
-        (of(2, 3, 16, 1033)[..., 1:1025], False, False),  # its address
-        (of(2, 3, 15, 1025), False, False),  # the stride of a head
-        (of(2, 3, 16, 1025)[:, :, :15], False, True),
-        (of(2, 3, 16, 9), False, True),
-        (of(2, 3, 16, 1), False, False),
-        (of(2, 3, 16, 9)[..., :1], False, True),
-        (of(2, 1, 16, 9).expand(2, 3, 16, 9), False, False),
-        (of(2, 1, 1, 9).expand(2, 3, 16, 9), False, False),
-        (of(2, 3, 17, 16).mT, False, False),
-        (of(2, 3, 16, 5, dtype=FLOAT), False, True),
-        (of(2, 3, 16, 8, dtype=FLOAT), False, False),
-        (of(1, 1, 15, 1025), False, True),
-    ],
-)
-def test_values_that_tma_reads_are_not_copied(x, reverse, fits):
-    distances = Distances("query", -8, x.shape[3], reverse)
-    assert values.fits(x, distances) == fits
-    check_layout(x, distances, fits)
-    for lo in (-9, -1, 5):
-        check_layout(x, Distances("query", lo, x.shape[3], reverse), False)
-
-
-def check_layout(x, distances, fits):
-    laid, reverse, upright = values.Sheared(x, distances), distances.reverse, replace(distances, reverse=False, lo=-8)
-    front = values.front_of(distances, x.dtype)
-    assert front % values.step_of(x.dtype) == distances.lo % values.step_of(x.dtype)
-    assert laid.copies == (not fits)
-    x.copy_(torch.arange(x.shape[3]) % 100) if x.stride(1) else None
-    assert all(like.is_meta for like in (laid.like, laid.gradient_plain, laid.gradient_like))
-    found = laid.laid_out(x)
-    assert torch.equal(found[..., front:], x.flip(3) if reverse else x)
-    assert (found is x) == fits
-    assert values.fits(found, upright)
-    assert (laid.like.shape, laid.like.stride()) == (sheared(found).shape, sheared(found).stride())
-    sums = laid.empty_gradient(x)
-    assert values.fits(sums, upright)
-    assert (sums[..., front:].shape, sums.stride()) == (laid.gradient_plain.shape, laid.gradient_plain.stride())
-    assert laid.gradient_like.stride() == sheared(sums).stride()
-    sums[..., front:] = found[..., front:]
-    gradient, like = laid.gradient(sums, x), torch.empty_like(x)
-    assert torch.equal(gradient, x)
-    assert (gradient.shape, gradient.dtype, gradient.stride()) == (like.shape, like.dtype, like.stride())
-
-
-def test_the_view_stays_in_the_memory_of_the_values():
-    for M, R in [(16, 1025), (15, 3), (7, 1)]:
-        laid = values.empty_values(of(2, 3, M, R), Distances("query", -3, R))
-        view, room = sheared(laid), laid._base.numel()
-        last = view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
-        assert last < room
 
 
 # --- what is declined ---

@@ -178,7 +178,7 @@ def test_every_part_of_dq_is_added_once(
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
         "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, GROUP_PROGRAMS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
-        PACKED=False,
+        PACKED=False, DQ_STORED=False,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
@@ -199,7 +199,7 @@ def test_every_part_of_dq_is_added_once(
                 assert [n for kind, n in kept if kind == name and n % key_stages == slot][-1] == work_tile
             for tile in tiles[work_tile] if by_tma else []:  # from registers they are atomic additions of their own
                 for part in range(parts):
-                    dq_accum.release_part.fn((tile, part), x, queries, tile, step, part, c)
+                    dq_accum.release_part.fn((tile, part), x, queries, tile, step, part, None, c)
                     dq_accum.send_part.fn(queries, c)
                 step += 1
             roles.is_late()

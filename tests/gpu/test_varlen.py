@@ -193,17 +193,27 @@ def test_hopper_leaves_neighbours_alone(dim, kind, causal):
             assert not ours[total:].any()
 
 
+@pytest.mark.parametrize(("dim", "longest"), [(64, 70), (64, 64), (128, 64), (32, 64), (256, 40)])
+@pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_hopper_takes_many_sequences(causal, deterministic):
-    """More than one look of the kernel that lists tiles, and every row as the Triton kernels have it."""
-    lengths = torch.randint(0, 70, (1000,), generator=torch.Generator().manual_seed(3))
-    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
-    x = [leaf(int(lengths.sum()), H, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3)]
+def test_hopper_takes_many_sequences(causal, deterministic, same, dim, longest):
+    """More than one look of the kernel that lists tiles, and every row as the Triton kernels have it: where each tile
+    of queries has one of keys, or, of another length of the keys, none."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [torch.randint(0, longest + 1, (1000,), generator=generator) for _ in range(2)]
+    lengths = lengths[:1] * 2 if same else lengths
+    cu = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to("cuda", torch.int32) for n in lengths]
+    cu = cu[:1] * 2 if same else cu
+    q, k = (int(n.sum()) for n in lengths)
+    x = [leaf(n, H, dim, dtype=torch.bfloat16, seed=seed) for n, seed in ((q, 1), (k, 2), (k, 3))]
     found = []
     for backend in ("hopper", "triton"):
-        o = varlen_attention(*x, cu, cu, 70, 70, causal=causal, deterministic=deterministic, backend=backend)
-        found.append([o.detach(), *torch.autograd.grad(o, x, x[0])])
+        with poisoned_memory("cuda"):
+            o = varlen_attention(
+                *x, *cu, longest, longest, causal=causal, deterministic=deterministic, backend=backend
+            )  # fmt: skip
+            found.append([o.detach(), *torch.autograd.grad(o, x, x[0])])
     for ours, theirs in zip(*found, strict=True):
         assert float((ours.float() - theirs.float()).abs().max()) < 2e-2 * max(1.0, float(theirs.abs().max()))
 

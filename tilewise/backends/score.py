@@ -50,8 +50,8 @@ class Terms(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """`tilewise.score.dropout.Origin`, of queries and keys the last multiple of 16 and the rest. RESTS: some is not 0; a
-    kernel that knows of none makes the words of a group once."""
+    """`tilewise.score.dropout.Origin`, of queries and keys the last multiple of 16 and the rest. RESTS: some is not 0;
+    a kernel that knows of none makes the words of a group once."""
 
     query: int
     query_rest: int

@@ -176,6 +176,8 @@ def _diagonals(lengths: Lengths) -> Tensor:
     """N - M of each sequence, (B,) int64."""
     assert lengths.cu_q is not None
     assert lengths.cu_k is not None
+    if lengths.cu_q is lengths.cu_k and lengths.used_k is None:  # spares four small kernels
+        return torch.zeros_like(lengths.cu_q[1:], dtype=torch.int64)
     keys = lengths.cu_k.diff() if lengths.used_k is None else lengths.used_k
     return keys.to(torch.int64) - lengths.cu_q.diff()
 

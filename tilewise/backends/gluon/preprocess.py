@@ -24,7 +24,8 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, tile_list, value_dim, sizes, counters,
                              BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """`preprocess_kernel` of a packed batch: one program for each tile of the list and head."""
+    """`preprocess_kernel` of a packed batch: one program for each tile of the list and head. dq_accum: None where dQ is
+    no sum."""
     _zero_counters(counts, counters)
     n, h = tl.program_id(0) % sizes.row_tiles, tl.program_id(0) // sizes.row_tiles
     if n < tl.load(tile_list):
@@ -78,9 +79,10 @@ def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, seq,
     o_tile = _load_rows(o, b, h, rows, end, cols, value_dim)
     do_tile = _load_rows(do, b, h, rows, end, cols, value_dim)
     natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
-    if bh // sizes.group < sizes.zeroed:
-        zero_at = dq_accum + tl.cast(place, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-        tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
+    if dq_accum is not None:  # noqa: SIM102  (the one is decided when it is compiled)
+        if bh // sizes.group < sizes.zeroed:
+            zero_at = dq_accum + tl.cast(place, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+            tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
     delta = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1

@@ -95,6 +95,7 @@ class BackwardConstants(NamedTuple):
     PEELED: Any
     DQ_PARTS: Any
     DQ_BY_TMA: Any
+    DQ_STORED: Any
     AHEAD: Any
     K_IN_REGISTERS: Any
     V_IN_REGISTERS: Any
@@ -130,7 +131,7 @@ class BackwardConstants(NamedTuple):
 class Operands(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
-    dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA.
+    dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA. With DQ_STORED of dQ itself.
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
     is the ring of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one. tile_list: likewise, or of a
     packed batch, see packed.
@@ -346,7 +347,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
-    release_part(dq, x, dq_ring, tile_of_head, step, 0, c)
+    release_part(dq, x, dq_ring, tile_of_head, step, 0, terms, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
     send_part(dq_ring, c)
@@ -355,7 +356,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
         if LEAVES:
             tma.store_wait(0)  # dBias has left shared memory
         release(rows.ring, slot)
-        release_part(dq, x, dq_ring, tile_of_head, step, 1, c)
+        release_part(dq, x, dq_ring, tile_of_head, step, 1, terms, c)
         send_part(dq_ring, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:

@@ -50,6 +50,7 @@ from tilewise.backends.launcher import POINTER, Launch, Place, constants, stride
 from tilewise.backends.score import limited
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
+from tilewise.score.lengths import Lengths
 
 
 class Backward:
@@ -72,7 +73,7 @@ class Backward:
             bias = self.values.like
         self.problem, self.needs, self.row_list = problem, needs, None
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
-        self.block_m = block_m
+        self.block_m, self.dq_stored = block_m, config.dq_stored
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
@@ -82,8 +83,9 @@ class Backward:
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
         dq_accum = torch.empty(
-            row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
-        )
+            0 if self.dq_stored else row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value,
+            dtype=torch.float32, device="meta",
+        )  # fmt: skip
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         self.empty_dbias = bias_gradient_allocation(problem, bias)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
@@ -114,7 +116,7 @@ class Backward:
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
-        elif self.adds and self.values is not None and parts is not None and parts.query is not None:
+        elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         # For what `resized` knows of: q, k and v and their gradients.
         self.plain = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
@@ -155,9 +157,7 @@ class Backward:
                 box(do, block_m, width),
                 strided(bias) if axes == "cols" else box(bias if axes == "matrix" else None, block_m, block_n),
                 vector(stats, block_m),
-                boxes(dq_accum, [block_m * width // config.dq_parts // DQ_COLS.value, DQ_COLS.value], dq_accum.stride())
-                if config.dq_by_tma
-                else POINTER,
+                box(dq, block_m, width) if self.dq_stored else self._sum_of_dq(dq_accum, config, width),
                 box(dk, block_n, width),
                 box(dv, block_n, width),
                 POINTER if c.DBIAS.value == "sum" else box(dbias if ring is None else ring, block_m, block_n),
@@ -240,6 +240,20 @@ class Backward:
         new.after = self.after.resized(row_programs, (None, made[0], None), (head_dim, scale, sizes, *more))
         return new
 
+    def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:
+        if not config.dq_by_tma:
+            return POINTER
+        rows = config.block_m * width // config.dq_parts // DQ_COLS.value
+        return boxes(dq_accum, [rows, DQ_COLS.value], dq_accum.stride())
+
+    def _some_see_nothing(self, lengths: Lengths) -> bool:
+        """Whether there may be tiles of queries of a packed batch that no tile of keys visits."""
+        p, band = self.problem, self.problem.score.band
+        assert lengths.cu_q is not None
+        assert lengths.cu_k is not None
+        same = lengths.cu_q.data_ptr() == lengths.cu_k.data_ptr() and lengths.used_k is None and p.queries == p.keys
+        return not (same and (band.lo is None or band.lo <= 0) and (band.hi is None or band.hi >= 0))
+
     def _known_mask(self, mask: Flat) -> KnownMask:
         assert self.summary is not None
         known = self.summary(mask)
@@ -272,9 +286,12 @@ class Backward:
                 if self.adds and isinstance(self.values, Sheared):
                     dbias = self.values.empty_gradient(values)
                     self.zeros(self.values.entries(dbias))
-                elif self.adds:
-                    dbias = self.values.empty_gradient(values, *rows_listed)
-            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
+                elif self.adds and isinstance(self.values, PackedValues):
+                    dbias = self.values.empty_gradient(values, rows_listed[0])
+            if self.dq_stored and lengths is not None and self._some_see_nothing(lengths):
+                dq.zero_()
+            sums = None if self.dq_stored else dq_accum
+            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, sums, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
@@ -287,13 +304,15 @@ class Backward:
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else None
             found = dbias if ring is None else ring
-            self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, seed, known.bits, tile_list, *dbias_tiles)
-            self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
+            leaves = dq if self.dq_stored else dq_accum
+            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, known.bits, tile_list, *dbias_tiles)
+            if not self.dq_stored:  # next, because it begins while `main` still runs
+                self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
             if self.adds and values is not None and dbias is not None:
                 if isinstance(self.values, PackedValues) and dquery is not None:
-                    self.values.gradient(dbias, *rows_listed, dquery)
+                    self.values.gradient(dbias, rows_listed[0], dquery)
                 elif isinstance(self.values, Sheared):
                     dquery = self.values.gradient(dbias, values)
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
@@ -365,7 +384,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         DO_STAGES=config.do_stages,
         PEELED=config.peeled,
         DQ_PARTS=config.dq_parts,
-        DQ_BY_TMA=config.dq_by_tma,
+        DQ_BY_TMA=config.dq_by_tma or config.dq_stored,
+        DQ_STORED=config.dq_stored,
         AHEAD=config.ahead,
         K_IN_REGISTERS=config.k_in_registers,
         V_IN_REGISTERS=config.v_in_registers,
@@ -386,8 +406,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         GROUP_PROGRAMS=broadcast_group(problem).programs,
         SUM_BYTES=config.sum_bytes,
         ADDS=adds(problem),
-        ORDERED=problem.deterministic,
-        DEFERRED_RELEASE=config.deferred_release,
+        ORDERED=problem.deterministic and not config.dq_stored,
+        DEFERRED_RELEASE=config.deferred_release and not config.dq_stored,
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,

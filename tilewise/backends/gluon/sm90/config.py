@@ -162,6 +162,7 @@ class BackwardConfig:
         deferred_release: where order matters, a tile of dQ counts as added a step later, when it is there without a
             wait.
         k_in_registers, v_in_registers: K, V are read once, not by every wgmma of K·Qᵀ, of dP.
+        dq_stored: each tile of queries has one tile of keys, and its dQ leaves as what it is, not onto a float32 sum.
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
@@ -186,6 +187,7 @@ class BackwardConfig:
     deferred_release: bool = False
     k_in_registers: bool = False
     v_in_registers: bool = False
+    dq_stored: bool = False
 
     @property
     def shares_keys(self) -> bool:
@@ -256,6 +258,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
     d64 = d == 64 and not tile
     ahead = d64 and (programs == 1 or not along_keys)
+    single = problem.totals is not None and problem.keys <= block_n
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = masked and (apart or capped) and d == 128 and not wide
     return BackwardConfig(
@@ -267,7 +270,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
         peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
         k_in_registers=d64 or (d == 32 and bias is None and not masked),
         v_in_registers=d64 and not tall and (programs == 2 or not along_keys),
-        key_stages=1 if d == 128 or tile else 2,
+        key_stages=1 if d == 128 or tile else 2, dq_stored=single and d != 32,
         dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
         head_swizzle=swizzle, deferred_release=later,
     )  # fmt: skip

@@ -14,13 +14,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from tilewise.backends.gluon.compat import tma_add, warps_barrier
-from tilewise.backends.gluon.packed import first_tile_of, listed_tile
+from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
+from tilewise.backends.gluon.packed import box_of, first_tile_of, listed_tile
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
     count_stored,
     count_up,
+    new_ring,
     wait_count,
     wait_for_previous,
     wait_full,
@@ -56,9 +57,11 @@ class DqRing(NamedTuple):
 
 @gluon.jit
 def new_dq_ring(dq, c):
-    """``dq``: of the sum, a descriptor or a pointer."""
+    """``dq``: as of `backward_kernel.Operands`."""
     ring = Ring(ABSENT, ABSENT, ABSENT)
-    if c.DQ_BY_TMA:
+    if c.DQ_STORED:
+        ring = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
+    elif c.DQ_BY_TMA:
         slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
         ring = with_barriers(slots, 1, 1)
     stored = gl.allocate_shared_memory(gl.int64, [c.KEY_STAGES, 1], mbarrier.MBarrierLayout())
@@ -144,14 +147,18 @@ def place_of_part(tile_of_head, part, c):
 
 
 @gluon.jit
-def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, c):
+def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, terms, c):
     """A part of dQ out of its registers: into shared memory, where the part before has been read; or straight onto the
     sum, 512 neighbouring bytes a warp and instruction."""
-    flat = as_threads_hold_it(dq, c.WARPS)
-    if c.DQ_BY_TMA:
+    if c.DQ_STORED:
+        mbarrier.wait(dq_ring.empty.index(0), (step & 1) ^ 1)
+        dq_ring.slots.index(0).reshape([c.BLOCK_M, c.BLOCK_D]).store((dq * terms.scale).to(x.dq.dtype))
+    elif c.DQ_BY_TMA:
+        flat = as_threads_hold_it(dq, c.WARPS)
         mbarrier.wait(dq_ring.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
         dq_ring.slots.index(0).store(flat)
     else:
+        flat = as_threads_hold_it(dq, c.WARPS)
         part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
         gl.atomic_add(x.dq + part * DQ_COLS + places(flat.shape[0], c.WARPS), flat, sem="relaxed", scope="gpu")
 
@@ -176,8 +183,8 @@ def signal_stored(dq_ring, slot, c):
 
 @gluon.jit
 def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
-    """Add dQ of one work tile to its sum by TMA; returns the steps done. Where order matters, each tile is added when
-    the tiles of keys before have added theirs.
+    """Add dQ of one work tile to its sum by TMA, or store it; returns the steps done. Where order matters, each tile is
+    added when the tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
     """
@@ -206,7 +213,12 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
                 for part in gl.static_range(c.DQ_PARTS):
                     wait_full(dq_ring, 0, step * c.DQ_PARTS + part)
                     fence_async_shared()  # warps have stored, TMA reads
-                    tma_add(x.dq, [place_of_part(head + m, part, c), 0], dq_ring.slots.index(0))
+                    if c.DQ_STORED:
+                        seq = work_tile.seq
+                        at = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
+                        tma_store(x.dq, at, dq_ring.slots.index(0))
+                    else:
+                        tma_add(x.dq, [place_of_part(head + m, part, c), 0], dq_ring.slots.index(0))
                     tma.store_wait(0)
                     mbarrier.arrive(dq_ring.empty.index(0), count=1)
                 if c.DEFERRED_RELEASE:
