@@ -202,7 +202,8 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
     One tensor alone, if only along the keys, is a plain bias, which every backend has.
     """
     if slots.low_rank is not None:
-        q, k = _cast_like(slots.low_rank, inputs.q).extended(inputs.q, inputs.k, score.scale, score.softcap)
+        capped = score.transformed or None  # by whatever it is that a bias does not pass through
+        q, k = _cast_like(slots.low_rank, inputs.q).extended(inputs.q, inputs.k, score.scale, capped)
         inputs = inputs._replace(q=q, k=k)
     bias, cols, rows = slots.matrix, slots.cols, slots.rows
     if bias is None:
