@@ -178,7 +178,7 @@ def prepared_by(monkeypatch):
     """
     from tilewise.backends import cpu
 
-    for module, names in ((dispatch, ("forwards", "backwards", "structures")), (call, ("_usual_calls", "_structures"))):
+    for module, names in ((dispatch, ("forwards", "backwards", "structures")), (call, ("usual_calls", "structures"))):
         for name in names:
             monkeypatch.setattr(module, name, Prepared())
     log: list[tuple[str, bool, Problem]] = []
@@ -236,7 +236,7 @@ def test_a_new_length_is_what_it_would_be_without_others(prepared_by, door, oper
     assert sum(resized for _, resized, _ in seen) >= 6
     torch.manual_seed(0)
     for (M, N), found in zip(lengths, after_others, strict=True):
-        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call._usual_calls, call._structures):
+        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call.usual_calls, call.structures):
             kept.clear()
         assert all(torch.equal(x, y) for x, y in zip(found, run(M, N), strict=True))
     alone = prepared_by[len(seen) :]
