@@ -39,12 +39,7 @@ def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
     in."""
     config, q, sink = run.config, inputs.q, inputs.sink
     shares = splits(problem, config)
-    if (
-        not run.plain
-        or (shares > 1) != (run.shares > 1)
-        or ragged(problem, config) != run.choices
-        or lists_pay(problem, config)
-    ):
+    if (shares > 1) != (run.shares > 1) or ragged(problem, config) != run.choices or lists_pay(problem, config):
         return None
     new = object.__new__(type(run))
     new.__dict__.update(run.__dict__)
@@ -77,7 +72,7 @@ def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
 def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Any:
     """The same of a `launch.Backward`."""
     p, config, (q, k, v, *_), (do, dlse) = problem, run.config, inputs, cotangents
-    if not run.plain or ragged(p, config) != run.choices:
+    if ragged(p, config) != run.choices:
         return None
     new = object.__new__(type(run))
     new.__dict__.update(run.__dict__)

@@ -102,7 +102,7 @@ class Backward:
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
         # For what `resized` knows of: q, k and v and their gradients.
-        self.plain = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
+        self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = _choices(problem, config, work_tiles, programs)
         if packed:
             self.row_list, self.key_list = TileList(p, block_m, dq), TileList(p, block_n, dk, dv, by_keys=True)
@@ -185,8 +185,6 @@ class Backward:
     ) -> Backward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
         p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
-        if not self.plain:
-            return None
         sizes, groups = _sizes(p, config, q.device)
         work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
         if _choices(p, config, work_tiles, programs) != self.choices:
