@@ -243,7 +243,7 @@ class _Family:
                 if len(members) > 1:  # or else it gives no tuple
                     self._among.append((n, None if len(members) == len(x) else itemgetter(*members)))
                 elif members:
-                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
+                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))  # type: ignore[arg-type]
         self.layouts = layouts
         self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
         self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]

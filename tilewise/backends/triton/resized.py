@@ -80,16 +80,16 @@ def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Output
     m_tiles, n_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
     row_programs, key_programs, padded = m_tiles * heads, n_tiles * p.kv_heads * p.batch, m_tiles * config.block_m
     sizes = run.preprocess.numbers[0]._replace(queries=p.queries, keys=p.keys, padded_queries=padded)
-    real = {"dtype": torch.float32, "device": device}
+    empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
     accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
-    new.empty_stats = partial(torch.empty_strided, (p.batch, p.heads, padded), (p.heads * padded, padded, 1), **real)
+    new.empty_stats = partial(empty, (p.batch, p.heads, padded), (p.heads * padded, padded, 1))
     made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
     *gradients, accumulator = run.empty_gradients
     new.empty_gradients = [
         None if make is None else partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device)
         for make, x in zip(gradients, made, strict=True)
     ]
-    new.empty_gradients.append(None if accumulator is None else partial(torch.empty_strided, *accum, **real))
+    new.empty_gradients.append(None if accumulator is None else partial(empty, *accum))
     given = [Place.of(x) for x in (q, k, v, do)]
     dlse_row = None if dlse is None else Place.of(dlse[..., None])
     new.preprocess = run.preprocess.resized(

@@ -196,9 +196,9 @@ class Backward:
         counted = counters(sizes, groups, p.deterministic, reduces=False)
         stats, cols = 2 * block_m * row_programs, DQ_COLS.value
         accum = row_programs * block_m * width // cols, cols
-        real = {"dtype": torch.float32, "device": device}
-        new.empty_stats = partial(torch.empty_strided, (stats,), (1,), **real)
-        new.empty_dq_accum = partial(torch.empty_strided, accum, (cols, 1), **real)
+        empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
+        new.empty_stats = partial(empty, (stats,), (1,))
+        new.empty_dq_accum = partial(empty, accum, (cols, 1))
         new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
         given = [Place.of(x) for x in (q, k, v, do)]
         made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
