@@ -85,6 +85,21 @@ FAULTS = [
         "test_autograd.py::test_gradients_only_for_what_asks_for_one",
     ),
     Fault(
+        "call.py", "if aligned and terms.hi is not None:", "if False:",
+        "a call with a new length has the band of an earlier one",
+        "test_structure.py::test_a_new_length_is_what_it_would_be_without_others",
+    ),
+    Fault(
+        "structure.py", "*_codes(strides), strides[1]", "strides[1]",
+        "what is prepared for contiguous rows reads others",
+        "test_structure.py::test_another_structure",
+    ),
+    Fault(
+        "backends/triton/resized.py", "(shares > 1) != (run.shares > 1)", "False",
+        "splits of the keys are not merged where another length has none",
+        "test_structure.py::test_a_resized_pass_is_what_would_be_prepared",
+    ),
+    Fault(
         "ops/runtime/operator.py", "else x.select(dim, i)", "else x.select(0, i)",
         "vmap takes the elements along the first axis, whatever in_dims says",
         "test_transforms.py::test_vmap",
@@ -453,9 +468,14 @@ FAULTS = [
         "test_launcher.py::test_another_alignment_is_asked_for",
     ),
     Fault(
-        "backends/launcher.py", "return _kind(layout[1:])", "return None",
+        "backends/kernel_arguments.py", "            found += x[1:]", "            pass",
         "strides that 16 does not divide get the kernel of those that it divides",
         "test_launcher.py::test_a_kernel_is_shared_where_triton_would_choose_the_same",
+    ),
+    Fault(
+        "backends/launcher.py", "elif any(isinstance(y, tuple) for y in x):", "elif False:",
+        "numbers of a bias by distance that 16 does not divide get the kernel of those that it divides",
+        "test_launcher.py::test_numbers_that_triton_tells_apart",
     ),
     Fault(
         "ops/runtime/sharding.py", "return Partial() if split and", "return Replicate() if split and",

@@ -25,14 +25,14 @@ def forced_splits(splits: int) -> Iterator[None]:
     launch.splits = lambda problem, config: splits if problem.few_queries else 1
     dispatch.forwards.clear()
     dispatch.structures.clear()
-    call._usual_calls.clear()
+    call.usual_calls.clear()
     try:
         yield
     finally:
         launch.splits = chosen
         dispatch.forwards.clear()
         dispatch.structures.clear()
-        call._usual_calls.clear()
+        call.usual_calls.clear()
 
 
 def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float]:

@@ -569,7 +569,7 @@ def test_errors_after_a_usual_call():
 
 
 def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(call, "_usual_calls", Prepared())
+    monkeypatch.setattr(call, "usual_calls", Prepared())
     q, k, v = (x.detach() for x in tensors())
     attention(q, k, v)
     torch.use_deterministic_algorithms(True)
@@ -577,7 +577,7 @@ def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
         attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [key[-1] for key in call._usual_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
+    assert [key[-1] for key in call.usual_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
 
 
 # --- nothing to compute ---

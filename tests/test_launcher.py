@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -161,3 +162,54 @@ def test_a_kernel_is_shared_where_triton_would_choose_the_same(compilers):
         assert choices.setdefault(wants, chosen) == chosen
     assert len(found) > 500
     assert len(choices) <= 1.1 * len(set(choices.values())) < 0.5 * len(found)
+
+
+class Two(NamedTuple):
+    first: object
+    second: object
+
+
+@pytest.mark.parametrize(
+    ("number", "other", "same"),
+    [
+        (32, 48, True), (3, 5, True), (32, 33, False), (1, 3, False), (1, True, False), (2**31, 2**32, True),
+        (16, 2**32, False), (0.5, 1.5, True), (1.0, 1, False), (None, 16, False), (-16, 16, True),
+        (-(2**40), 16, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["alone", "member", "beside a record", "in a record"])
+def test_numbers_that_triton_tells_apart(launch, number, other, same, where):
+    """An integer that is 1, that 16 divides, or that has more than 32 bits wants another kernel than one that is not;
+    so does another type. Wherever it stands, also in one that is resized."""
+    run, kernel = launch
+    place = {
+        "alone": lambda x: x, "member": lambda x: Two(x, 7), "beside a record": lambda x: Two(x, Two(7, 0.5)),
+        "in a record": lambda x: Two(7, Two(0.5, Two(x, 3))),
+    }[where]  # fmt: skip
+    wants = [
+        type(run)(kernel, 6, run.layouts, (place(x), 0.5), num_warps=4).wants((at(0), at(0), None), (True, True, False))
+        for x in (number, other)
+    ]
+    assert (wants[0] == wants[1]) == same
+    if type(number) is type(other) is int:
+        first = type(run)(kernel, 6, run.layouts, (place(number), 0.5), num_warps=4)
+        resized = first.resized(8, (None, None, None), (place(other), 0.5))
+        assert resized.wants((at(0), at(0), None), (True, True, False)) == wants[1]
+        assert resized.programs == 8
+
+
+def test_strides_of_a_resized_launch(launch):
+    from tilewise.backends.launcher import Place
+
+    run, kernel = launch
+    x, other = at(0), torch.zeros(1, 3, 5, 8)
+    run(x, x, None)
+    resized = run.resized(9, (Place.of(other), None, None), (9, 0.5))
+    for _ in range(2):
+        resized(other, x, None)
+    grid, (rows, pointer, absent, *numbers) = kernel.found[-1].launches[-1]
+    assert grid == (9, 1, 1)
+    assert rows[1:] == (0, *other.stride()[1:])
+    assert pointer is x
+    assert absent == (None, 0, 0, 0, 0)
+    assert numbers == [9, 0.5]

@@ -100,7 +100,7 @@ def test_what_is_prepared_is_bounded(monkeypatch):
 def remembered(monkeypatch):
     """What `call` remembers, nothing yet."""
     kept = Prepared()
-    monkeypatch.setattr(call, "_usual_calls", kept)
+    monkeypatch.setattr(call, "usual_calls", kept)
     return kept
 
 

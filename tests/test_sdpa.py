@@ -281,7 +281,7 @@ def folded(monkeypatch):
         return run(inputs, *rest, **options)
 
     monkeypatch.setattr(tilewise.sdpa, "attention_op", spy)
-    monkeypatch.setattr(tilewise.call, "_usual_calls", Prepared())  # or a call like an earlier one is not read
+    monkeypatch.setattr(tilewise.call, "usual_calls", Prepared())  # or a call like an earlier one is not read
     return seen
 
 

@@ -202,7 +202,8 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
     One tensor alone, if only along the keys, is a plain bias, which every backend has.
     """
     if slots.low_rank is not None:
-        q, k = _cast_like(slots.low_rank, inputs.q).extended(inputs.q, inputs.k, score.scale, score.softcap)
+        capped = score.transformed or None  # by whatever it is that a bias does not pass through
+        q, k = _cast_like(slots.low_rank, inputs.q).extended(inputs.q, inputs.k, score.scale, capped)
         inputs = inputs._replace(q=q, k=k)
     bias, cols, rows = slots.matrix, slots.cols, slots.rows
     if bias is None:
@@ -244,9 +245,9 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
-_usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
+usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
 # And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
-_structures: Prepared[tuple[Terms, bool]] = Prepared()
+structures: Prepared[tuple[Terms, bool]] = Prepared()
 
 
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -257,13 +258,13 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     if not _is_usual(inputs, tiles):
         return None
     key = _usual_key(inputs, tiles, arguments)
-    known = _usual_calls.get(key)
+    known = usual_calls.get(key)
     inputs = _with_rows(inputs)
     if known is None:
         known = _of_structure(inputs, arguments)
         if known is None:
             return None
-        _usual_calls.keep(key, known)
+        usual_calls.keep(key, known)
     if known[0].dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, *known, return_lse)
@@ -272,7 +273,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
 def _of_structure(inputs: Inputs, arguments: tuple) -> tuple[Terms, Forward] | None:
     """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike."""
     structure = structure_of(inputs)
-    known = None if structure is None else _structures.get((structure.key, arguments))
+    known = None if structure is None else structures.get((structure.key, arguments))
     if structure is None or known is None:
         return None
     terms, aligned = known
@@ -296,10 +297,10 @@ def remember_call(
         key, inputs = _usual_key(inputs, tiles, arguments), _with_rows(inputs)
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-        _usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+        usual_calls.keep(key, (terms, forward_of(inputs, terms)))
         structure = structure_of(inputs)
         if structure is not None:
-            _structures.keep((structure.key, arguments), (terms, aligned))
+            structures.keep((structure.key, arguments), (terms, aligned))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:

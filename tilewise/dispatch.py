@@ -54,7 +54,7 @@ def forward_like(structure: Structure, inputs: Inputs, terms: Terms) -> Forward 
 
 
 def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
-    if hasattr(run, "resized"):
+    if getattr(run, "resizable", False):
         variants = structures.get(key) or structures.keep(key, Variants([]))
         if len(variants.prepared) < MOST_VARIANTS:
             variants.prepared.append((problem, run))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers import Case, Results, Tensors, call, differentiate, hold, tensors
 
-from tilewise import attention
+from tilewise import attention, dispatch
+from tilewise import call as call_module
 
 BRAIN = torch.bfloat16
 HOPPER = pytest.param(
@@ -36,6 +37,36 @@ def test_shapes_in_turns(backend):
             results = differentiate(case, x, lambda x, case=case: call(case, backend, x))
             hold(case, results, "cuda")
             assert torch.equal(results.o, first.setdefault(case, results).o)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    "terms", [{}, {"causal": True}, {"window": (100, 20)}, {"causal": True, "bias": "1h1n"}], ids=str
+)
+def test_lengths_after_others(backend, terms):
+    """What was prepared for other lengths computes what it does for these alone: squares, and a cache that grows."""
+    bias = terms.get("bias")
+    options = {name: x for name, x in terms.items() if name != "bias"}
+    k, v = normal(2, 2, 700, 64), normal(2, 2, 700, 64)
+    vector = normal(1, 4, 1, 700)
+    cases = [(131, 131), (133, 133), (135, 135), (256, 256), (384, 384), (1, 601), (1, 603), (1, 607)]
+    inputs = [[x.requires_grad_() for x in (normal(2, 4, M, 64), k[:, :, :n].detach(), v[:, :, :n].detach())]
+              for M, n in cases]  # fmt: skip
+
+    def run(x):
+        more = {} if bias is None else {"bias": vector[..., : x[1].shape[2]]}
+        o = attention(*x, backend=backend, **options, **more)
+        return [o, *torch.autograd.grad(o, x, o.detach())]
+
+    after_others = [run(x) for x in inputs]
+    for x, found in zip(inputs, after_others, strict=True):
+        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call_module.usual_calls,
+                     call_module.structures):  # fmt: skip
+            kept.clear()
+        alone = run(x)
+        assert torch.equal(found[0], alone[0])
+        for a, b in zip(found[1:], alone[1:], strict=True):  # dQ is added up in any order
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
 
 
 @both_backends

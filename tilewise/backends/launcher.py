@@ -240,10 +240,14 @@ class _Family:
                 self._single.append(n)
             elif isinstance(x, tuple):
                 members = [at for at, y in enumerate(x) if type(y) is int]
-                if len(members) > 1:  # or else it gives no tuple
-                    self._among.append((n, None if len(members) == len(x) else itemgetter(*members)))
+                if len(members) == len(x):
+                    self._among.append((n, None))
+                elif any(isinstance(y, tuple) for y in x):
+                    self._among.append((n, _integers))
+                elif len(members) > 1:  # or else it gives no tuple
+                    self._among.append((n, itemgetter(*members)))
                 elif members:
-                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
+                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))  # type: ignore[arg-type]
         self.layouts = layouts
         self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
         self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]
@@ -275,6 +279,13 @@ class _Family:
         for n, some in self._among:
             integers += numbers[n] if some is None else some(numbers[n])
         return _codes(integers)
+
+
+def _integers(x: Any) -> list[int]:
+    """All in a tuple and in tuples among its members."""
+    if isinstance(x, tuple):
+        return [] if id(x) in _known_constants else [i for y in x for i in _integers(y)]
+    return [x] if type(x) is int else []
 
 
 def _codes(integers: Sequence[int]) -> tuple[int, ...]:

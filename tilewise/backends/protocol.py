@@ -124,7 +124,9 @@ class Backend(Protocol):
         "backward":  (problem, inputs, outputs, cotangents, needs) -> `Backward`
 
     What it returns serves all tensors of the same layout, and its caller keeps it by that: shape, dtype, strides,
-    device, and address modulo 16. Gradients that nobody needs are None.
+    device, and address modulo 16. Gradients that nobody needs are None. It may be ``resizable``: then its
+    ``resized(problem, ...)``, with the tensors as prepare takes them, serves another layout of the same
+    `tilewise.structure`, or is None where that one must be prepared.
     """
 
     prepare: Mapping[Pass, Callable[..., Callable[..., Any]]]

@@ -86,7 +86,8 @@ def dropout_numbers(score: Score) -> dict[str, Any]:
 
 def score_numbers(score: Score) -> dict[str, Any]:
     """What kernels are told of a score, in Triton and in Gluon: fields of their `Terms`, beside their exponents. A
-    switch that is off compiles its term away."""
+    switch that is off compiles its term away. By HAS_CAP kernels ask whether anything stands between the product and
+    the bias; `score_tile` knows what."""
     lo, hi = tiles.limits(score.band)
     return {
         "scale": score.scale,
@@ -95,7 +96,7 @@ def score_numbers(score: Score) -> dict[str, Any]:
         "hi": hi,
         "HAS_LO": tl.constexpr(score.band.lo is not None),
         "HAS_HI": tl.constexpr(score.band.hi is not None),
-        "HAS_CAP": tl.constexpr(score.softcap is not None),
+        "HAS_CAP": tl.constexpr(score.transformed),
     }
 
 

@@ -9,6 +9,7 @@ the products of another; a bias tile in shared memory leaves room for fewer prog
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tilewise.backends import float32_precision
 from tilewise.problem import Problem
@@ -171,6 +172,7 @@ def splits(problem: Problem, config: Config) -> int:
     return best_splits(units, end - begin, _MULTIPROCESSORS.get(p.capability or (8, 0), 128))
 
 
+@lru_cache(1024)  # a cache that grows has as many tiles for a while
 def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
     """`splits` for so many programs of so many key tiles each: of those that fill a number of waves the most, and the
     fewest that do as well."""

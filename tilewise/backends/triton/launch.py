@@ -156,7 +156,7 @@ class Forward:
                 merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
-        self.plain = not lists and parts is None and problem.totals is None and problem.tile_mask is None
+        self.resizable = not lists and parts is None and problem.totals is None and problem.tile_mask is None
         self.main = Launch(
             forward_kernel,
             forward_programs(problem, config, shares),
@@ -321,7 +321,7 @@ class Backward:
             )
 
         # For what `resized` knows of: q, k and v and their gradients, dQ summed up.
-        self.plain = (
+        self.resizable = (
             bias is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
             and not needs.sink and self.query_gradient is None and not problem.score.dropout
         )  # fmt: skip

@@ -39,12 +39,7 @@ def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
     in."""
     config, q, sink = run.config, inputs.q, inputs.sink
     shares = splits(problem, config)
-    if (
-        not run.plain
-        or (shares > 1) != (run.shares > 1)
-        or ragged(problem, config) != run.choices
-        or lists_pay(problem, config)
-    ):
+    if (shares > 1) != (run.shares > 1) or ragged(problem, config) != run.choices or lists_pay(problem, config):
         return None
     new = object.__new__(type(run))
     new.__dict__.update(run.__dict__)
@@ -77,7 +72,7 @@ def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
 def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Any:
     """The same of a `launch.Backward`."""
     p, config, (q, k, v, *_), (do, dlse) = problem, run.config, inputs, cotangents
-    if not run.plain or ragged(p, config) != run.choices:
+    if ragged(p, config) != run.choices:
         return None
     new = object.__new__(type(run))
     new.__dict__.update(run.__dict__)
@@ -85,16 +80,16 @@ def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Output
     m_tiles, n_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
     row_programs, key_programs, padded = m_tiles * heads, n_tiles * p.kv_heads * p.batch, m_tiles * config.block_m
     sizes = run.preprocess.numbers[0]._replace(queries=p.queries, keys=p.keys, padded_queries=padded)
-    real = {"dtype": torch.float32, "device": device}
+    empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
     accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
-    new.empty_stats = partial(torch.empty_strided, (p.batch, p.heads, padded), (p.heads * padded, padded, 1), **real)
+    new.empty_stats = partial(empty, (p.batch, p.heads, padded), (p.heads * padded, padded, 1))
     made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
     *gradients, accumulator = run.empty_gradients
     new.empty_gradients = [
         None if make is None else partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device)
         for make, x in zip(gradients, made, strict=True)
     ]
-    new.empty_gradients.append(None if accumulator is None else partial(torch.empty_strided, *accum, **real))
+    new.empty_gradients.append(None if accumulator is None else partial(empty, *accum))
     given = [Place.of(x) for x in (q, k, v, do)]
     dlse_row = None if dlse is None else Place.of(dlse[..., None])
     new.preprocess = run.preprocess.resized(

@@ -103,7 +103,7 @@ def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
         return f"reads {name} at positions that the host knows, one entry for each distance: not {what}"
     if distances.outside == "clamp" or (distances.outside == "hidden" and any(ends(problem))):
         return f"reads {name} that is 0 outside its distances, or hidden by the band: not {distances.outside!r}"
-    beside = {"another bias": problem.bias, "a mask": problem.mask, "a softcap": problem.score.softcap}
+    beside = {"another bias": problem.bias, "a mask": problem.mask, "a softcap": problem.score.transformed or None}
     found = [word for word, x in beside.items() if x is not None]
     if found:
         return f"takes {name} alone: not beside {' and '.join(found)}"

@@ -119,7 +119,7 @@ class Backward:
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         # For what `resized` knows of: q, k and v and their gradients.
-        self.plain = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
+        self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = _choices(problem, config, work_tiles, programs)
         if packed:
             self.row_list = TileList(p, block_m, dq, self.dvalues)
@@ -200,8 +200,6 @@ class Backward:
     ) -> Backward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
         p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
-        if not self.plain:
-            return None
         sizes, groups = _sizes(p, config, q.device)
         work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
         if _choices(p, config, work_tiles, programs) != self.choices:
@@ -213,9 +211,9 @@ class Backward:
         counted = counters(sizes, groups, p.deterministic, reduces=False)
         stats, cols = 2 * block_m * row_programs, DQ_COLS.value
         accum = row_programs * block_m * width // cols, cols
-        real = {"dtype": torch.float32, "device": device}
-        new.empty_stats = partial(torch.empty_strided, (stats,), (1,), **real)
-        new.empty_dq_accum = partial(torch.empty_strided, accum, (cols, 1), **real)
+        empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
+        new.empty_stats = partial(empty, (stats,), (1,))
+        new.empty_dq_accum = partial(empty, accum, (cols, 1))
         new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
         given = [Place.of(x) for x in (q, k, v, do)]
         made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]

@@ -78,7 +78,7 @@ class Forward:
             **most_registers(config.programs, config.warpgroups + 1),
         )
         self.repair = None
-        self.plain = inputs.parts is None and inputs.lengths is None and problem.mask is None
+        self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         if c.HIDES.value:
             r = _repair(problem, config)
             looks = _looks(problem, sizes, r)
@@ -104,7 +104,7 @@ class Forward:
         """For other lengths; None where these ask for something else that is compiled in."""
         config, (q, k, v, bias, _, sink, *_) = self.config, inputs
         sizes = _sizes(problem, config, self.programs)
-        if not self.plain or _choices(problem, config, sizes, self.programs) != self.choices:
+        if _choices(problem, config, sizes, self.programs) != self.choices:
             return None
         new = object.__new__(Forward)
         new.__dict__.update(self.__dict__)
