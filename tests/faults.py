@@ -559,7 +559,7 @@ FAULTS = [
     Fault(
         "gather/__init__.py", "seen_to = torch.where(keys < begins.shape[3], seen_to, 0)", "pass",
         "what stands in a place without a key is seen",
-        "test_gather.py::test_against_the_bool_mask",
+        "test_gather.py::test_as_many_keys_as_a_chunk_may_keep",
     ),
     Fault(
         "gather/__init__.py", "rank = torch.where(seen_from == 0, rows - seen_to, rows + seen_from)", "rank = keys",

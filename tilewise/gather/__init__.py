@@ -117,8 +117,8 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
     if masked:
         keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
         batch = 1 if chunks == 1 and keys.shape[0] == 1 else B
-        intervals = [x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to)]
-        found = TileMask.from_intervals(*intervals, rows).tensors
+        lo, hi = (x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to))
+        found = TileMask.from_intervals(lo, hi, rows).tensors
     if bias is not None:
         wide = bias if bias.dtype == torch.float64 else bias.float()  # parts of its gradient are not rounded
         own = wide.mT if chunks == 1 else wide.mT.expand(B, -1, -1, -1)

@@ -44,7 +44,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.save_for_backward(keys)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keys,) = ctx.saved_tensors
         chunks, (_, H, cols, D), N = ctx.chunks, grad.shape, ctx.shape[2]
         B = grad.shape[0] // chunks
