@@ -120,7 +120,7 @@ def test_gradients_of_rows(by_heads, B, H, shape):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
-def test_the_kernel_of_these_gradients_is_its_twin(interpreter, by_heads, B, H, shape):
+def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
     x, keys, generator = _rows(B, H, shape, by_heads, torch.float32)
     x.requires_grad_()
     found = gather_rows(x, keys, 3)
@@ -129,6 +129,9 @@ def test_the_kernel_of_these_gradients_is_its_twin(interpreter, by_heads, B, H, 
     total = interpreter(kept_keys_child.summed, grad, keys, x.shape, torch.float32, by_heads)
     assert torch.equal(total, expected)
     assert total.transpose(1, 2).is_contiguous() == by_heads
+    taken = interpreter(kept_keys_child.taken, x.detach(), keys)
+    named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 3, 7).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(taken, found.detach() * named[..., None])
 
 
 def _rows(
