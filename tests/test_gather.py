@@ -200,6 +200,25 @@ def test_transforms():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_are_refused_by_name():
+    found = dynamic_mask(torch.randn(1, 2, 1, 130), keep=9)
+    q, k, v = (torch.randn(1, 2, 130, 8) for _ in range(3))
+    for at in range(3):
+        with torch.autograd.forward_ad.dual_level():
+            given = [torch.autograd.forward_ad.make_dual(x, x) if n == at else x for n, x in enumerate((q, k, v))]
+            with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
+                attention(*given, mask=found)
+
+
+def test_dtensors_are_refused_by_name(monkeypatch):
+    """By the operator, which is told that these are some."""
+    monkeypatch.setattr(gather, "is_dtensor", lambda x: True)
+    monkeypatch.setattr(gather, "gathered_attention", None)
+    found = dynamic_mask(torch.randn(1, 2, 1, 130), keep=9)
+    attention(*torch.randn(3, 1, 2, 130, 8).unbind(), mask=found)
+
+
 def test_more_leading_dimensions(ways):
     found = dynamic_mask(torch.randn(1, 2, 1, 130), keep=9)
     q, k, v = (torch.randn(2, 3, 2, 130, 8) for _ in range(3))

@@ -21,9 +21,12 @@ from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import Call
 from tilewise.gather.autograd import gather_rows
+from tilewise.ops.runtime.eager import in_forward_mode
+from tilewise.ops.runtime.tools import exports_onnx
 from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band
 from tilewise.score.tiles import visible_pairs
+from tilewise.tensors import is_dtensor
 from tilewise.tile_mask import Kept, TileMask
 
 # FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
@@ -95,7 +98,12 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
 
 
 def attention_of_kept(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors."""
+    """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors.
+
+    DTensors and ONNX take no mask by tiles, forward AD no attention, and the operator says so.
+    """
+    if is_dtensor(call.inputs.q) or exports_onnx() or in_forward_mode():
+        return None
     gather = gather_of(Problem.of(*call.inputs, call.score), kept)
     return gathered_attention(call, gather, return_lse) if isinstance(gather, Gather) else None
 
