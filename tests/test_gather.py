@@ -101,6 +101,25 @@ def test_as_many_keys_as_a_chunk_may_keep(ways, scores):
     assert ways[0] == gather.Gather(3, 100, 192, masked=True)
 
 
+@pytest.mark.parametrize(
+    ("M", "keep", "expected"),
+    [
+        (32768, 2048, (16, 2048, 4096)),
+        (32768, 3000, (16, 2048, 5120)),  # 11 chunks of 2,979 would end one query past the last
+        (32768, 100, (256, 128, 256)),
+        (30000, 2048, (15, 2000, 4096)),
+        (8192, 4000, None),
+    ],
+)
+def test_chunks(monkeypatch, M, keep, expected):
+    monkeypatch.setattr(gather, "CHUNK", 128)
+    q = torch.empty(1, 2, M, 8, device="meta")
+    found = TileMask.from_intervals(torch.zeros(1, 1, M, dtype=torch.int32), torch.zeros(1, 1, M, dtype=torch.int32), M)
+    found = TileMask(M, M, found.to("meta").tensors, Kept(keep, True, by_query=False))
+    way = explain(q, q, q, mask=found, causal=True, device="sm_90").gather
+    assert isinstance(way, str) if expected is None else way == (*expected, True)
+
+
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
 def test_gradients_of_rows(by_heads, B, H, shape):

@@ -17,13 +17,17 @@ from tilewise.backends import device_of
 from tilewise.backends.launcher import POINTER, Launch, Strided, strided
 
 _BLOCK = 1024
+# What a launch is kept by beside its numbers: the device, and dtypes, for it takes the kernel that it had before.
+Kind = tuple[torch.device, *tuple[torch.dtype, ...]]
 
 
 # --- gathered rows, and their gradients ---
 
 
 @lru_cache(256)
-def _take_rows(shape: tuple[int, ...], chunks: int, cols: int, keys_shape: tuple[int, int], x: Strided) -> Launch:
+def _take_rows(
+    kind: Kind, shape: tuple[int, ...], chunks: int, cols: int, keys_shape: tuple[int, int], x: Strided
+) -> Launch:
     B, H, N, D = shape
     batch, heads = keys_shape
     block_d = triton.next_power_of_2(D)
@@ -41,7 +45,8 @@ def take_rows(x: Tensor, keys: Tensor) -> Tensor:
     with device_of(x):
         keys = keys.contiguous()
         found = x.new_empty(B * chunks, H, cols, D)
-        _take_rows(tuple(x.shape), chunks, cols, (keys.shape[0], keys.shape[1]), strided(x))(x, keys, found)
+        kind = x.device, x.dtype
+        _take_rows(kind, tuple(x.shape), chunks, cols, (keys.shape[0], keys.shape[1]), strided(x))(x, keys, found)
     return found
 
 
@@ -66,7 +71,7 @@ def take_rows_kernel(
 
 @lru_cache(256)
 def _sum_rows(
-    shape: tuple[int, ...], chunks: int, cols: int, keys_shape: tuple[int, int], grad: Strided, total: Strided
+    kind: Kind, shape: tuple[int, ...], chunks: int, keys_shape: tuple[int, int], grad: Strided, total: Strided
 ) -> Launch:
     B, H, N, D = shape
     batch, heads = keys_shape
@@ -97,9 +102,9 @@ def sum_rows(
         places.scatter_(-1, keys, number.expand(keys.shape))
         total = grad.new_empty((B, N, H, D) if by_heads else shape, dtype=dtype)
         total = total.transpose(1, 2) if by_heads else total
-        _sum_rows(shape, chunks, cols, (keys.shape[0], keys.shape[1]), strided(grad), strided(total))(
-            grad, places, total
-        )
+        kind = grad.device, grad.dtype, dtype
+        sums = _sum_rows(kind, tuple(shape), chunks, (keys.shape[0], keys.shape[1]), strided(grad), strided(total))
+        sums(grad, places, total)
     return total
 
 
@@ -129,7 +134,7 @@ def sum_rows_kernel(
 
 
 @lru_cache(256)
-def _level(rows: int, n: int, half: int) -> Launch:
+def _level(device: torch.device, rows: int, n: int, half: int) -> Launch:
     blocks = triton.cdiv(n, _BLOCK)
     return Launch(smallest_level_kernel, rows * blocks, (POINTER,) * 8, (n, half, half // 2, _BLOCK), num_warps=4)
 
@@ -150,7 +155,7 @@ def running_smallest(order: Tensor, w: int) -> Tensor:
         )
         while half > 0:
             counts = zeros.cumsum(-1, dtype=torch.int32)
-            _level(rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
+            _level(order.device, rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
             numbers, after, zeros, zeros_after = after, numbers, zeros_after, zeros
             half //= 2
         return torch.where(place < w, n, found)

@@ -85,6 +85,8 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     keep = min(kept.keep, N)
     rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
     chunks = -(-M // rows)
+    # So many that q is not padded, which is a copy, if there are such.
+    chunks = next((n for n in range(chunks, 2 * chunks) if M % (n * CHUNK) == 0), chunks)
     rows = -(-M // chunks)
     cols = min(N, -(-(keep + rows - 1) // CHUNK) * CHUNK) if kept.causal else keep
     band = p.score.band.both(Band.aligned(kept.causal, None, N - M))
