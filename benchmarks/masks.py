@@ -14,8 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from tilewise.bench import cases, packed
 from tilewise.bench.cases import AnyCase
+from tilewise.bench.providers import providers
 from tilewise.bench.results import Pass, Results, write_document
 from tilewise.bench.run import Options, PlainProgress, run
 
@@ -124,12 +128,34 @@ def table(found: Found) -> list[str]:
     return lines
 
 
+def kernels(causal: bool) -> None:
+    """What a forward and backward with a dynamic mask launch, the longest first, a table of PyTorch's profiler."""
+    device = torch.device("cuda")
+    case = KEPT[causal]
+    steps = next(p for p in providers(device) if p.name == HOPPER).prepare(case, case.inputs(device))
+    for _ in range(3):
+        steps.backward(steps.forward())
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        steps.backward(steps.forward())
+        torch.cuda.synchronize()
+    ordered = sorted(found.key_averages(), key=lambda x: -x.device_time_total)
+    print(f"{case.name}: {sum(x.device_time_total for x in ordered):.0f} us, {sum(x.count for x in ordered)} launches")
+    for x in ordered[:14]:
+        print(f"{x.device_time_total:8.0f} us {x.count:4} x {x.key[:90]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write what was measured")
     parser.add_argument("--budget", type=float, default=190.0, metavar="SECONDS", help="nothing is begun after it")
     parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+    parser.add_argument("--kernels", action="store_true", help="only list the kernels of dynamic masks")
     arguments = parser.parse_args()
+    if arguments.kernels:
+        for causal in (False, True):
+            kernels(causal)
+        return
     end, parts = time.monotonic() + arguments.budget, []
     for todo, who in PARTS:
         left = end - time.monotonic()

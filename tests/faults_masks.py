@@ -77,7 +77,7 @@ MASKS = [
     Fault(
         "gather/__init__.py", "seen_to = torch.where(keys < begins.shape[3], seen_to, 0)", "pass",
         "what stands in a place without a key is seen",
-        "test_gather.py::test_against_the_bool_mask",
+        "test_gather.py::test_as_many_keys_as_a_chunk_may_keep",
     ),
     Fault(
         "gather/__init__.py", "rank = torch.where(seen_from == 0, rows - seen_to, rows + seen_from)", "rank = keys",
@@ -107,7 +107,13 @@ MASKS = [
     Fault(
         "backends/kept_keys.py", "mask=(place >= 0)[:, None]", "mask=(place >= -1)[:, None]",
         "a key that a chunk does not keep gets the gradient of another",
-        "test_gather.py::test_the_kernel_of_these_gradients_is_its_twin",
+        "test_gather.py::test_the_kernels_are_their_twins",
+    ),
+    Fault(
+        "backends/kept_keys.py", "h, c, b = row % heads, row // heads % chunks",
+        "c, h, b = row % chunks, row // chunks % heads",
+        "chunks and heads are taken for each other",
+        "test_gather.py::test_the_kernels_are_their_twins",
     ),
     Fault(
         "backends/kept_keys.py", "until - begin // 2", "until - begin",

@@ -16,3 +16,9 @@ def summed(grad: Tensor, keys: Tensor, shape: tuple[int, int, int, int], dtype: 
     from tilewise.backends.kept_keys import sum_rows
 
     return sum_rows(grad, keys, shape, dtype, by_heads)
+
+
+def taken(x: Tensor, keys: Tensor) -> Tensor:
+    from tilewise.backends.kept_keys import take_rows
+
+    return take_rows(x, keys)

@@ -101,6 +101,25 @@ def test_as_many_keys_as_a_chunk_may_keep(ways, scores):
     assert ways[0] == gather.Gather(3, 100, 192, masked=True)
 
 
+@pytest.mark.parametrize(
+    ("M", "keep", "expected"),
+    [
+        (32768, 2048, (16, 2048, 4096)),
+        (32768, 3000, (16, 2048, 5120)),  # 11 chunks of 2,979 would end one query past the last
+        (32768, 100, (256, 128, 256)),
+        (30000, 2048, (15, 2000, 4096)),
+        (8192, 4000, None),
+    ],
+)
+def test_chunks(monkeypatch, M, keep, expected):
+    monkeypatch.setattr(gather, "CHUNK", 128)
+    q = torch.empty(1, 2, M, 8, device="meta")
+    found = TileMask.from_intervals(torch.zeros(1, 1, M, dtype=torch.int32), torch.zeros(1, 1, M, dtype=torch.int32), M)
+    found = TileMask(M, M, found.to("meta").tensors, Kept(keep, True, by_query=False))
+    way = explain(q, q, q, mask=found, causal=True, device="sm_90").gather
+    assert isinstance(way, str) if expected is None else way == (*expected, True)
+
+
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
 def test_gradients_of_rows(by_heads, B, H, shape):
@@ -120,7 +139,7 @@ def test_gradients_of_rows(by_heads, B, H, shape):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
-def test_the_kernel_of_these_gradients_is_its_twin(interpreter, by_heads, B, H, shape):
+def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
     x, keys, generator = _rows(B, H, shape, by_heads, torch.float32)
     x.requires_grad_()
     found = gather_rows(x, keys, 3)
@@ -129,6 +148,9 @@ def test_the_kernel_of_these_gradients_is_its_twin(interpreter, by_heads, B, H, 
     total = interpreter(kept_keys_child.summed, grad, keys, x.shape, torch.float32, by_heads)
     assert torch.equal(total, expected)
     assert total.transpose(1, 2).is_contiguous() == by_heads
+    taken = interpreter(kept_keys_child.taken, x.detach(), keys)
+    named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 3, 7).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(taken, found.detach() * named[..., None])
 
 
 def _rows(
@@ -195,6 +217,25 @@ def test_transforms():
     total = sum(attention(*x, mask=found.dense()).square().sum() for x in zip(*leaves, strict=True))
     for one, other in zip(grads, torch.autograd.grad(total, leaves), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_are_refused_by_name():
+    found = dynamic_mask(torch.randn(1, 2, 1, 130), keep=9)
+    q, k, v = (torch.randn(1, 2, 130, 8) for _ in range(3))
+    for at in range(3):
+        with torch.autograd.forward_ad.dual_level():
+            given = [torch.autograd.forward_ad.make_dual(x, x) if n == at else x for n, x in enumerate((q, k, v))]
+            with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
+                attention(*given, mask=found)
+
+
+def test_dtensors_are_refused_by_name(monkeypatch):
+    """By the operator, which is told that these are some."""
+    monkeypatch.setattr(gather, "is_dtensor", lambda x: True)
+    monkeypatch.setattr(gather, "gathered_attention", None)
+    found = dynamic_mask(torch.randn(1, 2, 1, 130), keep=9)
+    attention(*torch.randn(3, 1, 2, 130, 8).unbind(), mask=found)
 
 
 def test_more_leading_dimensions(ways):

@@ -130,6 +130,7 @@ ROOMS = {
         "tilewise.ops.runtime",
         "tilewise.problem",
         "tilewise.score",
+        "tilewise.tensors",
         "tilewise.tile_mask",
     },
     "tilewise.jagged": {"tilewise.problem", "tilewise.score", "tilewise.tensors", "tilewise.varlen"},

@@ -15,21 +15,18 @@ B, H, HKV, M, N, BLOCK_N = 2, 4, 2, 150, 200, 128
 
 
 @pytest.mark.parametrize(
-    ("bias", "mask"),
+    ("bias", "mask", "rows"),
     [
-        ((1, 1), (1, 1)),
-        ((1, 1), (B, H)),
-        ((1, 1), (B, HKV)),
-        ((B, 1), (1, H)),
-        ((B, 1), (B, 1)),
-        ((1, H), (B, HKV)),
-        ((1, HKV), (B, H)),
-        ((1, HKV), (1, 1)),
-        ((1, H), (B, H)),
+        ((1, 1), (1, 1), True),
+        ((1, 1), (B, H), True),
+        ((1, 1), (B, HKV), False),
+        ((B, 1), (1, H), True),
+        ((1, H), (B, HKV), True),
+        ((1, HKV), (B, H), True),
+        ((1, HKV), (1, 1), False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rows", [True, False])
 def test_what_is_zeroed_and_read(interpreter, bias, mask, rows):
     """Tiles that one of the matrices of the mask shows, of those that share the bias; the others hold NaN."""
     generator = torch.Generator().manual_seed(B)

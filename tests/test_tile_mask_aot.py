@@ -62,10 +62,15 @@ def test_compiled_kernels_of_a_shared_dbias(compilers, triton):
         assert kernel.name == "backward_kernel" or not kernel.spill_stores, f"{kernel.name} spills"
 
 
-def test_compiled_kernels_of_dynamic_masks(compilers):
-    """Each level of 4,096 keys, of which Triton makes few kernels; none spills."""
-    kernels = compilers.compile(compile_kept_keys, "installed", 90, (1, 16, 4096, 128), 4)
-    assert [kernel.name for kernel in kernels] == ["smallest_level_kernel"] * 12 + ["sum_rows_kernel"]
+@pytest.mark.parametrize(("shape", "chunks"), [((1, 16, 4096, 128), 4), ((1, 1, 4096, 1), 1)])
+def test_compiled_kernels_of_dynamic_masks(compilers, shape, chunks):
+    """Each level of 4,096 keys, of which Triton makes few kernels; none spills. One head, chunk and column: numbers of
+    1 are constants."""
+    kernels = compilers.compile(compile_kept_keys, "installed", 90, shape, chunks)
+    assert [kernel.name for kernel in kernels] == ["smallest_level_kernel"] * 12 + [
+        "sum_rows_kernel",
+        "take_rows_kernel",
+    ]
     for kernel in kernels:
         print(kernel)
         assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"

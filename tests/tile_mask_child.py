@@ -35,12 +35,13 @@ def lists_of(case: Case, name: str, block: int | tuple[int, int]) -> list[tuple[
 
 
 def hopper_lists_of(
-    case: Case, name: str, block: int | tuple[int, int]
+    case: Case, name: str, block: int | tuple[int, int], many: int
 ) -> list[tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]]:
     """Bits of visited tiles, lists and states of the Hopper kernels, by rows and by keys: of the bool mask, and of the
-    tiles. What nobody has written is 0."""
+    tiles. What nobody has written is 0. many: see `masks.MANY`."""
     import torch
 
+    from tilewise.backends.gluon import masks
     from tilewise.backends.gluon.masks import MaskSummary
     from tilewise.backends.gluon.sm90.config import backward_config, forward_config
     from tilewise.backends.protocol import Inputs
@@ -48,6 +49,7 @@ def hopper_lists_of(
     from tilewise.problem import Problem
     from tilewise.score.terms import Band, Score
 
+    masks.MANY = many
     found, dense = pattern(name, case, block)
     q, k, v, *_ = tensors(case)
     dense = dense.expand(*found.shape[:2], case.M, case.N).contiguous()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import helpers
 import pytest
 import torch
 from helpers import Case, hold, run, tensors
@@ -31,6 +32,8 @@ TERMS = [
     {"D": 256, "window": (300, 50), "bias": "bhmn", "grads": "b"},
     {"B": 1, "H": 8, "D": 32, "bias": "b11n", "dtype": HALF, "deterministic": True},
     {"bias": "1hmn", "bias_dtype": FLOAT, "M": 700, "deterministic": True},
+    {"B": 4, "Hkv": 4, "D": 128, "bias": "11mn"},  # more share it than a group of programs has
+    {"B": 3, "H": 8, "Hkv": 4, "M": 799, "bias": "11mn", "deterministic": True},
 ]
 FOR_TRITON = [
     {"dropout_p": 0.2, "window": (300, 50), "layout": "sliced"},
@@ -50,6 +53,12 @@ def test_patterns(backend, name, block):
 @pytest.mark.parametrize("name", ["bits", "window"])
 def test_beside_other_terms(backend, name, terms):
     check(replace(USUAL, **{"M": 800, "N": 800, **terms}), name, backend, 128, "cuda")
+
+
+@pytest.mark.parametrize("mask", ["bhmn", "1kmn", "b11n"])
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+def test_a_shared_dbias_under_a_bool_mask(mask):
+    helpers.check(replace(USUAL, B=4, H=8, Hkv=4, bias="11mn", mask=mask), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("terms", FOR_TRITON, ids=str)

@@ -1,6 +1,6 @@
-"""What a dynamic mask needs of a GPU: gradients of gathered keys added up, and which queries keep a key.
+"""What a dynamic mask needs of a GPU: keys gathered, their gradients added up, and which queries keep a key.
 
-Both are in PyTorch's own operators beside it (`tilewise.gather`, `tilewise.dynamic_mask`); there are a few hundred of
+All are in PyTorch's own operators beside it (`tilewise.gather`, `tilewise.dynamic_mask`); there are a few hundred of
 these, or they move several times the bytes.
 """
 
@@ -17,14 +17,61 @@ from tilewise.backends import device_of
 from tilewise.backends.launcher import POINTER, Launch, Strided, strided
 
 _BLOCK = 1024
+# What a launch is kept by beside its numbers: the device, and dtypes, for it takes the kernel that it had before.
+Kind = tuple[torch.device, *tuple[torch.dtype, ...]]
 
 
-# --- gradients of gathered rows ---
+# --- gathered rows, and their gradients ---
+
+
+@lru_cache(256)
+def _take_rows(
+    kind: Kind, shape: tuple[int, ...], chunks: int, cols: int, keys_shape: tuple[int, int], x: Strided
+) -> Launch:
+    B, H, N, D = shape
+    batch, heads = keys_shape
+    block_d = triton.next_power_of_2(D)
+    block_r = max(8192 // block_d, 1)
+    programs = B * chunks * H * triton.cdiv(cols, block_r)
+    of_batch = heads * chunks * cols if batch > 1 else 0
+    numbers = (H, N, D, chunks, cols, of_batch, H // heads, block_r, block_d)
+    return Launch(take_rows_kernel, programs, (x, POINTER, POINTER), numbers, num_warps=4)
+
+
+def take_rows(x: Tensor, keys: Tensor) -> Tensor:
+    """Of x (B, H, N, D) the rows that ``keys``, as `sum_rows` has them, name: (B · chunks, H, cols, D); 0 for none."""
+    B, H, _, D = x.shape
+    chunks, cols = keys.shape[2:]
+    with device_of(x):
+        keys = keys.contiguous()
+        found = x.new_empty(B * chunks, H, cols, D)
+        kind = x.device, x.dtype
+        _take_rows(kind, tuple(x.shape), chunks, cols, (keys.shape[0], keys.shape[1]), strided(x))(x, keys, found)
+    return found
+
+
+@triton.jit
+def take_rows_kernel(
+    x, keys, found, heads, count, dim, chunks, cols, of_batch, group, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """One program a block of rows of one head of a chunk."""
+    blocks = tl.cdiv(cols, BLOCK_R)
+    pid = tl.program_id(0)
+    r, row = pid % blocks * BLOCK_R + tl.arange(0, BLOCK_R), pid // blocks
+    h, c, b = row % heads, row // heads % chunks, row // heads // chunks
+    d = tl.arange(0, BLOCK_D)
+    inside = (r < cols)[:, None] & (d < dim)[None, :]
+    at_keys = keys + tl.cast(b, tl.int64) * of_batch + tl.cast(h // group * chunks + c, tl.int64) * cols
+    key = tl.load(at_keys + r, mask=r < cols, other=count)
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    at = at + key[:, None] * x.stride2 + d[None, :] * x.stride3
+    value = tl.load(at, mask=inside & (key < count)[:, None], other=0.0)
+    tl.store(found + (tl.cast(row, tl.int64) * cols + r[:, None]) * dim + d[None, :], value, mask=inside)
 
 
 @lru_cache(256)
 def _sum_rows(
-    shape: tuple[int, ...], chunks: int, cols: int, keys_shape: tuple[int, int], grad: Strided, total: Strided
+    kind: Kind, shape: tuple[int, ...], chunks: int, keys_shape: tuple[int, int], grad: Strided, total: Strided
 ) -> Launch:
     B, H, N, D = shape
     batch, heads = keys_shape
@@ -55,9 +102,9 @@ def sum_rows(
         places.scatter_(-1, keys, number.expand(keys.shape))
         total = grad.new_empty((B, N, H, D) if by_heads else shape, dtype=dtype)
         total = total.transpose(1, 2) if by_heads else total
-        _sum_rows(shape, chunks, cols, (keys.shape[0], keys.shape[1]), strided(grad), strided(total))(
-            grad, places, total
-        )
+        kind = grad.device, grad.dtype, dtype
+        sums = _sum_rows(kind, tuple(shape), chunks, (keys.shape[0], keys.shape[1]), strided(grad), strided(total))
+        sums(grad, places, total)
     return total
 
 
@@ -87,7 +134,7 @@ def sum_rows_kernel(
 
 
 @lru_cache(256)
-def _level(rows: int, n: int, half: int) -> Launch:
+def _level(device: torch.device, rows: int, n: int, half: int) -> Launch:
     blocks = triton.cdiv(n, _BLOCK)
     return Launch(smallest_level_kernel, rows * blocks, (POINTER,) * 8, (n, half, half // 2, _BLOCK), num_warps=4)
 
@@ -108,7 +155,7 @@ def running_smallest(order: Tensor, w: int) -> Tensor:
         )
         while half > 0:
             counts = zeros.cumsum(-1, dtype=torch.int32)
-            _level(rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
+            _level(order.device, rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
             numbers, after, zeros, zeros_after = after, numbers, zeros_after, zeros
             half //= 2
         return torch.where(place < w, n, found)

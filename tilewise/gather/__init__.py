@@ -21,9 +21,12 @@ from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import Call
 from tilewise.gather.autograd import gather_rows
+from tilewise.ops.runtime.eager import in_forward_mode
+from tilewise.ops.runtime.tools import exports_onnx
 from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band
 from tilewise.score.tiles import visible_pairs
+from tilewise.tensors import is_dtensor
 from tilewise.tile_mask import Kept, TileMask
 
 # FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
@@ -82,6 +85,8 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     keep = min(kept.keep, N)
     rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
     chunks = -(-M // rows)
+    # So many that q is not padded, which is a copy, if there are such.
+    chunks = next((n for n in range(chunks, 2 * chunks) if M % (n * CHUNK) == 0), chunks)
     rows = -(-M // chunks)
     cols = min(N, -(-(keep + rows - 1) // CHUNK) * CHUNK) if kept.causal else keep
     band = p.score.band.both(Band.aligned(kept.causal, None, N - M))
@@ -95,7 +100,12 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
 
 
 def attention_of_kept(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors."""
+    """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors.
+
+    DTensors and ONNX take no mask by tiles, forward AD no attention, and the operator says so.
+    """
+    if is_dtensor(call.inputs.q) or exports_onnx() or in_forward_mode():
+        return None
     gather = gather_of(Problem.of(*call.inputs, call.score), kept)
     return gathered_attention(call, gather, return_lse) if isinstance(gather, Gather) else None
 
@@ -117,8 +127,8 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
     if masked:
         keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
         batch = 1 if chunks == 1 and keys.shape[0] == 1 else B
-        intervals = [x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to)]
-        found = TileMask.from_intervals(*intervals, rows).tensors
+        lo, hi = (x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to))
+        found = TileMask.from_intervals(lo, hi, rows).tensors
     if bias is not None:
         wide = bias if bias.dtype == torch.float64 else bias.float()  # parts of its gradient are not rounded
         own = wide.mT if chunks == 1 else wide.mT.expand(B, -1, -1, -1)

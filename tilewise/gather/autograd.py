@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import has_triton
-from tilewise.ops.runtime.eager import is_eager_backward
+from tilewise.ops.runtime.eager import is_eager, is_eager_backward
 
 
 def gather_rows(x: Tensor, keys: Tensor, chunks: int) -> Tensor:
@@ -26,6 +26,10 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, keys: Tensor, chunks: int) -> Tensor:
+        if x.is_cuda and is_eager((x, keys)) and has_triton():
+            from tilewise.backends.kept_keys import take_rows
+
+            return take_rows(_broadcast(x, keys)[0], keys)
         whole, keys = _broadcast(x, keys)
         B, H, N, D = whole.shape
         b, h = (torch.arange(n, device=x.device) for n in (B, H))
@@ -44,7 +48,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.save_for_backward(keys)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keys,) = ctx.saved_tensors
         chunks, (_, H, cols, D), N = ctx.chunks, grad.shape, ctx.shape[2]
         B = grad.shape[0] // chunks

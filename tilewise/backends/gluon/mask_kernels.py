@@ -29,6 +29,7 @@ class MaskConstants(NamedTuple):
     SPARSE: Any  # bits are written of tiles alone that are visited
     DQ_ORDER: Any  # its entries have an order, see `tile_list_kernel`
     BANDED: Any  # a band hides pairs, too
+    AT_ONCE: Any  # tiles of a program of `tile_summary_kernel`
 
 
 @triton.jit
@@ -60,12 +61,13 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
     _store_bits(bits, seen, bh, m, n, rows, keys, c)
     some = tl.max(tl.max(seen, 1), 0)
     all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
-    _store_state(states, some, all_, bh, m, n, row_count, key_count, c)
+    _store_state(states, some, all_, True, bh, m, n, row_count, key_count, c)
 
 
 @triton.jit
 def tile_summary_kernel(x, bits, states, rows, keys, how, c):
-    """`summary_kernel` of a mask by tiles. x: its tensors, a record; how: `TileHow` of tiles of 64 by BLOCK_N.
+    """`summary_kernel` of a mask by tiles, of AT_ONCE tiles beside each other, most of which need no look at their
+    pairs. x: its tensors, a record; how: `TileHow` of tiles of 64 by BLOCK_N.
 
     The bits of a tile are written if it, or one beside it in the same tile of queries, is not hidden: such a tile is
     visited, and what is hidden of it is read too. Where all of these are full nobody reads bits, and the pairs are not
@@ -73,34 +75,38 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(rows, 64)
+    groups = tl.cdiv(key_count, c.AT_ONCE)
     pid = tl.program_id(0)
-    n, m, bh = pid % key_count, pid // key_count % row_count, pid // key_count // row_count
+    first, m, bh = pid % groups * c.AT_ONCE, pid // groups % row_count, pid // groups // row_count
     matrix = bh.to(tl.int64)
-    tile_n = n * c.BLOCK_N // how.TILE_N + tl.arange(0, how.SPAN_N)
-    met = tile_n * how.TILE_N < tl.minimum((n + 1) * c.BLOCK_N, keys)
-    visited = 0
-    full = 1
+    i = tl.arange(0, c.AT_ONCE)
+    n = first + i
+    tile_n = (n * c.BLOCK_N // how.TILE_N)[:, None] + tl.arange(0, how.SPAN_N)[None, :]
+    met = tile_n * how.TILE_N < tl.minimum((n + 1) * c.BLOCK_N, keys)[:, None]
+    visited = tl.zeros([c.AT_ONCE], tl.int32)
+    full = tl.full([c.AT_ONCE], 1, tl.int32)
     for w in tl.static_range(c.WARPGROUPS):
         row = tl.minimum(m // c.WARPGROUPS * c.WARPGROUPS + w, row_count - 1) * 64 // how.TILE_M
         at = x.tiles + (matrix * tl.cdiv(rows, how.TILE_M) + row) * tl.cdiv(keys, how.TILE_N)
         number = tl.load(at + tile_n, mask=met, other=0)
-        visited = tl.maximum(visited, tl.max(number, 0))
-        full = tl.minimum(full, tl.min((~met | (number == FULL_TILE)).to(tl.int32), 0))
-    some = full
-    all_ = full
+        visited = tl.maximum(visited, tl.max(number, 1))
+        full = tl.minimum(full, tl.min((~met | (number == FULL_TILE)).to(tl.int32), 1))
     wanted = (visited > 0) & (full == 0)
     if c.BY_KEYS:
         cut = c.BANDED | (m * 64 + 64 > rows) | ((n + 1) * c.BLOCK_N > keys)
         wanted = (visited > 0) & ((full == 0) | cut)
-    if wanted:
-        r, col = m * 64 + tl.arange(0, 64)[:, None], n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]
-        inside = (r < rows) & (col < keys)
-        last_r, last_col = tl.minimum(r, rows - 1), tl.minimum(col, keys - 1)
-        seen = (inside & pairs(x, how, matrix, last_r, last_col, m * 64, n * c.BLOCK_N, rows, keys)).to(tl.int32)
-        _store_bits(bits, seen, bh, m, n, rows, keys, c)
-        some = tl.max(tl.max(seen, 1), 0)
-        all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
-    _store_state(states, some, all_, bh, m, n, row_count, key_count, c)
+    _store_state(states, full, full, (n < key_count) & ~wanted, bh, m, n, row_count, key_count, c)
+    for j in tl.range(0, tl.minimum(c.AT_ONCE, key_count - first), num_stages=1, disable_licm=True):
+        if tl.sum(tl.where(i == j, wanted.to(tl.int32), 0), 0) != 0:
+            this = first + j
+            r, col = m * 64 + tl.arange(0, 64)[:, None], this * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]
+            inside = (r < rows) & (col < keys)
+            last_r, last_col = tl.minimum(r, rows - 1), tl.minimum(col, keys - 1)
+            seen = (inside & pairs(x, how, matrix, last_r, last_col, m * 64, this * c.BLOCK_N, rows, keys)).to(tl.int32)
+            _store_bits(bits, seen, bh, m, this, rows, keys, c)
+            some = tl.max(tl.max(seen, 1), 0)
+            all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
+            _store_state(states, some, all_, True, bh, m, this, row_count, key_count, c)
 
 
 @triton.jit
@@ -125,12 +131,12 @@ def _store_bits(bits, seen, bh, m, n, rows, keys, c):
 
 
 @triton.jit
-def _store_state(states, some, all_, bh, m, n, row_count, key_count, c):
+def _store_state(states, some, all_, these, bh, m, n, row_count, key_count, c):
     if c.BY_KEYS:
         tile = (tl.cast(bh, tl.int64) * key_count + n) * row_count + m
     else:
         tile = (tl.cast(bh, tl.int64) * row_count + m) * key_count + n
-    tl.store(states + tile, (some + some * all_).to(tl.int8))
+    tl.store(states + tile, (some + some * all_).to(tl.int8), mask=these)
 
 
 @triton.jit

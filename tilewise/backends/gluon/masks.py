@@ -21,6 +21,7 @@ from tilewise.problem import Problem
 from tilewise.score.tiles import limits
 
 ROWS = 64  # of a tile of the mask, see `summary_kernel`
+MANY = 1 << 14  # tiles, of which a program of `tile_summary_kernel` has several, for most need no look at their pairs
 
 
 class KnownMask(NamedTuple):
@@ -69,16 +70,22 @@ class MaskSummary:
         self.tile_list = workspace(programs, 1 + (2 if ordered else 1) * others)
         how = tile_how(p, ROWS, block_n)
         tiles, banded = 1 << (others - 1).bit_length(), not p.score.band.unlimited
-        c = constants(MaskConstants(block_n, warpgroups, rows > 1, tiles, by_keys, how is not None, ordered, banded))
         count = matrices * chunks * key_tiles
+        at_once = 8 if how is not None and count >= MANY else 1
+        c = constants(
+            MaskConstants(block_n, warpgroups, rows > 1, tiles, by_keys, how is not None, ordered, banded, at_once)
+        )
         if how is None:
             self.summarise = Launch(
                 summary_kernel, count, (strided(mask), POINTER, POINTER), (of.heads, rows, p.keys, c), num_warps=4
             )
         else:
+            count = matrices * chunks * -(-key_tiles // at_once)
+            # ptxas: with more registers fewer programs run at once; those of intervals spill nothing at this many.
+            most = {"maxnreg": 168} if how.LIES == "intervals" else {}
             self.summarise = Launch(
                 tile_summary_kernel, count, (tile_layout(), POINTER, POINTER), (rows, p.keys, constants(how), c),
-                num_warps=4,
+                num_warps=4, **most,
             )  # fmt: skip
         self.list = Launch(
             tile_list_kernel, matrices * programs, (POINTER, POINTER, POINTER),

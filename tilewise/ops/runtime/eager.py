@@ -44,6 +44,11 @@ def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
         for x in tensors:
             if x is not None and x.requires_grad:
                 return True
+    return in_forward_mode()
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents of forward AD."""
     return forward_ad._current_level >= 0
 
 
