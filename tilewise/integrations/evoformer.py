@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from tilewise import attention
 from tilewise.autocast import autocast
 from tilewise.integrations.windows import Edges, Windows, banded
-from tilewise.problem import DTYPES, check_flag
-from tilewise.tensors import broadcasts, check_tensor
+from tilewise.problem import DTYPES, broadcasts, check_flag
+from tilewise.tensors import check_tensor
 
 _TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels
 
