@@ -267,7 +267,8 @@ def window_pair_attention(
         seen = windows.visible(mask, q.device)
         if pair_bias is not None and N % q_block:  # what stands for queries that there are not may be NaN
             pair_bias = pair_bias.masked_fill(windows.absent(q.device), 0.0)
-    o = _attention_of_windows(q, *windows.of(k, v), windows, pair_bias, seen, {"scale": scale, "backend": backend})
+    k, v = windows.of(k, v)
+    o = _attention_of_windows(q, k, v, windows, pair_bias, seen, {"scale": scale, "backend": backend})
     return o if o.shape[2] == N else o[:, :, :N]
 
 
