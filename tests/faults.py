@@ -57,12 +57,22 @@ FAULTS = [
     Fault(
         "integrations/windows.py", "torch.float64 if grad.dtype == torch.float64 else torch.float32", "grad.dtype",
         "gradients of overlapping windows are summed in half precision",
-        "integrations/test_evoformer.py::test_overlapping_windows_are_summed_in_float32",
+        "integrations/test_windows.py::test_shifted_windows_are_summed_in_float32",
     ),
     Fault(
-        "integrations/windows.py", "(places >= 0) & (places < self.length)", "places < self.length",
+        "integrations/windows.py", "inside = row[:, self.before : self.before + self.length]", "inside = row",
         "a window that begins before its sequence sees the end of the one before",
-        "integrations/test_evoformer.py::test_windows",
+        "integrations/test_windows.py::test_windows",
+    ),
+    Fault(
+        "integrations/windows.py", "windows.length % q_block :].fill_(-torch.inf)", "windows.length % q_block :]",
+        "NaN of a bias for queries that there are not reaches the gradients of keys",
+        "integrations/test_windows.py::test_nan_of_a_bias_outside_the_sequence",
+    ),
+    Fault(
+        "distributed/triangle.py", "_transposed(tensor, ranks)", "_transposed(tensor, ranks).transpose(1, 2)",
+        "the ending node attends along the rows of the starting one",
+        "test_distributed.py::test_ranks_get_what_one_process_gets",
     ),
     Fault(
         "leading.py", "return not full", "return True",

@@ -25,7 +25,7 @@ from fault import Fault
 from faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("tilewise", "tests", "pyproject.toml")
+COPIED = ("tilewise", "tests", "docs", "examples", "pyproject.toml")  # two of which the world of processes reads
 LONGEST = 600  # seconds; a fault may make a program that never ends
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.distributed import autograd, shard, transpose_shards, triangle_attention
+from tilewise.distributed import shard, transpose_shards, triangle_attention
 from tilewise.integrations import evoformer
 
 N, C, H, D = 8, 6, 2, 4
@@ -76,26 +77,28 @@ def rows(mesh: DeviceMesh, *, B: int = 1, dtype: torch.dtype = torch.float32) ->
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+class Sent(TorchDispatchMode):
+    """What is sent: the name of each collective, and the dtype of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            tensor = next(x for x in args if isinstance(x, Tensor))
+            self.found.append((func.overloadpacket.__name__, tensor.dtype))
+        return func(*args, **(kwargs or {}))
+
+
 def check_collectives(mesh: DeviceMesh) -> None:
     """The bias is gathered once and its gradient scattered once, summed in float32; nothing else is sent."""
-    sent = []
-    names = ("_all_gather", "_reduce_scatter")
-    usual = {name: getattr(autograd, name) for name in names}
     q, k, v, bias = rows(mesh, dtype=torch.bfloat16)
     triangle_attention(q, k, v, bias, mesh=mesh)  # which agrees
-    for name in names:
-        setattr(
-            autograd,
-            name,
-            lambda *x, name=name, **options: sent.append((name, x[1].dtype)) or usual[name](*x, **options),
-        )
-    try:
+    with Sent() as sent:
         o = triangle_attention(q, k, v, bias, mesh=mesh)
         torch.autograd.grad(o.float().sum(), (q, k, v, bias))
-    finally:
-        for name in names:
-            setattr(autograd, name, usual[name])
-    assert sent == [("_all_gather", torch.bfloat16), ("_reduce_scatter", torch.float32)], sent
+    assert sent.found == [("_allgather_base_", torch.bfloat16), ("_reduce_scatter_base_", torch.float32)], sent.found
 
 
 def check_aux(mesh: DeviceMesh) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tilewise.bias.terms import Term
 from tilewise.call import Bias, Mask, Seed
-from tilewise.problem import Sizes
-from tilewise.tensors import broadcasts, check_tensor, is_causal_bias, is_dtensor
+from tilewise.problem import Sizes, check_broadcast, check_sink
+from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
 from tilewise.tile_mask import tile_mask_of
 
 Size = tuple[int, ...]
@@ -201,28 +201,13 @@ class _Limits(NamedTuple):
         if x is None:
             return None
         check_tensor("sink", x)
-        _, H, _, M, _ = self.sizes
-        full = (*self.lead, H, M)
-        if x.dim() == 1:
-            return x
-        if x.dim() != len(full) or not broadcasts(x.shape, full):
-            raise ValueError(
-                f"sink: expected one logit for each head, ({H}|1,), or for each query, {_words([(n,) for n in full])}, "
-                f"got shape {tuple(x.shape)}"
-            )
+        check_sink(x, self.sizes, x.device, lead=self.lead)
         return x
 
     def _tensor(self, name: str, x: Any) -> Tensor:
         check_tensor(name, x, may_be_causal=True)
         if is_causal_bias(x):
             return x
-        _, H, Hkv, M, N = self.sizes
-        full = [*((n,) for n in self.lead), (H,) if Hkv == H else (H, Hkv), (M,), (N,)]
-        missing = len(full) - x.dim()
-        if missing < 0 or not broadcasts(x.shape, full[missing:]):
-            raise ValueError(f"{name}: shape {tuple(x.shape)} does not broadcast to {_words(full)}")
+        check_broadcast(name, x, self.lead, self.sizes)
+        missing = len(self.lead) + 3 - x.dim()
         return x[(None,) * missing] if missing else x
-
-
-def _words(full: Sequence[Size]) -> str:
-    return f"({', '.join('|'.join(str(n) for n in (*sizes, 1)) for sizes in full)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -320,25 +321,30 @@ def _check_operand(name: str, x: Tensor, sizes: Sizes, device: torch.device) -> 
         raise ValueError(f"{name}: must be on q's device {device}, got {x.device}")
     if x.dim() > 4:
         raise ValueError(f"{name}: expected at most 4 dimensions, got shape {_shape(x)}")
-    if not _broadcasts(x, sizes):
-        B, H, Hkv, M, N = sizes
-        heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
-        raise ValueError(
-            f"{name}: shape {_shape(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)"
-            + missing_axes(name, _shape(x), B, {"M": M, "N": N})
-        )
+    check_broadcast(name, x, (sizes.B,), sizes)
 
 
-def check_sink(x: Tensor, sizes: Sizes, device: torch.device, of: str = "q") -> None:
+def check_broadcast(name: str, x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> None:
+    """Of a bias or mask of queries with these leading dimensions."""
+    if not _broadcasts(x, lead, sizes):
+        lengths = {"M": sizes.M, "N": sizes.N}
+        hint = missing_axes(name, _shape(x), lead[0], lengths) if len(lead) == 1 else ""
+        raise ValueError(f"{name}: shape {_shape(x)} does not broadcast to {_words(_axes(lead, sizes))}{hint}")
+
+
+def check_sink(
+    x: Tensor, sizes: Sizes, device: torch.device, of: str = "q", lead: tuple[int, ...] | None = None
+) -> None:
+    """lead: of queries with more leading dimensions than the batch."""
     if x.dtype not in DTYPES:
         raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.device != device:
         raise ValueError(f"sink: must be on {of}'s device {device}, got {x.device}")
-    if not _is_sink_of(x, sizes):
-        B, H, _, M, _ = sizes
+    lead = (sizes.B,) if lead is None else lead
+    if not _is_sink_of(x, lead, sizes):
+        rows = _words([(n,) for n in (*lead, sizes.H, sizes.M)])
         raise ValueError(
-            f"sink: expected one logit for each head, ({H}|1,), or for each query, ({B}|1, {H}|1, {M}|1), got shape "
-            f"{_shape(x)}"
+            f"sink: expected one logit for each head, ({sizes.H}|1,), or for each query, {rows}, got shape {_shape(x)}"
         )
 
 
@@ -507,16 +513,31 @@ def _check_distances(name: str, distances: Distances, entries: Tensor, shift: Te
         raise ValueError(f"bias: values per {name}: expected a shift ({B}|1,), got shape {_shape(shift)}")
 
 
-def _is_sink_of(x: Tensor, sizes: Sizes) -> bool:
-    axes = (sizes.B, sizes.H, sizes.M) if x.dim() == 3 else (sizes.H,)
-    return x.dim() in (1, 3) and all(n in (1, size) for n, size in zip(x.shape, axes, strict=True))
+def _axes(lead: tuple[int, ...], sizes: Sizes) -> list[tuple[int, ...]]:
+    """Of each axis of a bias or mask the sizes but 1 that it may have."""
+    _, H, Hkv, M, N = sizes
+    return [*((n,) for n in lead), (H,) if Hkv == H else (H, Hkv), (M,), (N,)]
 
 
-def _broadcasts(x: Tensor, sizes: Sizes) -> bool:
-    """``x``, of at most 4 dimensions, has an allowed size along each."""
-    B, H, Hkv, M, N = sizes
-    b, h, m, n = (1, 1, 1, 1, *x.shape)[-4:]
-    return b in (1, B) and h in (1, Hkv, H) and m in (1, M) and n in (1, N)
+def _broadcasts(x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> bool:
+    full = _axes(lead, sizes)
+    return x.dim() <= len(full) and broadcasts(x.shape, full[len(full) - x.dim() :])
+
+
+def _is_sink_of(x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> bool:
+    full = (sizes.H,) if x.dim() == 1 else (*lead, sizes.H, sizes.M)
+    return x.dim() == len(full) and broadcasts(x.shape, full)
+
+
+def broadcasts(shape: Sequence[int], full: Sequence[int | tuple[int, ...]]) -> bool:
+    """Whether each size of ``shape`` is 1 or that of ``full``, or one of those that it allows there."""
+    return all(
+        n == 1 or (n in size if isinstance(size, tuple) else n == size) for n, size in zip(shape, full, strict=True)
+    )
+
+
+def _words(full: Sequence[tuple[int, ...]]) -> str:
+    return f"({', '.join('|'.join(str(n) for n in (*sizes, 1)) for sizes in full)})"
 
 
 def missing_axes(name: str, shape: tuple[int, ...], batch: int, lengths: dict[str, int]) -> str:
@@ -534,7 +555,7 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     came."""
     if x.dim() >= 4:
         return x
-    if q.dim() == k.dim() == 4 and not _broadcasts(x, sizes := _sizes(q, k)):
+    if q.dim() == k.dim() == 4 and not _broadcasts(x, q.shape[:1], sizes := _sizes(q, k)):
         check_qkv(q, k, v)
         _check_operand(name, x, sizes, q.device)
     return x[(None,) * (4 - x.dim())]
@@ -542,7 +563,7 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def sink_of_rows(sink: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A sink of heads, (H,), as (1, H, 1); an error shows the shape that came."""
-    if q.dim() == k.dim() == 4 and not _is_sink_of(sink, sizes := _sizes(q, k)):
+    if q.dim() == k.dim() == 4 and not _is_sink_of(sink, q.shape[:1], sizes := _sizes(q, k)):
         check_qkv(q, k, v)
         check_sink(sink, sizes, q.device)
     return sink[None, :, None] if sink.dim() == 1 else sink

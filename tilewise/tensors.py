@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,13 +32,6 @@ def check_tensor(name: str, x: object, *, may_be_causal: bool = False) -> None:
             f"{name}: expected a plain torch.Tensor, got {type(x).__name__}, whose __torch_function__ may give it "
             f"another meaning than its memory's{hint}"
         )
-
-
-def broadcasts(shape: Sequence[int], full: Sequence[int | Sequence[int]]) -> bool:
-    """Whether each size of ``shape`` is 1 or that of ``full``, or one of those that it allows there."""
-    return all(
-        n == 1 or (n in size if isinstance(size, tuple) else n == size) for n, size in zip(shape, full, strict=True)
-    )
 
 
 def _has_function(kind: type[Tensor]) -> bool:

@@ -165,6 +165,17 @@ def test_overlapping_windows_are_summed_in_float32():
     assert gradient[0, 0, 3].item() == torch.tensor(1 + 3 * 2.0**-9).bfloat16().item() != 1.0
 
 
+def test_shifted_windows_are_summed_in_float32():
+    """A key that windows at the front, in the middle and at the back have: 1, and twice what bfloat16 loses."""
+    x = torch.zeros(1, 1, 5, 1, dtype=torch.bfloat16, requires_grad=True)
+    (windows,) = Windows(5, 1, 4, "shift").of(x)
+    cotangent = torch.zeros_like(windows)
+    for block, place, number in ((0, 3, 3 * 2.0**-10), (1, 3, 1.0), (3, 2, 3 * 2.0**-11), (4, 2, 3 * 2.0**-11)):
+        cotangent[0, 0, block, place] = number
+    (gradient,) = torch.autograd.grad(windows, x, cotangent)
+    assert gradient[0, 0, 3].item() == torch.tensor(1 + 6 * 2.0**-10).bfloat16().item() != 1.0
+
+
 @pytest.mark.parametrize("edges", ["clip", "shift"])
 def test_windows_gradcheck(rows, edges):
     inputs = [x.requires_grad_() for x in window_inputs((1, 2, 7, 2), 4, 2, 5)]

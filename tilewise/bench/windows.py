@@ -131,21 +131,21 @@ def cases(device: str) -> Iterator[WindowCase]:
 
 
 def tilewise_windows(case: WindowCase, x: Inputs, backend: str) -> Callable[[], Tensor]:
-    mask = case.mask(x.do.device)
-    return lambda: window_pair_attention(*x.leaves, mask, case.q_block, case.k_block, backend=backend)
+    (q, k, v, bias), mask = x.leaves, case.mask(x.do.device)
+    return lambda: window_pair_attention(q, k, v, bias, mask, case.q_block, case.k_block, backend=backend)
 
 
 def einsum(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
     """Windows gathered by their indices, which with the mask are made before the clock starts."""
-    places, seen = case.windows(x.do.device)
-    return lambda: _gathered(*x.leaves, places, seen, case.q_block)
+    (q, k, v, bias), (places, seen) = x.leaves, case.windows(x.do.device)
+    return lambda: _gathered(q, k, v, bias, places, seen, case.q_block)
 
 
 def einsum_compiled(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
     torch._dynamo.reset()
-    places, seen = case.windows(x.do.device)
+    (q, k, v, bias), (places, seen) = x.leaves, case.windows(x.do.device)
     compiled = torch.compile(_gathered, dynamic=False)
-    return lambda: compiled(*x.leaves, places, seen, case.q_block)
+    return lambda: compiled(q, k, v, bias, places, seen, case.q_block)
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, places: Tensor, seen: Tensor, q_block: int) -> Tensor:

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from tilewise import attention
 from tilewise.autocast import autocast
 from tilewise.integrations.windows import Edges, Windows, banded
-from tilewise.problem import DTYPES, check_flag
-from tilewise.tensors import broadcasts, check_tensor
+from tilewise.problem import DTYPES, broadcasts, check_flag
+from tilewise.tensors import check_tensor
 
 _TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels
 
@@ -267,7 +267,8 @@ def window_pair_attention(
         seen = windows.visible(mask, q.device)
         if pair_bias is not None and N % q_block:  # what stands for queries that there are not may be NaN
             pair_bias = pair_bias.masked_fill(windows.absent(q.device), 0.0)
-    o = _attention_of_windows(q, *windows.of(k, v), windows, pair_bias, seen, {"scale": scale, "backend": backend})
+    k, v = windows.of(k, v)
+    o = _attention_of_windows(q, k, v, windows, pair_bias, seen, {"scale": scale, "backend": backend})
     return o if o.shape[2] == N else o[:, :, :N]
 
 
