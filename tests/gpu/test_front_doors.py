@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tilewise.api  # noqa: F401  # before DTensors, which its operators meet later
 from tilewise import attention, scaled_dot_product_attention, varlen_attn
@@ -217,8 +217,8 @@ def test_dtensors(mesh, dim):
     bias_at = Shard(1) if dim else Replicate()
 
     def ours(q, k, v, bias):
-        q, k, v = (distribute_tensor(x, mesh, [Shard(dim)]) for x in (q, k, v))
-        o = attention(q, k, v, bias=distribute_tensor(bias, mesh, [bias_at]))
+        q, k, v = (DTensor.from_local(x, mesh, [Shard(dim)]) for x in (q, k, v))
+        o = attention(q, k, v, bias=DTensor.from_local(bias, mesh, [bias_at]))
         assert o.placements == (Shard(dim),)
         return o.full_tensor()
 

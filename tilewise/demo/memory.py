@@ -183,8 +183,8 @@ def describe(result: MemoryResult) -> list[str]:
         f"median of {FEWEST_ROUNDS} to {s.rounds} rounds in turns, and the range of their middle half.",
         f"{'':>6} {'MiB, tilewise':>13} {'SDPA':>8}",
         *(f"{m.length:>6} {_mebibytes(m):>13} {_mebibytes(n):>8}" for m, n in pairs),
-        f"{'':>6} {'time, tilewise':>29} {'SDPA':>29}  times as fast",
-        *(f"{m.length:>6} {_time(m):>29} {_time(n):>29}  {_beside(m, n)}".rstrip() for m, n in pairs),
+        f"{'':>6} {'time, tilewise':>28} {'SDPA':>28}  times as fast",
+        *(f"{m.length:>6} {_time(m):>28} {_time(n):>28}  {_beside(m, n)}".rstrip() for m, n in pairs),
     ]
 
 
