@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fault import Fault
+from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 from faults_masks import MASKS
 
@@ -524,4 +525,5 @@ FAULTS = [
         "test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
     *MASKS,
+    *DISTRIBUTED,
 ]  # fmt: skip

@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 from tilewise.bench import report, results
 
 REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def gains(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return importlib.import_module("gains")
+
+
+def test_the_first_picture_and_table_are_made_from_a_results_file(gains):
+    found = results.read(gains.FILE)
+    assert gains.PICTURE.read_text(encoding="utf-8") == gains.picture(found), "python benchmarks/gains.py"
+    assert gains.insert(README, gains.table(found)) == README, "python benchmarks/gains.py"
+    assert f"]({gains.PICTURE.relative_to(REPOSITORY)})" in README
+
+
+def test_what_readme_says_in_words_is_in_the_results():
+    """Beside FlashAttention-4 and cuDNN without a bias, and where it is weak."""
+    folder = REPOSITORY / "benchmarks" / "results"
+    dense, biased = (results.read(folder / f"{name}.json") for name in ("h200_slots", "h200_slots_bias"))
+
+    def ratios(found, start, which=results.PASSES):
+        rows = [row for row in found.rows if row.provider == "tilewise-hopper" and row.case.startswith(start)]
+        return [found.ratio(row, one) for row in rows for one in which if row.timing(one) is not None]
+
+    small = [x for head_dim in (64, 128) for x in ratios(dense, f"dense D{head_dim}")] + ratios(dense, "gqa")
+    large = ratios(dense, "dense D256")
+    words = " ".join(README.split())
+    assert (
+        f"it has {min(small):.2f} to {max(small):.2f} of the speed of the faster of FlashAttention-4 and cuDNN" in words
+    )
+    assert f"to D=128, and {min(large):.2f} to {max(large):.2f} at D=256" in words
+    (forward,), (backward,) = (
+        ratios(biased, f"pair bias D32 S{length}", [which]) for length, which in ((768, "forward"), (256, "backward"))
+    )
+    assert f"{forward:.2f} of FlexAttention's forward at S=768, {backward:.2f} of its backward at S=256" in words
+    memory = []
+    for row in (row for row in biased.rows if row.provider == "tilewise-hopper" and row.case.startswith("pair bias")):
+        memory.append(row.memory_bytes / biased.best_other(row, "forward").memory_bytes)
+    assert f"{min(memory):.1f} to {max(memory):.1f} times its working memory" in words
 
 
 def test_documents_hold_what_their_results_say():

@@ -21,7 +21,7 @@ from tilewise.demo import command, comparison, memory, picture, sentences, train
 
 CPU = torch.device("cpu")
 TINY_TRAINING = training.TrainingSettings(4, 24, 4, layers=2, heads=2, width=16, learning_rate=0.1, warmup=1)
-TINY_MEMORY = memory.MemorySettings(2, 2, 16, lengths=(48, 80), dtype=torch.float32, repeats=1)
+TINY_MEMORY = memory.MemorySettings(2, 2, 16, lengths=(48, 80), dtype=torch.float32, rounds=2)
 
 
 def demo(*arguments: object):
@@ -264,6 +264,30 @@ def test_training_notices_a_wrong_attention(defect):
 # Memory and time
 
 
+def test_a_difference_within_noise_is_not_told():
+    fast, slow = comparison.Spread.of([0.9, 1.0, 1.1, 1.0, 9.0]), comparison.Spread.of([2.0, 2.1, 1.9, 2.0, 0.5])
+    assert (fast.low, fast.median, fast.high) == (1.0, 1.0, 1.1)
+    assert fast.beside(slow) == "2.00 x"
+    assert slow.beside(fast) == "0.50 x"
+    assert fast.beside(comparison.Spread.of([1.0, 1.05, 3.0])) == "within noise"
+    assert str(comparison.Spread.of([0.5])) == "500.0 ms (500.0 to 500.0)"
+
+
+def test_rounds_take_turns_at_being_first(monkeypatch):
+    """Quick ones have as many rounds as others; long ones end where there are enough."""
+    order = []
+    attends = {name: lambda q, k, v, bias, name=name: order.append(name) or comparison.sdpa_attention(q, k, v, bias)
+               for name in ("a", "b")}  # fmt: skip
+    memory.measure(attends, replace(TINY_MEMORY, rounds=4), 16, CPU)
+    assert order[-8:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    monkeypatch.setattr(memory, "ENOUGH", 0.0)
+    order.clear()
+    memory.measure(attends, replace(TINY_MEMORY, rounds=40), 16, CPU)
+    assert order[-2 * memory.FEWEST_ROUNDS :].count("a") == memory.FEWEST_ROUNDS
+    assert len(order) < 30
+    assert memory.quick(memory.CPU).rounds == memory.CPU.rounds
+
+
 def test_working_bytes_sees_what_is_allocated_and_freed_again():
     x = torch.ones(1 << 16)
 
@@ -288,9 +312,9 @@ def test_memory_of_sdpa_with_a_trainable_bias_grows_with_the_square_of_the_lengt
         assert m.working_bytes is not None
         assert m.working_bytes >= 4 * settings.batch * settings.heads * m.length**2
         assert m.seconds is not None
-        assert m.seconds > 0
+        assert 0 < m.seconds.low <= m.seconds.median <= m.seconds.high
     assert [c.passed for c in result.comparisons] == [True], result.comparisons
-    assert len(memory.describe(result)) == 2 + len(settings.lengths)
+    assert len(memory.describe(result)) == 3 + 2 * len(settings.lengths)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

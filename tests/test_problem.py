@@ -108,6 +108,18 @@ BAD_TENSORS = {
         ValueError,
         "k, v: the 2 key/value heads must divide the 3 query heads",
     ),
+    "heads after the length": (
+        {"q": zeros(B, 9, H, D), "k": zeros(B, 7, H, D), "v": zeros(B, 7, H, DV)},
+        ValueError,
+        "k, v: the 7 key/value heads must divide the 9 query heads; "
+        "tensors (batch, length, heads, head_dim) are passed as q.transpose(1, 2)",
+    ),
+    "a bias for heads after the length": (
+        {"q": zeros(B, 9, H, D), "k": zeros(B, 9, H, D), "v": zeros(B, 9, H, DV), "bias": zeros(1, H, 9, 9)},
+        ValueError,
+        "bias: shape (1, 4, 9, 9) does not broadcast to (2|1, 9|1, 4|1, 4|1); "
+        "tensors (batch, length, heads, head_dim) are passed as q.transpose(1, 2)",
+    ),
     "more key heads than query heads": (
         {"q": zeros(B, 1, M, D)},
         ValueError,

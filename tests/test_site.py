@@ -37,6 +37,24 @@ def test_a_page_is_whole(chromium, site, page, width):
     assert (page == "maths") == (chromium.evaluate(shown.format("math", ".length")) > 50)
 
 
+def test_formulas_are_whole(chromium, site):
+    """Nothing of them is cut off or scrolls by height, and the brace of cases is as high as they are."""
+    chromium.resize(1280, 900)
+    chromium.open(site / "maths.html")
+    assert chromium.evaluate("[...document.querySelectorAll('.formula')].length") > 20
+    rect = "[{0}.getBoundingClientRect()].map(r => [r.top, r.bottom])[0]"
+    boxes = f"[...document.querySelectorAll('.formula')].map(e => [{rect.format('e')}, {rect.format('e.firstChild')}])"
+    for (top, bottom), (begin, end) in chromium.evaluate(boxes):
+        assert top <= begin < end <= bottom
+    scrolls = "[...document.querySelectorAll('.formula')].filter(e => e.offsetWidth - e.clientWidth > 0).length"
+    assert chromium.evaluate(scrolls) == 0  # by height: no bar beside them
+    braces = "[...document.querySelectorAll('mtable.cases')]"
+    (drawn,) = chromium.evaluate(f"{braces}.map(e => getComputedStyle(e).backgroundImage)")
+    assert drawn.startswith('url("data:image/svg')
+    assert chromium.evaluate(f"{braces}.map(e => e.getBoundingClientRect().height > 30)") == [True]
+    assert chromium.evaluate("document.body.innerHTML.includes('>{</mo><mtable')") is False
+
+
 def test_a_screenshot_shows_text(chromium, site):
     """The first page is neither blank nor one color: dark letters on white in the middle of the window."""
     from matplotlib.image import imread

@@ -284,6 +284,10 @@ def _is_aligned(x: Tensor) -> bool:
     return bool(address % 16 == 0)
 
 
+# For tensors whose sizes look like those of another layout.
+HEADS_FIRST = "; tensors (batch, length, heads, head_dim) are passed as q.transpose(1, 2)"
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -303,7 +307,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must equal k's {k.shape[n]}, got {size.shape[n]}")
     H, Hkv = q.shape[1], k.shape[1]
     if Hkv != H and (Hkv == 0 or H % Hkv != 0):
-        raise ValueError(f"k, v: the {Hkv} key/value heads must divide the {H} query heads")
+        hint = HEADS_FIRST if q.shape[2] == k.shape[2] < min(H, Hkv) else ""
+        raise ValueError(f"k, v: the {Hkv} key/value heads must divide the {H} query heads{hint}")
     for name, x in (("q, k", q), ("v", v)):
         if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[3]}")
@@ -329,6 +334,8 @@ def check_broadcast(name: str, x: Tensor, lead: tuple[int, ...], sizes: Sizes) -
     if not _broadcasts(x, lead, sizes):
         lengths = {"M": sizes.M, "N": sizes.N}
         hint = missing_axes(name, _shape(x), lead[0], lengths) if len(lead) == 1 else ""
+        if len(lead) == 1 and not hint:
+            hint = _heads_last(_shape(x), sizes.H, sizes.M)
         raise ValueError(f"{name}: shape {_shape(x)} does not broadcast to {_words(_axes(lead, sizes))}{hint}")
 
 
@@ -548,6 +555,12 @@ def missing_axes(name: str, shape: tuple[int, ...], batch: int, lengths: dict[st
     if len(shape) == 3 and shape[0] == batch and shape[1] in (1, M) and shape[2] in (1, N):
         return f"; a mask (B, {m}, {n}) is passed as {name}[:, None]"
     return ""
+
+
+def _heads_last(shape: tuple[int, ...], heads: int, queries: int) -> str:
+    """For a bias or mask that would fit if what q has for heads were its length, and the other way round."""
+    swapped = heads > queries and len(shape) >= 3 and shape[-3] in (1, queries) and shape[-2] == heads
+    return HEADS_FIRST if swapped else ""
 
 
 def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

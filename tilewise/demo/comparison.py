@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,29 @@ class Comparison:
     def __str__(self) -> str:
         verdict = "equal" if self.passed else "DIFFERENT"
         return f"{verdict}: {self.what}, off by {self.difference:.2g} of {self.tolerance:.2g} allowed"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of times of the same thing, in seconds: the median, and between what the middle half of them lies."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.median:.1f} ms ({1e3 * self.low:.1f} to {1e3 * self.high:.1f})"
+
+    def beside(self, other: Spread) -> str:
+        """How many times as fast as the other, where noise leaves that to be said."""
+        if self.low <= other.high and other.low <= self.high:
+            return "within noise"
+        return f"{other.median / self.median:.2f} x"
 
 
 def tilewise_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ gradients, which any implementation must return. What remains is what the algori
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from tilewise.demo.comparison import (
     Advance,
     Attend,
     Comparison,
+    Spread,
     relative_difference,
     sdpa_attention,
     tilewise_attention,
@@ -38,29 +38,31 @@ class MemorySettings:
     head_dim: int
     lengths: tuple[int, ...]
     dtype: torch.dtype
-    repeats: int
+    rounds: int
 
     def bias_bytes(self, length: int) -> int:
         return self.heads * length * length * self.dtype.itemsize
 
 
-CPU = MemorySettings(2, 4, 64, lengths=(256, 512, 1024, 2048), dtype=torch.float32, repeats=3)
-CUDA = MemorySettings(4, 8, 64, lengths=(1024, 2048, 4096, 8192, 16384, 32768), dtype=torch.bfloat16, repeats=5)
+CPU = MemorySettings(2, 4, 64, lengths=(256, 512, 1024, 2048), dtype=torch.float32, rounds=9)
+CUDA = MemorySettings(4, 8, 64, lengths=(1024, 2048, 4096, 8192, 16384, 32768), dtype=torch.bfloat16, rounds=11)
+# A length takes fewer rounds where they last longer than so many seconds, but these at least: of fewer, no middle half.
+ENOUGH, FEWEST_ROUNDS = 6.0, 5
 # Of a GPU's memory, how much the bias and its gradient may take; longer sequences are left out.
 BIAS_SHARE = 0.4
 
 
 def quick(settings: MemorySettings) -> MemorySettings:
-    return replace(settings, lengths=settings.lengths[:3], repeats=1)
+    return replace(settings, lengths=settings.lengths[:3])
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Working memory in bytes and median time in seconds of one step; None where the device ran out of memory."""
+    """Working memory in bytes and time of one step; None where the device ran out of memory."""
 
     length: int
     working_bytes: int | None
-    seconds: float | None
+    seconds: Spread | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def lengths_that_fit(settings: MemorySettings, device: torch.device) -> tuple[in
 def measure(
     attends: dict[str, Attend], settings: MemorySettings, length: int, device: torch.device
 ) -> dict[str, Measurement]:
-    """Measure each implementation at one length; timed runs take turns, so that a busy machine slows all alike."""
+    """Measure each implementation at one length; they take turns, and at being first too: a busy machine slows all."""
     inputs = random_inputs(settings, length, device)
     steps = {name: attention_step(attend, inputs) for name, attend in attends.items()}
     results: dict[str, Measurement] = {}
@@ -129,11 +131,14 @@ def measure(
             torch.cuda.empty_cache()
     steps = {name: step for name, step in steps.items() if results[name].working_bytes is not None}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(settings.repeats):
-        for name, step in steps.items():
-            times[name].append(_seconds(step, device))
+    begin = time.perf_counter()
+    for turn in range(settings.rounds):
+        if turn >= FEWEST_ROUNDS and time.perf_counter() - begin > ENOUGH:
+            break
+        for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
+            times[name].append(_seconds(steps[name], device))
     for name, seconds in times.items():
-        results[name] = replace(results[name], seconds=statistics.median(seconds))
+        results[name] = replace(results[name], seconds=Spread.of(seconds))
     return results
 
 
@@ -171,17 +176,25 @@ def describe(result: MemoryResult) -> list[str]:
     """The account for the reader, a line each."""
     s = result.settings
     dtype = str(s.dtype).removeprefix("torch.")
-    lines = [
+    pairs = list(zip(result.tilewise, result.sdpa, strict=True))
+    return [
         f"Forward and backward, q, k, v ({s.batch}, {s.heads}, S, {s.head_dim}) in {dtype}, trainable bias "
-        f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients.",
-        f"{'S':>7}  {'tilewise':>22}  {'SDPA':>22}",
+        f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients. Times: the "
+        f"median of {FEWEST_ROUNDS} to {s.rounds} rounds in turns, and the range of their middle half.",
+        f"{'':>6} {'MiB, tilewise':>13} {'SDPA':>8}",
+        *(f"{m.length:>6} {_mebibytes(m):>13} {_mebibytes(n):>8}" for m, n in pairs),
+        f"{'':>6} {'time, tilewise':>28} {'SDPA':>28}  times as fast",
+        *(f"{m.length:>6} {_time(m):>28} {_time(n):>28}  {_beside(m, n)}".rstrip() for m, n in pairs),
     ]
-    for ours, theirs in zip(result.tilewise, result.sdpa, strict=True):
-        lines.append(f"{ours.length:>7}  {_row(ours):>22}  {_row(theirs):>22}")
-    return lines
 
 
-def _row(m: Measurement) -> str:
-    if m.working_bytes is None or m.seconds is None:
-        return "out of memory"
-    return f"{m.working_bytes / 2**20:.1f} MiB {1e3 * m.seconds:9.1f} ms"
+def _mebibytes(m: Measurement) -> str:
+    return "none left" if m.working_bytes is None else f"{m.working_bytes / 2**20:.1f}"
+
+
+def _time(m: Measurement) -> str:
+    return "out of memory" if m.seconds is None else str(m.seconds)
+
+
+def _beside(ours: Measurement, theirs: Measurement) -> str:
+    return "" if ours.seconds is None or theirs.seconds is None else ours.seconds.beside(theirs.seconds)

@@ -125,11 +125,14 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
     for measurements, color, name in ((result.sdpa, SDPA, "SDPA"), (result.tilewise, TILEWISE, "tilewise")):
         width = 3 if name == "SDPA" else 1.6
         memory = [(m.length, m.working_bytes / size) for m in measurements if m.working_bytes is not None]
-        times = [(m.length, 1e3 * m.seconds) for m in measurements if m.seconds is not None]
+        spreads = [(m.length, m.seconds) for m in measurements if m.seconds is not None]
+        times = [(length, 1e3 * seconds.median) for length, seconds in spreads]
         for axes, points in ((upper, memory), (lower, times)):
             if not points:
                 continue
             axes.loglog(*zip(*points, strict=True), "o-", color=color, linewidth=width, markersize=5, label=name)
+        low, high = ([1e3 * getattr(seconds, end) for _, seconds in spreads] for end in ("low", "high"))
+        lower.fill_between([length for length, _ in spreads], low, high, color=color, alpha=0.25, linewidth=0)
         if 0 < len(memory) < len(measurements):
             x, y = memory[-1]
             upper.annotate(

@@ -51,7 +51,7 @@ class SentencesResult:
     @property
     def comparisons(self) -> list[Comparison]:
         return [
-            Comparison("attention layers that did not run in tilewise", abs(self.layers - self.calls), 0),
+            Comparison("layers of attention, and calls of tilewise's operator", abs(self.layers - self.calls), 0),
             Comparison("sentence embeddings", self.difference, TOLERANCE),
         ]
 

@@ -21,6 +21,7 @@ from tilewise.demo.comparison import (
     Advance,
     Attend,
     Comparison,
+    Spread,
     relative_difference,
     sdpa_causal_attention,
     tilewise_causal_attention,
@@ -64,14 +65,14 @@ def quick(settings: TrainingSettings) -> TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Losses (nats a character) of every step for each run, and the median time of a step in seconds."""
+    """Losses (nats a character) of every step for each run, and the time of a step."""
 
     settings: TrainingSettings
     symbols: int
     tilewise_losses: list[float]
     sdpa_losses: list[float]
-    tilewise_seconds: float
-    sdpa_seconds: float
+    tilewise_seconds: Spread
+    sdpa_seconds: Spread
     gradient_difference: float  # relative, over all parameters, at the first step
 
     @property
@@ -232,8 +233,8 @@ def run(
         symbols=symbols,
         tilewise_losses=ours.losses,
         sdpa_losses=theirs.losses,
-        tilewise_seconds=_median(ours.seconds),
-        sdpa_seconds=_median(theirs.seconds),
+        tilewise_seconds=Spread.of(ours.seconds),
+        sdpa_seconds=Spread.of(theirs.seconds),
         gradient_difference=gradient_difference,
     )
 
@@ -245,11 +246,7 @@ def describe(result: TrainingResult) -> list[str]:
         f"A {s.layers}-layer character model, whose only notion of position is a trainable bias (1, {s.heads}, "
         f"{s.length}, {s.length}), learns Shakespeare's As You Like It: once through tilewise, once through SDPA.",
         f"Loss {result.tilewise_losses[0]:.3f} -> {result.tilewise_losses[-1]:.3f} nats a character in {s.steps} steps "
-        f"(guessing: {math.log(result.symbols):.3f}); tilewise {1e3 * result.tilewise_seconds:.0f} ms a step, "
-        f""
-        f"SDPA {1e3 * result.sdpa_seconds:.0f} ms",
+        f"(guessing: {math.log(result.symbols):.3f}).",
+        f"A step takes tilewise {result.tilewise_seconds}, SDPA {result.sdpa_seconds}, the median and the range of the "
+        f"middle half. Times as fast: {result.tilewise_seconds.beside(result.sdpa_seconds)}.",
     ]
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
