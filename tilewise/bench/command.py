@@ -45,8 +45,12 @@ def bench(
         str, typer.Option(help="Only providers whose name has one of these parts.", metavar="NAMES")
     ] = "",
     budget: Annotated[
-        str, typer.Option(help="After which nothing new is begun; what is left is listed.", metavar="SECONDS")
-    ] = "540",
+        str,
+        typer.Option(
+            help="After which nothing new is begun; what is left is listed. Default: 540, with --nproc 220.",
+            metavar="SECONDS",
+        ),
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the results here, after every case.", metavar="FILE")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.", metavar="FOLDER")
@@ -54,6 +58,14 @@ def bench(
     commit: Annotated[
         str, typer.Option(help="The commit that is measured, where there is no git.", metavar="NAME")
     ] = "",
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="One sequence over so many processes, beside one that has it whole; see docs/distributed.md.",
+            metavar="N",
+            min=2,
+        ),
+    ] = None,
 ) -> None:
     """Measure tilewise beside other kernels on this machine.
 
@@ -68,7 +80,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     where = None if device is None else choice(device, "--device", Device).value
-    seconds = parse_number(budget, "--budget", 0)
+    seconds = parse_number(budget or ("540" if nproc is None else "220"), "--budget", 0)
     only = {"cases": names(cases, "--cases"), "providers": names(providers, "--providers")}
     if json is not None:
         check_writable(json, "--json")
@@ -79,6 +91,15 @@ def bench(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tilewise.bench import report, results, run
 
+    if nproc is not None:
+        from tilewise.bench.parallel.launch import launch
+        from tilewise.bench.parallel.run import Options as ParallelOptions
+
+        more = ParallelOptions(budget=seconds, commit=commit, quick=quick, json=json, plot=plot, **only)
+        try:
+            raise typer.Exit(launch(nproc, run.default_device() if where is None else where, more))
+        except run.UsageError as error:
+            raise mistake(error.option, error.message) from None
     options = run.Options(
         device=run.default_device() if where is None else where, quick=quick, budget=seconds, commit=commit, **only
     )

@@ -1,0 +1,204 @@
+"""Who computes a case: a forward whose gradients are asked for, from this rank's tensors or from whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import tilewise
+from tilewise.bench.parallel.cases import ParallelCase
+from tilewise.distributed import context_parallel_attention, explain_context_parallel
+
+BALANCER = "head_tail"
+Leaves = dict[str, Tensor]
+Forward = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """
+    Attributes:
+        name: as the table has it.
+        prepare: ``(case, leaves, mesh)`` to a forward; leaves are this rank's shards, of a head and a tail each.
+        declines: ``(case, mesh)`` to why it cannot compute the case, or None.
+        context: within which forward and backward run.
+        ours: tilewise's, whose transfers can be left out.
+        stage: those of a later one are measured after all cases of the earlier ones.
+        once: measured in one round: each compiles anew.
+    """
+
+    name: str
+    prepare: Callable[[ParallelCase, Leaves, DeviceMesh], Forward]
+    declines: Callable[[ParallelCase, DeviceMesh], str | None]
+    context: Callable[[ParallelCase, DeviceMesh], AbstractContextManager[None]] = lambda case, mesh: nullcontext()
+    ours: bool = False
+    stage: int = 0
+    once: bool = False
+
+
+def alone(case: ParallelCase, x: Leaves, backend: str | None = None) -> Forward:
+    """One process has the whole sequence."""
+    if case.kind == "packed":
+        cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=x["q"].device)
+        longest = max(case.lengths)
+        return lambda: tilewise.varlen_attention(  # type: ignore[return-value]
+            x["q"], x["k"], x["v"], cu, cu, longest, longest, causal=True, backend=backend
+        )
+    return lambda: tilewise.attention(x["q"], x["k"], x["v"], bias=case.bias(x), causal=True, backend=backend)
+
+
+# --- tilewise ---
+
+
+def _ours(method: str, balancer: str | None = BALANCER) -> Callable[[ParallelCase, Leaves, DeviceMesh], Forward]:
+    def prepare(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
+        more: dict[str, Any] = {"mesh": mesh, "method": method, "load_balancer": balancer, "causal": True}
+        if case.kind == "packed":
+            cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=x["q"].device)
+            longest = max(case.lengths)
+            more |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return lambda: context_parallel_attention(  # type: ignore[return-value]
+            x["q"], x["k"], x["v"], bias=case.bias(x), **more
+        )
+
+    return prepare
+
+
+def sent_bytes(case: ParallelCase, x: Leaves, mesh: DeviceMesh, method: str) -> tuple[int, int] | None:
+    """Forward and backward, of each rank, as `explain_context_parallel` counts them; None where it does not."""
+    if case.kind == "packed":
+        return None
+    plan = explain_context_parallel(
+        x["q"], x["k"], x["v"], bias=case.bias(x), causal=True, mesh=mesh, load_balancer=BALANCER
+    )
+    cost = next(cost for cost in plan.costs if cost.method == method)
+    return cost.forward_bytes, cost.backward_bytes
+
+
+def _heads_divide(case: ParallelCase, mesh: DeviceMesh) -> str | None:
+    ranks = mesh.size()
+    if case.heads % ranks or case.kv_heads % ranks:
+        return f"the {case.heads} query and {case.kv_heads} key/value heads do not divide by {ranks} ranks"
+    return None
+
+
+def _two_axes(case: ParallelCase, mesh: DeviceMesh) -> str | None:
+    if mesh.size() < 4:
+        return f"two axes need 4 ranks or more, got {mesh.size()}"
+    return "context_parallel_attention takes a mesh of one axis"
+
+
+# --- PyTorch ---
+
+
+def _needs_cuda(mesh: DeviceMesh) -> str | None:
+    return None if mesh.device_type == "cuda" else "needs a CUDA device"
+
+
+def _torch_declines(case: ParallelCase, mesh: DeviceMesh) -> str | None:
+    if case.kind == "relative":
+        return "PyTorch's context_parallel takes no attn_mask"
+    if case.kind == "packed":
+        return "PyTorch's context_parallel takes no packed batch"
+    return _needs_cuda(mesh)
+
+
+def _torch(repeat: bool) -> Callable[[ParallelCase, Leaves, DeviceMesh], Forward]:
+    """repeat: key/value heads to as many as query heads, in the forward: a ring of the repeated ones."""
+
+    def prepare(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
+        group = case.heads // case.kv_heads
+
+        def forward() -> Tensor:
+            k, v = x["k"], x["v"]
+            if repeat:
+                k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+            return torch.nn.functional.scaled_dot_product_attention(
+                x["q"], k, v, is_causal=True, enable_gqa=not repeat and group > 1
+            )
+
+        return forward
+
+    return prepare
+
+
+def _torch_context(backend: str) -> Callable[[ParallelCase, DeviceMesh], AbstractContextManager[None]]:
+    @contextmanager
+    def context(case: ParallelCase, mesh: DeviceMesh) -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # It wants a buffer, to learn the length and the device by; tensors are shards of a head and a tail already.
+        buffer = torch.zeros(case.length, device=mesh.device_type)
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]), sdpa_kernel(getattr(SDPBackend, backend)):
+            yield
+
+    return context
+
+
+def _flex_declines(case: ParallelCase, mesh: DeviceMesh) -> str | None:
+    if case.kind == "packed":
+        return "is not measured on packed batches"
+    if case.kind == "relative" and case.heads * case.length // mesh.size() * case.entries >= 2**31:
+        return "values of 2^31 elements or more in a score_mod"
+    return _needs_cuda(mesh)
+
+
+def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
+    """PyTorch gathers k and v in the order of ranks; a score_mod is ours to count places in the whole for."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as parallel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
+    compiled = torch.compile(flex_attention, dynamic=False)
+    device, group = x["q"].device, mesh.get_group().group_name
+    balancer = parallel._HeadTailLoadBalancer(case.length, mesh.size(), device)
+    order = balancer._generate_indices()[0]
+    mask = _block_mask(order, mesh, create_block_mask)
+    score_mod = None
+    if case.kind == "relative":
+        rows = order.view(mesh.size(), -1)[mesh.get_local_rank()]
+        values, last = x["values"], case.entries - 1
+
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            entry = order[j] - rows[i] + last
+            inside = (entry >= 0) & (entry <= last)
+            return s + torch.where(inside, values[b, h, i, entry.clamp(0, last)], 0.0)
+
+    def forward() -> Tensor:
+        k, v = parallel.flex_cp_allgather(x["k"].contiguous(), x["v"].contiguous(), 2, group)
+        o: Tensor = compiled(x["q"], k, v, score_mod=score_mod, block_mask=mask, enable_gqa=True)
+        return o
+
+    return forward
+
+
+def _block_mask(order: Tensor, mesh: DeviceMesh, create_block_mask: Callable[..., Any]) -> Any:
+    """Causal, for this rank's queries and all keys in the order of ranks; compiled, so that no matrix is made."""
+    rows = order.view(mesh.size(), -1)[mesh.get_local_rank()]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return order[j] <= rows[i]
+
+    make = torch.compile(create_block_mask, dynamic=False)
+    return make(visible, None, None, rows.numel(), order.numel(), device=str(order.device))
+
+
+def providers() -> list[Provider]:
+    """In the order in which they take turns; PyTorch's last."""
+    found = [
+        Provider("all_gather", _ours("all_gather"), lambda case, mesh: None, ours=True),
+        Provider("ring", _ours("ring"), lambda case, mesh: None, ours=True),
+        Provider("all_to_all", _ours("all_to_all"), _heads_divide, ours=True),
+        Provider("two axes", _ours("auto"), _two_axes),
+    ]
+    for name, backend in (("torch-flash", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
+        usual = Provider(name, _torch(False), _torch_declines, _torch_context(backend), stage=1)
+        found += [usual, replace(usual, name=f"{name}, heads repeated", prepare=_torch(True))]
+    return [*found, Provider("torch-flex", _flex, _flex_declines, stage=2, once=True)]
