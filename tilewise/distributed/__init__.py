@@ -9,6 +9,7 @@ docs/distributed.md says which method is for what.
 
 from __future__ import annotations
 
+from tilewise.distributed import operator  # noqa: F401  # registers it
 from tilewise.distributed.api import context_parallel_attention, explain_context_parallel
 from tilewise.distributed.placement import shard, unshard
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.call import Bias, Window
 from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
+from tilewise.distributed.compiled import compiled_call
 from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.methods import METHODS, attend
 from tilewise.distributed.operands import FUNCTION, Options, ShardedCall, read
@@ -85,9 +86,12 @@ def context_parallel_attention(
     """
     given = {"bias": bias, "mask": mask, "sink": sink}
     options = Options(causal, window, scale, softcap, deterministic, backend)
-    found = _run(
-        mesh, load_balancer, (q, k, v), given, options, unknown, method=method, validate=validate, return_lse=return_lse
-    )
+    how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
+    if torch.compiler.is_compiling():
+        _refuse(unknown)
+        found = compiled_call(mesh, load_balancer, (q, k, v), given, options, **how)
+    else:
+        found = attend(*prepare(Ranks.of(mesh, load_balancer), (q, k, v), given, options, unknown, **how), return_lse)
     return found if return_lse else found[0]
 
 
@@ -128,12 +132,11 @@ def explain_context_parallel(
     return make_plan(call, tensors, method)
 
 
-@torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
-def _run(
-    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
-    options: Options, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ranks = Ranks.of(mesh, load_balancer)
+def prepare(
+    ranks: Ranks, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], options: Options, unknown: dict[str, Any],
+    *, method: str, validate: bool, return_lse: bool,
+) -> tuple[str, ShardedCall, list[Tensor]]:  # fmt: skip
+    """The method that all ranks take, the call and its tensors; an error of one rank is raised on all."""
     failure: Exception | None = None
     description: Description | None = None
     chosen: str | None = None
@@ -154,7 +157,7 @@ def _run(
     if not known or validate:
         agree(ranks, description, chosen, failure)
     assert chosen is not None
-    return attend(chosen, call, tensors, return_lse)
+    return chosen, call, tensors
 
 
 def _refuse(unknown: dict[str, Any]) -> None:
