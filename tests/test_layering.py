@@ -114,6 +114,7 @@ ROOMS = {
         *BACKEND,
     },
     "tilewise.api": {
+        "tilewise.distributed",  # of DTensors whose sequence is split; imported for these alone
         "tilewise.autograd",
         "tilewise.backends",
         "tilewise.call",

@@ -86,12 +86,11 @@ def context_parallel_attention(
     """
     given = {"bias": bias, "mask": mask, "sink": sink}
     options = Options(causal, window, scale, softcap, deterministic, backend)
-    how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
-    if torch.compiler.is_compiling():
-        _refuse(unknown)
-        found = compiled_call(mesh, load_balancer, (q, k, v), given, options, **how)
-    else:
-        found = attend(*prepare(Ranks.of(mesh, load_balancer), (q, k, v), given, options, unknown, **how), return_lse)
+    ranks = Ranks.of(mesh, load_balancer)
+    found = attend_shards(
+        ranks, load_balancer, (q, k, v), given, options, unknown, method=method, validate=validate,
+        return_lse=return_lse,
+    )  # fmt: skip
     return found if return_lse else found[0]
 
 
@@ -130,6 +129,18 @@ def explain_context_parallel(
     _check_method(method)
     _check_locally(call, tensors)
     return make_plan(call, tensors, method)
+
+
+def attend_shards(
+    ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
+    options: Options, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(o, lse)`` of this rank's rows; under a compiler by the operator."""
+    how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
+    if torch.compiler.is_compiling():
+        _refuse(unknown)
+        return compiled_call(ranks, load_balancer, qkv, given, options, **how)
+    return attend(*prepare(ranks, qkv, given, options, unknown, **how), return_lse)
 
 
 def prepare(

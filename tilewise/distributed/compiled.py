@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.autocast import autocast
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
@@ -51,11 +50,10 @@ class Description(NamedTuple):
 
 
 def compiled_call(
-    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
+    ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
     options: Options, *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The operator's call; every line of it is traced."""
-    Ranks.of(mesh, load_balancer)  # or its error
     tensors = list(autocast(*qkv))
     bias, pieces = given["bias"], []
     one = not isinstance(bias, (tuple, list))
@@ -66,9 +64,9 @@ def compiled_call(
         if given[name] is not None:
             tensors.append(given[name])
         places.append(None if given[name] is None else len(tensors) - 1)
-    numbers = (options.causal, options.window, options.scale, options.softcap, _ordered(options), options.backend)
+    numbers = tuple(options._replace(deterministic=_ordered(options)))
     words = repr((
-        mesh.get_group().group_name, mesh.device_type, load_balancer, method, validate, return_lse, numbers,
+        ranks.group.group_name, ranks.device, load_balancer, method, validate, return_lse, numbers,
         tuple(pieces), one, places[0], places[1], tuple([x.requires_grad for x in tensors]),
     ))  # fmt: skip
     found: tuple[Tensor, Tensor] = torch.ops.tilewise.context_parallel(tensors, words)
