@@ -17,9 +17,17 @@ def main() -> int:
     parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun: 540, or 220 of --nproc")
     parser.add_argument("--nproc", type=int, help="one sequence over so many processes, beside one that has it whole")
     parser.add_argument("--plot", type=Path, help="with --nproc: the folder for pictures of compute and communication")
+    parser.add_argument("--predict", type=Path, help="the results of a run with --nproc, on other numbers of GPUs")
+    parser.add_argument("--across", type=float, help="with --predict: GB/s of a GPU to another host of 8")
     add_results(parser)
     arguments = parser.parse_args()
     check_results(parser, arguments)
+    if arguments.predict is not None:
+        from tilewise.bench.parallel import predict
+        from tilewise.bench.parallel.results import read
+
+        print(predict.table(read(arguments.predict), None if arguments.across is None else 1e9 * arguments.across))
+        return 0
     if arguments.nproc is None and "TORCHELASTIC_RUN_ID" in os.environ:
         arguments.nproc = int(os.environ["WORLD_SIZE"])  # torchrun takes --nproc for its own
     if arguments.budget is None:

@@ -168,6 +168,31 @@ def plot(
     _draw(found, results_file, into)
 
 
+@command.command()
+def predict(
+    results_file: Annotated[
+        Path, typer.Argument(help="JSON that `tilewise bench --nproc N --json` wrote.", metavar="RESULTS.json")
+    ],
+    across: Annotated[
+        str, typer.Option(help="What a GPU sends to another host of 8. Default: as much as within.", metavar="GB/s")
+    ] = "",
+) -> None:
+    """Say what a run with --nproc would take on 2, 4, 8 and 64 GPUs.
+
+    By arithmetic from the speeds that the run has measured; see docs/distributed.md.
+    """
+    from tilewise.bench.parallel import predict, results
+    from tilewise.bench.results import ResultsError
+
+    rate = 1e9 * parse_number(across, "--across", 0) if across else None
+    try:
+        typer.echo(predict.table(results.read(results_file), rate))
+    except OSError as error:
+        raise mistake("RESULTS.json", f"cannot read {results_file}: {error.strerror}") from None
+    except ResultsError as error:
+        raise mistake("RESULTS.json", str(error)) from None
+
+
 @command.command("report")
 def write_report(
     results_file: ResultsFile,

@@ -141,7 +141,8 @@ class _Run:
         if self.team.rank == 0 and self.options.json is not None:
             write(self.results, self.options.json)
         lines = [x for x in self.results.timelines if x.case == case.name]
-        if self.team.rank == 0 and self.options.plot is not None and lines:
+        new = {now.row.provider for now in found} & {x.provider for x in lines}
+        if self.team.rank == 0 and self.options.plot is not None and new:
             path = self.options.plot / f"timeline_{case.name.replace(' ', '_')}.png"
             title = f"{case.name}, {self.team.size} × {self.results.devices[0]}, a forward and backward"
             timeline.draw(lines, path, title)
