@@ -69,7 +69,8 @@ class _Place(NamedTuple):
             Partial() if placement == Replicate() and place in (Shard(BATCH), Shard(HEADS)) else placement
             for placement, place in zip(placements, self.at, strict=True)
         ]
-        found: Tensor = x.redistribute(placements=placements).to_local(grad_placements=grads)
+        there = x if tuple(x.placements) == placements else x.redistribute(placements=placements)
+        found: Tensor = there.to_local(grad_placements=grads)
         return found
 
 
