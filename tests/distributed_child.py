@@ -20,9 +20,19 @@ from pairwise import pairwise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tilewise import attention
+from tilewise import TileMask, attention
+from tilewise.backends import Outputs
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
-from tilewise.distributed import agreement, context_parallel_attention, explain_context_parallel, ring, shard, unshard
+from tilewise.distributed import (
+    agreement,
+    context_parallel_attention,
+    explain_context_parallel,
+    head_groups,
+    operands,
+    ring,
+    shard,
+    unshard,
+)
 from tilewise.ops.runtime import prepared
 
 B, H, Hkv, M, N, D, Dv = 2, 8, 4, 16, 24, 8, 6
@@ -108,6 +118,7 @@ def _cases(size: int) -> list[Case]:
             Case(method, "t5", "causal", balancer, BRAIN),
             Case(method, "plain", "causal", balancer, sizes={"M": 32, "N": 16}),
             Case(method, "sink", "causal", balancer, sizes={"M": 32, "N": 16}, more={"softcap": 2.0, "scale": 0.3}),
+            Case(method, "several", "causal", balancer, more={"dropout_p": 0.3, "dropout_seed": (5, 6)}),
             Case(method, "keys", "causal", balancer, lse=False),
             Case(method, "keys", "all", balancer, frozen=("q", "k", "x")),
             Case(method, "several", "all", balancer, frozen=("q", "k", "v", "z")),
@@ -162,7 +173,12 @@ def check(case: Case, mesh: DeviceMesh) -> None:
     whole = _leaves(case, tensors)
     local = _leaves(case, {name: part(x, axes[name]) for name, x in tensors.items()})
     expected, expected_lse = call(attention, whole)
-    o, lse = call(context_parallel_attention, local, mesh=mesh, method=case.method, load_balancer=case.balancer)
+    # Two ranks gather a key/value head at a time, four all at once.
+    operands.GROUP_FLOPS, usual = (0.0 if mesh.size() == 2 else torch.inf), operands.GROUP_FLOPS
+    try:
+        o, lse = call(context_parallel_attention, local, mesh=mesh, method=case.method, load_balancer=case.balancer)
+    finally:
+        operands.GROUP_FLOPS = usual
     close = {DOUBLE: {}, FLOAT: {"rtol": 1e-4, "atol": 1e-5}, BRAIN: {"rtol": 2e-2, "atol": 4e-2}}[case.dtype]
     assert o.dtype == case.dtype
     torch.testing.assert_close(o, part(expected, 2), msg=lambda text: f"o: {text}", **close)
@@ -255,7 +271,16 @@ ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, dict]], type[Exception]
     ),
     "a method": (_same(method="star"), VALUE, "^method: must be 'auto' or one of"),
     "a balancer": (_same(load_balancer="zigzag"), VALUE, "^load_balancer: must be None or"),
-    "dropout": (_same(dropout_p=0.1), NOT, "^dropout_p: .* has no dropout"),
+    "dropout": (_same(dropout_p=1.5), VALUE, "^dropout_p: must be a float in"),
+    "a seed on one rank": (
+        lambda r, n: (_qkv(), {"dropout_p": 0.1, "dropout_seed": (1, 2) if r == 1 else None}), VALUE,
+        "^dropout_seed: must be alike on all ranks",
+    ),
+    "a seed of one number": (_same(dropout_p=0.1, dropout_seed=3), TYPE, "^dropout_seed: expected a pair"),
+    "a TileMask": (
+        lambda r, n: (_qkv(), {"mask": TileMask.documents(torch.zeros(4 * n, dtype=torch.int32))}), NOT,
+        "^mask: context_parallel_attention takes no TileMask yet",
+    ),
     "packed": (_same(cu_seqlens_q=torch.zeros(3)), NOT, "^cu_seqlens_q: .* takes no packed batches"),
     "an unknown keyword": (_same(is_causal=True), TYPE, "an unexpected keyword argument 'is_causal'; tilewise"),
     "jagged": (
@@ -331,7 +356,8 @@ def check_explanation(mesh: DeviceMesh) -> None:
     plan = explain_context_parallel(q, k, v, mesh=mesh, causal=True)
     gathered, ring, exchanged = plan.costs
     shard_bytes = 2 * 4 * 64 * 32 * 4
-    assert gathered.forward_bytes == gathered.backward_bytes == (size - 1) * shard_bytes
+    assert (gathered.forward_bytes, gathered.backward_bytes) == ((size - 1) * shard_bytes, (size - 1) * 2 * shard_bytes)
+    assert (gathered.groups, gathered.exposed_bytes) == (1, (size - 1) * 3 * shard_bytes)
     assert (ring.forward_bytes, ring.backward_bytes) == ((size - 1) * shard_bytes, (2 * size - 1) * shard_bytes)
     assert exchanged.forward_bytes == exchanged.backward_bytes == 24 * 64 * 32 * 4 * (size - 1) // size
     assert plan.method == min(plan.costs, key=lambda cost: cost.exposed_bytes).method
@@ -387,6 +413,25 @@ def check_autocast(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(x.grad, shard(y.grad, mesh), rtol=2e-2, atol=5e-2)
 
 
+def check_dropout(mesh: DeviceMesh) -> None:
+    """Without a seed all ranks drop by one, which another call does not repeat; their generators stay alike."""
+    torch.manual_seed(7 + mesh.get_local_rank())
+    q, k, v = (torch.zeros(1, 4, 16, 16) for _ in range(3))
+    v = torch.eye(16 * mesh.size()).narrow(0, 16 * mesh.get_local_rank(), 16)[None, None].expand(1, 4, -1, -1)
+    masks = []
+    for method in METHODS:  # o is the mask, times a constant
+        torch.manual_seed(7 + mesh.get_local_rank())
+        masks.append(unshard(context_parallel_attention(q, k, v, mesh=mesh, method=method, dropout_p=0.5), mesh) > 0)
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    torch.manual_seed(7)
+    whole = torch.zeros(1, 4, 16 * mesh.size(), 16)
+    alone = attention(whole, whole, torch.eye(16 * mesh.size()).expand(1, 4, -1, -1), dropout_p=0.5)
+    assert torch.equal(masks[0], alone > 0)
+    other = unshard(context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.5), mesh) > 0
+    assert not torch.equal(masks[0], other)
+
+
 def check_hidden(mesh: DeviceMesh) -> None:
     """NaN in keys and values that the mask hides reaches nothing, and their gradients are 0."""
     torch.manual_seed(4)
@@ -414,11 +459,12 @@ def check_derivatives(mesh: DeviceMesh) -> None:
         do = torch.randn(o.shape)
         negative = torch.complex(torch.zeros_like(do), -do).conj().imag
         assert negative.is_neg()
-        backward, ring.backward = ring.backward, _unless_negative(ring.backward)
+        backwards = ring.backward, head_groups.Gathered.backward
+        ring.backward, head_groups.Gathered.backward = (_unless_negative(x) for x in backwards)
         try:
             found, expected = (torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (negative, do))
         finally:
-            ring.backward = backward
+            ring.backward, head_groups.Gathered.backward = backwards
         torch.testing.assert_close(found, expected)
         (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
         _raises(RuntimeError, r"not have been used|no second derivative", torch.autograd.grad, dq.sum(), q)
@@ -430,9 +476,11 @@ def check_derivatives(mesh: DeviceMesh) -> None:
 def _unless_negative(backward: Callable) -> Callable:
     """A kernel reads memory, where a CPU's operations see to the sign."""
 
-    def checked(call, tensors, outputs, cotangents, *rest):
-        assert not any(x is not None and x.is_neg() for x in cotangents)
-        return backward(call, tensors, outputs, cotangents, *rest)
+    def checked(*arguments):
+        for record in arguments:
+            if isinstance(record, Outputs):
+                assert not any(x is not None and x.is_neg() for x in record)
+        return backward(*arguments)
 
     return checked
 
@@ -482,8 +530,8 @@ def check_example(mesh: DeviceMesh) -> None:
 OTHERS = {
     "DTensors": check_dtensor, "meshes": check_meshes, "shard": check_shard, "explanation": check_explanation,
     "validation": check_validation, "autocast": check_autocast, "compiled": check_compiled, "recipe": check_recipe,
-    "hidden NaN": check_hidden, "derivatives": check_derivatives, "forgotten": check_forgotten,
-    "example": check_example,
+    "dropout": check_dropout, "hidden NaN": check_hidden,
+    "derivatives": check_derivatives, "forgotten": check_forgotten, "example": check_example,
 }  # fmt: skip
 
 
@@ -506,9 +554,13 @@ def _start(rank: int, size: int, store: str, timeout: float) -> DeviceMesh:
 
 def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
-    found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()}
+    from distributed_packed import checks_of_packed  # which imports this module
+
+    found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()} | checks_of_packed(size)
     found |= {f"error: {name}": (check_error, name) for name in ERRORS}
-    return found | {name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes")}
+    return found | {
+        name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes", "dropout")
+    }
 
 
 def run(rank: int, size: int, store: str) -> None:

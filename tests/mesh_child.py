@@ -265,6 +265,36 @@ def check_compiled(mesh: DeviceMesh, method: str, balancer: str | None) -> None:
         same(results[1][n], x, n)
 
 
+def check_compiled_dropout(mesh: DeviceMesh) -> None:
+    """One seed for all, drawn or given; the same scores are dropped in the backward."""
+    whole = draw(**QKV)
+    for seed in (None, (3, 5)):
+        results = []
+        call = lambda q, k, v: context_parallel_attention(  # noqa: E731
+            q,
+            k,
+            v,
+            mesh=mesh,
+            dropout_p=0.5,
+            dropout_seed=seed,
+            method="ring",  # noqa: B023
+        )
+        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            torch.manual_seed(7 + mesh.get_local_rank())
+            x = [shard(t, mesh).requires_grad_() for t in whole.values()]
+            o = function(*x)
+            loss_of(o).backward()
+            results.append([o.detach(), *(t.grad for t in x)])
+        if seed is not None:
+            for n, (found, right) in enumerate(zip(*results, strict=True)):
+                same(found, right, f"result {n}")
+        # v's gradient is p transposed times do: where it was computed with other drops, this sum would not be o's.
+        o, v = results[1][0], shard(whole["v"], mesh)
+        total = torch.stack([(results[1][3] * v).sum(), 2 * o.square().sum()])
+        dist.all_reduce(total, group=mesh.get_group())
+        same(total[0], total[1], "o and dv drop alike")
+
+
 def check_compiled_errors(mesh: DeviceMesh) -> None:
     """Found by all ranks when the graph runs, and by one when it is traced."""
     qkv = [torch.zeros(1, 4, 8, 8) for _ in range(3)]
@@ -298,6 +328,7 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "manager: contiguous": lambda mesh: check_manager(mesh, False),
     "manager: around tilewise's function": check_manager_around_ours,
     "compiled: errors": check_compiled_errors,
+    "compiled: dropout": check_compiled_dropout,
     **{
         f"compiled: {method}, {balancer}": lambda mesh, m=method, b=balancer: check_compiled(mesh, m, b)
         for method, balancer in (("all_gather", "head_tail"), ("ring", "head_tail"), ("all_to_all", None))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import interpreter_child
 import pytest
 import torch
-from forced import check_split
+from forced import check_origin, check_split
 from helpers import DROPOUT_SEED, Case, check, dropout_mask, kept_share, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -200,6 +200,20 @@ FEW = Case(B=2, H=4, Hkv=2, M=1, N=300, D=16, grads="", dropout_p=0.4)
 def test_few_queries(interpreter, case, splits):
     """Rows of a tile are query heads of several streams."""
     interpreter(check_split, case, splits)
+
+
+ORIGINS = [(48, 0, 0), (5, 16, 3), (32, 27, 2)]  # multiples of 16, and not
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+@pytest.mark.parametrize("backend", ["oracle", "cpu"])
+def test_parts_of_a_call(backend, origin):
+    check_origin(backend, dropout.Origin(*origin), False)
+
+
+@pytest.mark.parametrize(("origin", "deterministic"), list(zip(ORIGINS, (True, False, True), strict=True)))
+def test_parts_of_a_call_in_triton(interpreter, origin, deterministic):
+    interpreter(check_origin, "triton", dropout.Origin(*origin), deterministic)
 
 
 # --- the definition ---

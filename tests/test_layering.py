@@ -110,6 +110,8 @@ ROOMS = {
         "tilewise.merge",
         "tilewise.ops.runtime",
         "tilewise.plan",
+        "tilewise.tile_mask",
+        "tilewise.varlen",
         *READING,
         *BACKEND,
     },

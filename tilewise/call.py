@@ -116,10 +116,10 @@ def with_seed(inputs: Inputs, score: Score) -> Inputs:
         )
     if inputs.seed is not None:
         return inputs
-    return inputs._replace(seed=_drawn_seed(inputs.q))
+    return inputs._replace(seed=drawn_seed(inputs.q))
 
 
-def _drawn_seed(q: Tensor) -> Tensor:
+def drawn_seed(q: Tensor) -> Tensor:
     """On the device, so that nobody waits for it."""
     return torch.randint(1 << 62, (2,), dtype=torch.int64, device=q.device)
 
@@ -253,7 +253,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
         return None
     inputs = _with_rows(inputs)
     if known[0].dropout:
-        inputs = inputs._replace(seed=_drawn_seed(inputs.q))
+        inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, *known, return_lse)
 
 

@@ -13,11 +13,12 @@ import triton.language as tl
 
 
 class Stream(NamedTuple):
-    """The words of a (sequence, query head), uint32; built inside a kernel."""
+    """The words of a (sequence, query head), uint32; built inside a kernel. origin: `score.Origin`, or None."""
 
     key: Any
     row: Any
     col: Any
+    origin: Any
 
 
 @triton.jit
@@ -46,14 +47,16 @@ def philox2x32(c0, c1, key):
 
 
 @triton.jit
-def stream(seed, sequence, head):
+def stream(seed, sequence, head, origin):
     """seed: where the two numbers are."""
+    if origin is not None:
+        head += origin.head
     low, high = tl.load(seed), tl.load(seed + 1)
     sequence, head = sequence.to(tl.uint32), head.to(tl.uint32)
     w0, w1, w2, _ = philox4x32(
         high.to(tl.uint32), (high >> 32).to(tl.uint32), sequence, head, low.to(tl.uint32), (low >> 32).to(tl.uint32)
     )
-    return Stream(w0, w1, w2)
+    return Stream(w0, w1, w2, origin)
 
 
 @triton.jit
@@ -70,6 +73,13 @@ def kept(stream, m0, rows, n0, cols, threshold):
     compiler makes their words once, for it sees that they are the same: hence m0 and n0 apart, of which it may not know
     that they are multiples of 16.
     """
+    if stream.origin is not None:
+        m0 += stream.origin.query
+        n0 += stream.origin.key
+        if stream.origin.query_rest is not None:
+            rows += stream.origin.query_rest
+        if stream.origin.key_rest is not None:
+            cols += stream.origin.key_rest
     i, j = rows.to(tl.uint32), cols.to(tl.uint32)
     c0 = (m0.to(tl.uint32) // 2 + half(i)) ^ stream.row
     c1 = (n0.to(tl.uint32) // 2 + half(j)) ^ stream.col

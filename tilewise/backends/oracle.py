@@ -141,7 +141,9 @@ def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
         return 1.0
     shape = (problem.batch, problem.heads, problem.queries, problem.keys)
     b, h, i, j = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in shape), indexing="ij")
-    kept = dropout.kept(dropout.stream(seed, b + problem.sequence, h), i, j, threshold)
+    at = problem.score.origin
+    words = dropout.stream(seed, b + problem.sequence, h + at.head)
+    kept = dropout.kept(words, i + at.query, j + at.key, threshold)
     return torch.where(kept, dropout.weight(threshold), 0.0).double()
 
 

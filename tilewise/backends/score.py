@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 
 from tilewise.score import dropout, tiles
-from tilewise.score.terms import Score
+from tilewise.score.terms import START, Score
 
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
@@ -41,9 +41,28 @@ class Terms(NamedTuple):
     HAS_CAP: Any
     threshold: float | None = None  # of dropout, see `tilewise.score.dropout`; None compiles it away
     weight: float | None = None
+    origin: Origin | None = None  # of dropout's places; None where they are counted from 0
     query: Any = None  # numbers of a bias by distance: how a backend has them is its own
     key: Any = None
     toeplitz: Any = None
+
+
+class Origin(NamedTuple):
+    """`tilewise.score.dropout.Origin`, of queries and keys the last multiple of 16 and, where it is not 0, the rest: a
+    kernel that knows of none makes the words of a group once."""
+
+    query: int
+    query_rest: int | None
+    key: int
+    key_rest: int | None
+    head: int
+
+    @classmethod
+    def of(cls, score: Score) -> Origin | None:
+        if score.origin == START:
+            return None
+        query, key, head = score.origin
+        return cls(query // 16 * 16, query % 16 or None, key // 16 * 16, key % 16 or None, head)
 
 
 def score_terms(score: Score, *, scaled: bool) -> Terms:
@@ -53,7 +72,8 @@ def score_terms(score: Score, *, scaled: bool) -> Terms:
         return terms
     # All dropped, they are told by their weight, 0: a threshold of 65536 is more than 16 bits.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
-    return terms._replace(threshold=float(threshold), weight=dropout.weight(score.dropout))
+    found = {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
+    return terms._replace(**found)
 
 
 def score_numbers(score: Score) -> dict[str, Any]:

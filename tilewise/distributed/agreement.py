@@ -26,9 +26,13 @@ def agreed(ranks: Ranks, description: Description) -> str | None:
     return None if known is None else known.get(description)
 
 
-def agree(ranks: Ranks, description: Description | None, method: str | None, failure: Exception | None) -> None:
-    """Tell all ranks what this one is about to do, or why it cannot; raise on every rank if that is not the same."""
-    mine = description if failure is None else (type(failure).__name__, str(failure))
+def agree(
+    ranks: Ranks, description: Description | None, method: str | None, failure: Exception | None,
+    *, beside: Description = (),
+) -> None:  # fmt: skip
+    """Tell all ranks what this one is about to do, or why it cannot; raise on every rank if that is not the same.
+    ``beside``: what is compared and not remembered."""
+    mine = (*(description or ()), *beside) if failure is None else (type(failure).__name__, str(failure))
     everybody: list[Any] = [None] * ranks.size
     try:
         dist.all_gather_object(everybody, (failure is None, mine), group=ranks.group)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.call import Bias, Window
+from tilewise.call import Bias, Seed, Window
 from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.compiled import compiled_call
@@ -38,6 +38,8 @@ def context_parallel_attention(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     load_balancer: LoadBalancer = None,
     method: MethodName = "auto",
     deterministic: bool | None = None,
@@ -62,6 +64,9 @@ def context_parallel_attention(
             so are their gradients: the sum over ranks. Terms count positions in the whole sequence.
         mask: bool, in the shapes of a bias.
         sink: (H,), the same on every rank, or of this rank's queries, (B|1, H|1, M / ranks).
+        dropout_p, dropout_seed: as for `tilewise.attention`: what is dropped depends on a score's place in the whole
+            sequence, so that any number of ranks drops what one does. A seed is the same on every rank; without one the
+            first rank's generator draws it.
         causal, window, scale, softcap, deterministic, backend: as for `tilewise.attention`, of the whole sequence.
         load_balancer: how the sequence was split. None: in contiguous parts. "head_tail": a chunk of its head and one
             of its tail for each rank, which gives all ranks equal work under a causal mask.
@@ -72,7 +77,7 @@ def context_parallel_attention(
             until the group's timeout.
         return_lse: also return the logarithm of each row's softmax denominator.
 
-    Dropout, DTensors, packed batches and jagged tensors are not taken.
+    DTensors and jagged tensors are not taken; packed batches are by `context_parallel_varlen_attention`.
 
     Returns:
         o (B, H, M / ranks, Dv), split as q is; with ``return_lse`` also lse (B, H, M / ranks).
@@ -84,8 +89,8 @@ def context_parallel_attention(
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509); all_gather with a head and a tail:
     Llama 3 (arXiv 2407.21783), section 3.3.2.
     """
-    given = {"bias": bias, "mask": mask, "sink": sink}
-    options = Options(causal, window, scale, softcap, deterministic, backend)
+    given = {"bias": bias, "mask": mask, "sink": sink, "dropout_seed": dropout_seed}
+    options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
     ranks = Ranks.of(mesh, load_balancer)
     found = attend_shards(
         ranks, load_balancer, (q, k, v), given, options, unknown, method=method, validate=validate,
@@ -108,6 +113,8 @@ def explain_context_parallel(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
     load_balancer: LoadBalancer = None,
     method: MethodName = "auto",
     deterministic: bool | None = None,
@@ -123,10 +130,10 @@ def explain_context_parallel(
         ValueError, TypeError, NotImplementedError: as the call would on this rank.
     """
     _refuse(unknown)
-    options = Options(causal, window, scale, softcap, deterministic, backend)
+    options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
     ranks = Ranks.of(mesh, load_balancer)
-    call, tensors = read((q, k, v), bias, mask, sink, ranks, options)
-    _check_method(method)
+    call, tensors = read((q, k, v), bias, mask, sink, ranks, options, dropout_seed)
+    check_method(method)
     _check_locally(call, tensors)
     return make_plan(call, tensors, method)
 
@@ -155,9 +162,9 @@ def prepare(
         _refuse(unknown)
         check_flag("validate", validate)
         check_flag("return_lse", return_lse)
-        _check_method(method)
-        call, tensors = read(qkv, given["bias"], given["mask"], given["sink"], ranks, options)
-        description = _description(call, tensors, method, return_lse)
+        check_method(method)
+        call, tensors = read(qkv, given["bias"], given["mask"], given["sink"], ranks, options, given["dropout_seed"])
+        description = described(call, tensors, method, return_lse)
         chosen = agreed(ranks, description)
         known = chosen is not None
         if not known or validate:
@@ -173,19 +180,13 @@ def prepare(
 
 def _refuse(unknown: dict[str, Any]) -> None:
     for name in unknown:
-        if name in ("dropout_p", "dropout_seed"):
-            if unknown[name] is not None and not (name == "dropout_p" and unknown[name] == 0):
-                raise NotImplementedError(
-                    f"{name}: {FUNCTION} has no dropout: kernels count queries, keys and heads from 0, so that each "
-                    "rank would drop by places that are not the sequence's"
-                )
-        elif name.startswith(("cu_seqlens", "seqused", "max_seqlen")):
-            raise NotImplementedError(f"{name}: {FUNCTION} takes no packed batches; one sequence length for all")
+        if name.startswith(("cu_seqlens", "seqused", "max_seqlen")):
+            raise NotImplementedError(f"{name}: {FUNCTION} takes no packed batches: context_parallel_varlen_attention")
         else:
             raise unexpected(FUNCTION, unknown)
 
 
-def _check_method(method: str) -> None:
+def check_method(method: str) -> None:
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method: must be 'auto' or one of {', '.join(map(repr, METHODS))}, got {method!r}")
 
@@ -202,7 +203,7 @@ def _check_locally(call: ShardedCall, tensors: list[Tensor]) -> None:
         raise ValueError(f"q: must be on the mesh's device {ranks.device}, got {device}")
 
 
-def _description(call: ShardedCall, tensors: list[Tensor], method: str, return_lse: bool) -> Description:
+def described(call: ShardedCall, tensors: list[Tensor], method: str, return_lse: bool) -> Description:
     """What has to be alike on all ranks."""
     layouts = tuple(
         (slot.name if count == 0 else f"{slot.name} ({count + 1})", (tuple(x.shape), x.dtype, x.requires_grad))
@@ -212,7 +213,7 @@ def _description(call: ShardedCall, tensors: list[Tensor], method: str, return_l
     options = tuple(call.options._asdict().items())
     rest = (
         ("method", method), ("load_balancer", call.ranks.split.pieces), ("return_lse", return_lse),
-        ("torch.is_grad_enabled()", torch.is_grad_enabled()),
+        ("dropout_seed", (call.seed is None, call.drawn)), ("torch.is_grad_enabled()", torch.is_grad_enabled()),
     )  # fmt: skip
     return *layouts, *terms, *options, *rest
 

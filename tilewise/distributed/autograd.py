@@ -1,4 +1,5 @@
-"""Collectives that autograd differentiates once, and the ring, whose backward goes round as its forward does.
+"""Collectives that autograd differentiates once, and the methods whose backward is one of parts: the gathering of
+groups of heads, and the ring, whose backward goes round as its forward does.
 
 Gradients of 16 bits are summed over ranks in float32.
 """
@@ -16,58 +17,32 @@ from torch.autograd.function import once_differentiable
 from tilewise.backends import Needs, Outputs
 from tilewise.bias.terms import wide
 from tilewise.dispatch import backward_of
-from tilewise.distributed import ring
+from tilewise.distributed.collectives import all_to_all, gathered, scattered
 from tilewise.distributed.layout import Chunk, Ranks, shards_of, whole_of
 from tilewise.distributed.operands import ShardedCall
 from tilewise.score.parts import DIFFERENTIABLE
 from tilewise.score.terms import Terms
 
-# PyTorch has renamed two of its collectives.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    sent = ring.as_bytes(x.contiguous())
-    stacked = sent.new_empty((ranks.size * sent.shape[0], *sent.shape[1:]))
-    _all_gather(stacked, sent, group=ranks.group)
-    return whole_of(stacked.view(x.dtype).unflatten(0, (ranks.size, -1)), dim, ranks.split)
-
-
-def _scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """The sum over ranks, of which this one gets its shard."""
-    sent = shards_of(wide(x), dim, ranks.split).contiguous()
-    found = sent.new_empty(sent.shape[1:])
-    _reduce_scatter(found, sent.flatten(0, 1), group=ranks.group)
-    return found.to(x.dtype)
-
-
-def _all_to_all(stacked: Tensor, ranks: Ranks) -> Tensor:
-    sent = ring.as_bytes(stacked.contiguous())
-    found = torch.empty_like(sent)
-    dist.all_to_all_single(found, sent, group=ranks.group)
-    return found.view(stacked.dtype)
-
 
 def _to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
     stacked = x.unflatten(heads, (ranks.size, x.shape[heads] // ranks.size)).movedim(heads, 0)
-    return whole_of(_all_to_all(stacked, ranks), rows, ranks.split)
+    return whole_of(all_to_all(stacked, ranks), rows, ranks.split)
 
 
 def _to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-    return _all_to_all(shards_of(x, rows, ranks.split), ranks).movedim(0, heads).flatten(heads, heads + 1)
+    return all_to_all(shards_of(x, rows, ranks.split), ranks).movedim(0, heads).flatten(heads, heads + 1)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
         ctx.where = ranks, dim
-        return _gathered(x, ranks, dim)
+        return gathered(x, ranks, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _scattered(grad, *ctx.where), None, None
+        return scattered(grad, *ctx.where), None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -121,17 +96,17 @@ def to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
     return found
 
 
-# --- the ring ---
+# --- methods of parts ---
 
 
-class _Ring(torch.autograd.Function):
-    """``*tensors, call -> o, lse``; the tensors are those of ``call.slots``."""
+class _Parts(torch.autograd.Function):
+    """``*tensors, call, method -> o, lse``; the tensors are those of ``call.slots``."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, call = arguments
-        o, lse = ring.forward(call, tensors)
-        ctx.call = call
+        *tensors, call, method = arguments
+        o, lse = method.forward(call, tensors)
+        ctx.call, ctx.method = call, method
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, o, lse)
         return o, lse
@@ -140,21 +115,23 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, o, lse = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:-1]
+        needs = ctx.needs_input_grad[:-2]
         # resolve_neg: as in tilewise.autograd
         do, dlse = torch.zeros_like(o) if do is None else do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         cotangents = Outputs(do, dlse)
-        return *ring.backward(ctx.call, tensors, Outputs(o, lse), cotangents, needs, part_gradients), None
+        found = ctx.method.backward(ctx.call, tensors, Outputs(o, lse), cotangents, needs, part_gradients)
+        return *found, None, None
 
 
-def ring_attention(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _Ring.apply(*tensors, call)
+def by_parts(call: ShardedCall, tensors: Sequence[Tensor], method: Any) -> tuple[Tensor, Tensor]:
+    """By ``method.forward`` and ``method.backward``: `ring`, or `head_groups.Gathered`."""
+    found: tuple[Tensor, Tensor] = _Parts.apply(*tensors, call, method)
     return found
 
 
 def part_gradients(
     call: ShardedCall, tensors: Sequence[Tensor], at: tuple[Chunk, Chunk], outputs: Outputs, cotangents: Outputs,
-    needs: Sequence[bool],
+    needs: Sequence[bool], *, sink: bool = False, first_head: int = 0,
 ) -> list[Tensor | None]:  # fmt: skip
     """What the pairs of some queries and some keys add to the gradients of ``tensors``, which are cut to these.
 
@@ -164,9 +141,9 @@ def part_gradients(
     """
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
     with torch.enable_grad():
-        local = call.local(leaves, *at, sink=False)
+        local = call.local(leaves, *at, sink=sink, first_head=first_head)
     inputs = local.inputs
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias")}
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias", "sink")}
     if inputs.parts is not None:
         named |= {name: getattr(inputs.parts, name) for name in DIFFERENTIABLE}
     asked = {name: x for name, x in named.items() if x is not None and x.requires_grad}

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term
+from tilewise.call import drawn_seed
 from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.operands import FUNCTION, Options
 
@@ -33,7 +34,8 @@ _TENSOR = "tensor"
 
 class Description(NamedTuple):
     """All of a call but its tensors. bias: of each piece its class and fields, of a tensor "" and it; ``one``: that it
-    is no tuple. mask, sink: places among the tensors. needs: which tensors require grad."""
+    is no tuple. mask, sink, seed: places among the tensors; ``pair``: a seed of two numbers. drawn: each rank has drawn
+    the seed, and the first one's counts. needs: which tensors require grad."""
 
     group: str
     device: str
@@ -46,6 +48,9 @@ class Description(NamedTuple):
     one: bool
     mask: int | None
     sink: int | None
+    seed: int | None
+    pair: tuple[int, int] | None
+    drawn: bool
     needs: tuple[bool, ...]
 
 
@@ -64,10 +69,20 @@ def compiled_call(
         if given[name] is not None:
             tensors.append(given[name])
         places.append(None if given[name] is None else len(tensors) - 1)
+    seed, drawn = given["dropout_seed"], False
+    if options.dropout_p and seed is None:
+        seed, drawn = drawn_seed(tensors[0]), True
+    if isinstance(seed, Tensor):
+        tensors.append(seed)
+        places.append(len(tensors) - 1)
+        seed = None
+    else:
+        places.append(None)
     numbers = tuple(options._replace(deterministic=_ordered(options)))
     words = repr((
         ranks.group.group_name, ranks.device, load_balancer, method, validate, return_lse, numbers,
-        tuple(pieces), one, places[0], places[1], tuple([x.requires_grad for x in tensors]),
+        tuple(pieces), one, *places, None if seed is None else tuple(seed), drawn,
+        tuple([x.requires_grad for x in tensors]),
     ))  # fmt: skip
     found: tuple[Tensor, Tensor] = torch.ops.tilewise.context_parallel(tensors, words)
     return found
@@ -119,6 +134,7 @@ def given_by(call: Description, tensors: list[Tensor]) -> tuple[tuple[Tensor, Te
         "bias": None if not pieces else pieces[0] if call.one else tuple(pieces),
         "mask": None if call.mask is None else tensors[call.mask],
         "sink": None if call.sink is None else tensors[call.sink],
+        "dropout_seed": call.pair if call.seed is None else tensors[call.seed],
     }
     q, k, v = tensors[:3]
     return (q, k, v), given, Options(*call.options)

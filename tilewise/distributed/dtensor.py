@@ -98,6 +98,7 @@ def attention_of_sequences(
         "bias": None if bias is None else pieces[0] if one else tuple(pieces),
         "mask": None if mask is None else _local_operand(place, "mask", mask, sizes),
         "sink": None if sink is None else place.local("sink", sink, _sink_axes(sink)),
+        "dropout_seed": None,
     }
     ranks = Ranks.of_group(place.mesh.get_group(place.axis), place.mesh.device_type, load_balancer)
     how: dict[str, Any] = {"method": "auto", "validate": False, "return_lse": True}

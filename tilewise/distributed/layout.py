@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.score.terms import Band
 
-LoadBalancer = Literal["head_tail"] | None
+LoadBalancer = Literal["head_tail", "document"] | None
 BALANCERS = (None, "head_tail")
 
 
@@ -43,14 +43,18 @@ class Split(NamedTuple):
         half = length // 2
         return Chunk(0, rank * half, half), Chunk(half, (2 * self.size - 1 - rank) * half, half)
 
+    def all_chunks(self, length: int) -> list[tuple[int, Chunk]]:
+        """Of all ranks' shards, with the rank."""
+        return [(rank, chunk) for rank in range(self.size) for chunk in self.chunks(rank, length)]
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a mesh, this one's place among them, and how they split a sequence."""
+    """The processes of a mesh, this one's place among them, and how they split a sequence, or a packed batch."""
 
     group: Any  # a ProcessGroup
     rank: int
-    split: Split
+    split: Any  # a Split, or `documents.Documents`
     device: str  # the mesh's
 
     @property
@@ -69,7 +73,8 @@ class Ranks:
         if mesh.get_coordinate() is None:
             raise ValueError(f"mesh: this process, rank {dist.get_rank()}, is not in it: {mesh}")
         if load_balancer not in BALANCERS:
-            raise ValueError(f"load_balancer: must be None or 'head_tail', got {load_balancer!r}")
+            packed = "; 'document' is of packed batches, by their cu_seqlens" if load_balancer == "document" else ""
+            raise ValueError(f"load_balancer: must be None or 'head_tail', got {load_balancer!r}{packed}")
         return cls.of_group(mesh.get_group(), mesh.device_type, load_balancer)
 
     @classmethod
@@ -82,16 +87,20 @@ class Ranks:
         return self.split.chunks(self.rank, length)
 
 
-def shards_of(x: Tensor, dim: int, split: Split) -> Tensor:
+def shards_of(x: Tensor, dim: int, split: Any) -> Tensor:
     """A whole tensor as all ranks' shards along ``dim``, stacked in front."""
+    if not isinstance(split, Split):
+        return split.shards_of(x, dim)
     if split.pieces == 1:
         return x.unflatten(dim, (split.size, x.shape[dim] // split.size)).movedim(dim, 0)
     chunks = x.unflatten(dim, (2 * split.size, x.shape[dim] // (2 * split.size))).movedim(dim, 0)
     return torch.cat([chunks[: split.size], chunks[split.size :].flip(0)], dim + 1)
 
 
-def whole_of(shards: Tensor, dim: int, split: Split) -> Tensor:
+def whole_of(shards: Tensor, dim: int, split: Any) -> Tensor:
     """`shards_of` backwards."""
+    if not isinstance(split, Split):
+        return split.whole_of(shards, dim)
     if split.pieces == 2:
         heads, tails = shards.chunk(2, dim + 1)
         shards = torch.cat([heads, tails.flip(0)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed.autograd import gather, ring_attention, summed, to_heads, to_rows
+from tilewise.distributed import ring
+from tilewise.distributed.autograd import by_parts, gather, summed, to_heads, to_rows
+from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.operands import ShardedCall, Slot
 
@@ -16,30 +18,24 @@ Method = Callable[[ShardedCall, Sequence[Tensor], bool], tuple[Tensor, Tensor]]
 
 def attend(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
     """``(o, lse)`` of this rank's rows, differentiable; without ``return_lse`` nobody looks at the lse."""
+    if call.drawn and call.seed is not None:  # one seed for all: its counters tell ranks apart
+        dist.broadcast(call.seed, dist.get_global_rank(call.ranks.group, 0), group=call.ranks.group)
     pairs = zip(tensors, call.slots, strict=True)
     tensors = [summed(x, call.ranks) if slot.replicated and x.requires_grad else x for x, slot in pairs]
     return METHODS[method](call, tensors, return_lse)
 
 
 def _all_gather(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
-    """All keys here; a local call for each chunk of queries."""
-    pairs = zip(tensors, call.slots, strict=True)
-    whole = [x if slot.keys is None else gather(x, call.ranks, slot.keys) for x, slot in pairs]
-    keys = Chunk(0, 0, call.sizes.N)
-    found = [
-        call.attend(call.cut(whole, rows, keys), rows, keys, return_lse=return_lse)
-        for rows in call.ranks.chunks(call.queries)
-    ]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([o for o, _ in found], 2), torch.cat([lse for _, lse in found], -1)
+    """All keys here, some heads at a time; a local call for each chunk of queries."""
+    return by_parts(call, tensors, Gathered(groups_of(call, tensors)))
 
 
 def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
     """All rows here, of this rank's heads."""
     queries, keys = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     local = [_of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
-    o, lse = call.attend(local, queries, keys, return_lse=return_lse)
+    first = call.ranks.rank * (call.sizes.H // call.ranks.size)
+    o, lse = call.attend(local, queries, keys, first_head=first, return_lse=return_lse)
     return to_rows(o, call.ranks, 1, 2), to_rows(lse, call.ranks, 1, 2) if return_lse else lse
 
 
@@ -54,7 +50,7 @@ def _of_heads(call: ShardedCall, x: Tensor, slot: Slot) -> Tensor:
 
 
 def _ring(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
-    return ring_attention(call, tensors)
+    return by_parts(call, tensors, ring)
 
 
 METHODS: dict[str, Method] = {"all_gather": _all_gather, "ring": _ring, "all_to_all": _all_to_all}

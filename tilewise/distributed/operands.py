@@ -20,13 +20,18 @@ from tilewise.autograd import attention_op
 from tilewise.backends import lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term, shape_of, wide
-from tilewise.call import Call, check_inputs, read_call
+from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, drawn_seed, read_call, seed_tensor
 from tilewise.distributed.layout import Chunk, Ranks, local_band
 from tilewise.problem import Sizes, check_flag, check_qkv
+from tilewise.score import dropout
 from tilewise.score.terms import Band, Window, check_numbers
+from tilewise.score.tiles import visible_pairs
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
+from tilewise.tile_mask import TileMask, is_block_mask
 
 FUNCTION = "context_parallel_attention"
+KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, and addresses stay as aligned as they were
+GROUP_FLOPS = 4e12
 
 
 class Options(NamedTuple):
@@ -38,6 +43,7 @@ class Options(NamedTuple):
     softcap: float | None
     deterministic: bool | None
     backend: str | None
+    dropout_p: float = 0.0
 
 
 class Slot(NamedTuple):
@@ -68,7 +74,7 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
     """sizes: of the whole sequence. slots: of the tensors, q, k, v first; then, by their places among them, those of
-    the bias in ``pieces``, mask and sink."""
+    the bias in ``pieces``, mask and sink; the seed is none of them."""
 
     ranks: Ranks
     sizes: Sizes
@@ -77,6 +83,8 @@ class ShardedCall:
     pieces: tuple[Piece, ...]
     mask: int | None
     sink: int | None
+    seed: Tensor | None = None  # of dropout
+    drawn: bool = False  # the seed, by this rank, so that the first rank's is taken
 
     @property
     def queries(self) -> int:
@@ -92,14 +100,54 @@ class ShardedCall:
         return Band.aligned(self.options.causal, self.options.window, self.sizes.N - self.sizes.M)
 
     @property
+    def row_chunks(self) -> tuple[Chunk, ...]:
+        """Of this rank's queries, those of one local call each."""
+        return self.ranks.chunks(self.queries)
+
+    def seen_keys(self, query: Chunk) -> Chunk:
+        """Of all keys those that these queries see, in whole `KEY_STEP`s; some if they see none."""
+        band, last = local_band(self.band, query.start, 0), self.sizes.N - 1
+        first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
+        end = last if band.hi is None else min(max(query.length - 1 + band.hi, first), last)
+        end = min(end // KEY_STEP * KEY_STEP + KEY_STEP, last + 1)
+        return Chunk(first, first, end - first)
+
+    def pairs(self, rank: int) -> int:
+        """Visible to that rank's queries, of all batch elements and heads."""
+        chunks = self.ranks.split.chunks(rank, self.queries)
+        seen = sum(visible_pairs(x.length, self.sizes.N, local_band(self.band, x.start, 0)) for x in chunks)
+        return self.sizes.B * self.sizes.H * seen
+
+    @property
+    def hop_pairs(self) -> int:
+        """Of this rank's queries and another's keys, for all batch elements and heads."""
+        return self.sizes.B * self.sizes.H * self.queries * self.keys
+
+    @property
+    def group_flops(self) -> float:
+        """Of a forward on one rank, that heads which are computed apart have at least: about 7 ms of a Hopper GPU. Of
+        less, the last programs of a launch leave more of the GPU idle than collectives take."""
+        return GROUP_FLOPS
+
+    def declines(self, method: str) -> str | None:
+        """Why that method cannot run the call; None if it can."""
+        for name, heads in (("query heads", self.sizes.H), ("key/value heads", self.sizes.Hkv)):
+            if method == "all_to_all" and heads % self.ranks.size:
+                return f"the {heads} {name} do not divide by {self.ranks.size} ranks"
+        return None
+
+    @property
     def moving(self) -> list[int]:
         """Which tensors go with the keys."""
         return [n for n, slot in enumerate(self.slots) if slot.keys is not None]
 
     # --- local calls ---
 
-    def local(self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True) -> Call:
-        """Of tensors that hold these queries and keys, and of bands and terms nothing but their numbers changed."""
+    def local(
+        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
+    ) -> Call:
+        """Of tensors that hold these queries and keys, and the heads from ``first_head`` on; and of bands and terms
+        nothing but their numbers changed."""
         bias: list[Any] = []
         for piece in self.pieces:
             if piece.term is None:
@@ -117,18 +165,21 @@ class ShardedCall:
             bias=None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
             mask=None if self.mask is None else tensors[self.mask],
             sink=tensors[self.sink] if sink and self.sink is not None else None,
-            dropout_p=0.0,
-            dropout_seed=None,
+            dropout_seed=self.seed,
             **options,
         )
-        band = call.score.band.both(local_band(self.band, query.start, key.start))
-        return call._replace(score=dataclasses.replace(call.score, band=band))
+        score = call.score
+        band = score.band.both(local_band(self.band, query.start, key.start))
+        origin = dropout.Origin(query.start, key.start, first_head) if score.dropout else score.origin
+        return call._replace(score=dataclasses.replace(score, band=band, origin=origin))
 
     def attend(
-        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, return_lse: bool = True
-    ) -> tuple[Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0,
+        return_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``(o, lse)`` of these queries and keys."""
-        o, lse = attention_op(*self.local(tensors, query, key, sink=sink), return_lse=return_lse)
+        local = self.local(tensors, query, key, sink=sink, first_head=first_head)
+        o, lse = attention_op(*local, return_lse=return_lse)
         if lse is None:  # nobody looks at it
             lse = o.new_empty(0, dtype=lse_dtype(o.dtype))
         return o, lse
@@ -159,8 +210,10 @@ class ShardedCall:
 # --- reading ---
 
 
-class _Reader:
+class Reader:
     """Collects tensors and their slots; every error names the argument, what came and what is allowed."""
+
+    function = FUNCTION
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         self.queries, self.keys = q.shape[2], k.shape[2]
@@ -233,7 +286,18 @@ class _Reader:
             self._length(name, values, self.queries if on_query else self.keys)
             slot = Slot(name, 1, 2) if on_query else Slot(name, 1, None, 2)
             return Piece(term, {"values": self.put(values, slot)})
-        raise NotImplementedError(f"bias: {type(term).__name__} is not taken by {FUNCTION}")
+        raise NotImplementedError(f"bias: {type(term).__name__} is not taken by {self.function}")
+
+    def pieces(self, bias: Any) -> list[Piece]:
+        found: list[Piece] = []
+        for part in () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,):
+            if is_dtensor(part):
+                raise NotImplementedError(f"bias: {self.function} takes no DTensor; pass this rank's shard")
+            if isinstance(part, Term):
+                found.append(self.term(part))
+            else:
+                found.append(Piece(None, {"": self.operand("bias", part)}))
+        return found
 
     def _length(self, name: str, x: Tensor, length: int) -> None:
         if x.shape[2] != length:
@@ -246,34 +310,37 @@ class _Reader:
 
 def read(
     qkv: tuple[Tensor, Tensor, Tensor], bias: Any, mask: Tensor | None, sink: Tensor | None, ranks: Ranks,
-    options: Options,
+    options: Options, dropout_seed: Seed = None,
 ) -> tuple[ShardedCall, list[Tensor]]:  # fmt: skip
     """The call and its tensors, checked as far as one rank can."""
     given = {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "mask": mask, "sink": sink}
     for name, x in given.items():
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: {FUNCTION} takes no DTensor; pass this rank's shard, {name}.to_local()")
+    if isinstance(mask, TileMask) or is_block_mask(mask):
+        raise NotImplementedError(
+            f"mask: {FUNCTION} takes no {type(mask).__name__} yet, whose tiles are those of all rows; pass this rank's "
+            "rows of a bool mask"
+        )
     check_inputs(*qkv, bias, mask, sink)
     check_qkv(*qkv)
-    check_numbers(options.window, dropout_p=0.0, scale=options.scale, softcap=options.softcap)
+    check_numbers(options.window, dropout_p=options.dropout_p, scale=options.scale, softcap=options.softcap)
     check_flag("causal", options.causal)
+    if dropout_seed is not None:
+        check_dropout_seed(dropout_seed, qkv[0])
     q, k, v = autocast(*qkv)
     _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
-    reader = _Reader(q, k, v, ranks)
-    pieces = []
-    if bias is not None:
-        for part in bias if isinstance(bias, (tuple, list)) else (bias,):
-            if is_dtensor(part):
-                raise NotImplementedError(f"bias: {FUNCTION} takes no DTensor; pass this rank's shard")
-            if isinstance(part, Term):
-                pieces.append(reader.term(part))
-            else:
-                pieces.append(Piece(None, {"": reader.operand("bias", part)}))
+    reader = Reader(q, k, v, ranks)
+    pieces = reader.pieces(bias)
     mask_at = None if mask is None else reader.operand("mask", mask)
     sink_at = None if sink is None else reader.sink(sink)
     B, H, M, _ = q.shape
     sizes = Sizes(B, H, k.shape[1], M * ranks.size, k.shape[2] * ranks.size)
-    call = ShardedCall(ranks, sizes, options, tuple(reader.slots), tuple(pieces), mask_at, sink_at)
+    seed, drawn = None, False
+    if options.dropout_p:
+        drawn = dropout_seed is None
+        seed = drawn_seed(q) if dropout_seed is None else seed_tensor(dropout_seed, q.device)
+    call = ShardedCall(ranks, sizes, options, tuple(reader.slots), tuple(pieces), mask_at, sink_at, seed, drawn)
     return call, reader.tensors
 
 

@@ -6,8 +6,7 @@ and the rest with o and lse, and computes dS = P ∘ (dP − D) of what this ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,14 @@ from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias.terms import wide
 from tilewise.distributed import ring
 from tilewise.distributed.api import prepare
-from tilewise.distributed.autograd import _scattered, gather, part_gradients, to_heads, to_rows
+from tilewise.distributed.autograd import part_gradients, to_heads, to_rows
+from tilewise.distributed.collectives import scattered
 from tilewise.distributed.compiled import Description, described, given_by, ranks_of
+from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.methods import _of_heads, attend
 from tilewise.distributed.operands import ShardedCall
+from tilewise.ops.runtime.operator import autograd_again, operator_of_lists
 
 Grads = list[Tensor | None]
 Prepared = tuple[str, ShardedCall, list[Tensor]]
@@ -31,47 +33,44 @@ Prepared = tuple[str, ShardedCall, list[Tensor]]
 def _prepared(tensors: Sequence[Tensor], call: Description) -> Prepared:
     """The method, agreed on by all ranks, and what it computes."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, call.needs, strict=True)]
+    if call.drawn and call.seed is not None:  # each time anew: an operator leaves its arguments as they are
+        leaves[call.seed] = tensors[call.seed].clone()
     qkv, given, options = given_by(call, leaves)
     how: Any = {"method": call.method, "validate": call.validate, "return_lse": call.return_lse}
     with torch.enable_grad():  # else views of what requires grad would not
         method, sharded, found = prepare(ranks_of(call), qkv, given, options, {}, **how)
+    if call.drawn and sharded.seed is not None:
+        group = sharded.ranks.group
+        dist.broadcast(sharded.seed, dist.get_global_rank(group, 0), group=group)
     return method, sharded, [x.detach().requires_grad_(x.requires_grad) for x in found]
 
 
-@contextmanager
-def _autograd_again() -> Iterator[None]:
-    """An operator runs below autograd, which then records nothing whatever the grad mode says; but what a bias term's
-    tensors are made into is differentiated by it, within a backward."""
-    with torch._C._PreserveDispatchKeyGuard():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
-        yield
-
-
-@torch.library.custom_op("tilewise::context_parallel", mutates_args=())
 def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
     what = described(call)
-    with _autograd_again(), torch.no_grad():
-        o, lse = attend(*_prepared(tensors, what), what.return_lse or any(what.needs))
-    return o.contiguous(), lse.contiguous()
+    with autograd_again(), torch.no_grad():
+        o, lse = attend(*_prepared(tensors, what), _has_lse(what))
+    return o.contiguous(), lse.contiguous() if _has_lse(what) else lse.new_empty(0)
 
 
-@_forward.register_fake
-def _(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
+def _has_lse(call: Description) -> bool:
+    return call.return_lse or any(call.needs)
+
+
+def _forward_fake(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
     what = described(call)
     q, v = tensors[0], tensors[2]
     o = q.new_empty((*q.shape[:3], v.shape[3]))
-    shape = tuple(q.shape[:3]) if what.return_lse or any(what.needs) else (0,)
+    shape = tuple(q.shape[:3]) if _has_lse(what) else (0,)
     return o, q.new_empty(shape, dtype=lse_dtype(q.dtype))
 
 
-@torch.library.custom_op("tilewise::context_parallel_backward", mutates_args=())
 def _backward(
     do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, call: str
 ) -> list[Tensor]:
     what = described(call)
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
-    with _autograd_again(), torch.no_grad():
+    with autograd_again(), torch.no_grad():
         method, sharded, inputs = _prepared(tensors, what)
         grads = _gradients(method, sharded, inputs, Outputs(o, lse), cotangents)
     # The tensors of the call may come in another order than it was given them.
@@ -83,8 +82,7 @@ def _backward(
     return found
 
 
-@_backward.register_fake
-def _(
+def _backward_fake(
     do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, call: str
 ) -> list[Tensor]:
     needs = described(call).needs
@@ -120,7 +118,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[li
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)], None
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup)
+operator_of_lists("context_parallel", _forward, _forward_fake, setup=_setup, backward=_differentiate)
+operator_of_lists("context_parallel_backward", _backward, _backward_fake)
 
 
 # --- gradients, without a graph ---
@@ -132,8 +131,6 @@ def _gradients(
     """Of the call's tensors; those of what is the same on every rank are summed over ranks."""
     needs = [x.requires_grad for x in tensors]
     grads = _METHODS[method](call, tensors, outputs, cotangents, needs)
-    if call.sink is not None and needs[call.sink]:
-        grads[call.sink] = ring._sink_gradient(tensors[call.sink], outputs, cotangents)
     for n, (slot, grad) in enumerate(zip(call.slots, grads, strict=True)):
         if slot.replicated and grad is not None:
             total = wide(grad).clone(memory_format=torch.contiguous_format)
@@ -149,50 +146,36 @@ def _ring(call: ShardedCall, tensors: list[Tensor], outputs: Outputs, cotangents
 def _all_gather(
     call: ShardedCall, tensors: list[Tensor], outputs: Outputs, cotangents: Outputs, needs: list[bool]
 ) -> Grads:
-    asked = [need and n != call.sink for n, need in enumerate(needs)]
-    keys = Chunk(0, 0, call.sizes.N)
-    pairs = zip(tensors, call.slots, strict=True)
-    whole = [x if slot.keys is None else gather(x, call.ranks, slot.keys) for x, slot in pairs]
-    totals = [call.accumulator(n, x) if need else None for n, (x, need) in enumerate(zip(whole, asked, strict=True))]
-    for query in call.ranks.chunks(call.queries):
-        rows = [ring._rows(x, query, call.ranks.split.pieces) for x in (outputs, cotangents)]
-        grads = part_gradients(call, call.cut(whole, query, keys), (query, keys), *rows, asked)
-        for n, grad in enumerate(grads):
-            total = totals[n]
-            if grad is not None and total is not None:
-                call.cut_one(n, total, query, keys).add_(grad)
-    return [
-        total if total is None or slot.keys is None else _scattered(total, call.ranks, slot.keys)
-        for total, slot in zip(totals, call.slots, strict=True)
-    ]
+    method = Gathered(groups_of(call, tensors))
+    return method.backward(call, tensors, outputs, cotangents, needs, part_gradients)
 
 
 def _all_to_all(
     call: ShardedCall, tensors: list[Tensor], outputs: Outputs, cotangents: Outputs, needs: list[bool]
 ) -> Grads:
-    asked = [need and n != call.sink for n, need in enumerate(needs)]
     local = [_of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
     everything = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     rows = [
         Outputs(*(None if x is None else to_heads(x, call.ranks, 1, 2) for x in both)) for both in (outputs, cotangents)
     ]
-    grads = part_gradients(call, local, everything, *rows, asked)
+    first = call.ranks.rank * (call.sizes.H // call.ranks.size)
+    grads = part_gradients(call, local, everything, *rows, needs, sink=True, first_head=first)
     found: Grads = []
-    for n, (x, slot, grad) in enumerate(zip(tensors, call.slots, grads, strict=True)):
+    for x, slot, grad in zip(tensors, call.slots, grads, strict=True):
         split = slot.rows if slot.rows is not None else slot.keys
-        if grad is None or not asked[n]:
-            found.append(None)
+        if grad is None or (split is None and slot.heads is None):
+            found.append(grad)
         elif split is None:
-            found.append(grad if slot.heads is None else _of_my_heads(call, x, slot.heads, grad))
+            found.append(_of_my_heads(call, x, slot.heads, grad))
+        elif slot.heads is None:
+            found.append(scattered(grad, call.ranks, split))
         else:
-            found.append(
-                _scattered(grad, call.ranks, split) if slot.heads is None
-                else to_rows(grad, call.ranks, slot.heads, split)
-            )  # fmt: skip
+            found.append(to_rows(grad, call.ranks, slot.heads, split))
     return found
 
 
-def _of_my_heads(call: ShardedCall, x: Tensor, heads: int, grad: Tensor) -> Tensor:
+def _of_my_heads(call: ShardedCall, x: Tensor, heads: int | None, grad: Tensor) -> Tensor:
+    assert heads is not None
     whole = wide(grad).new_zeros(x.shape)
     whole.narrow(heads, call.ranks.rank * grad.shape[heads], grad.shape[heads]).copy_(grad)
     return whole

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.autograd import gather
+from tilewise.distributed.documents import packed_ranks, read_offsets
 from tilewise.distributed.layout import LoadBalancer, Ranks, shards_of
 from tilewise.tensors import check_tensor
 
 
-def shard(tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, dim: int = 2) -> Tensor:
-    """This rank's part of a tensor that every rank has whole, along ``dim``: what `context_parallel_attention` takes.
+def shard(
+    tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, dim: int | None = None, *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """This rank's part of a tensor that every rank has whole, along ``dim``: what `context_parallel_attention` takes,
+    whose sequence is axis 2, or with ``cu_seqlens`` `context_parallel_varlen_attention`, whose tokens are axis 0.
 
     Ranks are counted as in the mesh's group. Nothing is sent. Differentiable: the gradient of the whole tensor is zero
     outside of this rank's part.
@@ -19,8 +27,14 @@ def shard(tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed: a length that does not divide.
     """
+    if cu_seqlens is not None:
+        ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, 1)
+        found = tensor.narrow(dim, ranks.rank * (tensor.shape[dim] // ranks.size), tensor.shape[dim] // ranks.size)
+        if load_balancer is not None:
+            found = tensor.index_select(dim, ranks.split.rows(ranks.rank).to(tensor.device))
+        return found.contiguous()
     ranks = Ranks.of(mesh, load_balancer)
-    dim = _axis(tensor, dim)
+    dim = _axis(tensor, 2 if dim is None else dim)
     count = ranks.size * ranks.split.pieces
     if tensor.shape[dim] % count:
         words = f"{ranks.size} ranks" + (" with a head and a tail each" if ranks.split.pieces == 2 else "")
@@ -30,7 +44,10 @@ def shard(tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, 
     return shards_of(tensor, dim, ranks.split)[ranks.rank].contiguous()
 
 
-def unshard(tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, dim: int = 2) -> Tensor:
+def unshard(
+    tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, dim: int | None = None, *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """`shard` backwards: the whole tensor on every rank. A collective: every rank calls it, with shards of one shape.
 
     Differentiable: each rank gets the sum of all ranks' gradients of its shard, as is right where the loss is the sum
@@ -39,11 +56,28 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
     """
+    if cu_seqlens is not None:
+        ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, Ranks.of(mesh, None).size)
+        return gather(tensor, ranks, dim)
     ranks = Ranks.of(mesh, load_balancer)
-    dim = _axis(tensor, dim)
+    dim = _axis(tensor, 2 if dim is None else dim)
     if tensor.shape[dim] % ranks.split.pieces:
         raise ValueError(f"tensor: a shard of a head and a tail has an even length, got shape {tuple(tensor.shape)}")
     return gather(tensor, ranks, dim)
+
+
+def _of_packed(
+    tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer, dim: int | None, cu_seqlens: Any, parts: int
+) -> tuple[Ranks, int]:
+    """``parts``: how many tensors of this length hold all tokens."""
+    offsets = read_offsets("cu_seqlens", cu_seqlens)
+    ranks, dim = packed_ranks(mesh, load_balancer, offsets), _axis(tensor, 0 if dim is None else dim)
+    if tensor.shape[dim] * parts != offsets[-1]:
+        raise ValueError(
+            f"tensor: expected {offsets[-1] // parts} of the {offsets[-1]} tokens of cu_seqlens along dim {dim}, got "
+            f"shape {tuple(tensor.shape)}"
+        )
+    return ranks, dim
 
 
 def _axis(tensor: Tensor, dim: int) -> int:

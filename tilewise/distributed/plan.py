@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewise.bias.terms import wide
-from tilewise.distributed.layout import local_band, ring_steps
+from tilewise.distributed.head_groups import groups_of
+from tilewise.distributed.layout import ring_steps
 from tilewise.distributed.operands import ShardedCall
-from tilewise.score.tiles import visible_pairs
 
 # From so many FLOPs for each byte of a hop on, a step of the ring takes longer than its transfer: 5e14 FLOP/s over
 # 2e11 B/s, about what a Hopper GPU and its NVLink do. A figure for choosing, not a measurement of this machine.
@@ -21,7 +21,8 @@ HIDDEN_FROM = 2500.0
 class Cost:
     """Of one method, for each rank: bytes sent in the forward and in the backward, and bytes held beside its shards
     while it computes. declines: why it cannot run the call; None if it can. hidden: its transfers take less time than
-    the products that run beside them, by `HIDDEN_FROM`."""
+    the products that run beside them, by `HIDDEN_FROM`. groups: of heads, one after the other; then those of the first
+    group forward, and of the last one backward, have no products beside them."""
 
     method: str
     forward_bytes: int
@@ -29,16 +30,22 @@ class Cost:
     held_bytes: int
     hidden: bool = False
     declines: str | None = None
+    groups: int = 1
 
     @property
     def exposed_bytes(self) -> int:
-        return 0 if self.hidden else self.forward_bytes + self.backward_bytes
+        """That no product hides."""
+        return 0 if self.hidden else (self.forward_bytes + self.backward_bytes) // self.groups
 
     def __str__(self) -> str:
         if self.declines is not None:
             return f"{self.method}: declines, {self.declines}"
         words = f"{self.method}: sends {_size(self.forward_bytes)} forward, {_size(self.backward_bytes)} backward"
-        return f"{words}{' (hidden)' if self.hidden else ''}, holds {_size(self.held_bytes)} more"
+        if self.hidden:
+            words += " (hidden)"
+        elif self.groups > 1:
+            words += f" (in {self.groups} groups of heads: all but {_size(self.exposed_bytes)} hidden)"
+        return f"{words}, holds {_size(self.held_bytes)} more"
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,9 @@ class ContextParallelPlan:
 
 def make_plan(call: ShardedCall, tensors: Sequence[Tensor], method: str) -> ContextParallelPlan:
     """Raise a ValueError for a method that cannot run the call."""
-    costs = tuple(cost(call, tensors) for cost in (_all_gather, _ring, _all_to_all))
-    flops = tuple(_flops(call, tensors, rank) for rank in range(call.ranks.size))
+    costs = tuple(_cost(method, call, tensors) for method in _COSTS)
+    q, _, v = tensors[:3]
+    flops = tuple(2 * (q.shape[3] + v.shape[3]) * call.pairs(rank) for rank in range(call.ranks.size))
     if method != "auto":
         asked = next(cost for cost in costs if cost.method == method)
         if asked.declines is not None:
@@ -74,31 +82,48 @@ def make_plan(call: ShardedCall, tensors: Sequence[Tensor], method: str) -> Cont
     return ContextParallelPlan(least.method, reason, flops, costs)
 
 
+def _cost(method: str, call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
+    reason = call.declines(method)
+    return _COSTS[method](call, tensors) if reason is None else Cost(method, 0, 0, 0, declines=reason)
+
+
 def _order(cost: Cost) -> tuple[int, int]:
     """Fewer calls and no steps that wait for each other where bytes are equal."""
     return cost.exposed_bytes, ("all_gather", "all_to_all", "ring").index(cost.method)
 
 
 def _all_gather(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
-    others, (keys, grads) = call.ranks.size - 1, _moving(call, tensors)
-    return Cost("all_gather", others * keys, others * grads, others * keys)
+    """Its groups have their own sizes: with one nothing is hidden, and keys wait in one place. Else they do in two
+    beside those that are computed with, and gradients on two ways in two."""
+    size, (keys, _) = call.ranks.size, _moving(call, tensors)
+    moving = [(tensors[n], call.slots[n]) for n in call.moving]
+    # Of what has heads parts go home as they are; the rest is summed over ranks in float32.
+    grads = sum((_bytes if slot.heads is not None else _wide_bytes)(x) for x, slot in moving if x.requires_grad)
+    groups = groups_of(call, tensors)
+    held = size * keys if groups == 1 else size * 3 * keys // groups
+    going = size * grads * min(2 * groups, 4) // groups
+    others = size - 1
+    hides = groups > 1 and _hides(call, tensors, keys)
+    return Cost("all_gather", others * keys, others * (keys + grads), held + going, False, None, groups if hides else 1)
+
+
+def _hides(call: ShardedCall, tensors: Sequence[Tensor], keys: int) -> bool:
+    """Whether the products of this rank's queries and another's keys take longer than these keys are on their way."""
+    q, v = tensors[0], tensors[2]
+    products = 2 * (q.shape[3] + v.shape[3]) * call.hop_pairs
+    return products >= HIDDEN_FROM * keys
 
 
 def _ring(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     hops = ring_steps(call.band, call.ranks.split, call.queries, call.keys) - 1
     keys, grads = _moving(call, tensors)
-    q, _, v = tensors[:3]
-    products = 2 * (q.shape[3] + v.shape[3]) * q.shape[0] * q.shape[1] * call.queries * call.keys
-    hidden = hops == 0 or products >= HIDDEN_FROM * keys
+    hidden = hops == 0 or _hides(call, tensors, keys)
     backward = hops * (keys + grads) + (grads if hops else 0)
     return Cost("ring", hops * keys, backward, keys + 2 * grads if hops else 0, hidden)
 
 
 def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     size, (q, _, v) = call.ranks.size, tensors[:3]
-    for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
-        if heads % size:
-            return Cost("all_to_all", 0, 0, 0, False, f"the {heads} {name} do not divide by {size} ranks")
     o = q.numel() // q.shape[3] * v.shape[3] * q.element_size()
     forward, backward, held = o * (size - 1) // size, o * (size - 1) // size, 0
     for x, slot in zip(tensors, call.slots, strict=True):
@@ -114,6 +139,9 @@ def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     return Cost("all_to_all", forward, backward, held)
 
 
+_COSTS = {"all_gather": _all_gather, "ring": _ring, "all_to_all": _all_to_all}
+
+
 def _moving(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes of what goes with one rank's keys, and of its gradients."""
     moving = [tensors[n] for n in call.moving]
@@ -127,15 +155,6 @@ def _bytes(x: Tensor) -> int:
 def _wide_bytes(x: Tensor) -> int:
     """Of the gradient as it is summed over ranks."""
     return x.numel() * wide(x.new_empty(0)).element_size() if x.requires_grad else 0
-
-
-def _flops(call: ShardedCall, tensors: Sequence[Tensor], rank: int) -> int:
-    q, _, v = tensors[:3]
-    pairs = sum(
-        visible_pairs(chunk.length, call.sizes.N, local_band(call.band, chunk.start, 0))
-        for chunk in call.ranks.split.chunks(rank, call.queries)
-    )
-    return 2 * (q.shape[3] + v.shape[3]) * q.shape[0] * q.shape[1] * pairs
 
 
 def _size(count: int) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, sink_gradient
 from tilewise.bias.terms import wide
+from tilewise.distributed.collectives import as_bytes
 from tilewise.distributed.layout import Chunk, Ranks, ring_steps, sees
 from tilewise.distributed.operands import ShardedCall
 from tilewise.merge import combine
@@ -24,11 +25,6 @@ from tilewise.merge import combine
 # Of a step's messages: gloo tells by it which is which, where gradients and keys are under way together.
 _KEYS, _GRADIENTS = 0, 1000
 PartGradients = Callable[..., list[Tensor | None]]
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """bool, which not every transport has, as bytes."""
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
 class Passing:

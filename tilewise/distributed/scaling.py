@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewise.distributed.head_groups import groups_of
 from tilewise.distributed.layout import LoadBalancer, Ranks, Split
 from tilewise.distributed.operands import Options, read
 from tilewise.distributed.plan import make_plan
@@ -54,7 +55,7 @@ class Prediction:
 
 def predict(
     q: Tensor, k: Tensor, v: Tensor, ranks: int, machine: Machine, *, causal: bool = False,
-    load_balancer: LoadBalancer = None, stages: int = 1,
+    load_balancer: LoadBalancer = None, stages: int | None = None,
 ) -> list[Prediction]:  # fmt: skip
     """Of every method that can run the call.
 
@@ -62,13 +63,14 @@ def predict(
         q, k, v: the whole sequence's, (B, H, S, D), (B, Hkv, S, D) and (B, Hkv, S, Dv); their numbers are not looked
             at, so that they may be on the meta device.
         ranks: how many, which divide S as `shard` needs it.
-        stages: in how many parts keys and values are gathered.
+        stages: in how many groups of heads keys and values are gathered; by default as many as a call takes.
     """
     split = Split(ranks, 1 if load_balancer is None else 2)
     shards = [torch.empty(_part(x, ranks), dtype=x.dtype, device="meta").requires_grad_() for x in (q, k, v)]
     options = Options(causal=causal, window=None, scale=None, softcap=None, deterministic=None, backend=None)
     call, tensors = read((shards[0], shards[1], shards[2]), None, None, None, Ranks(None, 0, split, "meta"), options)
     plan = make_plan(call, tensors, "auto")
+    stages = groups_of(call, tensors) if stages is None else stages
     busiest, total = max(plan.flops), sum(plan.flops)
     found = []
     for cost in plan.costs:

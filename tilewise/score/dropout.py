@@ -12,7 +12,8 @@ in the forward and in the backward, whatever the tiles, the backend and the numb
     dropped       = number < threshold,   threshold = round(65536 p)
 
 All words have 32 bits. i is the query's place among the queries of its sequence, and j the key's among its keys, from
-0; sequence is the index along the batch. One call of Philox2x32 serves the four scores of rows i, i + 8 and columns j,
+0; sequence is the index along the batch, and the query head one of all, of which a part of a call, as on one of several
+GPUs, knows its first: `Origin`. One call of Philox2x32 serves the four scores of rows i, i + 8 and columns j,
 j + 8, which one thread of an mma's or wgmma's accumulator owns, in a tile of scores and in a transposed one alike.
 
 What is kept is divided by the share that is kept, 1 - threshold / 65536, and not by 1 - p. The jit twins carry the same
@@ -28,6 +29,15 @@ from torch import Tensor
 
 NUMBERS = 1 << 16  # that are equally likely
 WORD = (1 << 32) - 1
+
+
+class Origin(NamedTuple):
+    """Of a call that is a part of a larger one: where its first query, key and query head stand in the whole, whose
+    scores it is to drop."""
+
+    query: int = 0
+    key: int = 0
+    head: int = 0
 
 
 class Stream(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TypedDict, cast
 import torch
 
 from tilewise.score import dropout
+from tilewise.score.dropout import Origin
 from tilewise.score.integers import larger, smaller
 from tilewise.score.lengths import Packed
 
@@ -34,6 +35,7 @@ class Numbers(TypedDict, total=False):
 # From an LSE beyond it no kernel makes probabilities again: float32 numbers are two and more apart there. Only a bias
 # that hides all keys of a row by a large number leads so far.
 COARSE_LSE = 2.0**24
+START = Origin()
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Score:
 
     query, key: of a bias by distance with values per query, and of one per key, which distances have an entry. One for
     all, a Toeplitz bias, has one for each of M + N - 1: `parts.Parts.relatives`.
-    dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout.
+    dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout. origin: from where on it counts places.
     packed: of a packed batch; its band is then counted from the last query and key of each sequence, `Band.shifted`.
     """
 
@@ -113,6 +115,7 @@ class Score:
     key: Distances | None = None
     dropout: int = 0
     packed: Packed | None = None
+    origin: Origin = START
 
     @classmethod
     def of(
@@ -151,6 +154,9 @@ class Terms(NamedTuple):
     max_q: int | None = None
     max_k: int | None = None
     packed_forms: str = ""
+    first_query: int = 0  # of `dropout.Origin`
+    first_key: int = 0
+    first_head: int = 0
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
@@ -159,10 +165,15 @@ class Terms(NamedTuple):
         if score.packed is not None:
             packed = score.packed
             lengths = packed.max_q, packed.max_k, " ".join(packed.forms)
-            return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout, *lengths)
+            return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout, *lengths, *score.origin)
         if score.query is None and score.key is None:
-            return numbers._replace(dropout=score.dropout) if score.dropout else numbers
-        return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout)
+            found = numbers._replace(dropout=score.dropout) if score.dropout else numbers
+        else:
+            found = cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout)
+        if score.origin == START:
+            return found
+        query, key_at, head = score.origin
+        return found._replace(first_query=query, first_key=key_at, first_head=head)
 
     @property
     def score(self) -> Score:
@@ -171,7 +182,8 @@ class Terms(NamedTuple):
         packed = None
         if self.max_q is not None and self.max_k is not None:
             packed = Packed(self.max_q, self.max_k, tuple(self.packed_forms.split()))
-        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed)
+        origin = Origin(self.first_query, self.first_key, self.first_head)
+        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed, origin)
 
 
 def _flat(distances: Distances | None) -> tuple[int | None, int | None, str]:

@@ -293,7 +293,7 @@ class _Heads:
             return None
         b, h = (torch.arange(x.start, x.stop) for x in self.kv)
         b += self.problem.sequence
-        heads = h[:, None] * self.problem.group + torch.arange(self.problem.group)
+        heads = h[:, None] * self.problem.group + torch.arange(self.problem.group) + self.problem.score.origin.head
         return dropout.stream(self.inputs.seed, b.view(-1, 1, 1, 1, 1), heads[..., None, None])
 
     def _tile_states(self) -> list[list[int]] | None:
@@ -496,8 +496,12 @@ class _Heads:
         """What dropout multiplies a tile of probabilities by, (T, R, cols); None where there is none."""
         if self.stream is None:
             return None
-        threshold = self.problem.score.dropout
-        found = dropout.kept_tile(self.stream, tile.rows, self._keys(tile.j), threshold)
+        threshold, at = self.problem.score.dropout, self.problem.score.origin
+        rows, keys = (
+            slice(x.start + first, x.stop + first)
+            for x, first in ((tile.rows, at.query), (self._keys(tile.j), at.key))
+        )  # fmt: skip
+        found = dropout.kept_tile(self.stream, rows, keys, threshold)
         return found.to(self.dtype).mul_(dropout.weight(threshold)).flatten(2, 3).flatten(0, 1)
 
     def with_dropout(self, p: Tensor, tile: _Tile) -> Tensor:

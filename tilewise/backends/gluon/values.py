@@ -80,8 +80,9 @@ def step_of(dtype: torch.dtype) -> int:
 def front_of(distances: Distances, dtype: torch.dtype) -> int:
     """Columns without a use before the first entry, so that tiles of keys begin at a multiple of 16 bytes, and none at
     a negative column: where the first entry belongs to a key behind the query's, a tile that reaches it begins up to
-    its own width before it. (Negative columns ended in an illegal instruction on an H200 wherever there were some.)"""
-    return distances.lo % step_of(dtype) + (WIDEST if distances.lo > 0 else 0)
+    its own width before it, unless it begins with it. (Negative columns ended in an illegal instruction on an H200
+    wherever there were some.)"""
+    return distances.lo % step_of(dtype) + (WIDEST if distances.lo > 0 and distances.lo % WIDEST else 0)
 
 
 def fits(values: Tensor, distances: Distances) -> bool:

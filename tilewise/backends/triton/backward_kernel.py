@@ -291,7 +291,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
         h = hk * sizes.group + g
         words = None
         if seed is not None:
-            words = stream(seed, b, h)
+            words = stream(seed, b, h, terms.origin)
         dcol = tl.zeros([c.BLOCK_N], tl.float32)
         if c.LISTS:
             walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)

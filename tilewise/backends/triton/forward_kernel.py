@@ -154,7 +154,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, ls
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
     words = None
     if seed is not None:
-        words = stream(seed, b, at.head)
+        words = stream(seed, b, at.head, terms.origin)
     query_origin, key_origin = origins(parts, terms, b, c)
     x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin, start)
     if not c.LISTS:

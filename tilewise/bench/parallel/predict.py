@@ -53,7 +53,7 @@ def _efficiency(results: Results, case: ParallelCase) -> float:
     return one.both.median_s / (results.ranks * min(quiet))
 
 
-def scaled(results: Results, across: float | None = None, within: int = 8, stages: int = 1) -> list[Scaled]:
+def scaled(results: Results, across: float | None = None, within: int = 8) -> list[Scaled]:
     """within: ranks of one host, beyond which ``across`` counts."""
     found = []
     for case in results.cases:
@@ -65,19 +65,19 @@ def scaled(results: Results, across: float | None = None, within: int = 8, stage
                 continue
             shapes, dtype = case.shapes(), getattr(torch, case.dtype)
             q, k, v = (torch.empty(shapes[name], dtype=dtype, device="meta") for name in "qkv")
-            for x in predict(q, k, v, ranks, machine, causal=True, load_balancer="head_tail", stages=stages):
+            for x in predict(q, k, v, ranks, machine, causal=True, load_balancer="head_tail"):
                 row = results.row(case.name, x.method) if ranks == results.ranks else None
                 measured = None if row is None or row.both is None else row.both.median_s
                 found.append(Scaled(case.name, x, measured))
     return found
 
 
-def table(results: Results, across: float | None = None, stages: int = 1) -> str:
+def table(results: Results, across: float | None = None) -> str:
     lines = [
         f"predicted from {results.ranks} × {results.devices[0]}, commit {results.commit[:12]}",
         f"{'case':16} {'method':12} {'ranks':>5} {'ms':>9} {'of ideal':>8} {'exposed':>8} {'measured ms':>12}",
     ]
-    for x in scaled(results, across, stages=stages):
+    for x in scaled(results, across):
         p = x.prediction
         measured = "" if x.measured_s is None else f"{1e3 * x.measured_s:12.2f}"
         numbers = f"{1e3 * p.seconds:9.2f} {p.of_ideal:8.3f} {1e3 * p.exposed_s:8.2f}"

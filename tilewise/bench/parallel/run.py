@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.bench.parallel import measure, timeline
 from tilewise.bench.parallel.cases import ParallelCase, cases
 from tilewise.bench.parallel.results import ONE, Results, Row, line, timings, write
-from tilewise.bench.parallel.steps import BALANCER, Provider, alone, providers, sent_bytes
+from tilewise.bench.parallel.steps import BALANCER, Provider, alone, part_of, providers, sent_bytes
 from tilewise.bench.run import UsageError, origin, provider_errors
 from tilewise.bench.timing import Clock, calibrate, summary
-from tilewise.distributed import shard
 
 _ROUNDS = {"cuda": 2, "cpu": 1}
 _SECONDS = {"cuda": 1.5, "cpu": 0.2}  # of each measurement
@@ -198,7 +197,7 @@ class _Run:
             raise ValueError("wrong: " + ", ".join(f"{name} {error:.2g}" for name, error in wrong.items()))
 
     def _part(self, case: ParallelCase, provider: Provider, x: Tensor) -> Tensor:
-        return x.detach() if provider.name == ONE else shard(x.detach(), self.team.mesh, BALANCER, case.axis)
+        return x.detach() if provider.name == ONE else part_of(case, x.detach(), self.team.mesh)
 
     def _shards(self, case: ParallelCase, provider: Provider, x: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._part(case, provider, t).clone() for name, t in x.items()}

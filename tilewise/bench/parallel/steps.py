@@ -13,7 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tilewise
 from tilewise.bench.parallel.cases import ParallelCase
-from tilewise.distributed import context_parallel_attention, explain_context_parallel
+from tilewise.distributed import (
+    context_parallel_attention,
+    context_parallel_varlen_attention,
+    explain_context_parallel,
+    shard,
+)
 
 BALANCER = "head_tail"
 Leaves = dict[str, Tensor]
@@ -60,14 +65,22 @@ def _ours(method: str, balancer: str | None = BALANCER) -> Callable[[ParallelCas
     def prepare(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
         more: dict[str, Any] = {"mesh": mesh, "method": method, "load_balancer": balancer, "causal": True}
         if case.kind == "packed":
-            cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=x["q"].device)
-            longest = max(case.lengths)
-            more |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            more["load_balancer"] = "document"
+            return lambda: context_parallel_varlen_attention(  # type: ignore[return-value]
+                x["q"], x["k"], x["v"], case.cu_seqlens, **more
+            )
         return lambda: context_parallel_attention(  # type: ignore[return-value]
             x["q"], x["k"], x["v"], bias=case.bias(x), **more
         )
 
     return prepare
+
+
+def part_of(case: ParallelCase, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's shard of a whole tensor: a head and a tail, of a packed batch of each sequence."""
+    if case.kind == "packed":
+        return shard(x, mesh, "document", cu_seqlens=case.cu_seqlens)
+    return shard(x, mesh, BALANCER, case.axis)
 
 
 def sent_bytes(case: ParallelCase, x: Leaves, mesh: DeviceMesh, method: str) -> tuple[int, int] | None:
@@ -86,6 +99,10 @@ def _heads_divide(case: ParallelCase, mesh: DeviceMesh) -> str | None:
     if case.heads % ranks or case.kv_heads % ranks:
         return f"the {case.heads} query and {case.kv_heads} key/value heads do not divide by {ranks} ranks"
     return None
+
+
+def _no_packed(case: ParallelCase, mesh: DeviceMesh) -> str | None:
+    return "the ring takes no packed batches" if case.kind == "packed" else None
 
 
 def _two_axes(case: ParallelCase, mesh: DeviceMesh) -> str | None:
@@ -194,7 +211,7 @@ def providers() -> list[Provider]:
     """In the order in which they take turns; PyTorch's last."""
     found = [
         Provider("all_gather", _ours("all_gather"), lambda case, mesh: None, ours=True),
-        Provider("ring", _ours("ring"), lambda case, mesh: None, ours=True),
+        Provider("ring", _ours("ring"), _no_packed, ours=True),
         Provider("all_to_all", _ours("all_to_all"), _heads_divide, ours=True),
         Provider("two axes", _ours("auto"), _two_axes),
     ]

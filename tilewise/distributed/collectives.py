@@ -1,0 +1,43 @@
+"""Collectives of one tensor, and how a sequence lies before and after them. No derivatives: `autograd` has these."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.bias.terms import wide
+from tilewise.distributed.layout import Ranks, shards_of, whole_of
+
+# PyTorch has renamed two of its collectives.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """bool, which not every transport has, as bytes."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """The whole of what the ranks have shards of."""
+    sent = as_bytes(x.contiguous())
+    stacked = sent.new_empty((ranks.size * sent.shape[0], *sent.shape[1:]))
+    all_gather(stacked, sent, group=ranks.group)
+    return whole_of(stacked.view(x.dtype).unflatten(0, (ranks.size, -1)), dim, ranks.split)
+
+
+def scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """The sum over ranks, of which this one gets its shard; of 16 bits summed in float32."""
+    sent = shards_of(wide(x), dim, ranks.split).contiguous()
+    found = sent.new_empty(sent.shape[1:])
+    _reduce_scatter(found, sent.flatten(0, 1), group=ranks.group)
+    return found.to(x.dtype)
+
+
+def all_to_all(stacked: Tensor, ranks: Ranks) -> Tensor:
+    """What every rank has stacked for this one."""
+    sent = as_bytes(stacked.contiguous())
+    found = torch.empty_like(sent)
+    dist.all_to_all_single(found, sent, group=ranks.group)
+    return found.view(stacked.dtype)

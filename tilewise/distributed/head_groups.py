@@ -1,0 +1,278 @@
+"""Keys and values gathered in groups of heads: what of one group is on its way while the one before is computed with.
+
+Heads do not meet each other, so that a group needs no merge, and its numbers are those of all heads at once. A rank
+holds the keys of all ranks for two groups beside those it computes with, and of gradients as much. A backward gathers
+again instead of keeping what the forward gathered.
+
+Gradients of keys and values go to where these are at home as kernels write them, in 16 bits, and are added up there in
+float32, in the order of ranks.
+
+On a GPU collectives run in a stream of the process group. Those of a group are issued before the kernels of the one
+before: else these would have every multiprocessor, and keep it. Source: docs/notebook/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.backends import Outputs, empty_output, lse_dtype
+from tilewise.distributed.collectives import all_gather, as_bytes, gathered, scattered
+from tilewise.distributed.layout import Chunk, Split, shards_of, whole_of
+from tilewise.distributed.operands import ShardedCall
+
+MOST_GROUPS = 16
+AHEAD = 2  # groups
+PartGradients = Callable[..., list[Tensor | None]]
+
+
+def groups_of(call: ShardedCall, tensors: Sequence[Tensor]) -> int:
+    """How many, alike on all ranks: a divisor of the key/value heads. One where a matrix with a gradient is shared by
+    heads, whose gradient would be summed over groups beside the matrix."""
+    for x, slot in zip(tensors, call.slots, strict=True):
+        if slot.columns is not None and slot.heads is None and x.requires_grad:
+            return 1
+    (q, _, v), size, heads = tensors[:3], call.ranks.size, call.sizes.Hkv
+    flops = 2 * (q.shape[3] + v.shape[3]) * sum(call.pairs(rank) for rank in range(size)) // size
+    least = call.group_flops
+    fit = [n for n in range(1, min(heads, MOST_GROUPS) + 1) if heads % n == 0 and flops >= n * least]
+    return max(fit, default=1)
+
+
+class Group(NamedTuple):
+    """Some heads: number ``n`` of ``count`` equal parts."""
+
+    n: int
+    count: int
+
+    def part(self, x: Tensor, heads: int | None) -> Tensor:
+        """A view of what it has of a tensor."""
+        if heads is None or self.count == 1:
+            return x
+        size = x.shape[heads] // self.count
+        return x.narrow(heads, self.n * size, size)
+
+
+class _Keys:
+    """What moves with the keys, whole, group by group; the collectives of `AHEAD` groups are under way."""
+
+    def __init__(self, call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> None:
+        self.call, self.tensors, self.groups = call, tensors, groups
+        ranks = call.ranks
+        self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
+        # Small, and the same for all groups: key biases and masks.
+        self.shared = {
+            n: gathered(tensors[n], ranks, call.slots[n].keys) for n in call.moving if n not in self.by_heads
+        }  # fmt: skip
+        self.coming: list[list[tuple[Any, Tensor, Tensor]]] = []
+        for n in range(min(AHEAD, groups)):
+            self._issue(Group(n, groups))
+
+    def _issue(self, group: Group) -> None:
+        works = []
+        for n in self.by_heads:
+            sent = as_bytes(group.part(self.tensors[n], self.call.slots[n].heads).contiguous())
+            stacked = sent.new_empty((self.call.ranks.size * sent.shape[0], *sent.shape[1:]))
+            work = all_gather(stacked, sent, group=self.call.ranks.group, async_op=True)
+            works.append((work, sent, stacked))  # kept until they are through
+        self.coming.append(works)
+
+    def __iter__(self) -> Iterator[tuple[Group, list[Tensor]]]:
+        """Each group, and the call's tensors with all keys and its heads."""
+        for n in range(self.groups):
+            group, found = Group(n, self.groups), list(self.tensors)
+            for at, (work, _, stacked) in zip(self.by_heads, self.coming[0], strict=True):
+                work.wait()
+                found[at] = self._whole(at, stacked.view(self.tensors[at].dtype))
+            self.coming.pop(0)
+            if n + AHEAD < self.groups:
+                self._issue(Group(n + AHEAD, self.groups))
+            for at, x in enumerate(found):
+                if at in self.shared:
+                    found[at] = self.shared[at]
+                elif at not in self.by_heads:
+                    found[at] = group.part(x, self.call.slots[at].heads)
+            yield group, found
+            found = []  # free before the next
+
+    def _whole(self, n: int, stacked: Tensor) -> Tensor:
+        ranks, axis = self.call.ranks, self.call.slots[n].keys
+        assert axis is not None
+        shards = stacked.unflatten(0, (ranks.size, -1))
+        if not isinstance(ranks.split, Split):
+            return whole_of(shards, axis, ranks.split)
+        shape = list(shards.shape[1:])
+        shape[axis] *= ranks.size
+        whole = stacked.new_empty(shape)
+        for rank, chunk in ranks.split.all_chunks(shards.shape[axis + 1]):
+            whole.narrow(axis, chunk.start, chunk.length).copy_(shards[rank].narrow(axis, chunk.local, chunk.length))
+        return whole
+
+
+class _Gradients:
+    """Gradients of what moves with the keys on their way home, group by group."""
+
+    def __init__(self, call: ShardedCall, totals: dict[int, Tensor]) -> None:
+        self.call, self.totals = call, totals
+        self.going: list[tuple[Group, list[tuple[int, Any, Tensor, Tensor]]]] = []
+        self.filling: dict[int, Tensor] = {}
+
+    def begin(self, group: Group) -> None:
+        """Memory for those of a group; those of two groups before have come by now."""
+        while len(self.going) >= AHEAD:
+            self._receive()
+        if isinstance(self.call.ranks.split, Split):
+            for n, total in self.totals.items():
+                part = group.part(total, self.call.slots[n].heads)
+                self.filling[n] = part.new_empty((self.call.ranks.size, *part.shape))
+
+    def add(self, n: int, grad: Tensor, key: Chunk, first: bool) -> None:
+        """Of the keys ``key``, to what is there; the ``first`` finds nothing there."""
+        split, axis = self.call.ranks.split, self.call.slots[n].keys
+        assert axis is not None
+        if not isinstance(split, Split):  # which gives the gradients of all keys, and sorts them when they are complete
+            self.filling[n] = grad if first else self.filling[n].add_(grad)
+            return
+        sent = self.filling[n]
+        for rank, chunk in split.all_chunks(sent.shape[axis + 1]):
+            begin = min(max(key.start, chunk.start), chunk.start + chunk.length)
+            end = max(min(key.start + key.length, chunk.start + chunk.length), begin)
+            to = sent[rank].narrow(axis, chunk.local, chunk.length)
+            here = to.narrow(axis, begin - chunk.start, end - begin)
+            found = grad.narrow(axis, min(max(begin - key.start, 0), key.length), end - begin)
+            if not first:
+                here.add_(found)
+                continue
+            here.copy_(found)
+            to.narrow(axis, 0, begin - chunk.start).zero_()
+            to.narrow(axis, end - chunk.start, chunk.start + chunk.length - end).zero_()
+
+    def send(self, group: Group) -> None:
+        ranks, works = self.call.ranks, []
+        for n, sent in self.filling.items():
+            if not isinstance(ranks.split, Split):
+                axis = self.call.slots[n].keys
+                assert axis is not None
+                sent = shards_of(sent, axis, ranks.split).contiguous()
+            received = torch.empty_like(sent)
+            work = dist.all_to_all_single(
+                received.flatten(0, 1), sent.flatten(0, 1), group=ranks.group, async_op=True
+            )  # fmt: skip
+            works.append((n, work, sent, received))
+        self.filling = {}
+        self.going.append((group, works))
+
+    def _receive(self) -> None:
+        group, works = self.going.pop(0)
+        for n, work, _, received in works:
+            work.wait()
+            total = group.part(self.totals[n], self.call.slots[n].heads)
+            total.copy_(torch.sum(received, 0, dtype=lse_dtype(received.dtype)))
+
+    def finish(self) -> None:
+        while self.going:
+            self._receive()
+
+
+class Gathered(NamedTuple):
+    """The method, in so many groups."""
+
+    groups: int
+
+    def forward(self, call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return _forward(call, tensors, self.groups)
+
+    def backward(self, call: ShardedCall, tensors: Sequence[Tensor], *rest: Any) -> list[Tensor | None]:
+        """The gradients of ``tensors``, from `_backward`'s arguments."""
+        return _backward(call, tensors, self.groups, *rest)
+
+
+def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> tuple[Tensor, Tensor]:
+    q, v, chunks = tensors[0], tensors[2], call.row_chunks
+    if groups == len(chunks) == 1:
+        (_, found), query = next(iter(_Keys(call, tensors, 1))), chunks[0]
+        key = call.seen_keys(query)
+        return call.attend(call.cut(found, query, key), query, key)
+    o = empty_output(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    for group, found in _Keys(call, tensors, groups):
+        for query in chunks:
+            key = call.seen_keys(query)
+            part, part_lse = call.attend(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
+            for to, x in ((o, part), (lse, part_lse)):
+                group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
+        del found
+    return o, lse
+
+
+def _first_head(call: ShardedCall, group: Group) -> int:
+    return group.n * (call.sizes.H // group.count)
+
+
+def _backward(
+    call: ShardedCall, tensors: Sequence[Tensor], groups: int, outputs: Outputs, cotangents: Outputs,
+    needs: Sequence[bool], part_gradients: PartGradients,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of ``tensors``; ``outputs`` are those of whole rows, the sink included."""
+    totals = [_total(call, n, x, groups) if needs[n] else None for n, x in enumerate(tensors)]
+    keys = _Keys(call, tensors, groups)
+    leaving = _Gradients(call, {n: x for n in keys.by_heads if (x := totals[n]) is not None})
+    # Those that see most keys first: the others add to what these have left.
+    queries = sorted(call.row_chunks, key=lambda query: -call.seen_keys(query).length)
+    for group, found in keys:
+        leaving.begin(group)
+        for query in queries:
+            at = query, call.seen_keys(query)
+            rows = [_rows(x, group, query) for x in (outputs, cotangents)]
+            grads = part_gradients(
+                call, call.cut(found, *at), at, *rows, needs, sink=True, first_head=_first_head(call, group)
+            )
+            for n, grad in enumerate(grads):
+                total = totals[n]
+                if total is None or grad is None:
+                    continue
+                if n in leaving.totals:
+                    leaving.add(n, grad, at[1], first=query is queries[0])
+                else:
+                    to = call.cut_one(n, group.part(total, call.slots[n].heads), *at)
+                    to.copy_(grad) if _is_once(call, n, groups) else to.add_(grad)
+            del grads
+        leaving.send(group)
+        del found
+    leaving.finish()
+    for n in keys.shared:
+        total = totals[n]
+        if total is not None:
+            totals[n] = scattered(total, call.ranks, call.slots[n].keys)
+    return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
+
+
+def _is_once(call: ShardedCall, n: int, groups: int) -> bool:
+    """Whether each element of a gradient gets one number only."""
+    slot = call.slots[n]
+    return slot.rows is not None and (slot.heads is not None or groups == 1)
+
+
+def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
+    """Where the gradient of tensor ``n`` comes together."""
+    slot = call.slots[n]
+    if slot.keys is not None and slot.heads is not None:
+        return torch.empty_like(x)
+    if _is_once(call, n, groups):
+        return torch.zeros_like(x) if slot.columns is not None else torch.empty_like(x)
+    shape = list(x.shape)
+    if slot.keys is not None:
+        shape[slot.keys] *= call.ranks.size
+    return x.new_zeros(shape, dtype=lse_dtype(x.dtype))
+
+
+def _rows(x: Outputs, group: Group, query: Chunk) -> Outputs:
+    o, lse = (None if y is None else group.part(y, 1).narrow(2, query.local, query.length) for y in x)
+    assert o is not None
+    if not o.is_cuda:  # PyTorch's fused kernel of the CPU reads a dense one
+        o = o.contiguous()
+    return Outputs(o, None if lse is None else lse.contiguous())
