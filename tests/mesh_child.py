@@ -270,15 +270,10 @@ def check_compiled_dropout(mesh: DeviceMesh) -> None:
     whole = draw(**QKV)
     for seed in (None, (3, 5)):
         results = []
-        call = lambda q, k, v: context_parallel_attention(  # noqa: E731
-            q,
-            k,
-            v,
-            mesh=mesh,
-            dropout_p=0.5,
-            dropout_seed=seed,
-            method="ring",  # noqa: B023
-        )
+
+        def call(q, k, v, seed=seed):
+            return context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.5, dropout_seed=seed, method="ring")
+
         for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
             torch.manual_seed(7 + mesh.get_local_rank())
             x = [shard(t, mesh).requires_grad_() for t in whole.values()]
