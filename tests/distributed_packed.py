@@ -35,7 +35,6 @@ from tilewise.distributed import (
     context_parallel_varlen_attention,
     documents,
     explain_context_parallel_varlen,
-    packed,
     shard,
     unshard,
 )
@@ -89,14 +88,10 @@ def check_packed(case: Case, mesh: DeviceMesh) -> None:
     expected, expected_lse = varlen_attention(
         *(whole[x] for x in "qkv"), *lengths, **build(whole), **terms, return_lse=True
     )
-    packed.GROUP_FLOPS, usual = (0.0 if mesh.size() == 2 else torch.inf), packed.GROUP_FLOPS
-    try:
-        found = context_parallel_varlen_attention(
-            *(local[x] for x in "qkv"), cu, **build(local), **terms, mesh=mesh, method=case.method,
-            load_balancer=case.balancer, return_lse=case.lse,
-        )  # fmt: skip
-    finally:
-        packed.GROUP_FLOPS = usual
+    found = context_parallel_varlen_attention(
+        *(local[x] for x in "qkv"), cu, **build(local), **terms, mesh=mesh, method=case.method,
+        load_balancer=case.balancer, return_lse=case.lse,
+    )  # fmt: skip
     o, lse = found if case.lse else (found, None)
     close = {DOUBLE: {}, BRAIN: {"rtol": 2e-2, "atol": 4e-2}}[case.dtype]
     torch.testing.assert_close(o, part(expected, 0), msg=lambda text: f"o: {text}", **close)

@@ -75,7 +75,10 @@ class _Keys:
     def _issue(self, group: Group) -> None:
         works = []
         for n in self.by_heads:
-            sent = as_bytes(group.part(self.tensors[n], self.call.slots[n].heads).contiguous())
+            part = group.part(self.tensors[n], self.call.slots[n].heads)
+            if not isinstance(self.call.ranks.split, Split):  # which sorts rows, in one pass if they are outermost
+                part = part.movedim(self._axis(n), 0)
+            sent = as_bytes(part.contiguous())
             stacked = sent.new_empty((self.call.ranks.size * sent.shape[0], *sent.shape[1:]))
             work = all_gather(stacked, sent, group=self.call.ranks.group, async_op=True)
             works.append((work, sent, stacked))  # kept until they are through
@@ -99,12 +102,16 @@ class _Keys:
             yield group, found
             found = []  # free before the next
 
-    def _whole(self, n: int, stacked: Tensor) -> Tensor:
-        ranks, axis = self.call.ranks, self.call.slots[n].keys
+    def _axis(self, n: int) -> int:
+        axis = self.call.slots[n].keys
         assert axis is not None
+        return axis
+
+    def _whole(self, n: int, stacked: Tensor) -> Tensor:
+        ranks, axis = self.call.ranks, self._axis(n)
         shards = stacked.unflatten(0, (ranks.size, -1))
         if not isinstance(ranks.split, Split):
-            return whole_of(shards, axis, ranks.split)
+            return whole_of(shards, 0, ranks.split).movedim(0, axis)
         shape = list(shards.shape[1:])
         shape[axis] *= ranks.size
         whole = stacked.new_empty(shape)
@@ -157,7 +164,7 @@ class _Gradients:
             if not isinstance(ranks.split, Split):
                 axis = self.call.slots[n].keys
                 assert axis is not None
-                sent = shards_of(sent, axis, ranks.split).contiguous()
+                sent = shards_of(sent.movedim(axis, 0), 0, ranks.split).contiguous()
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(
                 received.flatten(0, 1), sent.flatten(0, 1), group=ranks.group, async_op=True
@@ -170,7 +177,10 @@ class _Gradients:
         group, works = self.going.pop(0)
         for n, work, _, received in works:
             work.wait()
-            total = group.part(self.totals[n], self.call.slots[n].heads)
+            total, axis = group.part(self.totals[n], self.call.slots[n].heads), self.call.slots[n].keys
+            assert axis is not None
+            if not isinstance(self.call.ranks.split, Split):
+                total = total.movedim(axis, 0)
             total.copy_(torch.sum(received, 0, dtype=lse_dtype(received.dtype)))
 
     def finish(self) -> None:

@@ -137,6 +137,14 @@ class ShardedCall:
         return None
 
     @property
+    def causal_alone(self) -> bool:
+        """Whether each query sees the keys up to its own and nothing else depends on positions: no matrix, no term
+        that counts distances, no dropout."""
+        counts = any(piece.term is not None and not isinstance(piece.term, LowRankBias) for piece in self.pieces)
+        columns = any(slot.columns is not None for slot in self.slots)
+        return self.band == Band(None, 0) and not (counts or columns or self.options.dropout_p)
+
+    @property
     def moving(self) -> list[int]:
         """Which tensors go with the keys."""
         return [n for n, slot in enumerate(self.slots) if slot.keys is not None]

@@ -48,12 +48,22 @@ class Passing:
         return self.received
 
 
-def _parts(call: ShardedCall, step: int) -> list[tuple[int, Chunk, Chunk]]:
-    """What this rank computes in a step: which of its chunks of queries, the chunk, and one of keys that it sees."""
-    source = (call.ranks.rank - step) % call.ranks.size
-    queries = enumerate(call.ranks.chunks(call.queries))
-    keys = call.ranks.split.chunks(source, call.keys)
-    return [(n, query, key) for n, query in queries for key in keys if sees(call.band, query, key)]
+def _parts(call: ShardedCall, step: int) -> list[tuple[Chunk, Chunk]]:
+    """What this rank computes in a step: some of its queries, and keys of another's shard that they see.
+
+    Where a causal mask alone cuts a head and a tail, and nothing counts positions, the chunks of a shard that are seen
+    whole, or lie as in the whole sequence, are one: one call for each step. What counts there is how far the first of
+    the queries stands from the first of the keys.
+    """
+    source, split = (call.ranks.rank - step) % call.ranks.size, call.ranks.split
+    queries, keys = call.ranks.chunks(call.queries), split.chunks(source, call.keys)
+    if split.pieces == 2 and call.queries == call.keys and call.causal_alone:
+        (head, tail), (key_head, _) = queries, keys
+        all_queries, all_keys = head._replace(length=call.queries), key_head._replace(length=call.keys)
+        if source == call.ranks.rank:
+            return [(all_queries, all_keys)]
+        return [(all_queries, key_head) if source < call.ranks.rank else (tail, all_keys)]
+    return [(query, key) for query in queries for key in keys if sees(call.band, query, key)]
 
 
 def _steps(call: ShardedCall) -> int:
@@ -63,32 +73,35 @@ def _steps(call: ShardedCall) -> int:
 def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     tensors, steps = list(tensors), _steps(call)
     moving = call.moving
-    chunks = call.ranks.chunks(call.queries)
-    found: list[tuple[Tensor, Tensor] | None] = [None] * len(chunks)
+    q, v = tensors[0], tensors[2]
+    o = wide(q.new_zeros(*q.shape[:3], v.shape[3]))
+    lse = o.new_full(o.shape[:3], -torch.inf)
     for step in range(steps):
         coming = None
         if step + 1 < steps:
             coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS)
-        for n, query, key in _parts(call, step):
-            o, lse = call.attend(call.cut(tensors, query, key), query, key, sink=False)
-            before = found[n]
-            found[n] = (wide(o), lse) if before is None else combine([before[0], o], [before[1], lse])
+        for query, key in _parts(call, step):
+            part, part_lse = call.attend(call.cut(tensors, query, key), query, key, sink=False)
+            _add_part(*(x.narrow(2, query.local, query.length) for x in (o, lse)), part, part_lse)
         if coming is not None:
             for n, x in zip(moving, coming.wait(), strict=True):
                 tensors[n] = x
-    q, v = tensors[0], tensors[2]
-    parts = []
-    for chunk, seen in zip(chunks, found, strict=True):
-        if seen is None:
-            zeros = wide(q.new_zeros(*q.shape[:2], chunk.length, v.shape[3]))
-            seen = zeros, zeros.new_full(zeros.shape[:3], -torch.inf)
-        if call.sink is not None:
-            sink = call.cut_rows(call.sink, tensors[call.sink], chunk)
-            seen = combine([seen[0]], [seen[1]], sink)
-        parts.append((seen[0].to(q.dtype), seen[1]))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+    if call.sink is not None:
+        o, lse = combine([o], [lse], tensors[call.sink])
+    return o.to(q.dtype), lse
+
+
+def _add_part(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`tilewise.merge.combine` of two in place of the first, in few passes; nothing that is added holds NaN where its
+    LSE is -inf."""
+    most = torch.maximum(lse, part_lse)
+    most = most.masked_fill_(most == -torch.inf, 0.0)
+    weight, part_weight = torch.exp(lse - most), torch.exp(part_lse - most)
+    total = weight + part_weight
+    seen = total != 0
+    lse.copy_(torch.where(seen, total.log() + most, -torch.inf))
+    total.masked_fill_(~seen, 1.0)
+    o.mul_((weight / total)[..., None]).add_(part.to(o.dtype).mul_((part_weight / total)[..., None]))
 
 
 def backward(
@@ -99,10 +112,6 @@ def backward(
     given, tensors, steps = tensors, list(tensors), _steps(call)
     moving = call.moving
     asked = [needs[n] if n != call.sink else False for n in range(len(tensors))]
-    rows = [
-        (_rows(outputs, chunk, len(call.ranks.chunks(call.queries))), _rows(cotangents, chunk, call.ranks.split.pieces))
-        for chunk in call.ranks.chunks(call.queries)
-    ]
     totals = [call.accumulator(n, x) if asked[n] else None for n, x in enumerate(tensors)]
     leaving = [n for n in moving if asked[n]]
     behind: Passing | None = None
@@ -110,9 +119,9 @@ def backward(
         coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS) if step + 1 < steps else None
         for n in leaving:
             totals[n] = call.accumulator(n, tensors[n])
-        for n, query, key in _parts(call, step):
-            at = query, key
-            grads = part_gradients(call, call.cut(tensors, *at), at, *rows[n], asked)
+        for at in _parts(call, step):
+            rows = [_rows(x, at[0]) for x in (outputs, cotangents)]
+            grads = part_gradients(call, call.cut(tensors, *at), at, *rows, asked)
             for m, grad in enumerate(grads):
                 total = totals[m]
                 if grad is not None and total is not None:
@@ -137,10 +146,8 @@ def backward(
     return [None if total is None else total.to(x.dtype) for x, total in zip(given, totals, strict=True)]
 
 
-def _rows(x: Outputs, chunk: Chunk, pieces: int) -> Outputs:
+def _rows(x: Outputs, chunk: Chunk) -> Outputs:
     """As a kernel gets them from a forward: dense."""
-    if pieces == 1:
-        return x
     o, lse = (None if y is None else y.narrow(2, chunk.local, chunk.length).contiguous() for y in x)
     assert o is not None
     return Outputs(o, lse)
