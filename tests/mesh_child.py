@@ -266,28 +266,22 @@ def check_compiled(mesh: DeviceMesh, method: str, balancer: str | None) -> None:
 
 
 def check_compiled_dropout(mesh: DeviceMesh) -> None:
-    """One seed for all, drawn or given; the same scores are dropped in the backward."""
-    whole = draw(**QKV)
+    """What the eager call drops with the first rank's generator on every rank, or with the seed that is given."""
+    whole, rank = draw(**QKV), mesh.get_local_rank()
     for seed in (None, (3, 5)):
-        results = []
 
         def call(q, k, v, seed=seed):
             return context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.5, dropout_seed=seed, method="ring")
 
-        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-            torch.manual_seed(7 + mesh.get_local_rank())
+        results = []
+        for function, start in ((call, 7), (torch.compile(call, fullgraph=True, backend="aot_eager"), 7 + rank)):
+            torch.manual_seed(start)
             x = [shard(t, mesh).requires_grad_() for t in whole.values()]
             o = function(*x)
             loss_of(o).backward()
             results.append([o.detach(), *(t.grad for t in x)])
-        if seed is not None:
-            for n, (found, right) in enumerate(zip(*results, strict=True)):
-                same(found, right, f"result {n}")
-        # v's gradient is p transposed times do: where it was computed with other drops, this sum would not be o's.
-        o, v = results[1][0], shard(whole["v"], mesh)
-        total = torch.stack([(results[1][3] * v).sum(), 2 * o.square().sum()])
-        dist.all_reduce(total, group=mesh.get_group())
-        same(total[0], total[1], "o and dv drop alike")
+        for n, (found, right) in enumerate(zip(*results, strict=True)):
+            same(found, right, f"result {n} with seed {seed}")
 
 
 def check_compiled_errors(mesh: DeviceMesh) -> None:
