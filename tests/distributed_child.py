@@ -313,11 +313,12 @@ def check_dtensor(mesh: DeviceMesh) -> None:
 
 
 def check_meshes(mesh: DeviceMesh) -> None:
-    """A mesh of two axes is refused, and one of its axes is taken; a mesh without this process is refused."""
+    """A mesh of three axes is refused, and one of its axes is taken; a mesh without this process is refused."""
+    three = init_device_mesh("cpu", (1, 1, mesh.size()))
     two = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))
     alone = DeviceMesh("cpu", [0])
-    words = "^mesh: expected one axis, that of the sequence, got 2"
-    _raises(ValueError, words, context_parallel_attention, *_qkv(), mesh=two)
+    words = "^mesh: expected one axis, that of the sequence, got 3"
+    _raises(ValueError, words, context_parallel_attention, *_qkv(), mesh=three)
     if mesh.get_local_rank() != 0:
         _raises(ValueError, "^mesh: .* is not in it", context_parallel_attention, *_qkv(), mesh=alone)
     o = context_parallel_attention(*_qkv(), mesh=two["cp"])

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from tilewise import attention, scaled_dot_product_attention
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
-from tilewise.distributed import context_parallel_attention, shard
+from tilewise.distributed import context_parallel_attention, shard, unshard
 
 WHOLE, ROWS = Replicate(), Shard(2)
 B, H, Hkv, S, D, Dv = 2, 4, 2, 16, 8, 6
@@ -138,6 +138,48 @@ def check_two_axes(mesh: DeviceMesh) -> None:
             same(split[n].grad.full_tensor(), x.grad, f"d{n}")
         if other == Shard(0) and shape[0] > 1:
             assert split["x"].grad.placements == (Partial(), ROWS)
+
+
+# --- a mesh of two axes ---
+
+
+def check_heads_and_ring(mesh: DeviceMesh) -> None:
+    """Rows for heads along the second axis, a ring or a gathering along the first, with every kind of tensor."""
+    shape = (mesh.size() // 2, 2) if mesh.size() > 2 else (2, 1)
+    two = init_device_mesh("cpu", shape)
+    shapes = {**QKV, "r": (1, H, S, 5), "m": (1, 1, S, S), "mask": (B, 1, 1, S), "t": (32, H), "s": (H,)}
+    whole, dims = draw(**shapes), {"mask": 3, "t": None, "s": None}
+    for method, balancer in (("ring", "head_tail"), ("all_gather", None), ("auto", None)):
+
+        def call(function, x, **more):
+            bias = (RelativeBias(x["r"], lo=-2), x["m"], t5_bias(x["t"], False))
+            terms = {"bias": bias, "mask": x["mask"], "sink": x["s"], "causal": True, "return_lse": True}
+            return function(x["q"], x["k"], x["v"], **terms, **more)
+
+        plain = {n: x.clone().requires_grad_(x.is_floating_point()) for n, x in whole.items()}
+        local = {
+            n: x.clone() if dims.get(n, 2) is None else shard(x, two, balancer, dims.get(n, 2))
+            for n, x in whole.items()
+        }
+        local = {n: x.requires_grad_(x.is_floating_point()) for n, x in local.items()}
+        o, lse = call(context_parallel_attention, local, mesh=two, method=method, load_balancer=balancer)
+        right, right_lse = call(attention, plain)
+        same(unshard(o.detach(), two, balancer), right, "o")
+        same(lse, shard(right_lse, two, balancer), "lse")
+        loss_of(o, lse).backward()
+        loss_of(right, right_lse).backward()
+        for n, x in plain.items():
+            if x.requires_grad:
+                grad = x.grad if dims.get(n, 2) is None else shard(x.grad, two, balancer, 2)
+                same(local[n].grad, grad, f"d{n}")
+    qkv = [torch.zeros(1, 4, 8, 8) for _ in range(3)]
+    last = mesh.get_local_rank() == mesh.size() - 1
+    _raises(ValueError, "causal: must be alike", context_parallel_attention, *qkv, mesh=two, causal=last)
+    _raises(
+        ValueError, "method: must be 'auto', 'ring' or", context_parallel_attention, *qkv, mesh=two, method="all_to_all"
+    )
+    _raises(ValueError, "softcap: must be positive", context_parallel_attention, *qkv, mesh=two,
+            softcap=-1.0 if last else None)  # fmt: skip
 
 
 def check_other_placements(mesh: DeviceMesh) -> None:
@@ -310,6 +352,7 @@ def check_compiled_dtensors(mesh: DeviceMesh) -> None:
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     **{f"DTensors: {name}": lambda mesh, name=name: check_dtensors(name, mesh) for name in SPLIT},
     "DTensors: two axes": check_two_axes,
+    "a mesh of two axes": check_heads_and_ring,
     "DTensors: other placements": check_other_placements,
     "DTensors: the SDPA door": check_sdpa_of_dtensors,
     "DTensors: compiled": check_compiled_dtensors,

@@ -75,7 +75,7 @@ def test_a_run_of_two_processes(tmp_path, monkeypatch):
     assert rows["wrong"].reason.startswith("rank 0: ValueError: wrong: o 0.1, ")
     assert rows["out"].outcome == "failed"
     assert rows["torch-flash"].reason == "needs a CUDA device"
-    assert rows["two axes"].reason == "two axes need 4 ranks or more, got 2"
+    assert rows["two axes"].reason == "two axes need 4 ranks or more, an even number, got 2"
     assert {line.provider for line in found.timelines if line.case == case} >= set(METHODS)
     assert (tmp_path / f"timeline_{case.replace(' ', '_')}.png").stat().st_size > 1000
     words = results.table(found)

@@ -101,7 +101,9 @@ def _described(part: Any, tensors: list[Tensor]) -> tuple:
         return ("", len(tensors) - 1)
     if type(part) not in _FIELDS:
         raise NotImplementedError(f"bias: {type(part).__name__} is not taken by {FUNCTION}")
-    fields = []
+    fields: list[tuple[str, str, Any]] = []
+    if isinstance(part, LowRankBias) and tensors[0].dtype != torch.float64:
+        part = LowRankBias(*autocast(part.u, part.w))
     for name in _FIELDS[type(part)]:
         x = getattr(part, name)
         if isinstance(x, Tensor):
@@ -129,7 +131,7 @@ def given_by(call: Description, tensors: list[Tensor]) -> tuple[tuple[Tensor, Te
             fields[field] = tensors[x] if kind == _TENSOR else float(x) if kind == "float" else x
         cls = _BY_NAME[name]
         arguments = [fields.pop(field) for field in ("values", "table", "slopes") if field in fields]
-        pieces.append(cls(*arguments, **fields))  # type: ignore[call-arg]
+        pieces.append(cls(*arguments, **fields))
     given = {
         "bias": None if not pieces else pieces[0] if call.one else tuple(pieces),
         "mask": None if call.mask is None else tensors[call.mask],

@@ -22,7 +22,7 @@ from tilewise.distributed.collectives import scattered
 from tilewise.distributed.compiled import Description, described, given_by, ranks_of
 from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
-from tilewise.distributed.methods import _of_heads, attend
+from tilewise.distributed.methods import attend, of_heads
 from tilewise.distributed.operands import ShardedCall
 from tilewise.ops.runtime.operator import autograd_again, operator_of_lists
 
@@ -153,13 +153,14 @@ def _all_gather(
 def _all_to_all(
     call: ShardedCall, tensors: list[Tensor], outputs: Outputs, cotangents: Outputs, needs: list[bool]
 ) -> Grads:
-    local = [_of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
+    local = [of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
     everything = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     rows = [
-        Outputs(*(None if x is None else to_heads(x, call.ranks, 1, 2) for x in both)) for both in (outputs, cotangents)
+        Outputs(to_heads(o, call.ranks, 1, 2), None if lse is None else to_heads(lse, call.ranks, 1, 2))
+        for o, lse in (outputs, cotangents)
     ]
     first = call.ranks.rank * (call.sizes.H // call.ranks.size)
-    grads = part_gradients(call, local, everything, *rows, needs, sink=True, first_head=first)
+    grads = part_gradients(call, local, everything, rows[0], rows[1], needs, sink=True, first_head=first)
     found: Grads = []
     for x, slot, grad in zip(tensors, call.slots, grads, strict=True):
         split = slot.rows if slot.rows is not None else slot.keys

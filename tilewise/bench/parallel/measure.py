@@ -100,7 +100,8 @@ def samples(
 def slowest(ranks: Sequence[list[Sample]]) -> list[Sample]:
     """Of each repetition the time of the rank that took longest."""
     repetitions = zip(*ranks, strict=True)
-    return [tuple(max(times) for times in zip(*rows, strict=True)) for rows in repetitions]  # type: ignore[misc]
+    columns = [[max(times) for times in zip(*rows, strict=True)] for rows in repetitions]
+    return [(forward, backward, both) for forward, backward, both in columns]
 
 
 def step_of(prepare: Callable[[dict[str, Tensor]], Callable[[], Tensor]], x: dict[str, Tensor], do: Tensor) -> Step:

@@ -205,7 +205,8 @@ class _Run:
     def _measure(self, case: ParallelCase, provider: Provider, now: _Found, first: bool) -> None:
         team, one = self.team, provider.name == ONE
         if one:
-            words, row, taken = None, now.row, []
+            words: str | None = None
+            row, taken = now.row, list[measure.Sample]()
             if team.rank == 0:
                 try:
                     row, taken = self._alone(case, now.row, first)
@@ -247,7 +248,7 @@ class _Run:
         if self.team.rank > 0:
             step()
             return
-        seen = timeline.record(step, case.name, provider.name, self.device)
+        seen = timeline.record(lambda: step(), case.name, provider.name, self.device)
         now.row = replace(now.row, communication_s=seen.communication_s, alone_s=seen.exposed_s)
         self.results.timelines.append(seen)
 

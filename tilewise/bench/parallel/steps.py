@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tilewise
 from tilewise.bench.parallel.cases import ParallelCase
@@ -19,8 +20,9 @@ from tilewise.distributed import (
     explain_context_parallel,
     shard,
 )
+from tilewise.distributed.layout import Split, shards_of
 
-BALANCER = "head_tail"
+BALANCER: Literal["head_tail"] = "head_tail"
 Leaves = dict[str, Tensor]
 Forward = Callable[[], Tensor]
 
@@ -105,10 +107,24 @@ def _no_packed(case: ParallelCase, mesh: DeviceMesh) -> str | None:
     return "the ring takes no packed batches" if case.kind == "packed" else None
 
 
-def _two_axes(case: ParallelCase, mesh: DeviceMesh) -> str | None:
-    if mesh.size() < 4:
-        return f"two axes need 4 ranks or more, got {mesh.size()}"
-    return "context_parallel_attention takes a mesh of one axis"
+@cache
+def _mesh_of_two(device: str, ranks: int) -> DeviceMesh:
+    """As many ranks inside as trade heads with the fewest steps around."""
+    return init_device_mesh(device, (2, ranks // 2))
+
+
+def _two_axes(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
+    return _ours("ring")(case, x, _mesh_of_two(mesh.device_type, mesh.size()))
+
+
+def _two_axes_decline(case: ParallelCase, mesh: DeviceMesh) -> str | None:
+    ranks = mesh.size()
+    if ranks < 4 or ranks % 2:
+        return f"two axes need 4 ranks or more, an even number, got {ranks}"
+    if case.kind == "packed":
+        return "a mesh of two axes takes no packed batches"
+    inside = ranks // 2
+    return f"the {case.kv_heads} key/value heads do not divide by {inside}" if case.kv_heads % inside else None
 
 
 # --- PyTorch ---
@@ -175,8 +191,8 @@ def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
     torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     device, group = x["q"].device, mesh.get_group().group_name
-    balancer = parallel._HeadTailLoadBalancer(case.length, mesh.size(), device)
-    order = balancer._generate_indices()[0]
+    # As PyTorch's balancer of a head and a tail has them.
+    order = shards_of(torch.arange(case.length, device=device), 0, Split(mesh.size(), 2)).flatten()
     mask = _block_mask(order, mesh, create_block_mask)
     score_mod = None
     if case.kind == "relative":
@@ -213,7 +229,7 @@ def providers() -> list[Provider]:
         Provider("all_gather", _ours("all_gather"), lambda case, mesh: None, ours=True),
         Provider("ring", _ours("ring"), _no_packed, ours=True),
         Provider("all_to_all", _ours("all_to_all"), _heads_divide, ours=True),
-        Provider("two axes", _ours("auto"), _two_axes),
+        Provider("two axes", _two_axes, _two_axes_decline),
     ]
     for name, backend in (("torch-flash", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
         usual = Provider(name, _torch(False), _torch_declines, _torch_context(backend), stage=1)
