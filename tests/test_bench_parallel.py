@@ -142,6 +142,11 @@ def test_predictions_by_hand():
     (staged, *_) = scaling.predict(q, k, k, 4, slow, causal=True, load_balancer="head_tail", stages=4)
     assert staged.seconds < gathered.seconds
     assert staged.transfer_s == gathered.transfer_s
+    two = scaling.predict_two_axes(q, k, k, 2, 2, machine, causal=True, load_balancer="head_tail")
+    assert (two.ranks, two.exposed_s) == (4, pytest.approx(0, abs=1e-12))
+    assert two.of_ideal == pytest.approx(1)
+    two = scaling.predict_two_axes(q, k, k, 2, 2, slow, causal=True, load_balancer="head_tail")
+    assert two.exposed_s > (2 * 8 + 2 * 4) * 512 * 64 * 4 / 4 * 2 / 1e9 / 2  # half of what each of two has is traded
     contiguous = scaling.predict(q, k, k, 4, machine, causal=True)
     assert contiguous[0].of_ideal < 0.6  # the last rank sees most
     assert contiguous[2].of_ideal == pytest.approx(1)

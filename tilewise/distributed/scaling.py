@@ -12,7 +12,7 @@ and what that is more than c is exposed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,9 +87,38 @@ def predict(
             c, x = one / speed / machine.efficiency, sent / rate + calls * machine.latency_s * (sent > 0)
             compute, transfer = compute + c, transfer + x
             seconds += _seconds(cost.method, c, x, ranks, stages)
-        alone = total / machine.forward_flops + 2.5 * total / machine.backward_flops
-        found.append(Prediction(cost.method, ranks, seconds, compute, transfer, alone / (ranks * seconds)))
+        found.append(
+            Prediction(cost.method, ranks, seconds, compute, transfer, _alone(total, machine) / ranks / seconds)
+        )
     return found
+
+
+def predict_two_axes(
+    q: Tensor, k: Tensor, v: Tensor, across: int, inside: int, machine: Machine, *, causal: bool = False,
+    load_balancer: LoadBalancer = None, across_rate: float | None = None,
+) -> Prediction:  # fmt: skip
+    """Of a mesh of (across, inside) ranks: ``inside`` ranks trade rows for heads, and wait for it; across goes a ring.
+    across_rate: bytes a second that a rank sends there, where that is another than within."""
+    H, S = q.shape[1:3]
+    if H % inside or k.shape[1] % inside:
+        raise ValueError(f"inside: must divide {H} query and {k.shape[1]} key/value heads, got {inside}")
+    rates = machine.rates if across_rate is None else {**machine.rates, "ring": across_rate}
+    fewer = [x[:, : x.shape[1] // inside] for x in (q, k, v)]
+    ring = next(
+        x
+        for x in predict(*fewer, across, replace(machine, rates=rates), causal=causal, load_balancer=load_balancer)
+        if x.method == "ring"
+    )
+    part = [x[:, :, : S // across] for x in (q, k, v)]
+    trade = next(x for x in predict(*part, inside, machine) if x.method == "all_to_all").transfer_s
+    seconds, ranks = ring.seconds + trade, across * inside
+    of_ideal = ring.of_ideal * ring.seconds / seconds
+    return Prediction("two axes", ranks, seconds, ring.compute_s, ring.transfer_s + trade, of_ideal)
+
+
+def _alone(flops: float, machine: Machine) -> float:
+    """One rank's time for the forward's FLOPs and the backward's."""
+    return flops / machine.forward_flops + 2.5 * flops / machine.backward_flops
 
 
 def _seconds(method: str, compute: float, transfer: float, ranks: int, stages: int) -> float:

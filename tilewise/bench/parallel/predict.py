@@ -12,7 +12,7 @@ import torch
 
 from tilewise.bench.parallel.cases import ParallelCase
 from tilewise.bench.parallel.results import ONE, Results
-from tilewise.distributed.scaling import Machine, Prediction, predict
+from tilewise.distributed.scaling import Machine, Prediction, predict, predict_two_axes
 
 RANKS = (2, 4, 8, 64)
 # Which transfer each method's bytes go by: gradients of gathered keys are scattered as fast as keys are gathered.
@@ -69,6 +69,16 @@ def scaled(results: Results, across: float | None = None, within: int = 8) -> li
                 row = results.row(case.name, x.method) if ranks == results.ranks else None
                 measured = None if row is None or row.both is None else row.both.median_s
                 found.append(Scaled(case.name, x, measured))
+            inside = min(within, ranks // 2, case.kv_heads)
+            if ranks >= 4 and ranks % inside == 0 and case.kv_heads % inside == case.heads % inside == 0:
+                near = machine_of(results, case)
+                assert near is not None
+                x = predict_two_axes(
+                    q, k, v, ranks // inside, inside, near, causal=True, load_balancer="head_tail",
+                    across_rate=machine.rates["ring"],
+                )  # fmt: skip
+                row = results.row(case.name, x.method) if ranks == results.ranks else None
+                found.append(Scaled(case.name, x, None if row is None or row.both is None else row.both.median_s))
     return found
 
 

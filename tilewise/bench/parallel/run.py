@@ -6,6 +6,7 @@ sequence before its first measurement, and all ranks agree on whether it failed.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -230,7 +231,17 @@ class _Run:
                 self._profile(case, provider, step, now)
         if provider.ours:
             quiet = step._replace(forward=provider.prepare(case, x, self.silent_mesh))
-            taken = measure.samples(quiet, self.device, seconds / 3, meet=team.meet, agreed=lambda n: min(team.all(n)))
+            try:
+                taken = measure.samples(
+                    quiet, self.device, seconds / 3, meet=team.meet, agreed=lambda n: min(team.all(n))
+                )
+            except (
+                *provider_errors(),
+                EOFError,
+                pickle.UnpicklingError,
+            ) as error:  # of what sends nothing, on all alike
+                self.say(f"{case.name} {provider.name}: no time without transfers: {_words(error)}")
+                taken = []
             now.silent += measure.slowest(team.all(taken))
             if first:
                 now.row = replace(now.row, sent_bytes=sent_bytes(case, x, team.mesh, provider.name))
