@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fault import Fault
+from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 
 FAULTS = [
@@ -207,6 +208,7 @@ FAULTS = [
         "test_triton_room.py::test_few_wide_queries",
     ),
     *HOPPER,
+    *DISTRIBUTED,
     # --- a product and a softmax of their own ---
     Fault(
         "ops/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",

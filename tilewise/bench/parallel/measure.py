@@ -17,6 +17,7 @@ from tilewise.bench.timing import synchronize
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _FEWEST, _MOST = 2, 10  # repetitions
+LONG = 5.0  # seconds
 Sample = tuple[float, float, float]  # seconds of a forward, of a backward, and of both
 
 
@@ -82,7 +83,8 @@ def samples(
     agreed: Callable[[int], int] = lambda count: count,
 ) -> list[Sample]:  # fmt: skip
     """After repetitions that are not counted: the first, in which something may be compiled, and another one if it took
-    long. meet: before each. agreed: of how many each rank would make, how many all make."""
+    long; of what then takes `LONG` one counts. meet: before each. agreed: of how many each rank would make, how many
+    all make."""
     count = 0
     for _ in range(2):
         meet()
@@ -90,10 +92,11 @@ def samples(
         begin = time.perf_counter()
         step()
         synchronize(device)
-        count = agreed(min(int(seconds / max(time.perf_counter() - begin, 1e-6)), _MOST))
+        took = max(time.perf_counter() - begin, 1e-6)
+        count = agreed(-1 if took > LONG else min(int(seconds / took), _MOST))
         if count >= _FEWEST:
             break
-    count = max(count, _FEWEST)
+    count = 1 if count < 0 else max(count, _FEWEST)
     return [step.sample(device, meet) for _ in range(count)]
 
 

@@ -120,7 +120,8 @@ class _Run:
         for turn in range(_ROUNDS[self.device.type]):
             for provider in crew:
                 now = found[provider.name]
-                if now.row.outcome != "measured" or (turn > 0 and provider.once):
+                long = any(both > measure.LONG for _, _, both in now.samples)
+                if now.row.outcome != "measured" or (turn > 0 and (provider.once or long)):
                     continue
                 if self.spent():
                     if turn == 0:
