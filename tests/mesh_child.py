@@ -278,52 +278,57 @@ def check_manager_around_ours(mesh: DeviceMesh) -> None:
 # --- compiled ---
 
 
-def check_compiled(mesh: DeviceMesh, method: str, balancer: str | None) -> None:
-    """One graph, and what the eager call gets, forward and backward."""
+def check_compiled(mesh: DeviceMesh) -> None:
+    """Every method in one graph, and what eager calls get, forward and backward."""
     shapes = {**QKV, "r": (1, H, S, 5), "m": (1, H, S, S), "mask": (B, 1, 1, S), "t": (32, H), "s": (H,)}
     whole, dims = draw(**shapes), {"mask": 3, "t": None, "s": None}
+    methods = ("all_gather", "ring", "all_to_all")
 
     def call(q, k, v, r, m, mask, t, s):
-        bias = (RelativeBias(r, lo=-2, outside=-torch.inf), m, t5_bias(t, False))
-        o, lse = context_parallel_attention(
-            q * 2, k, v, mesh=mesh, bias=bias, mask=mask, sink=s, causal=True, window=(9, 0), method=method,
-            load_balancer=balancer, return_lse=True,
-        )  # fmt: skip
-        return loss_of(o, lse)
+        bias, losses = (RelativeBias(r, lo=-2, outside=-torch.inf), m, t5_bias(t, False)), []
+        for method in methods:
+            o, lse = context_parallel_attention(
+                q * 2, k, v, mesh=mesh, bias=bias, mask=mask, sink=s, causal=True, window=(9, 0), method=method,
+                load_balancer="head_tail", return_lse=True,
+            )  # fmt: skip
+            losses.append(loss_of(o, lse))
+        return losses
 
     torch._dynamo.reset()
-    results = []
+    results: list[dict[str, torch.Tensor]] = []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         x = {
-            n: t.clone() if dims.get(n, 2) is None else shard(t, mesh, balancer, dims.get(n, 2)).clone()
+            n: t.clone() if dims.get(n, 2) is None else shard(t, mesh, "head_tail", dims.get(n, 2)).clone()
             for n, t in whole.items()
         }
-        x = {n: t.requires_grad_(t.is_floating_point()) for n, t in x.items()}
-        loss = function(*x.values())
-        loss.backward()
-        results.append({"loss": loss.detach(), **{f"d{n}": t.grad for n, t in x.items() if t.requires_grad}})
-    for n, x in results[0].items():
-        assert x.abs().max() > 0, n
-        same(results[1][n], x, n)
+        leaves = [t.requires_grad_() for t in x.values() if t.is_floating_point()]
+        found = {}
+        for method, loss in zip(methods, function(*x.values()), strict=True):
+            grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+            found |= {f"{method}, gradient {n}": grad for n, grad in enumerate(grads)} | {method: loss.detach()}
+        results.append(found)
+    for n, right in results[0].items():
+        assert right.abs().max() > 0, n
+        same(results[1][n], right, n)
 
 
 def check_compiled_dropout(mesh: DeviceMesh) -> None:
-    """What the eager call drops with the first rank's generator on every rank, or with the seed that is given."""
-    whole, rank = draw(**QKV), mesh.get_local_rank()
-    for seed in (None, (3, 5)):
+    """What the eager call drops with the first rank's generator on every rank, and with a seed that is given."""
+    whole, rank, seeds = draw(**QKV), mesh.get_local_rank(), (None, (3, 5))
 
-        def call(q, k, v, seed=seed):
-            return context_parallel_attention(q, k, v, mesh=mesh, dropout_p=0.5, dropout_seed=seed, method="ring")
+    def call(q, k, v):
+        options = {"mesh": mesh, "dropout_p": 0.5, "method": "ring"}
+        return [context_parallel_attention(q, k, v, dropout_seed=seed, **options) for seed in seeds]
 
-        results = []
-        for function, start in ((call, 7), (torch.compile(call, fullgraph=True, backend="aot_eager"), 7 + rank)):
-            torch.manual_seed(start)
-            x = [shard(t, mesh).requires_grad_() for t in whole.values()]
-            o = function(*x)
-            loss_of(o).backward()
-            results.append([o.detach(), *(t.grad for t in x)])
-        for n, (found, right) in enumerate(zip(*results, strict=True)):
-            same(found, right, f"result {n} with seed {seed}")
+    results = []
+    for function, start in ((call, 7), (torch.compile(call, fullgraph=True, backend="aot_eager"), 7 + rank)):
+        torch.manual_seed(start)
+        x = [shard(t, mesh).requires_grad_() for t in whole.values()]
+        outputs = function(*x)
+        grads = [torch.autograd.grad(loss_of(o), x, retain_graph=True) for o in outputs]
+        results.append([*(o.detach() for o in outputs), *(grad for found in grads for grad in found)])
+    for n, (found, right) in enumerate(zip(*results, strict=True)):
+        same(found, right, f"result {n}")
 
 
 def check_compiled_errors(mesh: DeviceMesh) -> None:
@@ -361,20 +366,13 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "manager: around tilewise's function": check_manager_around_ours,
     "compiled: errors": check_compiled_errors,
     "compiled: dropout": check_compiled_dropout,
-    **{
-        f"compiled: {method}, {balancer}": lambda mesh, m=method, b=balancer: check_compiled(mesh, m, b)
-        for method, balancer in (("all_gather", "head_tail"), ("ring", "head_tail"), ("all_to_all", None))
-    },
+    "compiled: every method": check_compiled,
 }
-
 
 # Of four processes: what needs a mesh of two axes, and more steps of a ring than two ranks have.
 OF_FOUR = (
-    "DTensors: two axes",
-    "DTensors: terms and a sink",
-    "manager: a head and a tail",
-    "compiled: ring, head_tail",
-)
+    "a mesh of two axes", "DTensors: two axes", "DTensors: terms and a sink", "manager: a head and a tail",
+)  # fmt: skip
 
 
 def names(size: int) -> list[str]:

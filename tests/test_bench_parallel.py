@@ -107,16 +107,17 @@ def test_a_timeline_tells_what_runs_beside_what():
 
     events = [
         event("ncclDevKernel_SendRecv", 100, 40), event("forward_kernel", 110, 20), event("copy_kernel", 150, 10),
+        event("ncclDevKernel_AllGather", 145, 10),
         event("aten::mul", 0, 500, "cpu_op"), {"ph": "M", "name": "process_name"},
     ]  # fmt: skip
     line = timeline.Timeline("ring", "a case", timeline.lanes_of(events, "cuda"))
     assert [round(1e6 * x) for x in (line.seconds, line.communication_s, line.exposed_s, line.idle_s)] == [
         60,
-        40,
-        20,
-        10,
+        50,
+        25,
+        5,
     ]
-    assert [len(line.lanes[lane]) for lane in timeline.LANES] == [1, 1, 1]
+    assert [len(line.lanes[lane]) for lane in timeline.LANES] == [2, 1, 1]
 
 
 def test_the_slowest_rank_counts():
