@@ -315,11 +315,12 @@ def check_dtensor(mesh: DeviceMesh) -> None:
 
 
 def check_meshes(mesh: DeviceMesh) -> None:
-    """A mesh of two axes is refused, and one of its axes is taken; a mesh without this process is refused."""
+    """A mesh of three axes is refused, and one of its axes is taken; a mesh without this process is refused."""
+    three = init_device_mesh("cpu", (1, 1, mesh.size()))
     two = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))
     alone = DeviceMesh("cpu", [0])
-    words = "^mesh: expected one axis, that of the sequence, got 2"
-    _raises(ValueError, words, context_parallel_attention, *_qkv(), mesh=two)
+    words = "^mesh: expected one axis, that of the sequence, got 3"
+    _raises(ValueError, words, context_parallel_attention, *_qkv(), mesh=three)
     if mesh.get_local_rank() != 0:
         _raises(ValueError, "^mesh: .* is not in it", context_parallel_attention, *_qkv(), mesh=alone)
     o = context_parallel_attention(*_qkv(), mesh=two["cp"])
@@ -500,14 +501,14 @@ def check_forgotten(mesh: DeviceMesh) -> None:
 
 
 def check_compiled(mesh: DeviceMesh) -> None:
-    """A graph break, and the same numbers."""
+    """One graph, and the same numbers; more in mesh_child.py."""
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 4, 4, 8) for _ in range(3))
 
     def call(q, k, v):
         return context_parallel_attention(q * 2, k, v, mesh=mesh, method="ring", causal=True) + 1
 
-    torch.testing.assert_close(torch.compile(call, backend="eager")(q, k, v), call(q, k, v))
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(q, k, v), call(q, k, v))
 
 
 def check_recipe(mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Faults of calls over several processes: see faults.py."""
+"""Faults of calls over several processes, and of what is around them: see faults.py."""
 
 from __future__ import annotations
 
@@ -24,5 +24,48 @@ DISTRIBUTED = [
         "backends/dropout.py", "rows += terms.origin.query_rest", "rows += 0",
         "a part of a call that begins between multiples of 16 drops what another does",
         "test_dropout.py::test_parts_of_a_call_in_triton",
+    ),
+    Fault(
+        "distributed/operator.py", "            dist.all_reduce(total, group=call.ranks.group)\n", "",
+        "under a compiler the gradient of a table is each rank's own",
+        "test_mesh.py",
+    ),
+    Fault(
+        "distributed/operator.py",
+        "whole.narrow(heads, call.ranks.rank * grad.shape[heads], grad.shape[heads])",
+        "whole.narrow(heads, 0, grad.shape[heads])",
+        "under a compiler the gradient of some heads of a table goes to others",
+        "test_mesh.py",
+    ),
+    Fault(
+        "distributed/operator.py",
+        "        dist.broadcast(sharded.seed, dist.get_global_rank(group, 0), group=group)\n", "        pass\n",
+        "under a compiler each rank drops by a seed of its own",
+        "test_mesh.py",
+    ),
+    Fault(
+        "distributed/manager.py", '"head_tail" if balanced else None', "None",
+        "within PyTorch's context manager a tail counts as what follows the head",
+        "test_mesh.py",
+    ),
+    Fault(
+        "distributed/dtensor.py", "Partial() if placement == Replicate() and place", "placement if place",
+        "the gradient of a DTensor that lies whole is one device's",
+        "test_mesh.py",
+    ),
+    Fault(
+        "distributed/two_axes.py", "x = summed(x, axes.inside) if slot.replicated and x.requires_grad else x", "pass",
+        "on a mesh of two axes a table's gradient lacks the heads of other ranks",
+        "test_mesh.py",
+    ),
+    Fault(
+        "bench/parallel/run.py", "if not error <= _FACTOR * allowed[name] + slack", "if error != error",
+        "a wrong answer is measured",
+        "test_bench_parallel.py::test_a_run_of_two_processes",
+    ),
+    Fault(
+        "bench/parallel/timeline.py", "if found and begin <= found[-1][1]:", "if found and begin < found[0][1]:",
+        "what runs after something else counts as running beside it",
+        "test_bench_parallel.py::test_a_timeline_tells_what_runs_beside_what",
     ),
 ]  # fmt: skip

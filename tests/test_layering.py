@@ -150,6 +150,7 @@ ROOMS = {
     },
     "tilewise.distributed.triangle": {"tilewise.api", "tilewise.distributed", "tilewise.problem", *READING},
     "tilewise.api": {
+        "tilewise.distributed",  # of DTensors whose sequence is split; imported for these alone
         "tilewise.autograd",
         "tilewise.backends",
         "tilewise.call",

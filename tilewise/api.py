@@ -17,7 +17,7 @@ from tilewise.keywords import named_only, unexpected
 from tilewise.leading import attention_of_leading
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
-from tilewise.tensors import PLAIN
+from tilewise.tensors import PLAIN, is_dtensor
 from tilewise.tile_mask import TileMask
 
 
@@ -173,6 +173,10 @@ def attention(
     }  # fmt: skip
     if type(q) not in PLAIN and are_jagged(q, k, v):
         return jagged_attention(q, k, v, **options, return_lse=return_lse)
+    if type(q) not in PLAIN and is_dtensor(q) and dropout_p == 0 and dropout_seed is None:
+        split = _of_sequences(q, k, v, options)
+        if split is not None:
+            return split if return_lse else split[0]
     try:
         if isinstance(q, Tensor) and q.dim() > 4:
             return attention_of_leading(attention, q, k, v, **options, return_lse=return_lse)
@@ -189,3 +193,12 @@ def attention(
     if arguments is not None:
         remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])  # type: ignore[arg-type]
     return (o, lse) if return_lse else o  # type: ignore[return-value]
+
+
+def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Of DTensors whose sequence is split; None for others. Only who has DTensors has torch.distributed."""
+    from tilewise.distributed.dtensor import attention_of_sequences
+    from tilewise.distributed.operands import Options
+
+    given = {name: options[name] for name in ("bias", "mask", "sink")}
+    return attention_of_sequences(q, k, v, given, Options(**{name: options[name] for name in Options._fields}), {})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilewise.autocast import autocast, autocast_on, autocast_somewhere
 from tilewise.autograd import attention_op
@@ -17,7 +19,7 @@ from tilewise.jagged import are_jagged, jagged_attention
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
 from tilewise.score.terms import Band, Score, check_numbers
-from tilewise.tensors import PLAIN, causal_limit, check_tensor, is_causal_bias
+from tilewise.tensors import PLAIN, causal_limit, check_tensor, is_causal_bias, is_dtensor
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # by autocast, to one of them
 
@@ -76,11 +78,19 @@ def scaled_dot_product_attention(
     the longest query and key, and is_causal wants as many keys as queries in each sequence. Nothing is padded or
     copied; see `tilewise.attention` for when the host waits.
 
+    DTensors whose sequence is split, and shards within `torch.distributed.tensor.experimental.context_parallel`, are
+    attended to as one sequence, by `tilewise.distributed.context_parallel_attention`.
+
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes.
+        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes; within
+            context_parallel what context_parallel_attention does not take.
     """
     arguments = given = None
+    if type(functional.scaled_dot_product_attention) is FunctionType or type(query) not in PLAIN:
+        split = _of_shards(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if split is not None:
+            return split
     if (
         (scale is None or type(scale) is float) and type(dropout_p) is float and 0.0 <= dropout_p <= 1.0
         and (is_causal is False or is_causal is True) and (enable_gqa is False or enable_gqa is True)
@@ -122,6 +132,24 @@ def scaled_dot_product_attention(
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
         remember_call(given, arguments, *read, exact=True, aligned=False)
     return fold.unfold(o)
+
+
+def _of_shards(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | Tensor | None, enable_gqa: bool,
+) -> Tensor | None:  # fmt: skip
+    """Within PyTorch's context_parallel, which puts a function of its own in the place of PyTorch's, or of DTensors:
+    what is of a split sequence. Neither is there before somebody has imported torch.distributed."""
+    replaced = str(getattr(functional.scaled_dot_product_attention, "__module__", "")).startswith("torch.distributed.")
+    if not replaced and not is_dtensor(query):
+        return None
+    from tilewise.distributed.doors import sdpa_of_shards
+
+    _check_tensors(query, key, value, attn_mask)
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    query, scale = _positive_scale(query, _number(scale))
+    return sdpa_of_shards(query, key, value, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
 
 
 def _jagged(

@@ -14,15 +14,37 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few cases: a minute or two")
     parser.add_argument("--cases", default="", help="only cases whose name has one of these parts, by commas")
     parser.add_argument("--providers", default="", help="only providers whose name has one of these parts")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which nothing new is begun")
+    parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun: 540, or 220 of --nproc")
+    parser.add_argument("--nproc", type=int, help="one sequence over so many processes, beside one that has it whole")
+    parser.add_argument("--plot", type=Path, help="with --nproc: the folder for pictures of compute and communication")
+    parser.add_argument("--predict", type=Path, help="the results of a run with --nproc, on other numbers of GPUs")
+    parser.add_argument("--across", type=float, help="with --predict: GB/s of a GPU to another host of 8")
     add_results(parser)
     arguments = parser.parse_args()
     check_results(parser, arguments)
+    if arguments.predict is not None:
+        from tilewise.bench.parallel import predict
+        from tilewise.bench.parallel.results import read
+
+        print(predict.table(read(arguments.predict), None if arguments.across is None else 1e9 * arguments.across))
+        return 0
+    if arguments.nproc is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        arguments.nproc = int(os.environ["WORLD_SIZE"])  # torchrun takes --nproc for its own
+    if arguments.budget is None:
+        arguments.budget = 540.0 if arguments.nproc is None else 220.0
     if not arguments.budget >= 0:
         parser.error(f"--budget: must be 0 or more, got {arguments.budget:g}")
+    if arguments.nproc is None and arguments.plot is not None:
+        parser.error("--plot: goes with --nproc")
+    if arguments.nproc is not None and arguments.nproc < 2:
+        parser.error(f"--nproc: must be 2 or more, got {arguments.nproc}")
+    if arguments.plot is not None:
+        arguments.plot.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the profiler's announcements
     from tilewise.bench import report, results, run
 
+    if arguments.nproc is not None:
+        return _parallel(parser, arguments)
     options = run.Options(
         device=arguments.device or run.default_device(),
         quick=arguments.quick,
@@ -41,6 +63,26 @@ def main() -> int:
         parser.error(str(error))
     print(f"\n{report.terminal(found)}")
     return 0 if run.ours_are_right(found) else 1
+
+
+def _parallel(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from tilewise.bench import run
+    from tilewise.bench.parallel.launch import launch
+    from tilewise.bench.parallel.run import Options
+
+    options = Options(
+        cases=names(parser, "--cases", arguments.cases),
+        providers=names(parser, "--providers", arguments.providers),
+        budget=arguments.budget,
+        commit=arguments.commit,
+        quick=arguments.quick,
+        json=arguments.json,
+        plot=arguments.plot,
+    )
+    try:
+        return launch(arguments.nproc, arguments.device or run.default_device(), options)
+    except run.UsageError as error:
+        parser.error(str(error))
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:

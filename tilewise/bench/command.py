@@ -45,8 +45,12 @@ def bench(
         str, typer.Option(help="Only providers whose name has one of these parts.", metavar="NAMES")
     ] = "",
     budget: Annotated[
-        str, typer.Option(help="After which nothing new is begun; what is left is listed.", metavar="SECONDS")
-    ] = "540",
+        str,
+        typer.Option(
+            help="After which nothing new is begun; what is left is listed. Default: 540, with --nproc 220.",
+            metavar="SECONDS",
+        ),
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the results here, after every case.", metavar="FILE")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.", metavar="FOLDER")
@@ -54,6 +58,14 @@ def bench(
     commit: Annotated[
         str, typer.Option(help="The commit that is measured, where there is no git.", metavar="NAME")
     ] = "",
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="One sequence over so many processes, beside one that has it whole; see docs/distributed.md.",
+            metavar="N",
+            min=2,
+        ),
+    ] = None,
 ) -> None:
     """Measure tilewise beside other kernels on this machine.
 
@@ -68,7 +80,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     where = None if device is None else choice(device, "--device", Device).value
-    seconds = parse_number(budget, "--budget", 0)
+    seconds = parse_number(budget or ("540" if nproc is None else "220"), "--budget", 0)
     only = {"cases": names(cases, "--cases"), "providers": names(providers, "--providers")}
     if json is not None:
         check_writable(json, "--json")
@@ -79,6 +91,15 @@ def bench(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tilewise.bench import report, results, run
 
+    if nproc is not None:
+        from tilewise.bench.parallel.launch import launch
+        from tilewise.bench.parallel.run import Options as ParallelOptions
+
+        more = ParallelOptions(budget=seconds, commit=commit, quick=quick, json=json, plot=plot, **only)
+        try:
+            raise typer.Exit(launch(nproc, run.default_device() if where is None else where, more))
+        except run.UsageError as error:
+            raise mistake(error.option, error.message) from None
     options = run.Options(
         device=run.default_device() if where is None else where, quick=quick, budget=seconds, commit=commit, **only
     )
@@ -145,6 +166,31 @@ def plot(
     found = _read(results_file)
     make_folder(into, "--into")
     _draw(found, results_file, into)
+
+
+@command.command()
+def predict(
+    results_file: Annotated[
+        Path, typer.Argument(help="JSON that `tilewise bench --nproc N --json` wrote.", metavar="RESULTS.json")
+    ],
+    across: Annotated[
+        str, typer.Option(help="What a GPU sends to another host of 8. Default: as much as within.", metavar="GB/s")
+    ] = "",
+) -> None:
+    """Say what a run with --nproc would take on 2, 4, 8 and 64 GPUs.
+
+    By arithmetic from the speeds that the run has measured; see docs/distributed.md.
+    """
+    from tilewise.bench.parallel import predict, results
+    from tilewise.bench.results import ResultsError
+
+    rate = 1e9 * parse_number(across, "--across", 0) if across else None
+    try:
+        typer.echo(predict.table(results.read(results_file), rate))
+    except OSError as error:
+        raise mistake("RESULTS.json", f"cannot read {results_file}: {error.strerror}") from None
+    except ResultsError as error:
+        raise mistake("RESULTS.json", str(error)) from None
 
 
 @command.command("report")

@@ -13,6 +13,7 @@ docs/distributed.md says which method is for what.
 
 from __future__ import annotations
 
+from tilewise.distributed import operator  # noqa: F401  # registers it
 from tilewise.distributed.api import context_parallel_attention, explain_context_parallel
 from tilewise.distributed.packed import context_parallel_varlen_attention, explain_context_parallel_varlen
 from tilewise.distributed.placement import shard, unshard

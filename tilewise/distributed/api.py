@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.call import Bias, Seed, Window
 from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
+from tilewise.distributed.compiled import compiled_call
 from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.methods import METHODS, attend
 from tilewise.distributed.operands import FUNCTION, Options, ShardedCall, read
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
+from tilewise.distributed.two_axes import Axes, attend_on_two_axes
 from tilewise.keywords import named_only, unexpected
 from tilewise.plan import check_backend
 from tilewise.problem import check_flag
@@ -55,7 +57,9 @@ def context_parallel_attention(
     Args:
         q, k, v: this rank's shards, (B, H, M / ranks, D), (B, Hkv, N / ranks, D) and (B, Hkv, N / ranks, Dv), of one
             shape on every rank: the r-th part, or with a load balancer what `shard` makes.
-        mesh: a DeviceMesh of one axis, that of the sequence: ``mesh["cp"]`` of one that has more.
+        mesh: a DeviceMesh of one axis, that of the sequence: ``mesh["cp"]`` of one that has more. Or of two, (A, B):
+            the sequence is split over A B ranks, counted along the second axis first; B ranks trade rows for heads, and
+            A go round in a ring, or gather.
         bias: as `tilewise.attention` takes it, but for CausalBias. A matrix has this rank's rows and all keys in their
             own order, (B|1, H|Hkv|1, M / ranks, N), and its gradient stays here; a bias along the queries, or along the
             keys (B|1, H|Hkv|1, 1, N / ranks), is split as q or k is. So are values per query or key of a RelativeBias,
@@ -70,7 +74,8 @@ def context_parallel_attention(
         load_balancer: how the sequence was split. None: in contiguous parts. "head_tail": a chunk of its head and one
             of its tail for each rank, which gives all ranks equal work under a causal mask.
         method: "all_gather" gathers keys and values; "ring" passes them round while it computes; "all_to_all" trades
-            rows for heads, if the ranks divide the heads. "auto": see `explain_context_parallel`.
+            rows for heads, if the ranks divide the heads. "auto": see `explain_context_parallel`. With a mesh of two
+            axes it is that of the first, "ring" or "all_gather"; "auto" is "ring".
         validate: compare the ranks' arguments before every call; else once for each kind of call. What the comparison
             finds, and what is wrong on one rank, is raised on all; without it ranks that differ wait for each other
             until the group's timeout.
@@ -90,9 +95,12 @@ def context_parallel_attention(
     """
     given = {"bias": bias, "mask": mask, "sink": sink, "dropout_seed": dropout_seed}
     options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
-    found = _run(
-        mesh, load_balancer, (q, k, v), given, options, unknown, method=method, validate=validate, return_lse=return_lse
-    )
+    how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        found = attend_on_two_axes(mesh, load_balancer, (q, k, v), given, options, unknown, **how)
+    else:
+        ranks = Ranks.of(mesh, load_balancer)
+        found = attend_shards(ranks, load_balancer, (q, k, v), given, options, unknown, **how)
     return found if return_lse else found[0]
 
 
@@ -135,12 +143,24 @@ def explain_context_parallel(
     return make_plan(call, tensors, method)
 
 
-@torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
-def _run(
-    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
+def attend_shards(
+    ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
     options: Options, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ranks = Ranks.of(mesh, load_balancer)
+    """``(o, lse)`` of this rank's rows; under a compiler by the operator."""
+    how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
+    if torch.compiler.is_compiling():
+        _refuse(unknown)
+        return compiled_call(ranks, load_balancer, qkv, given, options, **how)
+    return attend(*prepare(ranks, qkv, given, options, unknown, **how), return_lse)
+
+
+def prepare(
+    ranks: Ranks, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], options: Options, unknown: dict[str, Any],
+    *, method: str, validate: bool, return_lse: bool, axes: Axes | None = None,
+) -> tuple[str, ShardedCall, list[Tensor]]:  # fmt: skip
+    """The method that all ranks take, the call and its tensors; an error of one rank is raised on all. axes: those of a
+    mesh of two, of which ``ranks`` are all."""
     failure: Exception | None = None
     description: Description | None = None
     chosen: str | None = None
@@ -151,17 +171,22 @@ def _run(
         check_method(method)
         call, tensors = read(qkv, given["bias"], given["mask"], given["sink"], ranks, options, given["dropout_seed"])
         description = described(call, tensors, method, return_lse)
-        chosen = agreed(ranks, description)
+        if axes is not None:
+            description = *description, ("mesh", (axes.across.size, axes.inside.size))
+        chosen = agreed(ranks, description) if axes is None else axes.agreed(description)
         known = chosen is not None
         if not known or validate:
             _check_locally(call, tensors)
-            chosen = make_plan(call, tensors, method).method
+            chosen = make_plan(call, tensors, method).method if axes is None else axes.method(method, call)
     except (ValueError, TypeError, NotImplementedError) as error:
         failure, known = error, False
     if not known or validate:
-        agree(ranks, description, chosen, failure)
+        if axes is None:
+            agree(ranks, description, chosen, failure)
+        else:
+            axes.agree(description, chosen, failure)
     assert chosen is not None
-    return attend(chosen, call, tensors, return_lse)
+    return chosen, call, tensors
 
 
 def _refuse(unknown: dict[str, Any]) -> None:

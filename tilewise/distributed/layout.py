@@ -75,9 +75,13 @@ class Ranks:
         if load_balancer not in BALANCERS:
             packed = "; 'document' is of packed batches, by their cu_seqlens" if load_balancer == "document" else ""
             raise ValueError(f"load_balancer: must be None or 'head_tail', got {load_balancer!r}{packed}")
-        group = mesh.get_group()
+        return cls.of_group(mesh.get_group(), mesh.device_type, load_balancer)
+
+    @classmethod
+    def of_group(cls, group: Any, device: str, load_balancer: LoadBalancer) -> Ranks:
+        """Of a ProcessGroup that this process is in."""
         split = Split(dist.get_world_size(group), 1 if load_balancer is None else 2)
-        return cls(group, dist.get_rank(group), split, mesh.device_type)
+        return cls(group, dist.get_rank(group), split, device)
 
     def chunks(self, length: int) -> tuple[Chunk, ...]:
         return self.split.chunks(self.rank, length)

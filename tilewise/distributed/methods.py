@@ -33,13 +33,13 @@ def _all_gather(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) 
 def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
     """All rows here, of this rank's heads."""
     queries, keys = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
-    local = [_of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
+    local = [of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
     first = call.ranks.rank * (call.sizes.H // call.ranks.size)
     o, lse = call.attend(local, queries, keys, first_head=first, return_lse=return_lse)
     return to_rows(o, call.ranks, 1, 2), to_rows(lse, call.ranks, 1, 2) if return_lse else lse
 
 
-def _of_heads(call: ShardedCall, x: Tensor, slot: Slot) -> Tensor:
+def of_heads(call: ShardedCall, x: Tensor, slot: Slot) -> Tensor:
     ranks, split = call.ranks, slot.rows if slot.rows is not None else slot.keys
     if slot.heads is None:
         return x if split is None else gather(x, ranks, split)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.distributed.autograd import gather
 from tilewise.distributed.documents import packed_ranks, read_offsets
 from tilewise.distributed.layout import LoadBalancer, Ranks, shards_of
+from tilewise.distributed.two_axes import Axes
 from tilewise.tensors import check_tensor
 
 
@@ -33,7 +34,7 @@ def shard(
         if load_balancer is not None:
             found = tensor.index_select(dim, ranks.split.rows(ranks.rank).to(tensor.device))
         return found.contiguous()
-    ranks = Ranks.of(mesh, load_balancer)
+    ranks = Axes.of(mesh, load_balancer).all if _has_two_axes(mesh) else Ranks.of(mesh, load_balancer)
     dim = _axis(tensor, 2 if dim is None else dim)
     count = ranks.size * ranks.split.pieces
     if tensor.shape[dim] % count:
@@ -59,11 +60,16 @@ def unshard(
     if cu_seqlens is not None:
         ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, Ranks.of(mesh, None).size)
         return gather(tensor, ranks, dim)
-    ranks = Ranks.of(mesh, load_balancer)
+    axes = Axes.of(mesh, load_balancer) if _has_two_axes(mesh) else None
+    ranks = Ranks.of(mesh, load_balancer) if axes is None else axes.across
     dim = _axis(tensor, 2 if dim is None else dim)
     if tensor.shape[dim] % ranks.split.pieces:
         raise ValueError(f"tensor: a shard of a head and a tail has an even length, got shape {tuple(tensor.shape)}")
-    return gather(tensor, ranks, dim)
+    return gather(tensor if axes is None else gather(tensor, axes.inside, dim), ranks, dim)
+
+
+def _has_two_axes(mesh: DeviceMesh) -> bool:
+    return isinstance(mesh, DeviceMesh) and mesh.ndim == 2
 
 
 def _of_packed(

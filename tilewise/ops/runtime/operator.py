@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -108,6 +109,28 @@ class Operator:
         raise NotImplementedError(
             f"{self._function} has no second derivative: its backward cannot be differentiated"
         )  # fmt: skip
+
+
+def operator_of_lists(
+    name: str, real: Callable[..., Any], fake: Callable[..., Any], *, setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:  # fmt: skip
+    """``tilewise::name``, whose arguments are those of ``real`` by its annotations, for compilers alone: where
+    `Operator` has a field for each tensor, it takes a list. setup, backward: as `torch.library.register_autograd` takes
+    them."""
+    operator = torch.library.custom_op(f"tilewise::{name}", real, mutates_args=())
+    operator.register_fake(fake)
+    if backward is not None:
+        operator.register_autograd(backward, setup_context=setup)
+
+
+@contextmanager
+def autograd_again() -> Iterator[None]:
+    """An operator runs below autograd, which records nothing there whatever the grad mode says. Within this context it
+    does, for who differentiates in a backward what that one is made of."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+        yield
 
 
 def _inner(kind: Any) -> type | None:

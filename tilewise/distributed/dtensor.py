@@ -1,0 +1,177 @@
+"""Attention of DTensors whose sequence is split along an axis of their mesh: context parallelism along that axis.
+
+Along the other axes each device computes what is its own, as `tilewise.ops.runtime.sharding` does. What a bias, mask or
+sink is split along follows from its shape, and it is brought there; a gradient lies as its tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from tilewise.bias.terms import Term
+from tilewise.distributed.api import attend_shards
+from tilewise.distributed.layout import LoadBalancer, Ranks
+from tilewise.distributed.operands import Options
+from tilewise.tensors import is_causal_bias
+
+BATCH, HEADS, ROWS = 0, 1, 2
+_ALLOWED = (Replicate(), Shard(BATCH), Shard(HEADS))
+
+
+class _Axes(NamedTuple):
+    """Those of a tensor that a call splits: of the batch, of heads, and of this rank's queries or keys; None for one
+    that it has not, or along which it broadcasts."""
+
+    batch: int | None = None
+    heads: int | None = None
+    split: int | None = None
+
+
+# Of the fields of bias terms; of a row that all queries or keys share `_axes_of` takes the axis away.
+_FIELDS = {
+    "values": _Axes(0, 1, 2), "u": _Axes(0, 1, 2), "w": _Axes(0, 1, 2), "table": _Axes(None, 1), "buckets": _Axes(),
+    "query_start": _Axes(0), "key_start": _Axes(0),
+}  # fmt: skip
+
+
+class _Place(NamedTuple):
+    """Where a call's tensors lie: q's placements, and along which axis of the mesh the sequence is split."""
+
+    mesh: DeviceMesh
+    at: tuple[Placement, ...]
+    axis: int
+
+    def placements(self, axes: _Axes) -> tuple[Placement, ...]:
+        """Of a tensor with these axes."""
+
+        def along(place: Placement) -> Placement:
+            dim = {Shard(BATCH): axes.batch, Shard(HEADS): axes.heads, Shard(ROWS): axes.split}.get(place)  # type: ignore[call-overload]
+            return Replicate() if dim is None else Shard(dim)
+
+        return tuple(along(place) for place in self.at)
+
+    def local(self, name: str, x: Any, axes: _Axes) -> Tensor:
+        """This device's part; where it is whole and q is split, along batch or heads, its gradient is a sum that is
+        still to be made. Along the sequence `context_parallel_attention` makes it."""
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{name}: must be a DTensor as q is, got {type(x).__name__}")
+        if x.device_mesh != self.mesh:
+            raise ValueError(f"{name}: must be on q's mesh {self.mesh}, got {x.device_mesh}")
+        placements = self.placements(axes)
+        grads = [
+            Partial() if placement == Replicate() and place in (Shard(BATCH), Shard(HEADS)) else placement
+            for placement, place in zip(placements, self.at, strict=True)
+        ]
+        there = x if tuple(x.placements) == placements else x.redistribute(placements=placements)
+        found: Tensor = there.to_local(grad_placements=grads)
+        return found
+
+
+def attention_of_sequences(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: Options, unknown: dict[str, Any],
+    load_balancer: LoadBalancer = None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """``(o, lse)`` of DTensors of which q, k and v are all split evenly along one and the same axis of a mesh; None for
+    others, which DTensor brings to where the operator takes them."""
+    place = _place_of(q, k, v)
+    if place is None or is_causal_bias(given["bias"]):
+        return None
+    assert isinstance(q, DTensor)
+    shared = k.shape[HEADS] == 1 < q.shape[HEADS]  # they share one key/value head, which everybody keeps
+    kv = _Axes(0, None if shared else 1, 2)
+    locals_ = (
+        place.local("q", q, _Axes(0, 1, 2)), place.local("k", k, kv), place.local("v", v, kv)
+    )  # fmt: skip
+    sizes = q.shape[2], k.shape[2]
+    bias = given["bias"]
+    one = not isinstance(bias, (tuple, list))
+    pieces = [_local_piece(place, part, sizes) for part in (() if bias is None else (bias,) if one else bias)]
+    mask, sink = given["mask"], given["sink"]
+    found = {
+        "bias": None if bias is None else pieces[0] if one else tuple(pieces),
+        "mask": None if mask is None else _local_operand(place, "mask", mask, sizes),
+        "sink": None if sink is None else place.local("sink", sink, _sink_axes(sink)),
+        "dropout_seed": None,
+    }
+    ranks = Ranks.of_group(place.mesh.get_group(place.axis), place.mesh.device_type, load_balancer)
+    how: dict[str, Any] = {"method": "auto", "validate": False, "return_lse": True}
+    o, lse = attend_shards(ranks, load_balancer, locals_, found, options, unknown, **how)
+    B, H, M, _ = q.shape
+    return _whole(o, place, (B, H, M, v.shape[3])), _whole(lse, place, (B, H, M))
+
+
+def _whole(x: Tensor, place: _Place, shape: tuple[int, ...]) -> Tensor:
+    x = x.contiguous()
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        x, place.mesh, place.at, run_check=False, shape=torch.Size(shape), stride=strides
+    )  # fmt: skip
+
+
+def _place_of(q: Tensor, k: Tensor, v: Tensor) -> _Place | None:
+    if not all(isinstance(x, DTensor) and x.dim() == 4 for x in (q, k, v)):
+        return None
+    assert isinstance(q, DTensor)
+    assert isinstance(k, DTensor)
+    assert isinstance(v, DTensor)
+    mesh, at = q.device_mesh, tuple(q.placements)
+    axes = [n for n, place in enumerate(at) if place == Shard(ROWS)]
+    if len(axes) != 1 or any(x.device_mesh != mesh or x.placements[axes[0]] != Shard(ROWS) for x in (k, v)):
+        return None
+    if any(place not in (*_ALLOWED, Shard(ROWS)) for place in at):
+        return None
+    size = mesh.size(axes[0])
+    split = 1
+    for n, place in enumerate(at):
+        split *= mesh.size(n) if place == Shard(HEADS) else 1
+    heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
+    together = heads % split == 0 and (kv_heads % split == 0 or kv_heads == 1)
+    if not together or q.shape[ROWS] % size or k.shape[ROWS] % size or v.shape[ROWS] != k.shape[ROWS]:
+        return None
+    return _Place(mesh, at, axes[0])
+
+
+def _local_piece(place: _Place, part: Any, sizes: tuple[int, int]) -> Any:
+    if not isinstance(part, Term):
+        return _local_operand(place, "bias", part, sizes)
+    changed = {}
+    for field in dataclasses.fields(part):  # type: ignore[arg-type]
+        x = getattr(part, field.name)
+        if isinstance(x, Tensor):
+            axes = _axes_of(field.name, x)
+            changed[field.name] = place.local(f"{type(part).__name__}.{field.name}", x, axes)
+    return dataclasses.replace(part, **changed)  # type: ignore[type-var]
+
+
+def _axes_of(field: str, x: Tensor) -> _Axes:
+    if field == "slopes":
+        return _full(x, _Axes(None, 0) if x.dim() == 1 else _Axes(0, 1))
+    return _full(x, _FIELDS[field]) if x.dim() > 0 else _Axes()
+
+
+def _full(x: Tensor, axes: _Axes) -> _Axes:
+    """Without those along which ``x`` broadcasts."""
+    return _Axes(*(None if axis is None or x.shape[axis] == 1 else axis for axis in axes))
+
+
+def _local_operand(place: _Place, name: str, x: Any, sizes: tuple[int, int]) -> Tensor:
+    """Of a bias or mask: its rows if it has those of queries, else its keys."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a DTensor, got {type(x).__name__}")
+    axis: Callable[[int], int | None] = lambda back: x.dim() - back if x.dim() >= back else None  # noqa: E731
+    rows, keys = (axis(2), axis(1))
+    if rows is not None and x.shape[rows] not in (1, sizes[0]):
+        raise ValueError(f"{name}: shape {tuple(x.shape)} does not broadcast to (.., {sizes[0]}, {sizes[1]})")
+    split = rows if rows is not None and x.shape[rows] != 1 else keys
+    return place.local(name, x, _full(x, _Axes(axis(4), axis(3), split)))
+
+
+def _sink_axes(sink: Tensor) -> _Axes:
+    return _full(sink, _Axes(None, 0) if sink.dim() == 1 else _Axes(0, 1, 2))

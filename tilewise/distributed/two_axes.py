@@ -1,0 +1,90 @@
+"""A mesh of two axes: rows are traded for heads along the second, and along the first keys go round or are gathered.
+
+Rank r of R = A B, counted along the second axis first, has the r-th part of the sequence, or the r-th head and tail.
+After the trade the B ranks of a row of the mesh have, each for its heads, that row's part or head and tail of A: the
+call of one axis with fewer heads. So a ring has A steps, and the number of heads bounds B alone.
+
+Source: unified sequence parallelism (arXiv 2405.07719).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.distributed.agreement import Description, agree, agreed
+from tilewise.distributed.autograd import summed, to_rows
+from tilewise.distributed.layout import BALANCERS, LoadBalancer, Ranks, Split
+from tilewise.distributed.methods import attend, of_heads
+from tilewise.distributed.operands import Options, ShardedCall
+
+METHODS = ("ring", "all_gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """This process's ranks along each axis, and among all, of which there is no group."""
+
+    across: Ranks
+    inside: Ranks
+    all: Ranks
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> Axes:
+        """Raise a ValueError that names the mesh or the load balancer."""
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"mesh: this process, rank {dist.get_rank()}, is not in it: {mesh}")
+        if load_balancer not in BALANCERS:
+            raise ValueError(f"load_balancer: must be None or 'head_tail', got {load_balancer!r}")
+        across, inside = (Ranks.of_group(mesh.get_group(n), mesh.device_type, load_balancer) for n in (0, 1))
+        split = Split(across.size * inside.size, across.split.pieces)
+        rank = across.rank * inside.size + inside.rank
+        return cls(across, inside, Ranks(None, rank, split, mesh.device_type))
+
+    def agreed(self, description: Description) -> str | None:
+        return agreed(self.across, description)
+
+    def agree(self, description: Description | None, method: str | None, failure: Exception | None) -> None:
+        """What is wrong on one rank is raised on those of its row of the mesh, and they tell the other rows."""
+        try:
+            agree(self.inside, description, method, failure)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            failure = error
+        agree(self.across, description, method, failure)
+
+    def method(self, method: str, call: ShardedCall) -> str:
+        """The one that is taken across. Raise for a call that cannot be."""
+        for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
+            if heads % self.inside.size:
+                raise ValueError(f"mesh: the {heads} {name} do not divide by the {self.inside.size} of its second axis")
+        if method not in ("auto", *METHODS):
+            raise ValueError(f"method: must be 'auto', 'ring' or 'all_gather' with a mesh of two axes, got {method!r}")
+        if call.options.dropout_p:
+            raise NotImplementedError("dropout_p: dropout is not taken with a mesh of two axes")
+        return METHODS[0] if method == "auto" else method
+
+
+@torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
+def attend_on_two_axes(
+    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
+    options: Options, unknown: dict[str, Any], **how: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(o, lse)`` of this rank's rows."""
+    from tilewise.distributed.api import prepare
+
+    axes = Axes.of(mesh, load_balancer)
+    method, call, tensors = prepare(axes.all, qkv, given, options, unknown, axes=axes, **how)
+    inside = dataclasses.replace(call, ranks=axes.inside)
+    traded = []
+    for x, slot in zip(tensors, call.slots, strict=True):
+        x = summed(x, axes.inside) if slot.replicated and x.requires_grad else x
+        traded.append(of_heads(inside, x, slot))
+    size = axes.inside.size
+    sizes = call.sizes._replace(H=call.sizes.H // size, Hkv=call.sizes.Hkv // size)
+    o, lse = attend(method, dataclasses.replace(call, ranks=axes.across, sizes=sizes), traded, True)
+    return to_rows(o, axes.inside, 1, 2), to_rows(lse, axes.inside, 1, 2)
