@@ -234,7 +234,6 @@ FAULTS = [
         "test_triton_room.py::test_few_wide_queries",
     ),
     *HOPPER,
-    *DISTRIBUTED,
     # --- a product and a softmax of their own ---
     Fault(
         "ops/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
