@@ -55,7 +55,7 @@ INSTRUCTIONS = {
     "lets the next begin": r"\bgriddepcontrol\.launch_dependents\b",
     "waits for the previous": r"\bgriddepcontrol\.wait\b",
     "scaled bias": r"\bmul\.rz\.f32\b",
-    "words of dropout": r"\bmul\.lo\.s32\b.*, -766062189;",
+    "words of dropout": r"\bmul\.(?:lo\.s32|wide\.u32)\b.*, -?(?:766062189|3528905107);",
 }
 
 _capability = (0, 0)  # of the target, see `on_target`

@@ -43,13 +43,7 @@ class Terms(NamedTuple):
     HAS_CAP: Any
     threshold: float | None = None  # of dropout, see `tilewise.score.dropout`; None compiles it away
     weight: float | None = None
-    # Where dropout's places begin, `dropout.Origin`; None where at 0. Of queries and keys the last multiple of 16 and,
-    # where it is not 0, the rest: a kernel that knows of none makes the words of a group once.
-    first_head: int | None = None
-    first_query: int | None = None
-    query_rest: int | None = None
-    first_key: int | None = None
-    key_rest: int | None = None
+    origin: Origin | None = None  # of dropout's places; None where they are counted from 0
     query: Any = None  # numbers of a bias by distance: how a backend has them is its own
     key: Any = None
     toeplitz: Any = None
