@@ -237,7 +237,7 @@ DROPOUT = [
     ("3.6.0", 90, replace(USUAL, D=64, dropout_p=0.1), 16, (193, 112)),
     ("installed", 90, replace(USUAL, D=128, causal=True, dropout_p=0.1), 652, (193, 152)),
     ("3.6.0", 80, replace(USUAL, D=128, causal=True, dropout_p=0.1), 0, (124, 38)),
-    ("installed", 100, replace(USUAL, D=128, causal=True, dropout_p=0.1), 68, (641, 544)),
+    ("installed", 100, replace(USUAL, D=128, causal=True, dropout_p=0.1), 72, (721, 544)),
     ("3.6.0", 90, replace(DECODE, D=128, M=4, dropout_p=0.1), 0, (98,)),
 ]
 
