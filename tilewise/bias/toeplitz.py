@@ -10,6 +10,7 @@ one, and the product of float32 numbers is the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -82,12 +83,20 @@ class T5Bias(Term):
         )
 
     def toeplitz(self, M: int, N: int) -> Relative:
-        """One row a head for the distances up to ±max_distance, beyond which the last bucket goes on."""
-        most = self.max_distance
-        rows = self.buckets(torch.arange(-most, most + 1, device=self.table.device))
+        """One row a head for the distances beyond which, on either side, one bucket goes on."""
+        most = self._last_change()
+        last = most if self.bidirectional else 0
+        rows = self.buckets(torch.arange(-most, last + 1, device=self.table.device))
         values = _rows_of(wide(self.table), rows).mT[None, :, None]
         known, shift = shift_of(self, M, N)
-        return Relative(values, Distances("none", -most - known, 2 * most + 1, outside="clamp"), shift)
+        return Relative(values, Distances("none", -most - known, most + last + 1, outside="clamp"), shift)
+
+    def _last_change(self) -> int:
+        """A distance from which on all have the last bucket; `t5_buckets` may round by one, and two are allowed for."""
+        buckets = self.table.shape[0] // (2 if self.bidirectional else 1)
+        exact = buckets // 2
+        last = exact * (self.max_distance / exact) ** ((buckets - 1 - exact) / (buckets - exact))
+        return min(self.max_distance, math.ceil(last) + 2)
 
     def dense(self, sizes: Sizes) -> Tensor:
         distance = distances_of(self, sizes.M, sizes.N, self.table.device)[:, 0]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gluon.toeplitz import far_numbers
 from tilewise.backends.gluon.values import range_numbers
 from tilewise.backends.score import score_numbers
 from tilewise.problem import Problem
@@ -40,6 +41,8 @@ class Terms(NamedTuple):
     entries: Any = gl.constexpr(0)  # how many of them
     inner_lo: Any = gl.constexpr(0)  # and of which distances pairs are visible, too
     inner_hi: Any = gl.constexpr(0)
+    far_lo: Any = gl.constexpr(0)  # of a Toeplitz bias, see `tilewise.score.terms.Far`
+    far_hi: Any = gl.constexpr(0)
 
 
 def score_terms(problem: Problem) -> Terms:
@@ -49,6 +52,7 @@ def score_terms(problem: Problem) -> Terms:
         inverse=1.0 if capped else 1.0 / score.scale,
         **score_numbers(score),
         **range_numbers(problem),
+        **far_numbers(problem),
     )
 
 

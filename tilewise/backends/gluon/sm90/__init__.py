@@ -94,6 +94,8 @@ def _declines_forward(problem: Problem) -> str | None:
 
 def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     """Of bias terms: values per query are read as a matrix is, if nothing that the device alone knows moves them."""
+    if parts.toeplitz is not None and len(parts.named()) == 1:
+        return _declines_toeplitz(problem, parts.toeplitz)
     values, distances = parts.query, problem.score.query
     if values is None or distances is None or len(parts.named()) > 1:
         return no_parts(parts)
@@ -114,6 +116,23 @@ def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     if min(problem.queries, problem.keys) == 1:
         return f"reads {name} for two queries and keys or more"
     if max(abs(distances.lo), abs(distances.hi)) >= 2**30:
+        return "counts distances in 32 bits"
+    return None
+
+
+def _declines_toeplitz(problem: Problem, vector: Operand) -> str | None:
+    name = PART_WORDS["toeplitz"]
+    if problem.score.toeplitz is None:
+        return f"reads {name} where it is known what far distances have"
+    beside = {"another bias": problem.bias, "a softcap": problem.score.softcap}
+    found = [word for word, x in beside.items() if x is not None]
+    if found:
+        return f"takes {name} alone: not beside {' and '.join(found)}"
+    if vector.dtype == torch.float64:
+        return f"reads {name} in float32, not float64"
+    if max(problem.head_dim, problem.value_dim) > 128:
+        return f"reads {name} up to 128 dimensions"
+    if max(problem.queries, problem.keys) >= 2**28:
         return "counts distances in 32 bits"
     return None
 
