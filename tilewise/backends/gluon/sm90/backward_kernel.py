@@ -76,6 +76,16 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
 from tilewise.backends.gluon.sm90.mask_tiles import visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
 from tilewise.backends.gluon.sm90.range_tiles import keep_entries, let_out, next_corner
+from tilewise.backends.gluon.sm90.toeplitz_gradient import (
+    add_diagonals,
+    add_sums,
+    far_line,
+    near_queries,
+    no_sums,
+    on_line,
+    summed,
+)
+from tilewise.backends.gluon.sm90.toeplitz_tiles import diagonal_of, words
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
@@ -106,6 +116,12 @@ class BackwardConstants(NamedTuple):
     RELATIVE: Any  # it is a bias by distance, see `range_tiles`
     RANGE_LO: Any  # some visible pairs lie below the distances with an entry
     RANGE_HI: Any  # or above
+    TOEPLITZ: Any  # as of the forward, see toeplitz_gradient
+    TOEPLITZ_BATCH: Any
+    TOEPLITZ_GROUP: Any
+    FAR_LO: Any
+    FAR_HI: Any
+    DTOEPLITZ: Any  # its gradient is wanted
     GROUP_BROADCASTS: Any  # those of one program do
     DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
@@ -189,7 +205,7 @@ class State(NamedTuple):
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
     lse: Any  # of the next tile, if K·Qᵀ comes ahead
-    sums: Any  # of dS over the queries
+    sums: Any  # of dS over the queries; of a Toeplitz bias see `FarSums`
 
 
 @gluon.constexpr_function
@@ -211,8 +227,13 @@ def drop_what_is_not_finite(tile, c):
 
 
 @gluon.jit
-def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c):
+def process_query_tile(
+    state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c,
+    toeplitz=None, NEAR: gl.constexpr = False,
+):  # fmt: skip
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
+
+    toeplitz: of such a bias, NEAR its `diagonal_of`, else its `far_line`.
 
     Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
     dK under dS of the second.
@@ -268,7 +289,12 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
             border(steps)
 
         # softmax, under dP
-        p, slope = probabilities(s, start, lse, shared, terms, c)
+        if c.TOEPLITZ != "none" and NEAR:
+            s += words(toeplitz, corner - i * c.SUBTILE_M, s, True)
+        if c.TOEPLITZ == "line" and not NEAR:
+            p, slope = on_line(s, lse, toeplitz, corner - i * c.SUBTILE_M, terms, c), 1.0
+        else:
+            p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
         if c.SHARES_KEYS:
             # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
@@ -297,6 +323,10 @@ def process_query_tile(state, x, rows, dq_ring, shared, step, steps, work_tile, 
         ds = p * dp
         if c.DBIAS == "sum":
             sums += sums_of(ds, c)
+        if c.DTOEPLITZ and NEAR:
+            add_diagonals(ds, x.dbias, work_tile.b, h, corner - i * c.SUBTILE_M, sizes, c)
+        elif c.DTOEPLITZ:
+            sums = summed(sums, ds, toeplitz, corner - i * c.SUBTILE_M, c)
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
@@ -415,6 +445,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
+    elif c.DTOEPLITZ:
+        none = no_sums(c)
     else:
         none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
     state = State(dk, dv, s, start, lse, none)
@@ -422,7 +454,38 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         h = work_tile.hk * sizes.group + g
         if c.BIAS == "cols":
             keep_bias_of_keys(x, shared, work_tile, h, sizes, c)
-        if not c.PEELED:
+        if c.TOEPLITZ != "none":
+            near_begin, near_end = near_queries(work_tile, terms, c)
+            diagonal = diagonal_of(x.bias, work_tile.b, h, sizes.kv_heads * sizes.group, sizes, c)
+            count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
+            begin = 0
+            for side in range(2 if c.FAR_HI else 1):  # what lies below, then near, then above
+                if c.FAR_LO or c.FAR_HI:
+                    line = far_line(diagonal, side, terms, sizes, c)
+                    end = gl.where(side == 0, work_tile.end - near_end, count)
+                    for i in range(begin, end):
+                        m, kind = entry_at(i, listed, work_tile, c)
+                        state = process_query_tile(
+                            state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c, line
+                        )
+                        step += 1
+                    if c.DTOEPLITZ and end > begin:
+                        add_sums(state.sums, x.dbias, work_tile.b, h, line, sizes, c)
+                        state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
+                    begin = end
+                if c.FAR_LO or c.FAR_HI:
+                    end = gl.where(side == 0, work_tile.end - near_begin, begin)
+                else:
+                    end = count
+                for i in range(begin, end):
+                    m, kind = entry_at(i, listed, work_tile, c)
+                    state = process_query_tile(
+                        state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c,
+                        diagonal, True,
+                    )  # fmt: skip
+                    step += 1
+                begin = end
+        elif not c.PEELED:
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):
                 m, kind = entry_at(i, listed, work_tile, c)

@@ -30,8 +30,11 @@ from tilewise.backends.gluon.sm90.dbias_reduce import (
 )
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
+from tilewise.backends.gluon.sm90.toeplitz_gradient import ToeplitzGradient
+from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
+from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, constants, strided
@@ -62,7 +65,10 @@ class Backward:
         row_programs = sizes.row_tiles * p.heads * batch
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
-        stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
+        # of a Toeplitz bias that again, of far tiles
+        toeplitz = None if parts is None else parts.toeplitz
+        stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
+        stats = torch.empty(stats_of_tile * row_programs, dtype=torch.float32, device="meta")
         dq_accum = torch.empty(
             row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
         )
@@ -96,6 +102,10 @@ class Backward:
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
+        self.pairs = None
+        if toeplitz is not None:
+            self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale)
+            self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
         if self.adds and self.values is not None:
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
@@ -134,7 +144,7 @@ class Backward:
                 else POINTER,
                 box(dk, block_n, width),
                 box(dv, block_n, width),
-                POINTER if c.DBIAS.value == "sum" else descriptor(dbias if ring is None else ring, block_m, block_n),
+                POINTER if c.DBIAS.value == "sum" or toeplitz is not None else descriptor(dbias if ring is None else ring, block_m, block_n),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 POINTER,
                 *dbias_tiles,
@@ -198,6 +208,10 @@ class Backward:
                 if self.adds:
                     dbias = self.values.empty_gradient(values)
                     self.zeros(self.values.entries(dbias))
+            dtoeplitz, pairs = None, None
+            if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
+                pairs = self.pairs(parts.toeplitz)
+                dtoeplitz = self.toeplitz.begin(lse, pairs, stats)
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, dq_accum, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
@@ -207,8 +221,8 @@ class Backward:
             dbias_tiles = (
                 dq_accum if ring is None else ring, None if ring is None else dbias, counts, known.group_lists
             )  # fmt: skip
-            of_pairs = bias if self.of_pairs else None
-            found = dbias if ring is None else ring
+            of_pairs = bias if self.of_pairs else pairs
+            found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
             self.main(q, k, v, do, of_pairs, stats, dq_accum, dk, dv, found, known.bits, tile_list, *dbias_tiles)
             self.after(dq_accum, dq, *(rows_listed or (counts,)))  # next, because it begins while `main` still runs
             if ring is not None:
@@ -218,6 +232,8 @@ class Backward:
                 dquery = self.values.gradient(dbias, values)
             if needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
+            if dtoeplitz is not None:
+                dtoeplitz = self.toeplitz.end(dtoeplitz)
             dsink = None
             if self.sink_gradient is not None and sink is not None and lse is not None:
                 dsink = self.sink_gradient(sink, lse, stats)
@@ -228,6 +244,7 @@ class Backward:
             dbias if needs.bias else None,
             dsink,
             query=dquery if needs.query else None,
+            toeplitz=dtoeplitz if needs.toeplitz else None,
         )
 
 
@@ -278,6 +295,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_constants(problem),
+        **toeplitz_constants(problem, 2 * config.block_m),
+        DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         MASK=mask is not None,
