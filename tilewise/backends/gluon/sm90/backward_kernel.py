@@ -83,6 +83,7 @@ from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     near_queries,
     no_sums,
     on_line,
+    start_of_words,
     summed,
 )
 from tilewise.backends.gluon.sm90.toeplitz_tiles import diagonal_of, words
@@ -270,10 +271,15 @@ def process_query_tile(
     LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or c.DBIAS == "add"
 
     # QK of the first subtile, unless it came ahead, and its dP
+    READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
+    if READS and c.AHEAD:
+        s += words(toeplitz, corner, s, True)
+        border(steps)
     if not c.AHEAD:
         if c.BIAS != "matrix":
             start = first_start_of(rows, step, True, corner, terms, c)
-        s_pending = begin(start, rows, shared, step, 0, terms, c)
+        first_start = start_of_words(toeplitz, corner, c) if READS else start
+        s_pending = begin(first_start, rows, shared, step, 0, terms, c, READS)
     if DO_APART:
         wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
     dp_pending = begin_dp(rows, shared, do_slot, 0, c)
@@ -282,15 +288,13 @@ def process_query_tile(
         s = warpgroup_mma_wait(1, deps=(s_pending,))
 
     for i in gl.static_range(c.M_SUBTILES):
-        if i + 1 < c.M_SUBTILES:
+        if i + 1 < c.M_SUBTILES and not READS:
             next_start = start_of(rows, step, corner, i + 1, terms, c)
             s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
             next_lse = lse_of(rows, step, i + 1, c)
             border(steps)
 
         # softmax, under dP
-        if c.TOEPLITZ != "none" and NEAR:
-            s += words(toeplitz, corner - i * c.SUBTILE_M, s, True)
         if c.TOEPLITZ == "line" and not NEAR:
             p, slope = on_line(s, lse, toeplitz, corner - i * c.SUBTILE_M, terms, c), 1.0
         else:
@@ -308,7 +312,7 @@ def process_query_tile(
         else:
             p_operand = gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
             border(steps)
-            if i + 1 < c.M_SUBTILES:
+            if i + 1 < c.M_SUBTILES and not READS:
                 dp, p = warpgroup_mma_wait(1, deps=(dp_pending, p))
             elif i > 0:
                 dp, p, dv = warpgroup_mma_wait(0, deps=(dp_pending, p, dv))
@@ -336,7 +340,12 @@ def process_query_tile(
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
-        if i + 1 < c.M_SUBTILES:
+        if i + 1 < c.M_SUBTILES and READS:  # not before: registers are full
+            s_pending = begin(start_of_words(toeplitz, corner - (i + 1) * c.SUBTILE_M, c), rows, shared, step, i + 1,
+                              terms, c, True)  # fmt: skip
+            lse = lse_of(rows, step, i + 1, c)
+            s, dp_pending = warpgroup_mma_wait(0, deps=(s_pending, dp_pending))
+        elif i + 1 < c.M_SUBTILES:
             start, lse = next_start, next_lse
             s = warpgroup_mma_wait(2, deps=(s_pending,))
     # dS is about to be read through the async proxy; after the barrier, where there is less left to wait for. The fence
@@ -459,32 +468,32 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
             diagonal = diagonal_of(x.bias, work_tile.b, h, sizes.kv_heads * sizes.group, sizes, c)
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             begin = 0
-            for side in range(2 if c.FAR_HI else 1):  # what lies below, then near, then above
-                if c.FAR_LO or c.FAR_HI:
-                    line = far_line(diagonal, side, terms, sizes, c)
-                    end = gl.where(side == 0, work_tile.end - near_end, count)
+            for part in gl.static_range(3):  # what lies below, then near, then above
+                if part == 1:
+                    end = work_tile.end - near_begin
+                    if not (c.FAR_LO or c.FAR_HI):
+                        end = count
+                    for i in range(begin, end):
+                        m, kind = entry_at(i, listed, work_tile, c)
+                        state = process_query_tile(
+                            state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c,
+                            diagonal, True,
+                        )  # fmt: skip
+                        step += 1
+                    begin = end
+                elif (part == 0 and c.FAR_LO) or (part == 2 and c.FAR_HI):
+                    line = far_line(diagonal, part == 0, terms, sizes, c)
+                    end = work_tile.end - near_end if part == 0 else count
                     for i in range(begin, end):
                         m, kind = entry_at(i, listed, work_tile, c)
                         state = process_query_tile(
                             state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c, line
                         )
                         step += 1
-                    if c.DTOEPLITZ and end > begin:
+                    if c.DTOEPLITZ:
                         add_sums(state.sums, x.dbias, work_tile.b, h, line, sizes, c)
                         state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
                     begin = end
-                if c.FAR_LO or c.FAR_HI:
-                    end = gl.where(side == 0, work_tile.end - near_begin, begin)
-                else:
-                    end = count
-                for i in range(begin, end):
-                    m, kind = entry_at(i, listed, work_tile, c)
-                    state = process_query_tile(
-                        state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c,
-                        diagonal, True,
-                    )  # fmt: skip
-                    step += 1
-                begin = end
         elif not c.PEELED:
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):

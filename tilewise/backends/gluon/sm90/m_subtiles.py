@@ -102,10 +102,11 @@ def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl
 
 
 @gluon.jit
-def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c):
-    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is)."""
+def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTED: gl.constexpr = False):
+    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is). STARTED: from
+    ``start``, whatever the bias."""
     q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
-    STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
+    STARTS: gl.constexpr = STARTED or (c.BIAS == "matrix" and not terms.HAS_CAP)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)

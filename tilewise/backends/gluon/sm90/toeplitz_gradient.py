@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
-from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, anew, diagonal_of, line_above, line_below
+from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, anew, diagonal_of, line_above, line_below, words
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.launcher import POINTER, Launch
 from tilewise.problem import Problem
@@ -117,28 +117,29 @@ def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
 
 
 @gluon.jit
-def far_line(diagonal, side, terms, sizes, c):
-    """Of one side, 0 for what lies below; and the distance at which it ends."""
-    if c.FAR_LO and c.FAR_HI:
-        low, high = line_below(diagonal, terms, sizes, c), line_above(diagonal, terms, sizes, c)
-        value, slope = gl.where(side == 0, low.value, high.value), gl.where(side == 0, low.slope, high.slope)
-        return value, slope, gl.where(side == 0, low.at, high.at), gl.where(side == 0, 1 - sizes.queries, sizes.keys - 1)
-    elif c.FAR_LO:
-        low = line_below(diagonal, terms, sizes, c)
-        return low.value, low.slope, low.at, 1 - sizes.queries
+def far_line(diagonal, BELOW: gl.constexpr, terms, sizes, c):
+    """The `Line` of one side, and the distance at which it ends."""
+    if BELOW:
+        return line_below(diagonal, terms, sizes, c), 1 - sizes.queries
     else:
-        high = line_above(diagonal, terms, sizes, c)
-        return high.value, high.slope, high.at, sizes.keys - 1
+        return line_above(diagonal, terms, sizes, c), sizes.keys - 1
 
 
 # --- probabilities ---
 
 
 @gluon.jit
+def start_of_words(diagonal, corner, c):
+    """What the accumulator of K·Qᵀ of a near subtile starts from."""
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
+    return words(diagonal, corner, gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), True)
+
+
+@gluon.jit
 def on_line(s, lse, line, corner, terms, c):
     """P of a transposed far tile whose bias lies on a line; ``corner``: its first key minus its first query."""
     S: gl.constexpr = s.type.layout
-    value, slope, at, _ = line
+    value, slope, at = line[0]
     slope = anew(slope) * terms.exponent
     rows = gl.arange(0, s.shape[1], gl.SliceLayout(0, S)).to(gl.float32)
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S)).to(gl.float32)
@@ -180,7 +181,7 @@ def summed(sums, ds, line, corner, c):
         sixteens = gl.arange(0, c.BLOCK_N // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
         keys = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
         queries = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
-        first = (16 * sixteens + keys - 2 * queries + (corner - line[2])).to(gl.float32)
+        first = (16 * sixteens + keys - 2 * queries + (corner - line[0].at)).to(gl.float32)
         return FarSums(sums.total + own, sums.weighted + (of_thread(ds * within) + own * first))
     else:
         return FarSums(sums.total + own, 0)
@@ -195,7 +196,7 @@ def of_program(x):
 def add_sums(sums, dvector, b, h, line, sizes, c):
     """Those of one side of a program and head to the entries between which its line runs."""
     at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
-    _, _, begin, end = line
+    begin, end = line[0].at, line[1]
     total = of_program(sums.total)
     if c.TOEPLITZ == "line":
         span = end - begin
@@ -242,21 +243,21 @@ def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     moved, first = _one_on(far)
     L: gl.constexpr = near.type.layout
     near += gl.convert_layout(moved, L, assert_trivial=True)
-    places = _places(near)
-    gl.atomic_add((at + corner) + places, near, sem="relaxed", scope="gpu")
-    gl.atomic_add((at + (corner + 8)) + _places(first), first, sem="relaxed", scope="gpu")
+    gl.atomic_add(_places(at + corner, near), near, sem="relaxed", scope="gpu")
+    gl.atomic_add(_places(at + (corner + 8), first), first, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def _places(x):
-    """The distance of each element of [w, g, n, t, b] from the first of its subtile."""
+def _places(at, x):
+    """Where each element of [w, g, n, t, b] belongs, if the first of its subtile does ``at``. What differs between the
+    elements of a thread is a constant of each address."""
     L: gl.constexpr = x.type.layout
     w = gl.arange(0, x.shape[0], _axis(L, 0)).expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(4)
     g = gl.arange(0, x.shape[1], _axis(L, 1)).expand_dims(0).expand_dims(2).expand_dims(3).expand_dims(4)
     n = gl.arange(0, x.shape[2], _axis(L, 2)).expand_dims(0).expand_dims(1).expand_dims(3).expand_dims(4)
     t = gl.arange(0, x.shape[3], _axis(L, 3)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(4)
     b = gl.arange(0, x.shape[4], _axis(L, 4)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(3)
-    return (16 * w + g - 2 * t) - (8 * n + b)
+    return (at + (16 * w + g - 2 * t)) + (0 - 8 * n - b)
 
 
 @gluon.constexpr_function
