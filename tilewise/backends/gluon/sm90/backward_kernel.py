@@ -331,6 +331,7 @@ def process_query_tile(
             add_diagonals(ds, x.dbias, work_tile.b, h, corner - i * c.SUBTILE_M, sizes, c)
         elif c.DTOEPLITZ:
             sums = summed(sums, ds, toeplitz, corner - i * c.SUBTILE_M, c)
+            border(steps)
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))

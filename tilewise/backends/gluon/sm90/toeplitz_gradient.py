@@ -170,7 +170,7 @@ def no_sums(c):
 @gluon.jit
 def summed(sums, ds, line, corner, c):
     """With dS of one more subtile; ``corner``: its first key minus its first query."""
-    own = of_thread(ds)
+    own = anew(of_thread(ds))  # here, not where dS is needed no more
     if c.TOEPLITZ == "line":
         S: gl.constexpr = ds.type.layout
         rows = gl.arange(0, ds.shape[1], gl.SliceLayout(0, S))[None, :]
@@ -188,8 +188,9 @@ def summed(sums, ds, line, corner, c):
 
 
 @gluon.jit
-def of_program(x):
-    return gl.sum(gl.sum(gl.sum(x, axis=2), axis=1), axis=0)
+def of_warps(x):
+    """Of a `FarSums` the sum of each warp."""
+    return gl.sum(gl.sum(x, axis=2), axis=1)
 
 
 @gluon.jit
@@ -197,10 +198,11 @@ def add_sums(sums, dvector, b, h, line, sizes, c):
     """Those of one side of a program and head to the entries between which its line runs."""
     at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
     begin, end = line[0].at, line[1]
-    total = of_program(sums.total)
+    total = of_warps(sums.total)
+    at += gl.zeros_like(total).to(gl.int32)
     if c.TOEPLITZ == "line":
         span = end - begin
-        there = of_program(sums.weighted) / gl.where(span == 0, 1, span).to(gl.float32)
+        there = of_warps(sums.weighted) / gl.where(span == 0, 1, span).to(gl.float32)
         gl.atomic_add(at + end, there, sem="relaxed", scope="gpu")
         total -= there
     gl.atomic_add(at + begin, total, sem="relaxed", scope="gpu")
