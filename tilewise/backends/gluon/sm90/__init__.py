@@ -153,6 +153,8 @@ def _declines_backward(problem: Problem) -> str | None:
     mask, bias = problem.mask, problem.bias
     if problem.parts is not None and problem.parts.query is not None:
         return _declines_values_backward(problem, problem.parts.query)
+    if problem.deterministic and problem.parts is not None and "toeplitz" in problem.parts.grads:
+        return f"adds the gradient of {PART_WORDS['toeplitz']} in any order, not with deterministic=True"
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
         return "counts the words of the mask's bits in 32 bits"
     if bias is None or bias.axes != "matrix":

@@ -144,7 +144,9 @@ class Backward:
                 else POINTER,
                 box(dk, block_n, width),
                 box(dv, block_n, width),
-                POINTER if c.DBIAS.value == "sum" or toeplitz is not None else descriptor(dbias if ring is None else ring, block_m, block_n),
+                POINTER
+                if c.DBIAS.value == "sum" or toeplitz is not None
+                else descriptor(dbias if ring is None else ring, block_m, block_n),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 POINTER,
                 *dbias_tiles,

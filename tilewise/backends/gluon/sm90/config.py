@@ -244,7 +244,9 @@ def backward_config(problem: Problem) -> BackwardConfig:
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile
     # a quarter; a softcap or a bias of the keys would spill (H200).
-    diagonals = problem.parts is not None and "toeplitz" in problem.parts.grads
+    # A Toeplitz bias, in loops of its own, needs what registers the next K·Qᵀ and K would have.
+    far = problem.score.toeplitz
+    diagonals = problem.parts is not None and far is not None and ("toeplitz" in problem.parts.grads or far.linear)
     tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys)
     # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
     # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
