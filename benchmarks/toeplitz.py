@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from turns import in_turns, medians
 
 import tilewise
 from tilewise import dispatch
 from tilewise.backends.gluon.sm90 import backward_launch
 from tilewise.bench import terms
 from tilewise.bench.timing import Clock, calibrate
+from turns import in_turns, medians
 
 HEADS, DIM = 16, 64
 
@@ -108,9 +108,8 @@ def main() -> None:
     options = parser.parse_args()
     clock = Clock(torch.device("cuda"), options.seconds)
     found = calibrate(clock, ["bfloat16"])
-    print(
-        f"cuBLAS {found.matmul_flops['bfloat16'] / 1e12:.0f} TFLOP/s, copy {found.copy_bytes_per_second / 1e12:.2f} TB/s"
-    )
+    product, copy = found.matmul_flops["bfloat16"], found.copy_bytes_per_second
+    print(f"cuBLAS {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
     for batch, length, causal in ((4, 2048, False), (1, 8192, False), (1, 8192, True)):
         calls = {name: Call(name, batch, length, causal) for name in ("none", "t5", "alibi")}
         many = dict(calls)

@@ -20,8 +20,8 @@ BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Call:
-    """kind: "t5", "t5 one way", "absolute", "signed", "both" (T5's and ALiBi's sum), or values for all from the distance
-    ``lo`` on, which outside are "zero", "clamp" or "hidden"; "hides" is "clamp" with values of -inf.
+    """kind: "t5", "t5 one way", "absolute", "signed", "both" (T5's and ALiBi's sum), or R values for all from the
+    distance ``lo`` on, which outside are "zero", "clamp" or "hidden"; "hides" is "clamp" with values of -inf.
 
     slopes: "h" or "bh". grads: "b" is the table's, the slopes' or the values'.
     """

@@ -148,7 +148,8 @@ def _declines_backward(problem: Problem) -> str | None:
         rows = problem.batch * (problem.queries + 128)  # each sequence may end with a tile of which it fills one row
     else:
         rows = max(problem.totals) + 128 * problem.batch
-    if 2 * problem.heads * rows >= 2**31:
+    numbers = 2 if problem.parts is None or problem.parts.toeplitz is None else 4  # of each, see `far_stats_kernel`
+    if numbers * problem.heads * rows >= 2**31:
         return "counts the rows of all heads in 32 bits"
     mask, bias = problem.mask, problem.bias
     if problem.parts is not None and problem.parts.query is not None:

@@ -4,8 +4,8 @@ A program has one tile of keys; its tiles of queries, from the last to the first
 among them, then above (`tilewise.score.terms.Far`). Of a far tile the bias is in the LSE, which the loading warp takes
 from another place (`far_stats_kernel`), or a line. Its dS is summed up in the thread that has it, with a line a second
 time times its distance, and once for each side of a program the sums are added to the two entries between which the
-line runs: a number's gradient is their sum, and a line's is the same from there as from all of its entries. dS of a near
-tile is added along its diagonals, those of a thread first.
+line runs: a number's gradient is their sum, and a line's is the same from there as from all of its entries. dS of a
+near tile is added along its diagonals, those of a thread first.
 
 The gradient is float32, with `PAD` places before the first entry and behind the last, to which 0 is added.
 """

@@ -143,10 +143,7 @@ def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
     low, high = gl.inline_asm_elementwise(
         "mov.b64 {$0, $1}, $2;", "=f,=f,l", [gl.load(at)], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
-    if KEYS_IN_ROWS:
-        found = gl.join(high, low)
-    else:
-        found = gl.join(low, high)
+    found = gl.join(high, low) if KEYS_IN_ROWS else gl.join(low, high)
     return gl.convert_layout(found.reshape([R, C]), like.type.layout, assert_trivial=True)
 
 
@@ -158,8 +155,8 @@ def near_start(diagonal, row0, n0, c):
 
 @gluon.jit
 def anew(x):
-    """A number of which a compiler does not see that it is the same in each turn of a loop: what is computed from it for
-    all columns would otherwise stay in registers."""
+    """A number of which a compiler does not see that it is the same in each turn of a loop: what is computed from it
+    for all columns would otherwise stay in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
