@@ -449,7 +449,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
-        near = 0
+        near, above, below = 0, 0, 0
         if c.TOEPLITZ != "none":
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
         state = attend(q, state, x, rings, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near)
@@ -462,7 +462,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
         begin, end = rest, tile.count
-        above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
+        if c.FAR_LO or c.FAR_HI:
+            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
         if c.FAR_HI:
             begin = first_not_above(tile, rest, terms, c, WARPGROUP)
             for i in range(rest, begin):
