@@ -83,3 +83,64 @@ def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
     aot_child._launched.clear()
     launches(x, backward)
     return aot_child._codes(config.SHARED_MEMORY)
+
+
+def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
+    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v = normal(2, 4, M, 24).half(), normal(2, 2, N, 24).half(), normal(2, 2, N, 24).half()
+    vector = normal(1, 4, 1, M + N - 1)
+    distance = torch.arange(1 - M, N)
+    below, above = vector[..., distance <= -3][..., :1], vector[..., distance >= 5][..., :1]
+    below[:, 2] = -torch.inf
+    vector = torch.where(distance <= -3, below, torch.where(distance >= 5, above, vector))
+    inputs = Inputs(q, k, v, None, None, None, Parts(toeplitz=vector))
+    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5))
+    return Problem.of(*inputs, score, part_grads=("toeplitz",)), inputs
+
+
+def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
+    """o and lse of the kernel that computes rows again, where all are to be, and of the CPU backend."""
+    from tilewise.backends import cpu
+    from tilewise.backends.gluon.sm90.launch import Forward
+
+    problem, inputs = drawn(M, N, causal)
+    run = Forward(problem, inputs)
+    assert run.repair is not None
+    assert inputs.parts is not None
+    o, lse = torch.full_like(inputs.q, 7.0), torch.full((2, 4, M), float("nan"))
+    run.repair(*inputs[:3], inputs.parts.toeplitz, None, None, o, lse)
+    return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)
+
+
+def words_in_memory(scale: float) -> tuple[Tensor, Tensor]:
+    """A vector (2, 3, 1, 700), of strides of its own, and what `pairs_kernel` makes of it, (6, width, 2)."""
+    from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
+
+    problem, _ = drawn(40, 40, False)
+    vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
+    vector[0, 1, 0, :4] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])
+    words = Pairs(problem, vector, 1 / scale)(vector)
+    return vector.contiguous(), words.view(torch.float32).view(6, -1, 2)
+
+
+def far_stats(causal: bool) -> tuple[Any, ...]:
+    """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
+
+    problem, inputs = drawn(300, 900, causal)
+    lse = torch.randn(2, 4, 300)
+    lse[1, 1, 7] = -torch.inf
+    outputs = Outputs(inputs.q, lse)
+    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=True))
+    assert run.pairs is not None
+    assert inputs.parts is not None
+    vector = inputs.parts.toeplitz
+    assert vector is not None
+    stats = torch.full_like(run.empty_stats(), float("nan"))
+    run.toeplitz.begin(lse, run.pairs(vector), stats)
+    return lse, stats, vector[..., 0], vector[..., -1], run.block_m

@@ -1,4 +1,4 @@
-"""Toeplitz biases on Hopper, without a GPU: which tiles read entries, what these are, and where their gradient goes. The
+"""Toeplitz biases on Hopper, without a GPU: which tiles read entries, what these are, where their gradient goes. The
 kernels' own functions, run as Python on integers and tensors; those in Triton in its interpreter."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import hopper_toeplitz_child
 import pytest
 import torch
 
@@ -300,6 +301,41 @@ def test_diagonals_of_near_tiles():
     assert torch.equal(found[pad : pad + M + N - 1], expected)
     assert not found[:pad].any()
     assert not found[pad + M + N - 1 :].any()
+
+
+# --- kernels in Triton ---
+
+
+def test_words_in_memory(interpreter):
+    """A finite entry stays finite in the units of the scores, whatever the strides of the vector."""
+    vector, words = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
+    pad = toeplitz_tiles.PAD
+    low, high = words[..., 0], words[..., 1]
+    assert torch.equal(low[:, pad:-pad], (vector[:, :, 0] * 4).clamp(-3.4028234663852886e38, 3.4028234663852886e38)
+                       .where(vector[:, :, 0].isfinite(), vector[:, :, 0]).flatten(0, 1))  # fmt: skip
+    assert torch.equal(low[:, 1:], high[:, :-1])
+    assert not low[:, :pad].any()
+    assert not low[:, -pad:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_lse_of_far_tiles(interpreter, causal):
+    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal)
+    B, H, M = lse.shape
+    rows = -(-M // block)
+    tiles_of = stats.view(2, B, H, rows, 2, block)[1].movedim(3, 0).reshape(2, B, H, rows * block)[..., :M]
+    for found, number in zip(tiles_of, (below, above), strict=True):
+        if causal and number is above:
+            continue
+        expected = (lse - number) * 1.4426950408889634
+        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf))
+
+
+@pytest.mark.parametrize(("M", "N", "causal"), [(130, 90, False), (70, 130, True)])
+def test_rows_are_computed_again(interpreter, M, N, causal):
+    o, lse, expected, of_rows = interpreter(hopper_toeplitz_child.repair, M, N, causal)
+    torch.testing.assert_close(lse, of_rows, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(o, expected, rtol=2e-2, atol=2e-3)
 
 
 # --- what is declined ---
