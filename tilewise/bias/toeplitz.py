@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.bias.buckets import t5_buckets
+from tilewise.bias.constants import constant
 from tilewise.bias.terms import (
     Sizes,
     Term,
@@ -86,7 +87,9 @@ class T5Bias(Term):
         """One row a head for the distances beyond which, on either side, one bucket goes on."""
         most = self._last_change()
         last = most if self.bidirectional else 0
-        rows = self.buckets(torch.arange(-most, last + 1, device=self.table.device))
+        device = self.table.device
+        key = ("t5", self.table.shape[0], self.bidirectional, self.max_distance)
+        rows = constant(key, device, lambda: self.buckets(torch.arange(-most, last + 1, device=device)))
         values = _rows_of(wide(self.table), rows).mT[None, :, None]
         known, shift = shift_of(self, M, N)
         return Relative(values, Distances("none", -most - known, most + last + 1, outside="clamp"), shift)
@@ -144,11 +147,15 @@ class Alibi(Term):
         """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already."""
         known, shift = shift_of(self, M, N)
         width = larger(M + N - 1, 0)
-        distance = torch.arange(width, device=self.slopes.device) + (1 - M + known)
-        if shift is not None:
-            distance = distance + shift.view(-1, 1, 1, 1)
-        values = wide(self._four()) * self._signed(distance).to(wide(self.slopes).dtype)
-        return Relative(values, Distances("none", 1 - M, width))
+        slopes = wide(self._four())
+        first, device = 1 - M + known, slopes.device
+        if shift is None:
+            key = ("alibi", first, width, self.form, slopes.dtype)
+            signed = constant(key, device, lambda: self._signed(first + torch.arange(width, device=device)).to(slopes))
+        else:
+            distance = first + torch.arange(width, device=device) + shift.view(-1, 1, 1, 1)
+            signed = self._signed(distance).to(slopes.dtype)
+        return Relative(slopes * signed, Distances("none", 1 - M, width))
 
     def _four(self) -> Tensor:
         """The slopes (B|1, H|1, 1, 1)."""

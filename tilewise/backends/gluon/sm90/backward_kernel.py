@@ -63,6 +63,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
 )
 from tilewise.backends.gluon.sm90.key_bias import keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.gluon.sm90.m_subtiles import (
+    Rows,
     begin,
     begin_ahead,
     begin_dp,
@@ -73,12 +74,13 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
     start_of,
     subtile_of,
 )
-from tilewise.backends.gluon.sm90.mask_tiles import visible
+from tilewise.backends.gluon.sm90.mask_tiles import drop_what_is_not_finite, visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
 from tilewise.backends.gluon.sm90.range_tiles import keep_entries, let_out, next_corner
 from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     add_diagonals,
     add_sums,
+    end_of_part,
     far_line,
     near_queries,
     no_sums,
@@ -87,7 +89,7 @@ from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     summed,
 )
 from tilewise.backends.gluon.sm90.toeplitz_tiles import diagonal_of, words
-from tilewise.backends.gluon.sm90.wgmma import accumulator
+from tilewise.backends.gluon.sm90.wgmma import accumulator, tile_layout
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
 
@@ -165,18 +167,6 @@ class Operands(NamedTuple):
     tile_list: Any
 
 
-class Rows(NamedTuple):
-    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
-    fewer for dO."""
-
-    ring: Any  # of Q, and the barriers
-    do: Any
-    stats: Any
-    bias: Any
-    bits: Any
-    do_ring: Any  # barriers of dO and delta
-
-
 class TileIndices(NamedTuple):
     """As `tile_scheduler.next_tile_index` and `hand_out_tile_index` take them."""
 
@@ -207,24 +197,6 @@ class State(NamedTuple):
     start: Any  # of the next tile, see `start_of`
     lse: Any  # of the next tile, if K·Qᵀ comes ahead
     sums: Any  # of dS over the queries; of a Toeplitz bias see `FarSums`
-
-
-@gluon.constexpr_function
-def tile_layout(rows, columns, dtype):
-    """Of a tile in shared memory that wgmma reads."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
-
-
-@gluon.jit
-def drop_what_is_not_finite(tile, c):
-    """Zero the elements of K or V that are not finite.
-
-    That hides nothing: such an element, if it was seen, has made the LSE or delta of the query NaN. If it was not, it
-    must not turn dS = 0 into NaN.
-    """
-    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [c.WARPS, 1], [1, 0])
-    value = tile.load(THREADS)
-    tile.store(gl.where(gl.abs(value.to(gl.float32)) < float("inf"), value, 0.0).to(value.dtype))
 
 
 @gluon.jit
@@ -470,29 +442,18 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             begin = 0
             for part in gl.static_range(3):  # what lies below, then near, then above
-                if part == 1:
-                    end = work_tile.end - near_begin
-                    if not (c.FAR_LO or c.FAR_HI):
-                        end = count
+                if part == 1 or (part == 0 and c.FAR_LO) or (part == 2 and c.FAR_HI):
+                    at = diagonal if part == 1 else far_line(diagonal, part == 0, terms, sizes, c)
+                    end = end_of_part(part, count, work_tile, near_begin, near_end, c)
                     for i in range(begin, end):
                         m, kind = entry_at(i, listed, work_tile, c)
                         state = process_query_tile(
                             state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c,
-                            diagonal, True,
+                            at, part == 1,
                         )  # fmt: skip
                         step += 1
-                    begin = end
-                elif (part == 0 and c.FAR_LO) or (part == 2 and c.FAR_HI):
-                    line = far_line(diagonal, part == 0, terms, sizes, c)
-                    end = work_tile.end - near_end if part == 0 else count
-                    for i in range(begin, end):
-                        m, kind = entry_at(i, listed, work_tile, c)
-                        state = process_query_tile(
-                            state, x, rows, dq_ring, shared, step, steps, work_tile, h, m, kind, terms, sizes, c, line
-                        )
-                        step += 1
-                    if c.DTOEPLITZ:
-                        add_sums(state.sums, x.dbias, work_tile.b, h, line, sizes, c)
+                    if c.DTOEPLITZ and part != 1:
+                        add_sums(state.sums, x.dbias, work_tile.b, h, at, sizes, c)
                         state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
                     begin = end
         elif not c.PEELED:

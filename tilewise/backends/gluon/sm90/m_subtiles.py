@@ -5,6 +5,8 @@ A subtile is what is computed at a time of a tile of queries: all of it, or a ha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
@@ -14,6 +16,18 @@ from tilewise.backends.gluon.relative import CUT
 from tilewise.backends.gluon.score import in_units, score_tile
 from tilewise.backends.gluon.sm90.range_tiles import tile_state, without_range
 from tilewise.backends.gluon.sm90.wgmma import accumulator
+
+
+class Rows(NamedTuple):
+    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
+    fewer for dO."""
+
+    ring: Any  # of Q, and the barriers
+    do: Any
+    stats: Any
+    bias: Any
+    bits: Any
+    do_ring: Any  # barriers of dO and delta
 
 
 @gluon.jit

@@ -107,6 +107,18 @@ def near_queries(work_tile, terms, c):
 
 
 @gluon.jit
+def end_of_part(PART: gl.constexpr, count, work_tile, near_begin, near_end, c):
+    """Up to which of the ``count`` tiles of queries of a work tile, from the last to the first, what lies below goes,
+    PART 0, what is near, 1, and what lies above, 2."""
+    if PART == 0:
+        return work_tile.end - near_end
+    elif PART == 1 and (c.FAR_LO or c.FAR_HI):
+        return work_tile.end - near_begin
+    else:
+        return count
+
+
+@gluon.jit
 def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
     """Where the loading warp finds the LSE of a tile of queries; ``at_stats``: of a near one."""
     if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI):
