@@ -223,7 +223,8 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
         None if key is None else key.buckets,
     )
     score = replace(
-        score, query=None if query is None else query.distances, key=None if key is None else key.distances
+        score, query=None if query is None else query.distances, key=None if key is None else key.distances,
+        toeplitz=slots.far,
     )  # fmt: skip
     return inputs._replace(bias=bias, parts=None if all(x is None for x in parts) else parts), score
 

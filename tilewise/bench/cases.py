@@ -100,6 +100,7 @@ class Case:
             distances = terms.distances(self.term, self.queries, self.keys)
             grads = ("toeplitz" if distances is None else "query",) if self.backward else ()
             if distances is None:
+                score = replace(score, toeplitz=terms.far(self.term, self.queries, self.keys))
                 parts = PartOperands(
                     toeplitz=Operand(torch.float32, 1, self.heads, 1, self.queries + self.keys - 1), grads=grads
                 )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tilewise import bias
-from tilewise.score.terms import Distances
+from tilewise.bias.canonical import canonical
+from tilewise.score.terms import Distances, Far
 
 ENTRIES = 1025
 _BUCKETS, _FAR = 32, 128
@@ -42,6 +43,14 @@ def term(name: str, x: Tensor) -> Any:
 def distances(name: str, queries: int, keys: int) -> Distances | None:
     """Those of values per query, for a `Problem`; None of a Toeplitz term."""
     return Distances("query", 1 - ENTRIES + keys - queries, ENTRIES) if name == "inkling" else None
+
+
+def far(name: str, queries: int, keys: int) -> Far | None:
+    """Of a Toeplitz term, for a `Problem`: where its values need not be read."""
+    if name == "inkling":
+        return None
+    x = trained(name, 1, 1, queries, torch.zeros)
+    return canonical(term(name, x), 1, 1, 1, queries, keys).far
 
 
 def bucket(distance: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
-from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of
+from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of, shift_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.score.integers import larger
 from tilewise.score.relative import Relative, hidden_band, window
-from tilewise.score.terms import Band, Distances
+from tilewise.score.terms import Band, Distances, Far
 from tilewise.tensors import check_tensor
 
 # How an error names each place, and how one who has two can pass them as one.
@@ -48,6 +48,7 @@ class Slots(NamedTuple):
     toeplitz: Relative | None = None  # values (B|1, H|Hkv|1, 1, M + N - 1), float32 or float64; always inside
     low_rank: LowRankBias | None = None
     band: Band = Band()
+    far: Far | None = None  # of `toeplitz`
 
 
 def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch.device | None = None) -> Slots:
@@ -87,7 +88,12 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
     terms = [x.toeplitz(M, N) for x in toeplitz]
     for relative in terms:
         band = band.both(hidden_band(relative))
-    return Slots(**found, toeplitz=toeplitz_sum(terms, sizes) if terms else None, band=band)
+    if not terms:
+        return Slots(**found, band=band)
+    far = _far(toeplitz[0], terms[0], M, N)
+    for x, relative in zip(toeplitz[1:], terms[1:], strict=True):
+        far = far.both(_far(x, relative, M, N))
+    return Slots(**found, toeplitz=toeplitz_sum(terms, sizes), band=band, far=far)
 
 
 def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None = None) -> Tensor:
@@ -130,6 +136,18 @@ def place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.devic
 
 def _four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
+
+
+def _far(term: RelativeBias | T5Bias | Alibi, relative: Relative, M: int, N: int) -> Far:
+    """Of one Toeplitz term, and what it has for a call."""
+    known, shift = shift_of(term, M, N)
+    distances = relative.distances
+    if shift is not None or relative.buckets is not None:
+        return Far(-M, N)
+    if isinstance(term, Alibi):
+        return Far(-known, -known, linear=True)
+    beyond = 0 if distances.outside == "clamp" else 1
+    return Far(distances.lo - beyond, distances.hi + beyond)
 
 
 def toeplitz_sum(terms: list[Relative], sizes: Sizes) -> Relative:

@@ -10,6 +10,7 @@ one, and the product of float32 numbers is the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.bias.buckets import t5_buckets
+from tilewise.bias.constants import constant
 from tilewise.bias.terms import (
     Sizes,
     Term,
@@ -82,12 +84,22 @@ class T5Bias(Term):
         )
 
     def toeplitz(self, M: int, N: int) -> Relative:
-        """One row a head for the distances up to ±max_distance, beyond which the last bucket goes on."""
-        most = self.max_distance
-        rows = self.buckets(torch.arange(-most, most + 1, device=self.table.device))
+        """One row a head for the distances beyond which, on either side, one bucket goes on."""
+        most = self._last_change()
+        last = most if self.bidirectional else 0
+        device = self.table.device
+        key = ("t5", self.table.shape[0], self.bidirectional, self.max_distance)
+        rows = constant(key, device, lambda: self.buckets(torch.arange(-most, last + 1, device=device)))
         values = _rows_of(wide(self.table), rows).mT[None, :, None]
         known, shift = shift_of(self, M, N)
-        return Relative(values, Distances("none", -most - known, 2 * most + 1, outside="clamp"), shift)
+        return Relative(values, Distances("none", -most - known, most + last + 1, outside="clamp"), shift)
+
+    def _last_change(self) -> int:
+        """A distance from which on all have the last bucket; `t5_buckets` may round by one, and two are allowed for."""
+        buckets = self.table.shape[0] // (2 if self.bidirectional else 1)
+        exact = buckets // 2
+        last = exact * (self.max_distance / exact) ** ((buckets - 1 - exact) / (buckets - exact))
+        return min(self.max_distance, math.ceil(last) + 2)
 
     def dense(self, sizes: Sizes) -> Tensor:
         distance = distances_of(self, sizes.M, sizes.N, self.table.device)[:, 0]
@@ -135,11 +147,15 @@ class Alibi(Term):
         """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already."""
         known, shift = shift_of(self, M, N)
         width = larger(M + N - 1, 0)
-        distance = torch.arange(width, device=self.slopes.device) + (1 - M + known)
-        if shift is not None:
-            distance = distance + shift.view(-1, 1, 1, 1)
-        values = wide(self._four()) * self._signed(distance).to(wide(self.slopes).dtype)
-        return Relative(values, Distances("none", 1 - M, width))
+        slopes = wide(self._four())
+        first, device = 1 - M + known, slopes.device
+        if shift is None:
+            key = ("alibi", first, width, self.form, slopes.dtype)
+            signed = constant(key, device, lambda: self._signed(first + torch.arange(width, device=device)).to(slopes))
+        else:
+            distance = first + torch.arange(width, device=device) + shift.view(-1, 1, 1, 1)
+            signed = self._signed(distance).to(slopes.dtype)
+        return Relative(slopes * signed, Distances("none", 1 - M, width))
 
     def _four(self) -> Tensor:
         """The slopes (B|1, H|1, 1, 1)."""

@@ -99,11 +99,29 @@ class Distances:
 
 
 @dataclass(frozen=True)
+class Far:
+    """Where a Toeplitz bias needs no values: from ``lo`` down and from ``hi`` up it is one number each, or on a line.
+
+    lo, hi: of ``j - i``; lo <= hi. linear: on a line; a number is one, too.
+    """
+
+    lo: int
+    hi: int
+    linear: bool = False
+
+    def both(self, other: Far) -> Far:
+        """Of the sum of two."""
+        return Far(smaller(self.lo, other.lo), larger(self.hi, other.hi), self.linear or other.linear)
+
+
+@dataclass(frozen=True)
 class Score:
     """Every number of the score pipeline: ``scale`` (1/score units), ``softcap`` (score units or None), ``band``.
 
     query, key: of a bias by distance with values per query, and of one per key, which distances have an entry. One for
     all, a Toeplitz bias, has one for each of M + N - 1: `parts.Parts.relatives`.
+    toeplitz: of such a one, where its entries need not be read; None where nothing is known. The gradient of those may
+    then come at any of them that leads to the same gradient of a number or a line.
     dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout. origin: from where on it counts places.
     packed: of a packed batch; its band is then counted from the last query and key of each sequence, `Band.shifted`.
     """
@@ -116,6 +134,7 @@ class Score:
     dropout: int = 0
     packed: Packed | None = None
     origin: Origin = START
+    toeplitz: Far | None = None
 
     @classmethod
     def of(
@@ -157,6 +176,9 @@ class Terms(NamedTuple):
     first_query: int = 0  # of `dropout.Origin`
     first_key: int = 0
     first_head: int = 0
+    toeplitz_lo: int | None = None
+    toeplitz_hi: int | None = None
+    toeplitz_rule: str = ""  # "number" or "line"; "" where nothing is known
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
@@ -166,10 +188,14 @@ class Terms(NamedTuple):
             packed = score.packed
             lengths = packed.max_q, packed.max_k, " ".join(packed.forms)
             return cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout, *lengths, *score.origin)
+        if score.toeplitz is not None:
+            far = score.toeplitz
+            rule = "line" if far.linear else "number"
+            numbers = numbers._replace(toeplitz_lo=far.lo, toeplitz_hi=far.hi, toeplitz_rule=rule)
         if score.query is None and score.key is None:
             found = numbers._replace(dropout=score.dropout) if score.dropout else numbers
         else:
-            found = cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout)
+            found = cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout, *numbers[14:])
         if score.origin == START:
             return found
         query, key_at, head = score.origin
@@ -182,8 +208,12 @@ class Terms(NamedTuple):
         packed = None
         if self.max_q is not None and self.max_k is not None:
             packed = Packed(self.max_q, self.max_k, tuple(self.packed_forms.split()))
-        origin = Origin(self.first_query, self.first_key, self.first_head)
-        return Score(self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed, origin)
+        origin, far = Origin(self.first_query, self.first_key, self.first_head), None
+        if self.toeplitz_lo is not None and self.toeplitz_hi is not None:
+            far = Far(self.toeplitz_lo, self.toeplitz_hi, self.toeplitz_rule == "line")
+        return Score(
+            self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed, origin, far
+        )  # fmt: skip
 
 
 def _flat(distances: Distances | None) -> tuple[int | None, int | None, str]:

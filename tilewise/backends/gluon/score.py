@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gluon.toeplitz import far_numbers
 from tilewise.backends.gluon.values import range_numbers
 from tilewise.backends.score import dropout_numbers, score_numbers
 from tilewise.problem import Problem
@@ -43,6 +44,8 @@ class Terms(NamedTuple):
     entries: Any = gl.constexpr(0)  # how many of them
     inner_lo: Any = gl.constexpr(0)  # and of which distances pairs are visible, too
     inner_hi: Any = gl.constexpr(0)
+    far_lo: Any = gl.constexpr(0)  # of a Toeplitz bias, see `tilewise.score.terms.Far`
+    far_hi: Any = gl.constexpr(0)
 
 
 def score_terms(problem: Problem) -> Terms:
@@ -53,6 +56,7 @@ def score_terms(problem: Problem) -> Terms:
         **score_numbers(score),
         **dropout_numbers(score),
         **range_numbers(problem),
+        **far_numbers(problem),
     )
 
 

@@ -91,6 +91,8 @@ def _declines_forward(problem: Problem) -> str | None:
 
 def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     """Of bias terms: values per query are read as a matrix is, if nothing that the device alone knows moves them."""
+    if parts.toeplitz is not None and len(parts.named()) == 1:
+        return _declines_toeplitz(problem, parts.toeplitz)
     values, distances = parts.query, problem.score.query
     if values is None or distances is None or len(parts.named()) > 1:
         return no_parts(parts)
@@ -118,6 +120,23 @@ def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     return None
 
 
+def _declines_toeplitz(problem: Problem, vector: Operand) -> str | None:
+    name = PART_WORDS["toeplitz"]
+    if problem.score.toeplitz is None:
+        return f"reads {name} where it is known what far distances have"
+    beside = {"another bias": problem.bias, "a softcap": problem.score.softcap}
+    found = [word for word, x in beside.items() if x is not None]
+    if found:
+        return f"takes {name} alone: not beside {' and '.join(found)}"
+    if vector.dtype == torch.float64:
+        return f"reads {name} in float32, not float64"
+    if max(problem.head_dim, problem.value_dim) > 128:
+        return f"reads {name} up to 128 dimensions"
+    if max(problem.queries, problem.keys) >= 2**28:
+        return "counts distances in 32 bits"
+    return None
+
+
 def _declines_backward(problem: Problem) -> str | None:
     """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
     d, dv = problem.head_dim, problem.value_dim
@@ -129,11 +148,14 @@ def _declines_backward(problem: Problem) -> str | None:
         rows = problem.batch * (problem.queries + 128)  # each sequence may end with a tile of which it fills one row
     else:
         rows = max(problem.totals) + 128 * problem.batch
-    if 2 * problem.heads * rows >= 2**31:
+    numbers = 2 if problem.parts is None or problem.parts.toeplitz is None else 4  # of each, see `far_stats_kernel`
+    if numbers * problem.heads * rows >= 2**31:
         return "counts the rows of all heads in 32 bits"
     mask, bias = problem.mask, problem.bias
     if problem.parts is not None and problem.parts.query is not None:
         return _declines_values_backward(problem, problem.parts.query)
+    if problem.deterministic and problem.parts is not None and "toeplitz" in problem.parts.grads:
+        return f"adds the gradient of {PART_WORDS['toeplitz']} in any order, not with deterministic=True"
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
         return "counts the words of the mask's bits in 32 bits"
     if bias is None or bias.axes != "matrix":

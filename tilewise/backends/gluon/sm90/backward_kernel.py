@@ -65,6 +65,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
 from tilewise.backends.gluon.sm90.dropout import kept_of, signed_by_dropout, softmax_gradient
 from tilewise.backends.gluon.sm90.key_bias import keep_bias_of_keys, store_sums, sums_of
 from tilewise.backends.gluon.sm90.m_subtiles import (
+    Rows,
     begin,
     begin_ahead,
     begin_dp,
@@ -75,57 +76,31 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
     start_of,
     subtile_of,
 )
-from tilewise.backends.gluon.sm90.mask_tiles import visible
+from tilewise.backends.gluon.sm90.mask_tiles import drop_what_is_not_finite, visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
 from tilewise.backends.gluon.sm90.range_tiles import corner_of, keep_entries, let_out, next_corner
-from tilewise.backends.gluon.sm90.wgmma import accumulator
+from tilewise.backends.gluon.sm90.toeplitz_gradient import (
+    add_diagonals,
+    add_sums,
+    end_of_part,
+    far_line,
+    near_queries,
+    no_sums,
+    on_line,
+    start_of_words,
+    summed,
+)
+from tilewise.backends.gluon.sm90.toeplitz_tiles import diagonal_of
+from tilewise.backends.gluon.sm90.toeplitz_tiles import words as toeplitz_words
+from tilewise.backends.gluon.sm90.wgmma import accumulator, tile_layout
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
 
-class BackwardConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.BackwardConfig for most."""
+class Given(NamedTuple):
+    """Pointers that a call may have or not: of dropout's seed, and of a list of tiles, see `Operands`."""
 
-    BLOCK_M: Any
-    BLOCK_N: Any
-    BLOCK_D: Any
-    M_SUBTILES: Any
-    SUBTILE_M: Any  # queries of a subtile
-    STAGES: Any
-    DO_STAGES: Any
-    PEELED: Any
-    DQ_PARTS: Any
-    DQ_BY_TMA: Any
-    DQ_STORED: Any
-    AHEAD: Any
-    K_IN_REGISTERS: Any
-    V_IN_REGISTERS: Any
-    WARPS: Any  # that compute
-    SHARES_KEYS: Any  # both warpgroups have the same keys
-    LOADING_REGISTERS: Any
-    BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
-    BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
-    BIAS_BATCH: Any  # a bias for each batch element, or one for all
-    BIAS_GROUP: Any  # query heads that share a bias
-    RELATIVE: Any  # it is a bias by distance, see `range_tiles`
-    RANGE_LO: Any  # some visible pairs lie below the distances with an entry
-    RANGE_HI: Any  # or above
-    GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"; by distance "add"
-    MASK: Any  # there is a bool mask: `mask_kernels` has read it
-    MASK_BATCH: Any  # as of the bias
-    MASK_GROUP: Any
-    MASK_ROWS: Any  # the mask differs between queries
-    GROUP_PROGRAMS: Any  # programs that share a bias and run side by side
-    SUM_BYTES: Any  # of shared memory, for what is added up
-    ADDS: Any  # more of them share a bias
-    ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
-    DEFERRED_RELEASE: Any  # what has been added counts a step later
-    RAGGED: Any  # the last tile of keys reaches past their end
-    HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
-    HEAD_SWIZZLE: Any  # see backward_scheduler.head_and_tile
-    KEY_STAGES: Any
-    DYNAMIC: Any  # a program stays, and takes the next work tile that is left; else it has one
-    PACKED: Any  # a packed batch: work tiles are listed, see packed
+    seed: Any
+    tile_list: Any
 
 
 class Operands(NamedTuple):
@@ -147,21 +122,9 @@ class Operands(NamedTuple):
     dk: Any
     dv: Any
     dbias: Any
-    seed: Any  # of dropout, or None
+    seed: Any
     bits: Any
     tile_list: Any
-
-
-class Rows(NamedTuple):
-    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
-    fewer for dO."""
-
-    ring: Any  # of Q, and the barriers
-    do: Any
-    stats: Any
-    bias: Any
-    bits: Any
-    do_ring: Any  # barriers of dO and delta
 
 
 class TileIndices(NamedTuple):
@@ -193,31 +156,17 @@ class State(NamedTuple):
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
     lse: Any  # of the next tile, if K·Qᵀ comes ahead
-    sums: Any  # of dS over the queries
-
-
-@gluon.constexpr_function
-def tile_layout(rows, columns, dtype):
-    """Of a tile in shared memory that wgmma reads."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
+    sums: Any  # of dS over the queries; of a Toeplitz bias see `FarSums`
 
 
 @gluon.jit
-def drop_what_is_not_finite(tile, c):
-    """Zero the elements of K or V that are not finite.
+def process_query_tile(
+    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
+    toeplitz=None, NEAR: gl.constexpr = False,
+):  # fmt: skip
+    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
 
-    That hides nothing: such an element, if it was seen, has made the LSE or delta of the query NaN. If it was not, it
-    must not turn dS = 0 into NaN.
-    """
-    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [c.WARPS, 1], [1, 0])
-    value = tile.load(THREADS)
-    tile.store(gl.where(gl.abs(value.to(gl.float32)) < float("inf"), value, 0.0).to(value.dtype))
-
-
-@gluon.jit
-def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c):
-    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next. ``words``: the
-    `Stream` of dropout, or None.
+    words: the `Stream` of dropout, or None. toeplitz: of such a bias, NEAR its `diagonal_of`, else its `far_line`.
 
     Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
     dK under dS of the second.
@@ -254,10 +203,15 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
     LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or c.DBIAS == "add"
 
     # QK of the first subtile, unless it came ahead, and its dP
+    READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
+    if READS and c.AHEAD:
+        s += toeplitz_words(toeplitz, corner, s, True)
+        border(steps)
     if not c.AHEAD:
         if c.BIAS != "matrix":
             start = first_start_of(rows, step, True, corner, terms, c)
-        s_pending = begin(start, rows, shared, step, 0, terms, c)
+        first_start = start_of_words(toeplitz, corner, c) if READS else start
+        s_pending = begin(first_start, rows, shared, step, 0, terms, c, READS)
     if DO_APART:
         wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
     dp_pending = begin_dp(rows, shared, do_slot, 0, terms, c)
@@ -266,14 +220,17 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
         s = warpgroup_mma_wait(1, deps=(s_pending,))
 
     for i in gl.static_range(c.M_SUBTILES):
-        if i + 1 < c.M_SUBTILES:
+        if i + 1 < c.M_SUBTILES and not READS:
             next_start = start_of(rows, step, corner, i + 1, terms, c)
             s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
             next_lse = lse_of(rows, step, i + 1, c)
             border(steps)
 
         # softmax, under dP
-        p, slope = probabilities(s, start, lse, shared, terms, c)
+        if c.TOEPLITZ == "line" and not NEAR:
+            p, slope = on_line(s, lse, toeplitz, corner - i * c.SUBTILE_M, terms, c), 1.0
+        else:
+            p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
         if words is not None:
             p = signed_by_dropout(p, words, m0 + i * c.SUBTILE_M, work_tile.n0, terms)
@@ -289,7 +246,7 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
         else:
             p_operand = gl.convert_layout(kept_of(p, words).to(DTYPE), OPERAND, assert_trivial=True)
             border(steps)
-            if i + 1 < c.M_SUBTILES:
+            if i + 1 < c.M_SUBTILES and not READS:
                 dp, p = warpgroup_mma_wait(1, deps=(dp_pending, p))
             elif i > 0:
                 dp, p, dv = warpgroup_mma_wait(0, deps=(dp_pending, p, dv))
@@ -304,6 +261,11 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
         ds = softmax_gradient(p, dp, words, rows, do_slot, i, terms, c)
         if c.DBIAS == "sum":
             sums += sums_of(ds, c)
+        if c.DTOEPLITZ and NEAR:
+            add_diagonals(ds, x.dbias, work_tile.b, h, corner - i * c.SUBTILE_M, sizes, c)
+        elif c.DTOEPLITZ:
+            sums = summed(sums, ds, toeplitz, corner - i * c.SUBTILE_M, c)
+            border(steps)
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
@@ -313,7 +275,12 @@ def process_query_tile(state, x, rows, dq_ring, shared, words, step, steps, work
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
-        if i + 1 < c.M_SUBTILES:
+        if i + 1 < c.M_SUBTILES and READS:  # not before: registers are full
+            s_pending = begin(start_of_words(toeplitz, corner - (i + 1) * c.SUBTILE_M, c), rows, shared, step, i + 1,
+                              terms, c, True)  # fmt: skip
+            lse = lse_of(rows, step, i + 1, c)
+            s, dp_pending = warpgroup_mma_wait(0, deps=(s_pending, dp_pending))
+        elif i + 1 < c.M_SUBTILES:
             start, lse = next_start, next_lse
             s = warpgroup_mma_wait(2, deps=(s_pending,))
     # dS is about to be read through the async proxy; after the barrier, where there is less left to wait for. The fence
@@ -422,6 +389,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
     if c.SHARES_KEYS:
         none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
+    elif c.DTOEPLITZ:
+        none = no_sums(c)
     else:
         none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
     state = State(dk, dv, s, start, lse, none)
@@ -432,7 +401,27 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         words = None
         if x.seed is not None:
             words = stream(x.seed, work_tile.b, h, terms)
-        if not c.PEELED:
+        if c.TOEPLITZ != "none":
+            near_begin, near_end = near_queries(work_tile, terms, c)
+            diagonal = diagonal_of(x.bias, work_tile.b, h, sizes.kv_heads * sizes.group, sizes, c)
+            count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
+            begin = 0
+            for part in gl.static_range(3):  # what lies below, then near, then above
+                if part == 1 or (part == 0 and c.FAR_LO) or (part == 2 and c.FAR_HI):
+                    at = diagonal if part == 1 else far_line(diagonal, part == 0, terms, sizes, c)
+                    end = end_of_part(part, count, work_tile, near_begin, near_end, c)
+                    for i in range(begin, end):
+                        m, kind = entry_at(i, listed, work_tile, c)
+                        state = process_query_tile(
+                            state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
+                            at, part == 1,
+                        )  # fmt: skip
+                        step += 1
+                    if c.DTOEPLITZ and part != 1:
+                        add_sums(state.sums, x.dbias, work_tile.b, h, at, sizes, c)
+                        state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
+                    begin = end
+        elif not c.PEELED:
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):
                 m, kind = entry_at(i, listed, work_tile, c)
@@ -494,26 +483,7 @@ def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms,
 
 @gluon.jit
 def backward_kernel(
-    q,
-    k,
-    v,
-    do,
-    bias,
-    stats,
-    dq,
-    dk,
-    dv,
-    dbias,
-    seed,
-    bits,
-    tile_list,
-    pieces,
-    shared_dbias,
-    counts,
-    lists,
-    terms,
-    sizes,
-    c,
+    q, k, v, do, bias, stats, dq, dk, dv, dbias, given, bits, pieces, shared_dbias, counts, lists, terms, sizes, c
 ):
     """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Operands`.
 
@@ -521,7 +491,7 @@ def backward_kernel(
     counts: see `backward_scheduler.Counters`.
     """
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, seed, bits, tile_list)
+    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)

@@ -14,7 +14,8 @@ from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
-from tilewise.backends.gluon.sm90.backward_kernel import BackwardConstants, backward_kernel
+from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
+from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import (
     BackwardConfig,
@@ -42,11 +43,14 @@ from tilewise.backends.gluon.sm90.dbias_reduce import (
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
+from tilewise.backends.gluon.sm90.toeplitz_gradient import ToeplitzGradient
+from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
+from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Place, constants, strided
+from tilewise.backends.launcher import POINTER, Launch, Place, Record, constants, strided
 from tilewise.backends.score import limited
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -81,7 +85,10 @@ class Backward:
         row_programs = sizes.row_tiles * p.heads * batch
         do, dlse = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
-        stats = torch.empty(2 * block_m * row_programs, dtype=torch.float32, device="meta")
+        # of a Toeplitz bias that again, of far tiles
+        toeplitz = None if parts is None else parts.toeplitz
+        stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
+        stats = torch.empty(stats_of_tile * row_programs, dtype=torch.float32, device="meta")
         dq_accum = torch.empty(
             0 if self.dq_stored else row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value,
             dtype=torch.float32, device="meta",
@@ -126,6 +133,10 @@ class Backward:
             self.key_list = TileList(p, block_n, dk, dv, by_keys=True)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
+        self.pairs = None
+        if toeplitz is not None:
+            self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale)
+            self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             packed_preprocess_kernel if packed else preprocess_kernel,
@@ -160,10 +171,11 @@ class Backward:
                 box(dq, block_m, width) if self.dq_stored else self._sum_of_dq(dq_accum, config, width),
                 box(dk, block_n, width),
                 box(dv, block_n, width),
-                POINTER if c.DBIAS.value == "sum" else box(dbias if ring is None else ring, block_m, block_n),
-                POINTER,
+                POINTER
+                if c.DBIAS.value == "sum" or toeplitz is not None
+                else box(dbias if ring is None else ring, block_m, block_n),
+                Record(Given, (POINTER, POINTER)),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
-                POINTER,
                 *dbias_tiles,
             ),
             (terms, sizes, c),
@@ -231,7 +243,7 @@ class Backward:
         terms, _, c = self.main.numbers
         new.main = self.main.resized(
             min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
-            (*given, None, Place((stats,), (1,), 4), accum_row, *made[1:], *(None,) * 8),
+            (*given, None, Place((stats,), (1,), 4), accum_row, *made[1:], *(None,) * 7),
             (limited(terms, p.score.band), sizes, c),
         )
         head_dim, scale, _, *more = self.after.numbers
@@ -286,6 +298,10 @@ class Backward:
                     self.zeros(self.values.entries(dbias))
                 elif self.adds and isinstance(self.values, PackedValues):
                     dbias = self.values.empty_gradient(values, rows_listed[0])
+            dtoeplitz, pairs = None, None
+            if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
+                pairs = self.pairs(parts.toeplitz)
+                dtoeplitz = self.toeplitz.begin(lse, pairs, stats)
             if self.dq_stored and lengths is not None and self._some_see_nothing(lengths):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
@@ -300,10 +316,10 @@ class Backward:
             dbias_tiles = (
                 dq_accum if ring is None else ring, None if ring is None else dbias, counts, known.group_lists
             )  # fmt: skip
-            of_pairs = bias if self.of_pairs else None
-            found = dbias if ring is None else ring
+            of_pairs = bias if self.of_pairs else pairs
+            found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
             leaves = dq if self.dq_stored else dq_accum
-            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, known.bits, tile_list, *dbias_tiles)
+            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
             if not self.dq_stored:  # next, because it begins while `main` still runs
                 self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
@@ -317,6 +333,8 @@ class Backward:
                 dbias = self.sparse_sum.result(known.states, dbias)
             elif needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
+            if dtoeplitz is not None:
+                dtoeplitz = self.toeplitz.end(dtoeplitz)
             dsink = None
             if self.sink_gradient is not None and sink is not None and lse is not None:
                 dsink = self.sink_gradient(sink, lse, stats)
@@ -327,6 +345,7 @@ class Backward:
             dbias if needs.bias else None,
             dsink,
             query=dquery if needs.query else None,
+            toeplitz=dtoeplitz if needs.toeplitz else None,
         )
 
 
@@ -395,6 +414,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_constants(problem),
+        **toeplitz_constants(problem, 2 * config.block_m),
+        DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         MASK=mask is not None,

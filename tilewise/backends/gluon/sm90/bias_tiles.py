@@ -147,7 +147,7 @@ def start_in_range(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP: gl.
 
 @gluon.jit
 def without_range(start, row0, terms, c):
-    """0 where a pair has no entry; ``row0`` counts from the first key of the tile. As `forward_kernel.banded` does."""
+    """0 where a pair has no entry; ``row0`` counts from the first key of the tile. As `forward_masks.banded` does."""
     parts = start.reshape([64, c.BLOCK_N // 8, 8])
     L: gl.constexpr = parts.type.layout
     rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]

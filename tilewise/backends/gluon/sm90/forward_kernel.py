@@ -37,7 +37,7 @@ from tilewise.backends.gluon.pipeline import (
     warp_scheduler_barrier_arrive,
     warp_scheduler_barrier_sync,
 )
-from tilewise.backends.gluon.score import in_band, mask_of, score_tile
+from tilewise.backends.gluon.score import score_tile
 from tilewise.backends.gluon.sm90.bias_tiles import (
     bias_scores,
     first_below_range,
@@ -50,14 +50,23 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
     start_of,
 )
 from tilewise.backends.gluon.sm90.dropout import dropped
+from tilewise.backends.gluon.sm90.forward_masks import banded, mask_words, masked
 from tilewise.backends.gluon.sm90.softmax import (
-    by_thread,
     changed_rows,
     changed_rows_once_summed,
     online_softmax,
     rescaled,
     sums_of_rows,
     with_sink,
+)
+from tilewise.backends.gluon.sm90.toeplitz_tiles import (
+    diagonal_of,
+    far_start,
+    first_below,
+    first_not_above,
+    line_above,
+    line_below,
+    near_start,
 )
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import (
@@ -101,6 +110,11 @@ class ForwardConstants(NamedTuple):
     RELATIVE: Any  # it is a bias by distance, see `relative`
     RANGE_LO: Any  # some visible pairs lie below the distances with an entry
     RANGE_HI: Any  # or above
+    TOEPLITZ: Any  # "none", or what it is beyond `Far`, a "number" or a "line"; see toeplitz_tiles
+    TOEPLITZ_BATCH: Any  # as of the bias
+    TOEPLITZ_GROUP: Any
+    FAR_LO: Any  # some tiles lie below the near distances as a whole
+    FAR_HI: Any  # or above
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
@@ -196,63 +210,12 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
-    """The bits of the mask for a mixed tile, a word of each of its rows for each thread; of another tile 0."""
-    if c.MASK:
-        L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))).type.layout
-        WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
-        key_count = gl.cdiv(sizes.keys, c.BLOCK_N)
-        row0 = tile.row0 + 64 * WARPGROUP
-        rows = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
-        words = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
-        if c.MASK_ROWS:
-            row = (mask_of(tile.b, tile.h, sizes.heads, c) * sizes.queries + row0).to(gl.int64)
-            at = x.bits + 4 * (row * key_count + entry.n)
-            at += rows * (4 * key_count) + words
-        else:
-            at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + entry.n) + (0 * rows + words)
-        return gl.load(at, mask=(rows < sizes.queries - row0) & entry.mixed, other=0)
-    else:
-        return 0
-
-
-@gluon.jit
-def masked(s, words, c):
-    """-inf where a bit of the mask is 0; see mask_kernels for their order."""
-    parts = by_thread(s)
-    L: gl.constexpr = parts.type.layout
-    eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    bit = 2 * eights[None, :][:, :, None][:, :, :, None] + pair[None, :][:, None, :][:, :, None, :]
-    seen = (words[:, None, :][:, :, :, None] >> bit) & 1
-    parts = gl.where(seen != 0, parts, -float("inf"))
-    return gl.convert_layout(parts.reshape(s.shape), s.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def banded(s, row0, keys, terms, c):
-    """-inf where the band hides; ``row0`` and ``keys`` count from the first key of the tile, and ``row0`` from where a
-    sequence's band begins.
-
-    As [64, BLOCK_N / 8, 8]: a thread holds two neighbours of every eight columns, so that the index of the eight is a
-    constant of each instruction. Indices of all columns would stay in registers for the whole kernel.
-    """
-    parts = s.reshape([64, c.BLOCK_N // 8, 8])
-    L: gl.constexpr = parts.type.layout
-    rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
-    eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
-    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
-    seen = in_band(rows + row0 - within, 8 * eights, keys - within, terms)
-    return gl.convert_layout(gl.where(seen, parts, -float("inf")).reshape(s.shape), s.type.layout, assert_trivial=True)
-
-
-@gluon.jit
 def rounded(p, DTYPE: gl.constexpr, c):
     """P in the dtype of V; with SIDES_APART neighbours of two columns as one word, [64, BLOCK_N / 2].
 
     Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
     """
-    if c.PEELED or c.RANGE_LO:
+    if c.PEELED or c.RANGE_LO or c.FAR_LO or c.FAR_HI:
         low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
         KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
         return gl.inline_asm_elementwise(
@@ -266,7 +229,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
 @gluon.jit
 def times_v(p, v, o, c):
     """Issue o + P·V; ``p``: of `rounded`."""
-    if c.PEELED or c.RANGE_LO:
+    if c.PEELED or c.RANGE_LO or c.FAR_LO or c.FAR_HI:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
         p = gl.join(p, p).reshape([64, c.BLOCK_N])
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
@@ -277,21 +240,28 @@ def times_v(p, v, o, c):
 @gluon.jit
 def attend(
     q, state, x, rings, words, step, tile, i, terms, sizes, c,
-    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, BIASED: gl.constexpr,
+    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, BIASED: gl.constexpr, toeplitz,
 ):  # fmt: skip
     """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
 
     words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
-    `scores`. BIASED: it may have a bias.
+    `scores`. BIASED: it may have a bias. toeplitz: of such a one, BIASED its `diagonal_of`, else the `Line` on which
+    the tile lies.
     """
-    STARTS: gl.constexpr = c.BIAS_FIRST and BIASED
+    TOEPLITZ: gl.constexpr = c.TOEPLITZ != "none"
+    STARTS: gl.constexpr = (BIASED and (c.BIAS_FIRST or TOEPLITZ)) or (not BIASED and c.TOEPLITZ == "line")
     k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
     entry = entry_at(i, tile, c)
     bits = mask_words(x, entry, tile, sizes, c, WARPGROUP)
     taken = state.taken
     COUNTED: gl.constexpr = c.RANGE_LO or c.RANGE_HI or c.O_IN_BIAS
     nth = taken if COUNTED else step
-    if STARTS and (c.RANGE_LO or c.RANGE_HI):
+    shift = None
+    if TOEPLITZ and BIASED:
+        start = near_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
+    elif TOEPLITZ:
+        start, shift = far_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
+    elif STARTS and (c.RANGE_LO or c.RANGE_HI):
         start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
     elif STARTS:
         bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
@@ -327,9 +297,9 @@ def attend(
     release(rings.k, k_slot)
 
     # softmax
-    HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols"
+    HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols" or TOEPLITZ
     s = scores(s, start if c.BIAS_FIRST else bias, bits, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
-    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES)
+    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES, shift)
     if words is not None:
         p_next = dropped(p_next, words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms)
     changed = 0
@@ -438,24 +408,44 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
-        state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True)
+        near, above, below = 0, 0, 0
+        if c.TOEPLITZ != "none":
+            near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
+        state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near)
         step += 1
         rest = first + 1
         if c.PEELED:
             rest = first_full(tile, first)
             for i in range(first + 1, rest):
-                state = attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, True)
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, True, near
+                )
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
-        end = tile.count
+        begin, end = rest, tile.count
+        if c.FAR_LO or c.FAR_HI:
+            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
+        if c.FAR_HI:
+            begin = first_not_above(tile, rest, terms, c, WARPGROUP)
+            for i in range(rest, begin):
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False, above
+                )
+                step += 1
         if c.RANGE_LO:
             end = first_below_range(tile, rest, terms, c, WARPGROUP)
-        for i in range(rest, end):
-            state = attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, True)
+        elif c.FAR_LO:
+            end = first_below(tile, begin, terms, c, WARPGROUP)
+        for i in range(begin, end):
+            state = attend(
+                q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, True, near
+            )
             step += 1
-        if c.RANGE_LO:  # a loop of their own: nothing of a bias is left in it
+        if c.RANGE_LO or c.FAR_LO:  # a loop of their own: nothing of a bias is left in it
             for i in range(end, tile.count):
-                state = attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False)
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False, below
+                )
                 step += 1
         taken = state.taken
 

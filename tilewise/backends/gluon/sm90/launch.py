@@ -15,8 +15,10 @@ from tilewise.backends.gluon.sm90.config import Config, forward_config, most_reg
 from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
+from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
+from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Place, constants, sink_layout, strided
@@ -41,6 +43,9 @@ class Forward:
             else:
                 self.values = PackedValues(problem, parts.query, config.block_m)
             bias = self.values.like
+        self.pairs = None
+        if parts is not None and parts.toeplitz is not None:
+            self.pairs, bias = Pairs(problem, parts.toeplitz, 1.0 / problem.score.scale), parts.toeplitz
         self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
@@ -64,7 +69,7 @@ class Forward:
                 box(q, 64, c.BLOCK_D.value),
                 box(k, config.block_n, c.BLOCK_D.value),
                 box(v, config.block_n, c.BLOCK_DV.value),
-                box(bias, 64, config.block_n) if is_matrix else strided(bias),
+                POINTER if self.pairs else box(bias, 64, config.block_n) if is_matrix else strided(bias),
                 sink_layout(sink),
                 POINTER,
                 POINTER,
@@ -142,7 +147,10 @@ class Forward:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
             if parts is not None and parts.query is not None:
                 bias = laid_out(self.values, parts.query, tile_list)
-            self.main(q, k, v, bias, sink, seed, known.bits, tile_list, o, lse, tile_count_semaphore)
+            added = bias
+            if self.pairs is not None and parts is not None and parts.toeplitz is not None:
+                bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
+            self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
                 self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, lse)
@@ -206,6 +214,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_constants(problem),
+        **toeplitz_constants(problem, 2 * config.block_n),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
@@ -220,7 +229,8 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
 
 
 def _repair(problem: Problem, config: Config) -> RepairConstants:
-    bias, mask = problem.bias, problem.mask
+    toeplitz = None if problem.parts is None else problem.parts.toeplitz
+    bias, mask = toeplitz or problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
     values = RepairConstants(
@@ -233,6 +243,7 @@ def _repair(problem: Problem, config: Config) -> RepairConstants:
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         BIAS_COLS=bias is not None and bias.cols > 1,
         RELATIVE=problem.score.query is not None,
+        TOEPLITZ=toeplitz is not None,
         MASK=mask is not None,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_COLS=mask is not None and mask.cols > 1,
@@ -245,7 +256,8 @@ def _repair(problem: Problem, config: Config) -> RepairConstants:
 
 def hides(problem: Problem) -> bool:
     """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
-    if problem.mask is not None or bias_axes(problem) in ("matrix", "cols"):
+    toeplitz = problem.parts is not None and problem.parts.toeplitz is not None
+    if problem.mask is not None or toeplitz or bias_axes(problem) in ("matrix", "cols"):
         return True
     if problem.totals is not None:  # a band counts from each sequence's end, and its lengths lie on the device
         return not problem.score.band.unlimited

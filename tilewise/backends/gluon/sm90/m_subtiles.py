@@ -5,6 +5,8 @@ A subtile is what is computed at a time of a tile of queries: all of it, or a ha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
@@ -14,6 +16,18 @@ from tilewise.backends.gluon.relative import CUT
 from tilewise.backends.gluon.score import in_units, score_tile
 from tilewise.backends.gluon.sm90.range_tiles import tile_state, without_range
 from tilewise.backends.gluon.sm90.wgmma import accumulator
+
+
+class Rows(NamedTuple):
+    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
+    fewer for dO."""
+
+    ring: Any  # of Q, and the barriers
+    do: Any
+    stats: Any
+    bias: Any
+    bits: Any
+    do_ring: Any  # barriers of dO and delta
 
 
 @gluon.jit
@@ -102,10 +116,11 @@ def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl
 
 
 @gluon.jit
-def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c):
-    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is)."""
+def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTED: gl.constexpr = False):
+    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is). STARTED: from
+    ``start``, whatever the bias."""
     q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
-    STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
+    STARTS: gl.constexpr = STARTED or (c.BIAS == "matrix" and not terms.HAS_CAP)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)

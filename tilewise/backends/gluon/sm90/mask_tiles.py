@@ -61,3 +61,15 @@ def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
             elif c.RAGGED:
                 p = gl.where(cols < work_tile.seq.keys - work_tile.n0, p, 0.0)
     return p
+
+
+@gluon.jit
+def drop_what_is_not_finite(tile, c):
+    """Zero the elements of K or V that are not finite.
+
+    That hides nothing: such an element, if it was seen, has made the LSE or delta of the query NaN. If it was not, it
+    must not turn dS = 0 into NaN.
+    """
+    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [c.WARPS, 1], [1, 0])
+    value = tile.load(THREADS)
+    tile.store(gl.where(gl.abs(value.to(gl.float32)) < float("inf"), value, 0.0).to(value.dtype))

@@ -32,6 +32,7 @@ from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group
 from tilewise.backends.gluon.sm90.dq_accum import add_dq, zero_ahead
 from tilewise.backends.gluon.sm90.mask_tiles import load_bits
 from tilewise.backends.gluon.sm90.range_tiles import corner_of, tile_state
+from tilewise.backends.gluon.sm90.toeplitz_gradient import near_queries, place_of_lse
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
 
@@ -45,6 +46,7 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
     DO_APART: gl.constexpr = c.DO_STAGES != c.STAGES
     work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     seq = work_tile.seq
+    near_begin, near_end = near_queries(work_tile, terms, c)
     next_index = -1
     for g in range(sizes.group):
         h = work_tile.hk * sizes.group + g
@@ -75,7 +77,8 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
             at_rows = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
             tma_load(x.q, at_rows, full, rows.ring.slots.index(slot))
             at_stats = row_tile(work_tile, h, m, sizes) * (2 * c.BLOCK_M)
-            tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
+            at_lse = place_of_lse(at_stats, m, near_begin, near_end, sizes, c)
+            tma_load(x.stats, [at_lse], full, rows.stats.index(2 * slot))
             if DO_APART:
                 slot = slot_of(rows.do_ring, step)
                 full = rows.do_ring.full.index(slot)

@@ -36,6 +36,7 @@ class RepairConstants(NamedTuple):
     BIAS_GROUP: Any
     BIAS_COLS: Any  # the bias differs between keys
     RELATIVE: Any  # it is a bias by distance: `score.relative.sheared` values
+    TOEPLITZ: Any  # it is a vector of distances
     MASK: Any
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
@@ -76,6 +77,15 @@ def _load_by_distance(x, b, h, rows, cols, sizes, seq, terms, LISTED: tl.constex
 
 
 @triton.jit
+def _load_toeplitz(x, b, h, rows, cols, sizes):
+    """The tile of a Toeplitz bias."""
+    entry = cols[None, :] - rows[:, None] + (sizes.queries - 1)
+    inside = (rows < sizes.queries)[:, None] & (cols < sizes.keys)[None, :]
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    return tl.load(at + entry.to(tl.int64) * x.stride3, mask=inside, other=0.0)
+
+
+@triton.jit
 def _matrix(b, h, sizes, r):
     """Which mask by tiles a head has, counted over its batch elements and heads."""
     mask = h // r.MASK_GROUP
@@ -111,7 +121,9 @@ def _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms,
         products = tl.dot(q_tile, k_tile.T)
         added = products
         if r.BIAS:
-            if r.RELATIVE:
+            if r.TOEPLITZ:
+                added = _load_toeplitz(bias, b, h // r.BIAS_GROUP, rows, cols, sizes).to(tl.float32)
+            elif r.RELATIVE:
                 added = _load_by_distance(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, seq, terms, r.LISTED > 0)
                 added = added.to(tl.float32)
             else:

@@ -51,14 +51,18 @@ def sums_of_rows(x, BY_THREAD: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr):
+def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr, shift=None):
     """``(p, m, l, alpha)``; l and alpha of rows, or of each thread of a row where ``l_i`` is, see `sums_of_rows`.
 
     LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
     nothing to do (as in FlashAttention-4). MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
+    shift: what is to be added to all scores of the tile, or of a row; the maximum counts it.
     """
     BY_THREAD: gl.constexpr = len(l_i.shape) == 2
-    m_new = gl.maximum(m_i, maxima_of_rows(s))
+    most = maxima_of_rows(s)
+    if shift is not None:
+        most += shift
+    m_new = gl.maximum(m_i, most)
     if LAZY:
         m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # not where m_i is -inf
     base = m_new
@@ -66,6 +70,8 @@ def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKE
         base = gl.where(m_new == -float("inf"), 0.0, m_new)
     # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
     alpha = gl.exp2((m_i - base) * exponent)
+    if shift is not None:
+        base -= shift
     p = gl.exp2(s * exponent - (base * exponent)[:, None])
     if BY_THREAD:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None]

@@ -12,3 +12,9 @@ def accumulator(rows, columns, warps=4):
     if 16 * warps <= rows:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
     return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
+
+
+@gluon.constexpr_function
+def tile_layout(rows, columns, dtype):
+    """Of a tile in shared memory that wgmma reads."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)

@@ -1,0 +1,146 @@
+"""What runs in child processes for test_hopper_toeplitz.py and test_hopper_toeplitz_aot.py: the Hopper kernels beside a
+Toeplitz bias, compiled, and those of them that are Python elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Inputs, Needs, Outputs, empty_output
+from tilewise.problem import Problem
+from tilewise.score.parts import Parts
+from tilewise.score.terms import Band, Far, Score
+
+
+class Toeplitz(NamedTuple):
+    """A call with a vector a head; ``far``: `Far` beyond that distance on either side.
+
+    shared: all heads and batch elements have the same. grad: the vector needs a gradient.
+    """
+
+    D: int = 64
+    M: int = 4096
+    far: int = 94
+    linear: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    masked: bool = False
+    Hkv: int = 16
+    shared: bool = False
+    grad: bool = True
+
+    def __str__(self) -> str:
+        """What differs from the default, as a test id and a name in the ledger."""
+        usual = Toeplitz()
+        words = [f"{name} {x}" for name, x, y in zip(self._fields, self, usual, strict=True) if x != y]
+        return "toeplitz, " + ", ".join(words).replace("(", "").replace(")", "").replace("torch.", "")
+
+
+def call(x: Toeplitz, heads: int = 16) -> tuple[Problem, Inputs]:
+    """On the meta device, and the target's capability."""
+    import aot_child
+
+    def meta(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch = 1 if x.shared else 4
+    mask = meta(4, 1, x.M, x.M, dtype=torch.bool) if x.masked else None
+    inputs = Inputs(
+        meta(4, heads, x.M, x.D), meta(4, x.Hkv, x.M, x.D), meta(4, x.Hkv, x.M, x.D), None, mask, None,
+        Parts(toeplitz=meta(batch, 1 if x.shared else heads, 1, 2 * x.M - 1, dtype=torch.float32)),
+    )  # fmt: skip
+    score = Score(x.D**-0.5, None, Band.aligned(x.causal, x.window, 0), toeplitz=Far(-x.far, x.far, x.linear))
+    grads = ("toeplitz",) if x.grad else ()
+    problem = Problem.of(*inputs, score, part_grads=grads)
+    return dataclasses.replace(problem, device="cuda", capability=aot_child._capability), inputs
+
+
+def launches(x: Toeplitz, backward: bool = False) -> None:
+    from tilewise.backends.gluon import sm90
+    from tilewise.backends.gluon.sm90 import backward_launch, launch
+
+    problem, inputs = call(x)
+    assert sm90.declines(problem, "backward" if backward else "forward") is None
+    if not backward:
+        launch.Forward(problem, inputs)(inputs)
+        return
+    o = empty_output(inputs.q, x.D)
+    outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
+    needs = Needs(True, True, True, False, toeplitz=x.grad)
+    backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+
+
+def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
+    """Every kernel that the forward, or the backward, launches."""
+    import aot_child
+
+    from tilewise.backends.gluon.sm90 import config
+
+    aot_child._launched.clear()
+    launches(x, backward)
+    return aot_child._codes(config.SHARED_MEMORY)
+
+
+def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
+    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v = normal(2, 4, M, 24).half(), normal(2, 2, N, 24).half(), normal(2, 2, N, 24).half()
+    vector = normal(1, 4, 1, M + N - 1)
+    distance = torch.arange(1 - M, N)
+    below, above = vector[..., distance <= -3][..., :1], vector[..., distance >= 5][..., :1]
+    below[:, 2] = -torch.inf
+    vector = torch.where(distance <= -3, below, torch.where(distance >= 5, above, vector))
+    inputs = Inputs(q, k, v, None, None, None, Parts(toeplitz=vector))
+    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5))
+    return Problem.of(*inputs, score, part_grads=("toeplitz",)), inputs
+
+
+def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
+    """o and lse of the kernel that computes rows again, where all are to be, and of the CPU backend."""
+    from tilewise.backends import cpu
+    from tilewise.backends.gluon.sm90.launch import Forward
+
+    problem, inputs = drawn(M, N, causal)
+    run = Forward(problem, inputs)
+    assert run.repair is not None
+    assert inputs.parts is not None
+    o, lse = torch.full_like(inputs.q, 7.0), torch.full((2, 4, M), float("nan"))
+    run.repair(*inputs[:3], inputs.parts.toeplitz, None, None, o, lse)
+    return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)
+
+
+def words_in_memory(scale: float) -> tuple[Tensor, Tensor]:
+    """A vector (2, 3, 1, 700), of strides of its own, and what `pairs_kernel` makes of it, (6, width, 2)."""
+    from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
+
+    problem, _ = drawn(40, 40, False)
+    vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
+    vector[0, 1, 0, :4] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])
+    words = Pairs(problem, vector, 1 / scale)(vector)
+    return vector.contiguous(), words.view(torch.float32).view(6, -1, 2)
+
+
+def far_stats(causal: bool) -> tuple[Any, ...]:
+    """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
+
+    problem, inputs = drawn(300, 900, causal)
+    lse = torch.randn(2, 4, 300)
+    lse[1, 1, 7] = -torch.inf
+    outputs = Outputs(inputs.q, lse)
+    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=True))
+    assert run.pairs is not None
+    assert inputs.parts is not None
+    vector = inputs.parts.toeplitz
+    assert vector is not None
+    stats = torch.full_like(run.empty_stats(), float("nan"))
+    run.toeplitz.begin(lse, run.pairs(vector), stats)
+    return lse, stats, vector[..., 0], vector[..., -1], run.block_m

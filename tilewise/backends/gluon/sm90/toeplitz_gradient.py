@@ -1,0 +1,283 @@
+"""A Toeplitz bias in the backward: what transposed tiles take from it, and where their dS goes.
+
+A program has one tile of keys; its tiles of queries, from the last to the first, lie below the near distances, then
+among them, then above (`tilewise.score.terms.Far`). Of a far tile the bias is in the LSE, which the loading warp takes
+from another place (`far_stats_kernel`), or a line. Its dS is summed up in the thread that has it, with a line a second
+time times its distance, and once for each side of a program the sums are added to the two entries between which the
+line runs: a number's gradient is their sum, and a line's is the same from there as from all of its entries. dS of a
+near tile is added along its diagonals, those of a thread first.
+
+The gradient is float32, with `PAD` places before the first entry and behind the last, to which 0 is added.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
+from tilewise.backends.gluon.sm90.mask_tiles import in_words
+from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, anew, diagonal_of, line_above, line_below, words
+from tilewise.backends.gluon.sm90.wgmma import accumulator
+from tilewise.backends.launcher import POINTER, Launch
+from tilewise.problem import Problem
+from tilewise.score.terms import COARSE_LSE
+
+LOG2E = tl.constexpr(1.4426950408889634)
+COARSE = tl.constexpr(COARSE_LSE)
+
+
+class FarSums(NamedTuple):
+    """Of one side of a program and head: of what a thread has, [keys / 16, 8, 4]; dS, and dS times the distance from
+    where the line begins."""
+
+    total: Any
+    weighted: Any
+
+
+# --- the LSE of far tiles ---
+
+
+@triton.jit
+def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, c, BLOCK: tl.constexpr):
+    """For each tile of queries the LSE in base 2 less what lies below the near distances, and less what lies above; as
+    `preprocess_kernel` has it. lse: (B, H, M)."""
+    pid = tl.program_id(0)
+    heads = sizes.kv_heads * sizes.group
+    bh = pid // sizes.row_tiles
+    rows = pid % sizes.row_tiles * BLOCK + tl.arange(0, BLOCK)
+    natural = tl.load(lse + tl.cast(bh, tl.int64) * sizes.queries + rows, mask=rows < sizes.queries, other=float("inf"))
+    head = bh % heads // c.TOEPLITZ_GROUP
+    if c.TOEPLITZ_BATCH:
+        head += bh // heads * (heads // c.TOEPLITZ_GROUP)
+    width = sizes.queries + sizes.keys - 1 + 2 * PAD
+    diagonal = pairs + tl.cast(head, tl.int64) * width + (sizes.queries - 1 + PAD)
+    at = stats + tl.cast(pid, tl.int64) * (2 * BLOCK) + tl.arange(0, BLOCK)
+    left_out = tl.abs(natural) > COARSE
+    if c.FAR_LO:
+        below = tl.load(diagonal + terms.far_lo).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(at, tl.where(left_out, float("inf"), natural * LOG2E - below * exponent))
+    if c.FAR_HI:
+        above = tl.load(diagonal + terms.far_hi).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(at + BLOCK, tl.where(left_out, float("inf"), natural * LOG2E - above * exponent))
+
+
+class ToeplitzGradient:
+    """Where the gradient of a vector comes together, and what comes before."""
+
+    def __init__(self, problem: Problem, vector: Tensor, sizes: BackwardSizes, terms: Any, c: Any, programs: int):
+        B, H, _, self.count = vector.shape
+        self.shape = B, H, 1, self.count + 2 * PAD.value
+        self.dtype, self.wanted = vector.dtype, c.DTOEPLITZ.value
+        self.stats = None
+        if c.TOEPLITZ.value == "number" and (c.FAR_LO.value or c.FAR_HI.value):
+            numbers = (sizes, terms, terms.exponent, c, c.BLOCK_M.value)
+            self.stats = Launch(far_stats_kernel, programs, (POINTER, POINTER, POINTER), numbers, num_warps=4)
+
+    def begin(self, lse: Tensor, pairs: Tensor, stats: Tensor) -> Tensor | None:
+        """The gradient, all 0, and of far tiles the LSE behind the others in ``stats``."""
+        if self.stats is not None:
+            self.stats(lse, pairs, stats[stats.shape[0] // 2 :])
+        return torch.zeros(self.shape, dtype=torch.float32, device=lse.device) if self.wanted else None
+
+    def end(self, found: Tensor) -> Tensor:
+        return found[..., PAD.value : PAD.value + self.count].to(self.dtype).contiguous()
+
+
+# --- which tiles ---
+
+
+@gluon.jit
+def near_queries(work_tile, terms, c):
+    """Of a work tile's tiles of queries those that read entries, an interval: from its end on they lie below the near
+    distances, before its begin above."""
+    begin, end = work_tile.begin, work_tile.end
+    if c.FAR_HI:
+        begin = gl.minimum(gl.maximum(gl.maximum(work_tile.n0 + 1 - terms.far_hi, 0) // c.BLOCK_M, begin), end)
+    if c.FAR_LO:
+        after = gl.cdiv(gl.maximum(work_tile.n0 + c.BLOCK_N - 1 - terms.far_lo, 0), c.BLOCK_M)
+        end = gl.minimum(gl.maximum(after, begin), end)
+    return begin, end
+
+
+@gluon.jit
+def end_of_part(PART: gl.constexpr, count, work_tile, near_begin, near_end, c):
+    """Up to which of the ``count`` tiles of queries of a work tile, from the last to the first, what lies below goes,
+    PART 0, what is near, 1, and what lies above, 2."""
+    if PART == 0:
+        return work_tile.end - near_end
+    elif PART == 1 and (c.FAR_LO or c.FAR_HI):
+        return work_tile.end - near_begin
+    else:
+        return count
+
+
+@gluon.jit
+def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
+    """Where the loading warp finds the LSE of a tile of queries; ``at_stats``: of a near one."""
+    if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI):
+        tiles = sizes.batch * sizes.kv_heads * sizes.group * sizes.row_tiles
+        far = gl.where(m >= near_end, tiles * (2 * c.BLOCK_M), tiles * (2 * c.BLOCK_M) + c.BLOCK_M)
+        at_stats += gl.where((m >= near_end) | (m < near_begin), far, 0)
+    return at_stats
+
+
+@gluon.jit
+def far_line(diagonal, BELOW: gl.constexpr, terms, sizes, c):
+    """The `Line` of one side, and the distance at which it ends."""
+    if BELOW:
+        return line_below(diagonal, terms, sizes, c), 1 - sizes.queries
+    else:
+        return line_above(diagonal, terms, sizes, c), sizes.keys - 1
+
+
+# --- probabilities ---
+
+
+@gluon.jit
+def start_of_words(diagonal, corner, c):
+    """What the accumulator of K·Qᵀ of a near subtile starts from."""
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
+    return words(diagonal, corner, gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), True)
+
+
+@gluon.jit
+def on_line(s, lse, line, corner, terms, c):
+    """P of a transposed far tile whose bias lies on a line; ``corner``: its first key minus its first query."""
+    S: gl.constexpr = s.type.layout
+    value, slope, at = line[0]
+    slope = anew(slope) * terms.exponent
+    rows = gl.arange(0, s.shape[1], gl.SliceLayout(0, S)).to(gl.float32)
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S)).to(gl.float32)
+    first = value * terms.exponent + slope * (corner - at).to(gl.float32)
+    lse += slope * rows
+    return gl.exp2(s * terms.exponent + ((first + slope * cols)[:, None] - lse[None, :]))
+
+
+# --- sums ---
+
+
+@gluon.jit
+def of_thread(ds):
+    """The sum of what each thread has of a transposed subtile."""
+    return gl.sum(gl.sum(gl.sum(in_words(ds), axis=5), axis=3), axis=1)
+
+
+@gluon.jit
+def no_sums(c):
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
+    none = of_thread(gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S))
+    if c.TOEPLITZ == "line":
+        return FarSums(none, none)
+    else:
+        return FarSums(none, 0)
+
+
+@gluon.jit
+def summed(sums, ds, line, corner, c):
+    """With dS of one more subtile; ``corner``: its first key minus its first query."""
+    own = anew(of_thread(ds))  # here, not where dS is needed no more
+    if c.TOEPLITZ == "line":
+        S: gl.constexpr = ds.type.layout
+        rows = gl.arange(0, ds.shape[1], gl.SliceLayout(0, S))[None, :]
+        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
+        # Of a distance what differs between the elements of a thread is a constant of each product.
+        within = (cols // 8 % 2 * 8 - rows // 8 * 8 - rows % 2).to(gl.float32)
+        L: gl.constexpr = own.type.layout
+        sixteens = gl.arange(0, c.BLOCK_N // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
+        keys = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+        queries = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+        first = (16 * sixteens + keys - 2 * queries + (corner - line[0].at)).to(gl.float32)
+        return FarSums(sums.total + own, sums.weighted + (of_thread(ds * within) + own * first))
+    else:
+        return FarSums(sums.total + own, 0)
+
+
+@gluon.jit
+def of_warps(x):
+    """Of a `FarSums` the sum of each warp."""
+    return gl.sum(gl.sum(x, axis=2), axis=1)
+
+
+@gluon.jit
+def add_sums(sums, dvector, b, h, line, sizes, c):
+    """Those of one side of a program and head to the entries between which its line runs."""
+    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
+    begin, end = line[0].at, line[1]
+    total = of_warps(sums.total)
+    at += gl.zeros_like(total).to(gl.int32)
+    if c.TOEPLITZ == "line":
+        span = end - begin
+        there = of_warps(sums.weighted) / gl.where(span == 0, 1, span).to(gl.float32)
+        gl.atomic_add(at + end, there, sem="relaxed", scope="gpu")
+        total -= there
+    gl.atomic_add(at + begin, total, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _halves(x):
+    """Of [w, g, n, t, b] those at even and at odd places of n."""
+    x = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3], x.shape[4]])
+    return x.permute((0, 1, 2, 4, 5, 3)).split()
+
+
+@gluon.jit
+def _whole(even, odd):
+    """`_halves` backwards."""
+    odd = gl.convert_layout(odd, even.type.layout, assert_trivial=True)
+    x = gl.join(even, odd).permute((0, 1, 2, 5, 3, 4))
+    return x.reshape([x.shape[0], x.shape[1], 2 * x.shape[2], x.shape[4], x.shape[5]])
+
+
+@gluon.jit
+def _one_on(x):
+    """Of [w, g, 8, t, b] each at the place before, 0 at the last; and the first, [w, g, 1, t, b]."""
+    even, odd = _halves(x)
+    even2, odd2 = _halves(even)
+    even4, odd4 = _halves(even2)
+    even2 = _whole(odd4, gl.zeros_like(even4))
+    return _whole(odd, _whole(odd2, even2)), even4
+
+
+@gluon.jit
+def add_diagonals(ds, dvector, b, h, corner, sizes, c):
+    """dS of a transposed near subtile to the entries of its distances.
+
+    Of sixteen keys and eight queries a thread has four elements on three diagonals: of two it has the sum first.
+    """
+    gl.static_assert(ds.shape[1] == 64, "eight times eight queries")
+    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
+    near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
+    moved, first = _one_on(far)
+    L: gl.constexpr = near.type.layout
+    near += gl.convert_layout(moved, L, assert_trivial=True)
+    gl.atomic_add(_places(at + corner, near), near, sem="relaxed", scope="gpu")
+    gl.atomic_add(_places(at + (corner + 8), first), first, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _places(at, x):
+    """Where each element of [w, g, n, t, b] belongs, if the first of its subtile does ``at``. What differs between the
+    elements of a thread is a constant of each address."""
+    L: gl.constexpr = x.type.layout
+    w = gl.arange(0, x.shape[0], _axis(L, 0)).expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(4)
+    g = gl.arange(0, x.shape[1], _axis(L, 1)).expand_dims(0).expand_dims(2).expand_dims(3).expand_dims(4)
+    n = gl.arange(0, x.shape[2], _axis(L, 2)).expand_dims(0).expand_dims(1).expand_dims(3).expand_dims(4)
+    t = gl.arange(0, x.shape[3], _axis(L, 3)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(4)
+    b = gl.arange(0, x.shape[4], _axis(L, 4)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(3)
+    return (at + (16 * w + g - 2 * t)) + (0 - 8 * n - b)
+
+
+@gluon.constexpr_function
+def _axis(layout, axis):
+    """Of one axis of five."""
+    for other in reversed(range(5)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
