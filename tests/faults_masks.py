@@ -1,4 +1,4 @@
-"""Faults of masks by tiles, and of keys that are gathered: see faults.py."""
+"""Faults of masks by tiles, of dynamic masks and of keys that are gathered: see faults.py."""
 
 from __future__ import annotations
 
