@@ -248,6 +248,19 @@ def test_windows_without_a_bias_and_of_nothing(rows):
         assert empty.shape == (2, 2, 0, 4)
 
 
+# PyTorch's compiler warns of its own doings, differently in each release.
+@pytest.mark.filterwarnings("default")
+def test_windows_compile(monkeypatch):
+    """In one graph, with blocks put together."""
+    monkeypatch.setattr(evoformer, "_TILES", {"cpu": 16})
+    inputs = [x.requires_grad_() for x in window_inputs((1, 2, 24, 4), 6, 4, 12, dtype=torch.float32)]
+    mask = torch.arange(24)[None] > 2
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: window_pair_attention(*x, mask, 4, 12), fullgraph=True, backend="eager")
+    ours = value_and_gradients(compiled, inputs)
+    check(ours, value_and_gradients(lambda *x: window_pair_attention(*x, mask, 4, 12), inputs), 1e-5)
+
+
 # --- in the Triton kernels ---
 
 

@@ -217,7 +217,7 @@ class _Banded(torch.autograd.Function):
         memory = bias.new_full((B, H, wide.blocks * matrix), -torch.inf)
         outer = memory.stride()[:2]
         parts = memory.as_strided(bias.shape, (*outer, q_block * (line + 1), line, 1))
-        torch.where(seen[:, None, :, None], bias, bias.new_full((), -torch.inf), out=parts)
+        parts.copy_(torch.where(seen[:, None, :, None], bias, -torch.inf))  # a compiler takes no out= of such strides
         if windows.blocks and windows.length % q_block:  # queries that there are not
             parts[:, :, -1, windows.length % q_block :].fill_(-torch.inf)
         return memory.as_strided((B, H, wide.blocks, wide.q_block, wide.k_block), (*outer, matrix, line, 1))
@@ -232,5 +232,5 @@ class _Banded(torch.autograd.Function):
         windows, grad = ctx.windows, grad.contiguous()
         columns, q_block = grad.shape[4], windows.q_block
         shape = (*grad.shape[:3], ctx.count, q_block, windows.k_block)
-        parts = grad.as_strided(shape, (*grad.stride()[:3], q_block * (columns + 1), columns, 1), grad.storage_offset())
+        parts = grad.as_strided(shape, (*grad.stride()[:3], q_block * (columns + 1), columns, 1))
         return parts.flatten(2, 3)[:, :, : windows.blocks], None, None, None
