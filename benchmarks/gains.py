@@ -29,7 +29,7 @@ HEAD_DIMS = (128, 64)
 
 INK, FAINT, LINE = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = {OURS: "#c2410c", OTHER: "#9fb8d4"}
-WIDTH, LABELS, PANEL, GAP = 880, 150, 270, 90  # px: whole, words of the cases, bars of a panel, room for numbers
+WIDTH, LABELS, PANEL, GAP = 720, 140, 220, 80  # px: whole, words of the cases, bars of a panel, room for numbers
 TOP, BAR, CASE, GROUP = 86, 12, 36, 22  # px: above the bars, a bar, a case, what parts head dimensions
 
 
@@ -64,15 +64,15 @@ def picture(results: Results) -> str:
         *legend(),
     ]
     for name, y in places():
-        parts.append(text(LABELS - 8, y + BAR + 4, name, 12, anchor="end"))
+        parts.append(text(LABELS - 8, y + BAR + 5, name, 13, anchor="end"))
     for group, head_dim in enumerate(HEAD_DIMS):
         case = results.case(CASES["no bias"].format(head_dim))
         y = TOP + group * (len(CASES) * CASE + GROUP) - 8
-        parts.append(text(12, y, f"B = {case.batch}, H = {case.heads}, D = {head_dim}", 12, FAINT))
+        parts.append(text(12, y, f"B = {case.batch}, H = {case.heads}, D = {head_dim}", 13, FAINT))
     for panel, (title, value, form) in enumerate(panels):
         x = LABELS + panel * (PANEL + GAP)
         most = max(value(row(results, case, which)) for case in names() for which in COLOURS)
-        parts.append(text(x, TOP - 30, f"{title}; shorter is better", 12, FAINT))
+        parts.append(text(x, TOP - 30, f"{title}; shorter is better", 13, FAINT))
         for (_, y), case in zip(places(), names(), strict=True):
             for i, (provider, colour) in enumerate(COLOURS.items()):
                 found = value(row(results, case, provider))
@@ -80,7 +80,7 @@ def picture(results: Results) -> str:
                 parts.append(
                     f'<rect x="{x}" y="{y + i * (BAR + 2)}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>'
                 )
-                parts.append(text(x + length + 5, y + i * (BAR + 2) + BAR - 2, form.format(found), 11))
+                parts.append(text(x + length + 5, y + i * (BAR + 2) + BAR - 2, form.format(found), 12))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -46,7 +46,9 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
+        low, median, high = (
+            statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * list(seconds)
+        )
         return cls(median, low, high)
 
     def __str__(self) -> str:

@@ -35,6 +35,11 @@ def _own(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(module), method)(module, *args, **kwargs)
 
 
+def _cache(past_key_values: Any, cache: Any) -> Any:
+    """By either name: transformers 5.24 calls it ``cache``, and passes it by that name."""
+    return cache if past_key_values is None else past_key_values
+
+
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
     """(B, M, H * Dv) by what is registered as "tilewise", of the arguments of `attention_forward`."""
     return AttentionInterface()[NAME](*args, **kwargs)[0].flatten(2)
@@ -89,9 +94,12 @@ def _t5_attention(
     key_value_states: Tensor | None = None,
     position_bias: Any = None,
     past_key_values: Any = None,
+    *,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Cross attention without its (1, H, M, N) of zeros."""
+    past_key_values = _cache(past_key_values, cache)
     if _active(config) and position_bias is None and not module.has_relative_attention_bias:
         position_bias = NoBias()
     return _own(module, "forward", hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
@@ -104,14 +112,16 @@ def _umt5_attention(
     encoder_hidden_states: Tensor | None = None,
     past_key_values: Any = None,
     attention_mask: Tensor | None = None,
+    *,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Cross attention without its (1, H, M, N) of zeros: what UMT5Attention does, and no bias."""
+    past_key_values = cache = _cache(past_key_values, cache)
     if not _active(config) or module.has_relative_attention_bias:
         return _own(module, "forward", hidden_states, encoder_hidden_states, past_key_values, attention_mask, **kwargs)
     q = _heads(module.q(hidden_states), module.n_heads)
     updated: bool | None = False
-    cache = past_key_values
     if isinstance(cache, EncoderDecoderCache):
         updated = cache.is_updated.get(module.layer_idx)
         cache = cache.self_attention_cache if encoder_hidden_states is None else cache.cross_attention_cache
@@ -162,9 +172,12 @@ def _mpt_attention(
     position_bias: Tensor,
     past_key_values: Any = None,
     attention_mask: Tensor | None = None,
+    *,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Any:
     """MptAttention's. Where the first query stands does not count: a constant in a row of scores."""
+    past_key_values = _cache(past_key_values, cache)
     if not _active(config):
         return _own(module, "forward", hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
     qkv = module.Wqkv(hidden_states)
