@@ -249,18 +249,23 @@ def test_a_new_length_is_what_it_would_be_without_others(prepared_by, door, oper
 
 
 def test_an_error_of_a_new_length_is_the_usual_one(prepared_by):
-    for n in (20, 21):
-        q, k, v = qkv(8, n)
-        attention(q, k, v, bias=torch.zeros(1, 2, 1, n), mask=torch.ones(1, 1, 8, n, dtype=torch.bool), causal=True)
+
+    def given(n):
+        operands = {"bias": torch.zeros(1, 2, 1, n), "mask": torch.ones(1, 1, 8, n, dtype=torch.bool)}
+        return {**dict(zip("qkv", qkv(8, n), strict=True)), **operands, "sink": torch.zeros(2), "causal": True}
+
+    for n in (20, 21, 23):
+        attention(**given(n))
+    assert prepared_by[-1][1]
     q, k, v = qkv(8, 22)
     for name, wrong in (
         ("v", {"v": v[:, :, 1:]}), ("v", {"k": k[:, :1]}), ("k", {"k": k[..., 1:]}), ("v", {"v": v[:1]}),
+        ("sink", {"sink": torch.zeros(())}), ("sink", {"sink": torch.zeros(3)}), ("sink", {"sink": torch.zeros(1, 2)}),
+        ("sink", {"sink": torch.zeros(1, 2, 9)}), ("sink", {"sink": torch.zeros(1, 3, 8)}),
         ("bias", {"bias": torch.zeros(1, 2, 1, 21)}), ("mask", {"mask": torch.ones(1, 1, 7, 22, dtype=torch.bool)}),
     ):  # fmt: skip
-        given = {"q": q, "k": k, "v": v, "bias": torch.zeros(1, 2, 1, 22), **wrong}
-        given.setdefault("mask", torch.ones(1, 1, 8, 22, dtype=torch.bool))
         with pytest.raises(ValueError, match=f"^{name}"):
-            attention(**given, causal=True)
+            attention(**{**given(22), "q": q, "k": k, "v": v, **wrong})
 
 
 STRUCTURES = {

@@ -260,12 +260,12 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
         return None
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
-    inputs = _with_rows(inputs)
     if known is None:
         known = _of_structure(inputs, arguments)
         if known is None:
             return None
         usual_calls.keep(key, known)
+    inputs = _with_rows(inputs)
     if known[0].dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, *known, return_lse)
@@ -273,6 +273,9 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
 
 def _of_structure(inputs: Inputs, arguments: tuple) -> tuple[Terms, Forward] | None:
     """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike."""
+    if inputs.sink is not None and inputs.sink.dim() not in (1, 3):
+        return None
+    inputs = _with_rows(inputs)
     structure = structure_of(inputs)
     known = None if structure is None else structures.get((structure.key, arguments))
     if structure is None or known is None:

@@ -232,7 +232,8 @@ class _Family:
         named = getattr(launch.kernel, "params", ())[len(layouts) :]  # none of an interpreted one
         fixed = [p.is_constexpr for p in named] or [False] * len(numbers)
         # Which numbers are integers that may differ, or have some among them.
-        self._single, self._among = [], []
+        self._single: list[int] = []
+        self._among: list[tuple[int, Any]] = []  # and what finds them, or None where it has no other members
         for n, x in enumerate(numbers):
             if fixed[n] or (isinstance(x, tuple) and id(x) in _known_constants):
                 continue
@@ -247,7 +248,7 @@ class _Family:
                 elif len(members) > 1:  # or else it gives no tuple
                     self._among.append((n, itemgetter(*members)))
                 elif members:
-                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))  # type: ignore[arg-type]
+                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
         self.layouts = layouts
         self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
         self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]
