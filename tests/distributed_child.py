@@ -124,6 +124,7 @@ def _cases(size: int) -> list[Case]:
             Case(method, "keys", "all", balancer, frozen=("q", "k", "x")),
             Case(method, "several", "all", balancer, frozen=("q", "k", "v", "z")),
         ]
+    found += [Case("ring", kind, "causal", "head_tail", sizes={"M": N}) for kind in ("plain", "keys", "sink", "alibi")]
     found += [Case("ring", "plain", "window", None, sizes={"M": 64, "N": 64}), Case("auto", "plain", "all", None)]
     return found if size == 2 else [case for case in found if case.dtype == DOUBLE and not case.frozen]
 

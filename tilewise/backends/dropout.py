@@ -13,12 +13,11 @@ import triton.language as tl
 
 
 class Stream(NamedTuple):
-    """The words of a (sequence, query head), uint32; built inside a kernel. origin: `score.Origin`, or None."""
+    """The words of a (sequence, query head), uint32; built inside a kernel."""
 
     key: Any
     row: Any
     col: Any
-    origin: Any
 
 
 @triton.jit
@@ -47,16 +46,16 @@ def philox2x32(c0, c1, key):
 
 
 @triton.jit
-def stream(seed, sequence, head, origin):
-    """seed: where the two numbers are."""
-    if origin is not None:
-        head += origin.head
+def stream(seed, sequence, head, terms):
+    """seed: where the two numbers are. terms: `score.Terms`."""
+    if terms.first_head is not None:
+        head += terms.first_head
     low, high = tl.load(seed), tl.load(seed + 1)
     sequence, head = sequence.to(tl.uint32), head.to(tl.uint32)
     w0, w1, w2, _ = philox4x32(
         high.to(tl.uint32), (high >> 32).to(tl.uint32), sequence, head, low.to(tl.uint32), (low >> 32).to(tl.uint32)
     )
-    return Stream(w0, w1, w2, origin)
+    return Stream(w0, w1, w2)
 
 
 @triton.jit
@@ -65,25 +64,26 @@ def half(i):
 
 
 @triton.jit
-def kept(stream, m0, rows, n0, cols, threshold):
-    """Of query m0 + rows and key n0 + cols. m0, n0: multiples of 16. threshold: a float, so that its value compiles no
-    other kernel.
+def kept(stream, m0, rows, n0, cols, terms):
+    """Of query m0 + rows and key n0 + cols. m0, n0: multiples of 16. terms: `score.Terms`, of which it takes the
+    threshold, a float, so that its value compiles no other kernel, and where places begin.
 
     Written for each score alone. Of the four of a group the layout of an accumulator gives one thread all, and the
     compiler makes their words once, for it sees that they are the same: hence m0 and n0 apart, of which it may not know
     that they are multiples of 16.
     """
-    if stream.origin is not None:
-        m0 += stream.origin.query
-        n0 += stream.origin.key
-        if stream.origin.query_rest is not None:
-            rows += stream.origin.query_rest
-        if stream.origin.key_rest is not None:
-            cols += stream.origin.key_rest
+    if terms.first_query is not None:
+        m0 += terms.first_query
+    if terms.query_rest is not None:
+        rows += terms.query_rest
+    if terms.first_key is not None:
+        n0 += terms.first_key
+    if terms.key_rest is not None:
+        cols += terms.key_rest
     i, j = rows.to(tl.uint32), cols.to(tl.uint32)
     c0 = (m0.to(tl.uint32) // 2 + half(i)) ^ stream.row
     c1 = (n0.to(tl.uint32) // 2 + half(j)) ^ stream.col
     x0, x1 = philox2x32(c0, c1, stream.key)
     word = tl.where((i & 8) == 0, x0, x1)
     # By the high half of 32 bits, whatever the low one is: a half that is there already is compared as it stands.
-    return tl.where((j & 8) == 0, word << 16, word) >= tl.cast(threshold, tl.uint32) << 16
+    return tl.where((j & 8) == 0, word << 16, word) >= tl.cast(terms.threshold, tl.uint32) << 16

@@ -41,28 +41,16 @@ class Terms(NamedTuple):
     HAS_CAP: Any
     threshold: float | None = None  # of dropout, see `tilewise.score.dropout`; None compiles it away
     weight: float | None = None
-    origin: Origin | None = None  # of dropout's places; None where they are counted from 0
+    # Where dropout's places begin, `dropout.Origin`; None where at 0. Of queries and keys the last multiple of 16 and,
+    # where it is not 0, the rest: a kernel that knows of none makes the words of a group once.
+    first_head: int | None = None
+    first_query: int | None = None
+    query_rest: int | None = None
+    first_key: int | None = None
+    key_rest: int | None = None
     query: Any = None  # numbers of a bias by distance: how a backend has them is its own
     key: Any = None
     toeplitz: Any = None
-
-
-class Origin(NamedTuple):
-    """`tilewise.score.dropout.Origin`, of queries and keys the last multiple of 16 and, where it is not 0, the rest: a
-    kernel that knows of none makes the words of a group once."""
-
-    query: int
-    query_rest: int | None
-    key: int
-    key_rest: int | None
-    head: int
-
-    @classmethod
-    def of(cls, score: Score) -> Origin | None:
-        if score.origin == START:
-            return None
-        query, key, head = score.origin
-        return cls(query // 16 * 16, query % 16 or None, key // 16 * 16, key % 16 or None, head)
 
 
 def score_terms(score: Score, *, scaled: bool) -> Terms:
@@ -72,8 +60,14 @@ def score_terms(score: Score, *, scaled: bool) -> Terms:
         return terms
     # All dropped, they are told by their weight, 0: a threshold of 65536 is more than 16 bits.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
-    found = {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
-    return terms._replace(**found)
+    terms = terms._replace(threshold=float(threshold), weight=dropout.weight(score.dropout))
+    if score.origin == START:
+        return terms
+    query, key, head = score.origin
+    return terms._replace(
+        first_head=head, first_query=query // 16 * 16, query_rest=query % 16 or None, first_key=key // 16 * 16,
+        key_rest=key % 16 or None,
+    )  # fmt: skip
 
 
 def score_numbers(score: Score) -> dict[str, Any]:

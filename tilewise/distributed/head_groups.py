@@ -44,16 +44,16 @@ def groups_of(call: ShardedCall, tensors: Sequence[Tensor]) -> int:
 
 
 class Group(NamedTuple):
-    """Some heads: number ``n`` of ``count`` equal parts."""
+    """Some heads: number ``n`` ``of`` so many equal parts."""
 
     n: int
-    count: int
+    of: int
 
     def part(self, x: Tensor, heads: int | None) -> Tensor:
         """A view of what it has of a tensor."""
-        if heads is None or self.count == 1:
+        if heads is None or self.of == 1:
             return x
-        size = x.shape[heads] // self.count
+        size = x.shape[heads] // self.of
         return x.narrow(heads, self.n * size, size)
 
 
@@ -66,7 +66,7 @@ class _Keys:
         self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
         # Small, and the same for all groups: key biases and masks.
         self.shared = {
-            n: gathered(tensors[n], ranks, call.slots[n].keys) for n in call.moving if n not in self.by_heads
+            n: gathered(tensors[n], ranks, self.axis(n)) for n in call.moving if n not in self.by_heads
         }  # fmt: skip
         self.coming: list[list[tuple[Any, Tensor, Tensor]]] = []
         for n in range(min(AHEAD, groups)):
@@ -77,7 +77,7 @@ class _Keys:
         for n in self.by_heads:
             part = group.part(self.tensors[n], self.call.slots[n].heads)
             if not isinstance(self.call.ranks.split, Split):  # which sorts rows, in one pass if they are outermost
-                part = part.movedim(self._axis(n), 0)
+                part = part.movedim(self.axis(n), 0)
             sent = as_bytes(part.contiguous())
             stacked = sent.new_empty((self.call.ranks.size * sent.shape[0], *sent.shape[1:]))
             work = all_gather(stacked, sent, group=self.call.ranks.group, async_op=True)
@@ -102,13 +102,13 @@ class _Keys:
             yield group, found
             found = []  # free before the next
 
-    def _axis(self, n: int) -> int:
+    def axis(self, n: int) -> int:
         axis = self.call.slots[n].keys
         assert axis is not None
         return axis
 
     def _whole(self, n: int, stacked: Tensor) -> Tensor:
-        ranks, axis = self.call.ranks, self._axis(n)
+        ranks, axis = self.call.ranks, self.axis(n)
         shards = stacked.unflatten(0, (ranks.size, -1))
         if not isinstance(ranks.split, Split):
             return whole_of(shards, 0, ranks.split).movedim(0, axis)
@@ -220,7 +220,7 @@ def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> tuple
 
 
 def _first_head(call: ShardedCall, group: Group) -> int:
-    return group.n * (call.sizes.H // group.count)
+    return group.n * (call.sizes.H // group.of)
 
 
 def _backward(
@@ -257,7 +257,7 @@ def _backward(
     for n in keys.shared:
         total = totals[n]
         if total is not None:
-            totals[n] = scattered(total, call.ranks, call.slots[n].keys)
+            totals[n] = scattered(total, call.ranks, keys.axis(n))
     return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
 
 

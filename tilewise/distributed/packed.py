@@ -232,7 +232,8 @@ class PackedCall(ShardedCall):
     def local(
         self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
     ) -> Call:
-        part, bias = self._part(query), []
+        part = self._part(query)
+        bias: list[Any] = []
         for piece in self.pieces:
             if piece.term is None:
                 bias.append(tensors[piece.fields[""]])

@@ -21,8 +21,9 @@ HIDDEN_FROM = 2500.0
 class Cost:
     """Of one method, for each rank: bytes sent in the forward and in the backward, and bytes held beside its shards
     while it computes. declines: why it cannot run the call; None if it can. hidden: its transfers take less time than
-    the products that run beside them, by `HIDDEN_FROM`. groups: of heads, one after the other; then those of the first
-    group forward, and of the last one backward, have no products beside them."""
+    the products that run beside them, by `HIDDEN_FROM`; but for ``last_bytes``, after the last products. groups: of
+    heads, one after the other; then those of the first group forward, and of the last one backward, have no products
+    beside them."""
 
     method: str
     forward_bytes: int
@@ -31,18 +32,19 @@ class Cost:
     hidden: bool = False
     declines: str | None = None
     groups: int = 1
+    last_bytes: int = 0
 
     @property
     def exposed_bytes(self) -> int:
         """That no product hides."""
-        return 0 if self.hidden else (self.forward_bytes + self.backward_bytes) // self.groups
+        return self.last_bytes if self.hidden else (self.forward_bytes + self.backward_bytes) // self.groups
 
     def __str__(self) -> str:
         if self.declines is not None:
             return f"{self.method}: declines, {self.declines}"
         words = f"{self.method}: sends {_size(self.forward_bytes)} forward, {_size(self.backward_bytes)} backward"
         if self.hidden:
-            words += " (hidden)"
+            words += f" (all but {_size(self.last_bytes)} hidden)" if self.last_bytes else " (hidden)"
         elif self.groups > 1:
             words += f" (in {self.groups} groups of heads: all but {_size(self.exposed_bytes)} hidden)"
         return f"{words}, holds {_size(self.held_bytes)} more"
@@ -119,7 +121,8 @@ def _ring(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     keys, grads = _moving(call, tensors)
     hidden = hops == 0 or _hides(call, tensors, keys)
     backward = hops * (keys + grads) + (grads if hops else 0)
-    return Cost("ring", hops * keys, backward, keys + 2 * grads if hops else 0, hidden)
+    home = grads if hops else 0
+    return Cost("ring", hops * keys, backward, keys + 2 * grads if hops else 0, hidden, last_bytes=home)
 
 
 def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:

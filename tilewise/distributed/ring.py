@@ -82,7 +82,8 @@ def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
             coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS)
         for query, key in _parts(call, step):
             part, part_lse = call.attend(call.cut(tensors, query, key), query, key, sink=False)
-            _add_part(*(x.narrow(2, query.local, query.length) for x in (o, lse)), part, part_lse)
+            rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
+            _add_part(rows, rows_lse, part, part_lse)
         if coming is not None:
             for n, x in zip(moving, coming.wait(), strict=True):
                 tensors[n] = x

@@ -161,7 +161,7 @@ def tile_gradients(
         p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, PARTIAL, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
     if words is not None:
-        keep = kept(words, m0, at.rows, n0, cols, terms.threshold)
+        keep = kept(words, m0, at.rows, n0, cols, terms)
         dp = tl.where(keep, dp * terms.weight - delta[None, :], -delta[None, :])  # dP - D in one multiply-add
         ds, db = score_tile_gradient(p, dp, 0.0, slope, terms)
         p = tl.where(keep, p, 0.0)
@@ -291,7 +291,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
         h = hk * sizes.group + g
         words = None
         if seed is not None:
-            words = stream(seed, b, h, terms.origin)
+            words = stream(seed, b, h, terms)
         dcol = tl.zeros([c.BLOCK_N], tl.float32)
         if c.LISTS:
             walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)

@@ -83,7 +83,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         # LLVM: a 0 that it does not know, or it selects after p is rounded, which takes an instruction more for each
         # element; and rounded here, or what is kept is held in registers while the program waits for V.
         zero = terms.weight * 0.0
-        p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms.threshold), p, zero).to(q_tile.dtype)
+        p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms), p, zero).to(q_tile.dtype)
 
     # O += P V
     v_tile = load_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
@@ -154,7 +154,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, ls
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
     words = None
     if seed is not None:
-        words = stream(seed, b, at.head, terms.origin)
+        words = stream(seed, b, at.head, terms)
     query_origin, key_origin = origins(parts, terms, b, c)
     x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin, start)
     if not c.LISTS:

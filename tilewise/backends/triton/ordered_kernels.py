@@ -71,7 +71,7 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lis
     m0 = tile * c.BLOCK_M
     words = None
     if seed is not None:
-        words = stream(seed, b, h, terms.origin)
+        words = stream(seed, b, h, terms)
     query_origin, key_origin = origins(parts, terms, b, c)
     x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin, start)
     rows = _load_queries(x, b, h, m0, sizes, c)
@@ -157,7 +157,7 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, stat
             h = mh * how.GROUP + jh
             words = None
             if seed is not None:
-                words = stream(seed, b, h, terms.origin)
+                words = stream(seed, b, h, terms)
             query_origin, key_origin = origins(parts, terms, b, c)
             x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin)
             for i in range(0, 1 if how.ROWS else m_tiles):
@@ -216,7 +216,7 @@ def diagonal_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, 
             h = mh * how.GROUP + jh
             words = None
             if seed is not None:
-                words = stream(seed, b, h, terms.origin)
+                words = stream(seed, b, h, terms)
             query_origin, key_origin = origins(parts, terms, b, c)
             x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin)
             for tm in range(0, tl.cdiv(sizes.queries, c.BLOCK_M)):
