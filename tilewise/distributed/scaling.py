@@ -4,7 +4,8 @@ Bytes and FLOPs are those of `explain_context_parallel`. A method computes in st
 transfers what the next needs; with c seconds of products and x of transfers in n stages each, it takes
 
     gathered in n parts     x/n + (n - 1) max(c/n, x/n) + c/n       the first part is waited for
-    ring of R ranks         (R - 1) max(c/R, x/(R - 1)) + c/R       the first part is there
+    ring of R ranks         (R - 1) max(c/R, x/(R - 1)) + c/R       the first part is there; of a backward, and the
+                                                                    gradients' last way home
     all_to_all              x + c
 
 and what that is more than c is exposed.
@@ -81,12 +82,14 @@ def predict(
         compute = transfer = seconds = 0.0
         for one, speed, sent in (
             (flops, machine.forward_flops, cost.forward_bytes),
-            (2.5 * flops, machine.backward_flops, cost.backward_bytes),
+            (2.5 * flops, machine.backward_flops, cost.backward_bytes - cost.last_bytes),
         ):
             calls = ranks - 1 if cost.method == "ring" else stages if cost.method == "all_gather" else 1
             c, x = one / speed / machine.efficiency, sent / rate + calls * machine.latency_s * (sent > 0)
             compute, transfer = compute + c, transfer + x
             seconds += _seconds(cost.method, c, x, ranks, stages)
+        last = cost.last_bytes / rate + machine.latency_s * (cost.last_bytes > 0)
+        transfer, seconds = transfer + last, seconds + last
         found.append(
             Prediction(cost.method, ranks, seconds, compute, transfer, _alone(total, machine) / ranks / seconds)
         )
