@@ -106,14 +106,13 @@ def predict_two_axes(
     if H % inside or k.shape[1] % inside:
         raise ValueError(f"inside: must divide {H} query and {k.shape[1]} key/value heads, got {inside}")
     rates = machine.rates if across_rate is None else {**machine.rates, "ring": across_rate}
-    fewer = [x[:, : x.shape[1] // inside] for x in (q, k, v)]
-    ring = next(
-        x
-        for x in predict(*fewer, across, replace(machine, rates=rates), causal=causal, load_balancer=load_balancer)
-        if x.method == "ring"
-    )
-    part = [x[:, :, : S // across] for x in (q, k, v)]
-    trade = next(x for x in predict(*part, inside, machine) if x.method == "all_to_all").transfer_s
+    q_few, k_few, v_few = (x[:, : x.shape[1] // inside] for x in (q, k, v))
+    q_part, k_part, v_part = (x[:, :, : S // across] for x in (q, k, v))
+    far = replace(machine, rates=rates)
+    rings = predict(q_few, k_few, v_few, across, far, causal=causal, load_balancer=load_balancer)
+    ring = next(x for x in rings if x.method == "ring")
+    trades = predict(q_part, k_part, v_part, inside, machine)
+    trade = next(x for x in trades if x.method == "all_to_all").transfer_s
     seconds, ranks = ring.seconds + trade, across * inside
     of_ideal = ring.of_ideal * ring.seconds / seconds
     return Prediction("two axes", ranks, seconds, ring.compute_s, ring.transfer_s + trade, of_ideal)
