@@ -203,19 +203,23 @@ def triton_version() -> str:
 
 
 def compile_case(
-    case: Case, backward: bool = True, tf32: bool = False, terms: tuple[Term, ...] = (), tiles: str = ""
-) -> list[Kernel]:
+    case: Case, backward: bool = True, tf32: bool = False, terms: tuple[Term, ...] = (), tiles: str = "",
+    origin: tuple[int, int, int] = (0, 0, 0),
+) -> list[Kernel]:  # fmt: skip
     """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced".
 
     terms: bias terms beside the case's own bias, each with its gradient. tiles: of a mask by tiles, one for each batch
-    element, "bits" or "intervals", a space, and how many queries and keys a tile has.
+    element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.triton import config, launch
+    from tilewise.score.dropout import Origin
     from tilewise.score.parts import DIFFERENTIABLE
 
     problem, inputs = _call(case, terms, tiles)
+    score = dataclasses.replace(problem.score, origin=Origin(*origin))
+    problem = dataclasses.replace(problem, score=score)
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()

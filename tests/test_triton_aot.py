@@ -254,6 +254,16 @@ def test_dropout(compilers, triton, target, case, spills, words):
     assert all(n <= most for n, most in zip(found, words, strict=True))
 
 
+def test_dropout_of_a_part(compilers):
+    """Of queries and keys that begin at multiples of 16 in the whole, words are made as often."""
+    case = replace(USUAL, D=64, dropout_p=0.1)
+    kernels = compilers.compile(compile_case, "3.6.0", 90, case, True, False, (), "", (48, 16, 8))
+    hold(kernels, TENSOR_CORES[90], {"backward_kernel": 16})
+    found = [n for x in kernels if (n := x.instructions["words of dropout"])]
+    assert len(found) == 2
+    assert all(n <= most for n, most in zip(found, (193, 112), strict=True))
+
+
 # Bias terms: Inkling's values per query, T5's along diagonals, DeBERTa's per query and per key.
 INKLING = replace(USUAL, B=1, Hkv=4, D=128, causal=True)
 TERMS_BY_DISTANCE = {
