@@ -13,7 +13,7 @@ from tilewise.ops.runtime.prepared import Prepared
 TERMS = (
     "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "
     "SymInt? query_lo, SymInt? query_count, str query_rule, SymInt? key_lo, SymInt? key_count, str key_rule, "
-    "int dropout, SymInt? max_q, SymInt? max_k, str packed_forms, "
+    "int dropout, SymInt? max_q, SymInt? max_k, str packed_forms, int first_query, int first_key, int first_head, "
     "SymInt? toeplitz_lo, SymInt? toeplitz_hi, str toeplitz_rule"
 )
 INPUTS = (

@@ -81,7 +81,8 @@ def context_parallel_attention(
             until the group's timeout.
         return_lse: also return the logarithm of each row's softmax denominator.
 
-    DTensors and jagged tensors are not taken; packed batches are by `context_parallel_varlen_attention`.
+    DTensors, which `tilewise.attention` takes, and jagged tensors are not taken; packed batches are by
+    `context_parallel_varlen_attention`.
 
     Returns:
         o (B, H, M / ranks, Dv), split as q is; with ``return_lse`` also lse (B, H, M / ranks).

@@ -4,7 +4,8 @@ Bytes and FLOPs are those of `explain_context_parallel`. A method computes in st
 transfers what the next needs; with c seconds of products and x of transfers in n stages each, it takes
 
     gathered in n parts     x/n + (n - 1) max(c/n, x/n) + c/n       the first part is waited for
-    ring of R ranks         (R - 1) max(c/R, x/(R - 1)) + c/R       the first part is there
+    ring of R ranks         (R - 1) max(c/R, x/(R - 1)) + c/R       the first part is there; of a backward, and the
+                                                                    gradients' last way home
     all_to_all              x + c
 
 and what that is more than c is exposed.
@@ -81,12 +82,14 @@ def predict(
         compute = transfer = seconds = 0.0
         for one, speed, sent in (
             (flops, machine.forward_flops, cost.forward_bytes),
-            (2.5 * flops, machine.backward_flops, cost.backward_bytes),
+            (2.5 * flops, machine.backward_flops, cost.backward_bytes - cost.last_bytes),
         ):
             calls = ranks - 1 if cost.method == "ring" else stages if cost.method == "all_gather" else 1
             c, x = one / speed / machine.efficiency, sent / rate + calls * machine.latency_s * (sent > 0)
             compute, transfer = compute + c, transfer + x
             seconds += _seconds(cost.method, c, x, ranks, stages)
+        last = cost.last_bytes / rate + machine.latency_s * (cost.last_bytes > 0)
+        transfer, seconds = transfer + last, seconds + last
         found.append(
             Prediction(cost.method, ranks, seconds, compute, transfer, _alone(total, machine) / ranks / seconds)
         )
@@ -103,14 +106,13 @@ def predict_two_axes(
     if H % inside or k.shape[1] % inside:
         raise ValueError(f"inside: must divide {H} query and {k.shape[1]} key/value heads, got {inside}")
     rates = machine.rates if across_rate is None else {**machine.rates, "ring": across_rate}
-    fewer = [x[:, : x.shape[1] // inside] for x in (q, k, v)]
-    ring = next(
-        x
-        for x in predict(*fewer, across, replace(machine, rates=rates), causal=causal, load_balancer=load_balancer)
-        if x.method == "ring"
-    )
-    part = [x[:, :, : S // across] for x in (q, k, v)]
-    trade = next(x for x in predict(*part, inside, machine) if x.method == "all_to_all").transfer_s
+    q_few, k_few, v_few = (x[:, : x.shape[1] // inside] for x in (q, k, v))
+    q_part, k_part, v_part = (x[:, :, : S // across] for x in (q, k, v))
+    far = replace(machine, rates=rates)
+    rings = predict(q_few, k_few, v_few, across, far, causal=causal, load_balancer=load_balancer)
+    ring = next(x for x in rings if x.method == "ring")
+    trades = predict(q_part, k_part, v_part, inside, machine)
+    trade = next(x for x in trades if x.method == "all_to_all").transfer_s
     seconds, ranks = ring.seconds + trade, across * inside
     of_ideal = ring.of_ideal * ring.seconds / seconds
     return Prediction("two axes", ranks, seconds, ring.compute_s, ring.transfer_s + trade, of_ideal)

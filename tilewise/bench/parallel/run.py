@@ -232,15 +232,12 @@ class _Run:
                 self._profile(case, provider, step, now)
         if provider.ours:
             quiet = step._replace(forward=provider.prepare(case, x, self.silent_mesh))
+            stopped: tuple[type[Exception], ...] = (*provider_errors(), EOFError, pickle.UnpicklingError)
             try:
                 taken = measure.samples(
                     quiet, self.device, seconds / 3, meet=team.meet, agreed=lambda n: min(team.all(n))
                 )
-            except (
-                *provider_errors(),
-                EOFError,
-                pickle.UnpicklingError,
-            ) as error:  # of what sends nothing, on all alike
+            except stopped as error:  # what sends nothing stops on all ranks alike
                 self.say(f"{case.name} {provider.name}: no time without transfers: {_words(error)}")
                 taken = []
             now.silent += measure.slowest(team.all(taken))

@@ -124,6 +124,8 @@ def _declines_toeplitz(problem: Problem, vector: Operand) -> str | None:
     name = PART_WORDS["toeplitz"]
     if problem.score.toeplitz is None:
         return f"reads {name} where it is known what far distances have"
+    if problem.totals is not None:
+        return f"reads {name} of dense batches, not of a packed one"
     beside = {"another bias": problem.bias, "a softcap": problem.score.softcap}
     found = [word for word, x in beside.items() if x is not None]
     if found:
