@@ -6,7 +6,7 @@ from fault import Fault
 
 HOPPER = [
     Fault(
-        "backends/gluon/sm90/toeplitz_tiles.py", "terms.far_lo + 1, 0) // c.BLOCK_N", "terms.far_lo + 9, 0) // c.BLOCK_N",
+        "backends/gluon/sm90/toeplitz_tiles.py", "terms.far_lo + 1, 0) //", "terms.far_lo + 9, 0) //",
         "a tile that the near distances cut takes the number of those that lie below",
         "test_hopper_toeplitz.py::test_the_forwards_loops",
     ),
