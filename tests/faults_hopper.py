@@ -11,6 +11,27 @@ HOPPER = [
         "test_structure.py::test_a_resized_pass_is_what_would_be_prepared",
     ),
     Fault(
+        "backends/gluon/sm90/toeplitz_tiles.py", "terms.far_lo + 1, 0) //", "terms.far_lo + 9, 0) //",
+        "a tile that the near distances cut takes the number of those that lie below",
+        "test_hopper_toeplitz.py::test_the_forwards_loops",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "return _whole(odd, _whole(odd2, even2)), even4",
+        "return _whole(odd, _whole(odd2, even2)), odd4",
+        "dS of eight queries goes to the distances of others",
+        "test_hopper_toeplitz.py::test_diagonals_of_near_tiles",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "gl.where(m >= near_end, tiles", "gl.where(m > near_end, tiles",
+        "the first tile of queries below the near distances takes the LSE of those above",
+        "test_hopper_toeplitz.py::test_the_backwards_loops",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "[:, None] + (sizes.queries - 1)", "[:, None] + (sizes.keys - 1)",
+        "rows that are computed again read a Toeplitz bias from where no query begins",
+        "test_hopper_toeplitz.py::test_rows_are_computed_again",
+    ),
+    Fault(
         "backends/gluon/sm90/dq_accum.py", "(4, 3, 0, 2, 5, 1, 6)", "(4, 3, 0, 2, 1, 5, 6)",
         "dQ is summed in another order than it is read in",
         "test_hopper_dq_accum.py",

@@ -3,9 +3,9 @@
 What becomes of them is one vector a head with a number for each of the M + N - 1 distances of the call, float32, made
 by operations that autograd differentiates; the sums over diagonals that are its gradient then go on to the table or to
 the slopes. So a backend knows one Toeplitz bias, several are one by adding vectors, and positions, ends and buckets are
-settled before it. ALiBi could be computed in a kernel from a slope and two indices. It is not: the vector is some
-hundred kilobytes that stay in the cache, it has the gradient already, where slope times distance would need a second
-one, and the product of float32 numbers is the same.
+settled before it. ALiBi is such a vector, too: some hundred kilobytes that stay in the cache. Where it is one number,
+or lies on a line, `canonical` says beside it (`score.terms.Far`): a kernel then reads no more of it than where it
+begins and ends, and gives the gradient back there, from where the vector's own leads to the table and the slopes.
 """
 
 from __future__ import annotations

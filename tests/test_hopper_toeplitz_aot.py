@@ -1,0 +1,61 @@
+"""The Hopper kernels beside a Toeplitz bias, compiled ahead of time for sm_90a: little spills, no wgmma waits for
+another or races. See test_hopper_aot.py."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from aot_compilers import hold_hopper
+from hopper_toeplitz_child import Toeplitz, compile_toeplitz
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+CAUSAL = Toeplitz(causal=True)
+ALIBI = Toeplitz(linear=True, far=0)
+# Triton, call, wgmma of the forward kernel, bytes that may spill. Tiles above, near and below have a loop each, and the
+# first one is apart; with a causal mask so are those that it cuts, and nothing lies above.
+FORWARDS = [
+    ("3.6.0", Toeplitz(), 3 * (4 + 8) * 4, 0),
+    ("installed", Toeplitz(), 3 * (4 + 8) * 4, 0),
+    ("3.6.0", CAUSAL, 3 * (4 + 8) * 4, 56),
+    ("3.6.0", ALIBI, 3 * (4 + 8) * 4, 48),
+    ("3.6.0", ALIBI._replace(causal=True), 3 * (4 + 8) * 4, 96),
+    ("3.6.0", Toeplitz(D=128), 2 * (8 + 8) * 4, 0),
+    ("3.6.0", Toeplitz(masked=True), 2 * (4 + 8) * 2, 0),
+]
+# The same of the backward.
+BACKWARDS = [
+    ("3.6.0", Toeplitz(), 3 * (2 * (2 * 4 + 2 * 4) + 8), 32),
+    ("installed", Toeplitz(), 3 * (2 * (2 * 4 + 2 * 4) + 8), 40),
+    ("3.6.0", CAUSAL, 2 * 40, 16),
+    ("3.6.0", ALIBI, 3 * 40, 40),
+    ("3.6.0", Toeplitz(grad=False), 3 * 40 + 4, 0),
+    ("3.6.0", Toeplitz(D=128), 3 * 32, 64),
+]
+
+
+def held(codes, designed, spilled):
+    hold_hopper(codes, spilled)
+    assert {code.wgmma for code in codes if code.kernel.name in ("forward_kernel", "backward_kernel")} == {designed}
+
+
+def by_triton(runs):
+    """In this order a compiler starts once for each triton."""
+    return sorted(runs, key=lambda run: run[0])
+
+
+@pytest.mark.parametrize(("triton", "x", "designed", "spilled"), by_triton(FORWARDS), ids=str)
+def test_forward(compilers, triton, x, designed, spilled):
+    codes = compilers.compile(compile_toeplitz, triton, 90, x)
+    names = ["pairs_kernel", "forward_kernel", "repair_kernel"]
+    assert [code.kernel.name for code in codes if code.kernel.name in names] == names
+    held(codes, designed, spilled)
+
+
+@pytest.mark.parametrize(("triton", "x", "designed", "spilled"), by_triton(BACKWARDS), ids=str)
+def test_backward(compilers, triton, x, designed, spilled):
+    codes = compilers.compile(compile_toeplitz, triton, 90, x, True)
+    names = ["pairs_kernel", *(["far_stats_kernel"] * (not x.linear)), "preprocess_kernel", "backward_kernel"]
+    assert [code.kernel.name for code in codes] == [*names, "postprocess_kernel"]
+    held(codes, designed, spilled)
