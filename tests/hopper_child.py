@@ -113,4 +113,4 @@ def early(case: Case) -> dict[str, bool]:
     outputs = Outputs(x.do, x.do[..., 0].float())
     launch = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, case.bias is not None))
     names = ("before", "main", "after", "reduce_group")
-    return {name: bool(getattr(launch, name).options.get("launch_pdl")) for name in names}
+    return {name: bool(x and x.options.get("launch_pdl")) for name in names for x in [getattr(launch, name)]}

@@ -197,7 +197,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
         if not ranged:
             events.extend([("take", step, "skipped"), ("release", step)])
 
-    def attend(q, state, x, rings, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, BIASED, toeplitz):
+    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, BIASED, toeplitz):
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         found = relative.range_state(row, 64, n0, c.BLOCK_N, terms) if ranged else distances_of.CUT
