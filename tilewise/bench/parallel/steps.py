@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -191,7 +191,7 @@ def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
 
     torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
-    gather: Any = sys.modules[context_parallel.__module__].flex_cp_allgather
+    gather: Any = inspect.unwrap(context_parallel).__globals__["flex_cp_allgather"]
     device, group = x["q"].device, mesh.get_group().group_name
     # As PyTorch's balancer of a head and a tail has them.
     order = shards_of(torch.arange(case.length, device=device), 0, Split(mesh.size(), 2)).flatten()
