@@ -71,6 +71,7 @@ PROBLEMS = [
     problem(700, 700, -600, 700, Band(-290, 40)),  # a window inside the distances
     problem(300, 500, -100, 601, Band(-50, 260), outside="hidden"),
     problem(300, 900, 512, 129, Band(None, 640)),  # the tail of a longer sequence: tiles begin with the first entry
+    problem(300, 400, 768, 65, Band(None, 832)),  # no pair has an entry
 ]
 
 

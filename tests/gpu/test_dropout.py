@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_split
+from forced import check_origin, check_split
 from helpers import DROPOUT_SEED, Case, check, differentiate, dropout_mask, hold, tensors
 from torch.utils.checkpoint import checkpoint
 
@@ -103,6 +103,12 @@ def test_the_backward_has_it_too(terms):
         if terms.get("causal"):
             kept = kept.tril(N - M)
         assert torch.equal(dv.mT.cpu() != 0, kept)
+
+
+@pytest.mark.parametrize("origin", [(48, 0, 0), (5, 16, 3), (32, 27, 2)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_a_call(origin, deterministic):
+    check_origin("triton", dropout.Origin(*origin), deterministic, "cuda")
 
 
 def test_drawn_seeds():

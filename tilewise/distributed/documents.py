@@ -70,9 +70,12 @@ class Documents:
 
     def pairs(self, rank: int, causal: bool) -> int:
         """Visible ones, of that rank's queries."""
-        if not causal:
-            return sum(int((span.lengths * self.cu.diff()).sum()) for span in self.spans(rank))
-        return sum(int(((span.begin + 1 + span.end) * span.lengths // 2).sum()) for span in self.spans(rank))
+        key = "pairs", rank, causal
+        if key not in self._kept:
+            seen = [(x.begin + 1 + x.end) if causal else 2 * self.cu.diff() for x in self.spans(rank)]
+            self._kept[key] = sum(int((n * x.lengths // 2).sum()) for n, x in zip(seen, self.spans(rank), strict=True))
+        found: int = self._kept[key]
+        return found
 
     def spans(self, rank: int) -> tuple[Spans, ...]:
         lengths = self.cu.diff()
@@ -106,7 +109,7 @@ class Documents:
             order = torch.cat([self.rows(rank) for rank in range(self.size)])
             back = torch.empty_like(order)
             back[order] = torch.arange(len(order))
-            found = self._kept[device] = order.to(device), back.to(device)
+            found = self._kept[device] = _sent(order, device), _sent(back, device)
         return found
 
     def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
@@ -120,7 +123,7 @@ class Documents:
                 used = span.end if causal else self.cu.diff()
                 cu_q = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
                 rows = int(lengths.sum())
-                on_device = Lengths(*(x.to(torch.int32).to(device) for x in (cu_q, self.cu, used)))
+                on_device = Lengths(*(_sent(x, device) for x in (cu_q, self.cu, used)))
                 longest = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
                 found.append(Part(Chunk(local, n, rows), on_device, longest))
                 local += rows
@@ -131,7 +134,7 @@ class Documents:
         """All sequences in one call."""
         key = "whole", device
         if key not in self._kept:
-            cu = self.cu.to(torch.int32).to(device)
+            cu = _sent(self.cu, device)
             self._kept[key] = Part(Chunk(0, 0, self.offsets[-1]), Lengths(cu, cu), (self.longest, self.longest))
         return self._kept[key]
 
@@ -151,7 +154,13 @@ _read: Any = WeakTensorKeyDictionary()  # of tensors on a GPU, what they held an
 BALANCERS = (None, "document")
 
 
-@lru_cache(maxsize=64)
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """In int32 on the device; from memory that is pinned, so that the host does not wait."""
+    x = x.to(torch.int32)
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=8)  # all layers of a step have one; it holds two numbers for each token
 def documents_of(size: int, balanced: bool, offsets: tuple[int, ...]) -> Documents:
     return Documents(size, balanced, offsets)
 
