@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import pickle
 import re
 from collections.abc import Callable
@@ -227,7 +228,8 @@ def _raises(kind: type[Exception], words: str, function: Callable, *arguments: A
 def check_manager(mesh: DeviceMesh, balanced: bool) -> None:
     """Buffers that it shards, a bias by its rows, and the gradient of what each rank computes."""
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._context_parallel import _attention as its
+
+    its = inspect.unwrap(context_parallel).__globals__["_cp_options"]
 
     whole = draw(**QKV, x=(1, H, S, S))
     plain = {n: x.clone().requires_grad_() for n, x in whole.items()}
@@ -236,7 +238,7 @@ def check_manager(mesh: DeviceMesh, balanced: bool) -> None:
     loss_of(right).backward()
     buffers = {n: x.clone() for n, x in whole.items()}
     balancer = "head_tail" if balanced else None
-    before, its._cp_options.enable_load_balance = its._cp_options.enable_load_balance, balanced
+    before, its.enable_load_balance = its.enable_load_balance, balanced
     try:
         with context_parallel(mesh, buffers=list(buffers.values()), buffer_seq_dims=[2] * len(buffers)):
             local = {n: x.detach().clone().requires_grad_() for n, x in buffers.items()}
@@ -252,7 +254,7 @@ def check_manager(mesh: DeviceMesh, balanced: bool) -> None:
                 *(x[0] for x in buffers.values() if x.shape[1] == H and x.shape[3] == D for _ in range(3)),
             )  # fmt: skip
     finally:
-        its._cp_options.enable_load_balance = before
+        its.enable_load_balance = before
     same(o, shard(right, mesh, balancer), "o")
     for n, x in plain.items():
         same(local[n].grad, shard(x.grad, mesh, balancer), f"d{n}")

@@ -8,7 +8,6 @@ mesh, and its options say how the sequence is split; where a PyTorch does it oth
 from __future__ import annotations
 
 import inspect
-import sys
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ def active() -> Active | None:
     if type(now) is not FunctionType or not str(now.__module__).startswith(_HOME):
         return None
     meshes = [x for x in inspect.getclosurevars(now).nonlocals.values() if isinstance(x, DeviceMesh)]
-    options = getattr(sys.modules[now.__module__], "_cp_options", None)
+    options = now.__globals__.get("_cp_options")
     balanced = getattr(options, "enable_load_balance", None)
     if len(meshes) != 1 or not isinstance(balanced, bool):
         raise NotImplementedError(f"query: PyTorch's context_parallel does not say here what its mesh is; {_INSTEAD}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -185,11 +186,12 @@ def _flex_declines(case: ParallelCase, mesh: DeviceMesh) -> str | None:
 
 def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
     """PyTorch gathers k and v in the order of ranks; a score_mod is ours to count places in the whole for."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as parallel
+    from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
+    gather: Any = inspect.unwrap(context_parallel).__globals__["flex_cp_allgather"]
     device, group = x["q"].device, mesh.get_group().group_name
     # As PyTorch's balancer of a head and a tail has them.
     order = shards_of(torch.arange(case.length, device=device), 0, Split(mesh.size(), 2)).flatten()
@@ -205,7 +207,7 @@ def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
             return s + torch.where(inside, values[b, h, i, entry.clamp(0, last)], 0.0)
 
     def forward() -> Tensor:
-        k, v = parallel.flex_cp_allgather(x["k"].contiguous(), x["v"].contiguous(), 2, group)
+        k, v = gather(x["k"].contiguous(), x["v"].contiguous(), 2, group)
         o: Tensor = compiled(x["q"], k, v, score_mod=score_mod, block_mask=mask, enable_gqa=True)
         return o
 
