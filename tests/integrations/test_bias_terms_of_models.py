@@ -136,6 +136,17 @@ def steps(model, cache, pieces, mask, **inputs):
     return torch.cat(outputs, 1)
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_by_either_name(name):
+    """transformers 5.24 passes it to the attention as ``cache``: taken for an option, it would be lost."""
+    cache = transformers.DynamicCache()
+    mpt = terms("mpt").transformer.blocks[0].attn
+    for length in (3, 2):
+        x = torch.zeros(B, length, mpt.Wqkv.in_features)
+        assert mpt(x, torch.ones(mpt.n_heads), **{name: cache})[0].shape == x.shape
+    assert cache.get_seq_length() == 5
+
+
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoding_with_a_cache(kind, side, calls):

