@@ -32,6 +32,7 @@ class Toeplitz(NamedTuple):
     Hkv: int = 16
     shared: bool = False
     grad: bool = True
+    dropout: int = 0
 
     def __str__(self) -> str:
         """What differs from the default, as a test id and a name in the ledger."""
@@ -52,8 +53,10 @@ def call(x: Toeplitz, heads: int = 16) -> tuple[Problem, Inputs]:
     inputs = Inputs(
         meta(4, heads, x.M, x.D), meta(4, x.Hkv, x.M, x.D), meta(4, x.Hkv, x.M, x.D), None, mask, None,
         Parts(toeplitz=meta(batch, 1 if x.shared else heads, 1, 2 * x.M - 1, dtype=torch.float32)),
+        meta(2, dtype=torch.int64) if x.dropout else None,
     )  # fmt: skip
-    score = Score(x.D**-0.5, None, Band.aligned(x.causal, x.window, 0), toeplitz=Far(-x.far, x.far, x.linear))
+    far = Far(-x.far, x.far, x.linear)
+    score = Score(x.D**-0.5, None, Band.aligned(x.causal, x.window, 0), dropout=x.dropout, toeplitz=far)
     grads = ("toeplitz",) if x.grad else ()
     problem = Problem.of(*inputs, score, part_grads=grads)
     return dataclasses.replace(problem, device="cuda", capability=aot_child._capability), inputs

@@ -73,7 +73,7 @@ def operator_arguments(case, requires_grad):
         None if mask is None else torch.rand(mask) < 0.7,
         None if sink is None else torch.randn(sink, dtype=bias_dtype, requires_grad=requires_grad),
         *[None] * len(Parts._fields), torch.tensor([1, 2]) if dropped else None, *[None] * 8,
-        *terms, False, "auto", None, None, "", None, None, "", dropped, None, None, "", *[5 * (dropped > 0)] * 3,
+        *terms, False, "auto", *(None, None, "") * 2, dropped, None, None, "", *[5 * (dropped > 0)] * 3, None, None, "",
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ FORWARDS = [
     ("3.6.0", ALIBI._replace(causal=True), 3 * (4 + 8) * 4, 96),
     ("3.6.0", Toeplitz(D=128), 2 * (8 + 8) * 4, 0),
     ("3.6.0", Toeplitz(masked=True), 2 * (4 + 8) * 2, 0),
+    ("3.6.0", Toeplitz(dropout=6554), 2 * (4 + 8) * 4, 0),
 ]
 # The same of the backward.
 BACKWARDS = [
@@ -32,6 +33,8 @@ BACKWARDS = [
     ("3.6.0", ALIBI, 3 * 40, 40),
     ("3.6.0", Toeplitz(grad=False), 3 * 40 + 4, 0),
     ("3.6.0", Toeplitz(D=128), 3 * 32, 64),
+    ("3.6.0", Toeplitz(dropout=6554), 3 * 20, 16),
+    ("3.6.0", Toeplitz(D=128, dropout=6554), 3 * 32, 160),
 ]
 
 

@@ -25,7 +25,7 @@ from tilewise.problem import Problem
 
 PAD = tl.constexpr(256)  # more rows or columns no tile has past the last query or key
 BLOCK = tl.constexpr(1024)
-LARGEST = tl.constexpr(3.4028234663852886e38)
+MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def pairs_kernel(vector, pairs, count, inverse, heads):
 @triton.jit
 def _scaled(x, inverse):
     y = x * inverse
-    y = tl.where((tl.abs(y) == float("inf")) & (tl.abs(x) != float("inf")), tl.where(x < 0, -LARGEST, LARGEST), y)
+    y = tl.where((tl.abs(y) == float("inf")) & (tl.abs(x) != float("inf")), tl.where(x < 0, -MOST, MOST), y)
     return y
 
 
