@@ -13,6 +13,7 @@ from helpers import DROPOUT_SEED, Case, check, differentiate, dropout_mask, hold
 from torch.utils.checkpoint import checkpoint
 
 from tilewise import attention, explain, scaled_dot_product_attention
+from tilewise.bias import t5_bias
 from tilewise.score import dropout
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -66,6 +67,30 @@ def test_dropout(terms):
 @pytest.mark.parametrize("terms", ON_HOPPER, ids=str)
 def test_dropout_on_hopper(terms):
     check(replace(USUAL, **{"layout": "padded", **terms}), "hopper", "cuda")
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("D", "causal"), [(64, False), (64, True), (128, False)])
+def test_beside_a_toeplitz_bias_on_hopper(D, causal):
+    """T5's table, as models train it: no further from float64 on the CPU than twice what the Triton kernels are."""
+    shapes = [(2, 4, 799, D), (2, 2, 1023, D), (2, 2, 1023, D), (32, 4)]
+    generator = torch.Generator().manual_seed(1)
+    exact = [torch.randn(shape, generator=generator).to(BRAIN).double() for shape in shapes]
+    do = torch.randn(2, 4, 799, D, generator=generator).to(BRAIN)
+
+    def results(leaves, do, backend):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        *qkv, table = leaves
+        bias = t5_bias(table, bidirectional=not causal)
+        o = attention(*qkv, bias=bias, causal=causal, dropout_p=0.2, dropout_seed=DROPOUT_SEED, backend=backend)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    expected = results(exact, do.double(), "cpu")
+    on_device = [x.to("cuda", BRAIN) for x in exact]
+    found = [results(on_device, do.cuda(), backend) for backend in ("hopper", "triton")]
+    for hopper, triton, want in zip(*found, expected, strict=True):
+        errors = [(x.double().cpu() - want).abs().max().item() for x in (hopper, triton)]
+        assert errors[0] <= 2 * errors[1] + 1e-3 * want.abs().max().item()
 
 
 @pytest.mark.parametrize("splits", [1, 2, 40])
