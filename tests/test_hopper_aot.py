@@ -247,7 +247,8 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
     mask = ["summary_kernel", "tile_list_kernel"] if case.mask else []
     shared = ["dbias_reduce_kernel"] if case.bias == "1hmn" else []
     groups = ["group_list_kernel"] if case.mask and shared else []
-    names = ["preprocess_kernel", *mask, *groups, "backward_kernel", "postprocess_kernel", *shared]
+    sparse = ["sparse_sum_kernel"] if groups and case.B > 8 else []  # more than eight share the bias
+    names = ["preprocess_kernel", *mask, *groups, *sparse, "backward_kernel", "postprocess_kernel", *shared, *sparse]
     assert [code.kernel.name for code in codes] == names
     hold_hopper(codes, spilled)
     for kernel, wgmma, _ in codes:
