@@ -195,11 +195,15 @@ class Terms(NamedTuple):
         if score.query is None and score.key is None:
             found = numbers._replace(dropout=score.dropout) if score.dropout else numbers
         else:
-            found = cls(*numbers[:7], *_flat(score.query), *_flat(score.key), score.dropout, *numbers[14:])
+            query, key = _flat(score.query), _flat(score.key)
+            found = numbers._replace(
+                query_lo=query[0], query_count=query[1], query_rule=query[2], key_lo=key[0], key_count=key[1],
+                key_rule=key[2], dropout=score.dropout,
+            )  # fmt: skip
         if score.origin == START:
             return found
-        query, key_at, head = score.origin
-        return found._replace(first_query=query, first_key=key_at, first_head=head)
+        first_query, first_key, first_head = score.origin
+        return found._replace(first_query=first_query, first_key=first_key, first_head=first_head)
 
     @property
     def score(self) -> Score:
