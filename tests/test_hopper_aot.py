@@ -264,6 +264,16 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
             assert counted[0] or not case.deterministic
 
 
+@pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}], ids=str)
+def test_a_backward_whose_keys_are_one_tile(compilers, terms):
+    """dQ leaves as what it is: no sum, and nothing after it."""
+    case = replace(USUAL, B=1, H=8, M=128, N=128, D=64, **terms)
+    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, case, True)
+    assert [code.kernel.name for code in codes] == ["preprocess_kernel", "backward_kernel"]
+    hold_hopper(codes, 0)
+    assert not any(codes[1].kernel.instructions[way] for way in ("added by TMA", "added in fours"))
+
+
 @pytest.mark.parametrize(
     ("case", "multiplied"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -104,3 +105,16 @@ def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, band)
             full = tile.full_begin <= m < tile.full_end
             assert not full or (pairs.all() and pairs.shape[1] == c.BLOCK_N)
             assert full or not pairs.all() or pairs.shape != (c.BLOCK_M, c.BLOCK_N)
+
+
+def test_where_a_query_sees_no_key():
+    """All small lengths and bands; a band that leaves all out has zeros anyway."""
+    limits = [None, *range(-6, 7)]
+    for queries, keys in itertools.product(range(1, 5), repeat=2):
+        row, col = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+        for lo, hi in itertools.product(limits, repeat=2):
+            if lo is not None and hi is not None and lo > hi:
+                continue
+            seen = (col - row >= (-9 if lo is None else lo)) & (col - row <= (9 if hi is None else hi))
+            p = SimpleNamespace(totals=None, queries=queries, keys=keys, score=SimpleNamespace(band=Band(lo, hi)))
+            assert backward_launch._leaves_queries_out(p) == (not seen.any(1).all()), (queries, keys, lo, hi)

@@ -15,7 +15,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.sm90 import launch
+from tilewise.backends.gluon.sm90 import backward_launch, launch
 from tilewise.backends.gluon.sm90.config import backward_config, forward_config
 
 
@@ -192,3 +192,32 @@ def test_sums_and_loops_of_the_forward(dim, changes, by_thread, apart, over):
     assert config.q_in_registers == (
         dim <= 128 and config.warpgroups == 2 and config.programs == 1 and not ("mask" in changes and by_thread)
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored"),
+    [
+        ({}, True),
+        ({"keys": 129}, False),
+        ({"keys": 1, "queries": 4096, "kv_heads": 2}, True),
+        (CAUSAL, True),
+        ({"deterministic": True}, True),
+        ({"head_dim": 128, "value_dim": 128}, True),
+        ({"head_dim": 32, "value_dim": 32}, False),
+        ({"head_dim": 256, "value_dim": 256}, False),
+        ({"score": Score(0.1, 5.0, Band())}, False),  # whose tiles have 64 keys
+        ({"score": Score(0.1, 5.0, Band()), "keys": 64}, True),
+        ({"bias": Operand(torch.bfloat16, 4, 8, 128, 128)}, True),
+        ({"bias": Operand(torch.bfloat16, 1, 8, 128, 128), "keys": 64}, False),  # shared by the batch
+        ({"mask": Operand(torch.bool, 1, 1, 128, 128)}, False),
+    ],
+    ids=str,
+)
+def test_dq_is_no_sum_where_all_keys_are_one_tile(changes, stored):
+    problem = of(0.1, torch.bfloat16, **{"bias": None, "queries": 128, "keys": 128, **changes})
+    config = backward_config(problem)
+    assert config.dq_stored == stored
+    if stored:  # nobody waits for zeros, of more heads than run at once
+        problem = dataclasses.replace(problem, batch=60)
+        sizes, _ = backward_launch._sizes(problem, config, torch.device("meta"))
+        assert sizes.zeroed == problem.batch * problem.kv_heads

@@ -78,6 +78,7 @@ class Backward:
         self.problem, self.needs, self.row_list = problem, needs, None
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
         self.block_m, self.dq_stored = block_m, config.dq_stored
+        self.zeroes_dq = self.dq_stored and _leaves_queries_out(problem)
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
@@ -219,10 +220,11 @@ class Backward:
         new = object.__new__(Backward)
         new.__dict__.update(self.__dict__)
         new.problem, device = p, q.device
+        new.zeroes_dq = self.dq_stored and _leaves_queries_out(p)
         width, block_m, row_programs = backward_width(p), config.block_m, sizes.row_tiles * p.heads * p.batch
         counted = counters(sizes, groups, p.deterministic, reduces=False)
         stats, cols = 2 * block_m * row_programs, DQ_COLS.value
-        accum = row_programs * block_m * width // cols, cols
+        accum = 0 if self.dq_stored else row_programs * block_m * width // cols, cols
         empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
         new.empty_stats = partial(empty, (stats,), (1,))
         new.empty_dq_accum = partial(empty, accum, (cols, 1))
@@ -240,10 +242,11 @@ class Backward:
             (value_dim, sizes, counted, *switches),
         )
         accum_row = Place(accum, (cols, 1), 4) if config.dq_by_tma else None
+        dq_row = made[0] if self.dq_stored else accum_row
         terms, _, c = self.main.numbers
         new.main = self.main.resized(
             min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
-            (*given, None, Place((stats,), (1,), 4), accum_row, *made[1:], *(None,) * 7),
+            (*given, None, Place((stats,), (1,), 4), dq_row, *made[1:], *(None,) * 7),
             (limited(terms, p.score.band), sizes, c),
         )
         head_dim, scale, _, *more = self.after.numbers
@@ -278,7 +281,9 @@ class Backward:
         do, dlse = cotangents
         needs = self.needs
         with device_of(q):
-            stats, dq_accum, counts = self.empty_stats(), self.empty_dq_accum(), self.empty_counts()
+            stats, counts = self.empty_stats(), self.empty_counts()
+            # where dQ is no sum the kernel wants a pointer, which it does not follow
+            dq_accum = stats if self.dq_stored else self.empty_dq_accum()
             dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
@@ -302,7 +307,7 @@ class Backward:
             if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
                 pairs = self.pairs(parts.toeplitz)
                 dtoeplitz = self.toeplitz.begin(lse, pairs, stats)
-            if self.dq_stored and lengths is not None and self._some_see_nothing(lengths):
+            if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
             self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, sums, counts, *rows_listed)
@@ -365,16 +370,26 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     # start that is as much later as a GPU runs at once, and one more; `backward_scheduler.head_and_tile` may mix some
     # heads.
     heads = p.batch * p.kv_heads
-    zeroed = heads if broadcast.batch * broadcast.heads > 1 else -(-lag // key_tiles) + 1
+    none_later = config.dq_stored or broadcast.batch * broadcast.heads > 1
+    zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
     sizes = BackwardSizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
                           broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
 
 
+def _leaves_queries_out(problem: Problem) -> bool:
+    """Whether a query of a call that is no packed batch may see no key, so that no tile of keys visits its tile."""
+    if problem.totals is not None:
+        return False
+    lo, hi = problem.score.band.lo, problem.score.band.hi
+    return (hi is not None and hi < 0) or (lo is not None and problem.queries - 1 + lo > problem.keys - 1)
+
+
 def _choices(problem: Problem, config: BackwardConfig, work_tiles: int, programs: int) -> tuple[Any, ...]:
     """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts."""
     return (
+        backward_config(problem).dq_stored,
         problem.keys % config.block_n != 0,
         hides(problem),
         head_swizzle(problem) if problem.deterministic else 0,

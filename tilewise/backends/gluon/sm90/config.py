@@ -213,6 +213,18 @@ def head_swizzle(problem: Problem) -> int:
     return min(max(fit, least), 32 if width <= 64 else 16)  # more are slower (H200)
 
 
+def _dense_stores(problem: Problem) -> bool:
+    """Whether dQ of a call that is no packed batch leaves as what it is where all keys are one tile.
+
+    Not beside a mask, whose lists leave tiles of queries out and have the order of sums, nor beside what has loops or
+    sums of its own: a bias by distance, and a tile bias that several heads or batch elements share.
+    """
+    bias, score = problem.bias, problem.score
+    if problem.mask is not None or problem.parts is not None or score.query is not None or score.toeplitz is not None:
+        return False
+    return bias is None or problem.bias_itemsize == 0 or problem.broadcast_group(bias).single
+
+
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
@@ -262,7 +274,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
     d64 = d == 64 and not tile
     ahead = d64 and not diagonals and (programs == 1 or not along_keys)
-    single = problem.totals is not None and problem.keys <= block_n
+    single = problem.keys <= block_n and (problem.totals is not None or _dense_stores(problem))
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = masked and (apart or capped) and d == 128 and not wide
     return BackwardConfig(
