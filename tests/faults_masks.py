@@ -121,6 +121,11 @@ MASKS = [
         "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_is_its_twin",
     ),
     Fault(
+        "backends/kept_keys.py", "for at in range(node, start, WIDE)", "for at in range(node, start - WIDE, WIDE)",
+        "the last blocks before one are not added up",
+        "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_adds_up_a_long_node",
+    ),
+    Fault(
         "call.py", "and (tiles is None or tiles.kept is None)", "and (tiles is None or True)",
         "a dynamic mask takes the way of an earlier mask, which gathers nothing",
         "test_tile_mask.py::test_a_usual_call_has_its_own_mask",

@@ -63,6 +63,16 @@ def test_the_kernel_of_the_running_smallest_is_its_twin(interpreter, n):
         assert torch.equal(found, running_smallest(order, w).int())
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("order", ["random", "ascending", "descending"])
+def test_the_kernel_of_the_running_smallest_adds_up_a_long_node(interpreter, order):
+    """More blocks in a node than are added up at once, and an end in the middle of one."""
+    n = 6200
+    numbers = {"random": torch.randperm(n), "ascending": torch.arange(n), "descending": torch.arange(n).flip(0)}[order]
+    numbers = torch.stack([numbers, numbers.roll(n // 3)])
+    assert torch.equal(interpreter(kept_keys_child.smallest, numbers, 700), running_smallest(numbers, 700).int())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_flow_to_the_bias_of_what_is_kept(causal):
     q, k, v = (torch.randn(1, h, 130, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))

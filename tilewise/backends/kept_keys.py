@@ -139,6 +139,14 @@ def _level(device: torch.device, rows: int, n: int, half: int) -> Launch:
     return Launch(smallest_level_kernel, rows * blocks, (POINTER,) * 8, (n, half, half // 2, _BLOCK), num_warps=4)
 
 
+@lru_cache(256)
+def _counts(device: torch.device, rows: int, n: int, half: int) -> Launch:
+    blocks = triton.cdiv(n, _BLOCK)
+    return Launch(
+        smallest_counts_kernel, rows * blocks, (POINTER,) * 2, (n, half, _BLOCK, 4 * _BLOCK), num_warps=4
+    )  # fmt: skip
+
+
 def running_smallest(order: Tensor, w: int) -> Tensor:
     """`tilewise.dynamic_mask.running_smallest` of a tensor on a GPU, int32."""
     n, rows = order.shape[-1], order.numel() // order.shape[-1]
@@ -148,17 +156,35 @@ def running_smallest(order: Tensor, w: int) -> Tensor:
         ends, left = place.expand(numbers.shape).contiguous(), torch.full_like(numbers, w - 1)
         found = torch.zeros_like(numbers)
         half = 1 << max((n - 1).bit_length() - 1, 0)
-        zeros, after, zeros_after = (
-            (numbers < half).to(torch.int32),
-            torch.empty_like(numbers),
-            torch.empty_like(numbers),
-        )
+        zeros = (numbers < half).to(torch.int32)
+        counts, after, zeros_after = (torch.empty_like(numbers) for _ in range(3))
         while half > 0:
-            counts = zeros.cumsum(-1, dtype=torch.int32)
+            _counts(order.device, rows, n, half)(zeros, counts)
             _level(order.device, rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
             numbers, after, zeros, zeros_after = after, numbers, zeros_after, zeros
             half //= 2
         return torch.where(place < w, n, found)
+
+
+@triton.jit
+def smallest_counts_kernel(zeros, counts, n, half, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """How many numbers up to each are lower, zeros and counts of `smallest_level_kernel`: one program a block.
+
+    Of the nodes before a block exactly half are lower, so that only its own node is added up, WIDE at once. cumsum of
+    PyTorch has one program for a row, of which there are as many as heads.
+    """
+    blocks = tl.cdiv(n, BLOCK)
+    pid = tl.program_id(0)
+    start = pid % blocks * BLOCK
+    row = tl.cast(pid // blocks, tl.int64) * n
+    node = start // (2 * half) * (2 * half)
+    before = tl.zeros([WIDE], tl.int32)
+    for at in range(node, start, WIDE):
+        j = at + tl.arange(0, WIDE)
+        before += tl.load(zeros + row + j, mask=j < start, other=0)
+    i = start + tl.arange(0, BLOCK)
+    count = tl.cumsum(tl.load(zeros + row + i, mask=i < n, other=0), 0)
+    tl.store(counts + row + i, count + node // 2 + tl.sum(before, 0), mask=i < n)
 
 
 @triton.jit
