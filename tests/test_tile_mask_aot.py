@@ -70,6 +70,7 @@ def test_compiled_kernels_of_dynamic_masks(compilers, shape, chunks):
     assert [kernel.name for kernel in kernels] == ["smallest_counts_kernel", "smallest_level_kernel"] * 12 + [
         "sum_rows_kernel",
         "take_rows_kernel",
+        "interval_tiles_kernel",
     ]
     for kernel in kernels:
         print(kernel)
