@@ -256,7 +256,7 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
 
 def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Kernel]:
     """The kernels of a dynamic mask that is causal, and of the gradients of its gathered keys (B, H, N, D)."""
-    from tilewise.backends.kept_keys import running_smallest, sum_rows, take_rows
+    from tilewise.backends.kept_keys import running_smallest, sum_rows, take_rows, tiles_of_intervals
 
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -268,6 +268,8 @@ def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Ker
         meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16), meta(1, H, chunks, N // 2), shape, torch.bfloat16, True
     )
     take_rows(meta(*shape, dtype=torch.bfloat16), meta(1, H, chunks, N // 2))
+    interval = meta(B, H, 1, N, dtype=torch.int32)
+    tiles_of_intervals(interval, interval, N, (128, 128))
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 

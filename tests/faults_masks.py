@@ -121,6 +121,17 @@ MASKS = [
         "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_is_its_twin",
     ),
     Fault(
+        "backends/kept_keys.py", "for at in range(node, start, WIDE)", "for at in range(node, start - WIDE, WIDE)",
+        "the last blocks before one are not added up",
+        "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_adds_up_a_long_node",
+    ),
+    Fault(
+        "backends/kept_keys.py", "last = tl.where(end > begin, (end + block_m - 1) // block_m, first)",
+        "last = (end + block_m - 1) // block_m",
+        "a tile of empty intervals is visited",
+        "test_dynamic_mask.py::test_the_kernel_of_tiles_of_intervals_is_its_twin",
+    ),
+    Fault(
         "call.py", "and (tiles is None or tiles.kept is None)", "and (tiles is None or True)",
         "a dynamic mask takes the way of an earlier mask, which gathers nothing",
         "test_tile_mask.py::test_a_usual_call_has_its_own_mask",

@@ -12,6 +12,12 @@ def smallest(order: Tensor, w: int) -> Tensor:
     return running_smallest(order, w)
 
 
+def interval_tiles(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
+    from tilewise.backends.kept_keys import tiles_of_intervals
+
+    return tiles_of_intervals(begins, ends, queries, block)
+
+
 def summed(grad: Tensor, keys: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype, by_heads: bool) -> Tensor:
     from tilewise.backends.kept_keys import sum_rows
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise import attention, dynamic_mask
 from tilewise.dynamic_mask import running_smallest
+from tilewise.score.tile_tensors import tiles_of_intervals
 
 
 def sorted_by_hand(scores: Tensor, keep: int, causal: bool, M: int) -> Tensor:
@@ -61,6 +62,29 @@ def test_the_kernel_of_the_running_smallest_is_its_twin(interpreter, n):
     for w in {1, 2, n // 3 + 1, n, n + 5}:
         found = interpreter(kept_keys_child.smallest, order, w)
         assert torch.equal(found, running_smallest(order, w).int())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("order", ["random", "ascending", "descending"])
+def test_the_kernel_of_the_running_smallest_adds_up_a_long_node(interpreter, order):
+    """More blocks in a node than are added up at once, and an end in the middle of one."""
+    n = 6200
+    numbers = {"random": torch.randperm(n), "ascending": torch.arange(n), "descending": torch.arange(n).flip(0)}[order]
+    numbers = torch.stack([numbers, numbers.roll(n // 3)])
+    assert torch.equal(interpreter(kept_keys_child.smallest, numbers, 700), running_smallest(numbers, 700).int())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 128), (700, 300), (2500, 65)])
+def test_the_kernel_of_tiles_of_intervals_is_its_twin(interpreter, queries, keys):
+    """Empty intervals too, whole tiles of them, and keys that all queries see; a tile of 192 keys, not a power of 2."""
+    begins = torch.randint(0, queries + 1, (2, 3, 1, keys), dtype=torch.int32)
+    ends = torch.maximum(torch.randint(0, queries + 1, begins.shape, dtype=torch.int32), begins)
+    begins[1, :2], ends[1, 0], ends[1, 1] = 0, queries, queries // 2
+    begins[1, 2] = ends[1, 2] = queries
+    for block in ((64, 64), (64, 192), (128, 128)):
+        found = interpreter(kept_keys_child.interval_tiles, begins, ends, queries, block)
+        assert torch.equal(found, tiles_of_intervals(begins, ends, queries, block))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -168,7 +168,7 @@ def test_nearly_all_tiles_are_full_or_hidden(monkeypatch):
     """Of a causal mask with random scores, in the places of gathered keys: little more is visited than is seen."""
     made, make = [], TileMask.from_intervals
     monkeypatch.setattr(
-        gather.TileMask, "from_intervals", lambda *args, **named: made.append(make(*args, **named)) or made[-1]
+        TileMask, "from_intervals", lambda *args, **named: made.append(make(*args, **named)) or made[-1]
     )
     found = dynamic_mask(torch.randn(1, 2, 1, 8192), keep=512, causal=True)
     monkeypatch.setattr(gather, "attention_op", lambda inputs, *args, **named: (inputs.q, None))

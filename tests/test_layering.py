@@ -63,7 +63,7 @@ ROOMS = {
     "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.cpu": {"tilewise.backends.sequences", *BACKEND},
     "tilewise.backends.dropout": set(),
-    "tilewise.backends.kept_keys": {"tilewise.backends", "tilewise.backends.launcher"},
+    "tilewise.backends.kept_keys": {"tilewise.backends", "tilewise.backends.launcher", "tilewise.score"},
     "tilewise.backends.kept_lists": {"tilewise.backends.tile_mask", "tilewise.problem", "tilewise.score"},
     "tilewise.backends.kernel_arguments": set(),
     "tilewise.backends.launcher": {"tilewise.backends.kernel_arguments"},

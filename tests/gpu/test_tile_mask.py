@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise import TileMask, attention, dynamic_mask, gather
 from tilewise.dynamic_mask import running_smallest
+from tilewise.gather.intervals import mask_of_intervals
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 HOPPER = pytest.param(
@@ -158,6 +159,19 @@ def test_when_keys_go(n):
     order = torch.rand(2, 3, n).argsort(-1)
     for w in (1, 100, n):
         assert torch.equal(running_smallest(order.cuda(), w).cpu(), running_smallest(order, w).int())
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (2048, 4096), (5000, 777)])
+def test_tiles_of_intervals(queries, keys):
+    """The same."""
+    begins = torch.randint(0, queries + 1, (2, 3, keys))
+    ends = torch.randint(0, queries + 1, begins.shape)
+    begins[1, 0], ends[1, 0], ends[1, 1] = 0, queries, 0
+    for block in (64, 128, (64, 192)):
+        found = mask_of_intervals(begins.cuda(), ends.cuda(), queries, block=block).tensors
+        wanted = TileMask.from_intervals(begins, ends, queries, block=block).tensors
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(found, wanted, strict=True))
+    assert mask_of_intervals(begins[:0].cuda(), ends[:0].cuda(), queries).tensors.tiles.numel() == 0
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype

@@ -1,4 +1,5 @@
-"""What a dynamic mask needs of a GPU: keys gathered, their gradients added up, and which queries keep a key.
+"""What a dynamic mask needs of a GPU: keys gathered, their gradients added up, which queries keep a key, and which
+tiles that leaves.
 
 All are in PyTorch's own operators beside it (`tilewise.gather`, `tilewise.dynamic_mask`); there are a few hundred of
 these, or they move several times the bytes.
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tilewise.backends import device_of
 from tilewise.backends.launcher import POINTER, Launch, Strided, strided
+from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL
 
 _BLOCK = 1024
 # What a launch is kept by beside its numbers: the device, and dtypes, for it takes the kernel that it had before.
@@ -139,6 +141,14 @@ def _level(device: torch.device, rows: int, n: int, half: int) -> Launch:
     return Launch(smallest_level_kernel, rows * blocks, (POINTER,) * 8, (n, half, half // 2, _BLOCK), num_warps=4)
 
 
+@lru_cache(256)
+def _counts(device: torch.device, rows: int, n: int, half: int) -> Launch:
+    blocks = triton.cdiv(n, _BLOCK)
+    return Launch(
+        smallest_counts_kernel, rows * blocks, (POINTER,) * 2, (n, half, _BLOCK, 4 * _BLOCK), num_warps=4
+    )  # fmt: skip
+
+
 def running_smallest(order: Tensor, w: int) -> Tensor:
     """`tilewise.dynamic_mask.running_smallest` of a tensor on a GPU, int32."""
     n, rows = order.shape[-1], order.numel() // order.shape[-1]
@@ -148,17 +158,35 @@ def running_smallest(order: Tensor, w: int) -> Tensor:
         ends, left = place.expand(numbers.shape).contiguous(), torch.full_like(numbers, w - 1)
         found = torch.zeros_like(numbers)
         half = 1 << max((n - 1).bit_length() - 1, 0)
-        zeros, after, zeros_after = (
-            (numbers < half).to(torch.int32),
-            torch.empty_like(numbers),
-            torch.empty_like(numbers),
-        )
+        zeros = (numbers < half).to(torch.int32)
+        counts, after, zeros_after = (torch.empty_like(numbers) for _ in range(3))
         while half > 0:
-            counts = zeros.cumsum(-1, dtype=torch.int32)
+            _counts(order.device, rows, n, half)(zeros, counts)
             _level(order.device, rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
             numbers, after, zeros, zeros_after = after, numbers, zeros_after, zeros
             half //= 2
         return torch.where(place < w, n, found)
+
+
+@triton.jit
+def smallest_counts_kernel(zeros, counts, n, half, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """How many numbers up to each are lower, zeros and counts of `smallest_level_kernel`: one program a block.
+
+    Of the nodes before a block exactly half are lower, so that only its own node is added up, WIDE at once. cumsum of
+    PyTorch has one program for a row, of which there are as many as heads.
+    """
+    blocks = tl.cdiv(n, BLOCK)
+    pid = tl.program_id(0)
+    start = pid % blocks * BLOCK
+    row = tl.cast(pid // blocks, tl.int64) * n
+    node = start // (2 * half) * (2 * half)
+    before = tl.zeros([WIDE], tl.int32)
+    for at in range(node, start, WIDE):
+        j = at + tl.arange(0, WIDE)
+        before += tl.load(zeros + row + j, mask=j < start, other=0)
+    i = start + tl.arange(0, BLOCK)
+    count = tl.cumsum(tl.load(zeros + row + i, mask=i < n, other=0), 0)
+    tl.store(counts + row + i, count + node // 2 + tl.sum(before, 0), mask=i < n)
 
 
 @triton.jit
@@ -198,3 +226,51 @@ def smallest_level_kernel(
     tl.store(after + row + to, x, mask=inside)
     if next_half > 0:
         tl.store(zeros_after + row + to, (x // next_half % 2 == 0).to(tl.int32), mask=inside)
+
+
+# --- which tiles intervals of queries leave ---
+
+
+@lru_cache(256)
+def _tiles(device: torch.device, matrices: int, keys: int, queries: int, block: tuple[int, int]) -> Launch:
+    (block_m, block_n), block_r = block, 32
+    numbers = (queries, keys, block_m, block_n, EMPTY, PARTIAL, FULL, triton.next_power_of_2(block_n), block_r)
+    return Launch(
+        interval_tiles_kernel, matrices * triton.cdiv(keys, block_n), (POINTER,) * 3, numbers, num_warps=4
+    )  # fmt: skip
+
+
+def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
+    """`tilewise.score.tile_tensors.tiles_of_intervals` of tensors on a GPU, int32 and contiguous."""
+    b, h, _, keys = begins.shape
+    with device_of(begins):
+        tiles = begins.new_empty(b, h, triton.cdiv(queries, block[0]), triton.cdiv(keys, block[1]))
+        _tiles(begins.device, b * h, keys, queries, block)(begins, ends, tiles)
+    return tiles
+
+
+@triton.jit
+def interval_tiles_kernel(
+    begins, ends, tiles, queries, keys, block_m, block_n, EMPTY: tl.constexpr, PARTIAL: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of keys of one matrix, BLOCK_R tiles of queries at once: of each whether it is hidden, full,
+    or anything between. begins, ends: int32 (matrices, keys), within the queries."""
+    rows, cols = tl.cdiv(queries, block_m), tl.cdiv(keys, block_n)
+    pid = tl.program_id(0)
+    col, matrix = pid % cols, tl.cast(pid // cols, tl.int64)
+    i = tl.arange(0, BLOCK_N)
+    key = col * block_n + i
+    inside = (i < block_n) & (key < keys)
+    begin = tl.load(begins + matrix * keys + key, mask=inside, other=0)
+    end = tl.load(ends + matrix * keys + key, mask=inside, other=0)
+    first = begin // block_m
+    last = tl.where(end > begin, (end + block_m - 1) // block_m, first)
+    whole_end = tl.where(inside & (end < queries), end // block_m, rows)
+    full_from, full_to = tl.max((begin + block_m - 1) // block_m, 0), tl.min(whole_end, 0)
+    for start in range(0, rows, BLOCK_R):
+        m = start + tl.arange(0, BLOCK_R)
+        meets = (first[None, :] <= m[:, None]) & (m[:, None] < last[None, :])
+        some = tl.where(tl.max(meets.to(tl.int32), 1) > 0, PARTIAL, EMPTY)
+        found = tl.where((m >= full_from) & (m < full_to), FULL, some)
+        tl.store(tiles + (matrix * rows + m) * cols + col, found, mask=m < rows)

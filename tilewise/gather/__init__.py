@@ -21,13 +21,14 @@ from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import Call
 from tilewise.gather.autograd import gather_rows
+from tilewise.gather.intervals import mask_of_intervals
 from tilewise.ops.runtime.eager import in_forward_mode
 from tilewise.ops.runtime.tools import exports_onnx
 from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band
 from tilewise.score.tiles import visible_pairs
 from tilewise.tensors import is_dtensor
-from tilewise.tile_mask import Kept, TileMask
+from tilewise.tile_mask import Kept
 
 # FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
 WORTH = {"cpu": 1e7, "cuda": 1e11}
@@ -128,7 +129,7 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
         keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
         batch = 1 if chunks == 1 and keys.shape[0] == 1 else B
         lo, hi = (x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to))
-        found = TileMask.from_intervals(lo, hi, rows).tensors
+        found = mask_of_intervals(lo, hi, rows).tensors
     if bias is not None:
         wide = bias if bias.dtype == torch.float64 else bias.float()  # parts of its gradient are not rounded
         own = wide.mT if chunks == 1 else wide.mT.expand(B, -1, -1, -1)
