@@ -389,7 +389,7 @@ def _leaves_queries_out(problem: Problem) -> bool:
 def _choices(problem: Problem, config: BackwardConfig, work_tiles: int, programs: int) -> tuple[Any, ...]:
     """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts."""
     return (
-        backward_config(problem).dq_stored,
+        problem.keys <= config.block_n,  # which dQ is stored by: not by the tile that these lengths would get
         problem.keys % config.block_n != 0,
         hides(problem),
         head_swizzle(problem) if problem.deterministic else 0,
