@@ -193,18 +193,19 @@ def test_numbers_that_triton_tells_apart(launch, number, other, same, where):
     assert (wants[0] == wants[1]) == same
     if type(number) is type(other) is int:
         first = type(run)(kernel, 6, run.layouts, (place(number), 0.5), num_warps=4)
-        resized = first.resized(8, (None, None, None), (place(other), 0.5))
+        resized = first.resized(8, (None, None, None), (), (place(other), 0.5))
         assert resized.wants((at(0), at(0), None), (True, True, False)) == wants[1]
         assert resized.programs == 8
 
 
 def test_strides_of_a_resized_launch(launch):
-    from tilewise.backends.launcher import Place
+    from tilewise.backends.launcher import ENDS, place
 
     run, kernel = launch
     x, other = at(0), torch.zeros(1, 3, 5, 8)
     run(x, x, None)
-    resized = run.resized(9, (Place.of(other), None, None), (9, 0.5))
+    given = (7, *place(other.shape, other.stride(), 4), *ENDS)
+    resized = run.resized(9, (1, None, None), given, (9, 0.5))
     for _ in range(2):
         resized(other, x, None)
     grid, (rows, pointer, absent, *numbers) = kernel.found[-1].launches[-1]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise import attention, call, dispatch, scaled_dot_product_attention
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
+from tilewise.backends.protocol import resized_problem
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import make_plan
 from tilewise.problem import Problem, irregular
@@ -99,7 +100,8 @@ def facts(x):
 
 
 def run_facts(run) -> dict:
-    return {name: facts(x) for name, x in run.__dict__.items()}
+    """Without other passes that it knows of."""
+    return {name: facts(x) for name, x in run.__dict__.items() if name != "made"}
 
 
 def stride_codes(run) -> dict[str, tuple[int, ...]]:
@@ -189,12 +191,12 @@ def prepared_by(monkeypatch):
         resizable = True
 
         def __init__(self, work, problem, *tensors, resized=False):
-            self.work, self.more = work, tensors[3:]  # a backward's needs
+            self.work, self.problem = work, problem
             log.append((work, resized, problem))
             self.run = prepare[work](problem, *tensors)
 
-        def resized(self, problem, *tensors):
-            return Pass(self.work, problem, *tensors, resized=True)
+        def resized(self, structure, lo, hi, *tensors):
+            return Pass(self.work, resized_problem(self.problem, structure, lo, hi), *tensors, resized=True)
 
         def __call__(self, *tensors):
             return self.run(*tensors)

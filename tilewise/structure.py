@@ -14,21 +14,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilewise.backends import address
-from tilewise.backends.protocol import Inputs
-from tilewise.problem import Operand, Problem
-from tilewise.score.terms import Band, Terms
+from tilewise.backends.protocol import Inputs, Structure
+from tilewise.problem import Problem
+from tilewise.score.terms import Terms
 
 _WIDE = 2**23  # strides from which offsets inside a tile may need 64 bits
 MOST_VARIANTS = 16  # of a structure: what lengths decide of it has fewer cases
 _MOST = 2**29  # elements of all heads' rows, far from where a backend counts in more than 32 bits
-
-
-class Structure(NamedTuple):
-    """``key``, equal for all calls of a structure, and the lengths of one."""
-
-    key: tuple
-    queries: int
-    keys: int
 
 
 def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
@@ -80,7 +72,7 @@ def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
         if max(stride) >= _WIDE:
             return None
         key += (*x.shape[:2], *x.shape[3:], x.dtype, x.device, _codes(stride), stride[1] < stride[2], _alignment(x))
-    return Structure(key, M, N)
+    return Structure(key, M, N, (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()))
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:
@@ -104,26 +96,6 @@ def terms_key(terms: Terms) -> tuple:
     return (lo is None, hi is None, *rest)
 
 
-def resized_problem(problem: Problem, structure: Structure, terms: Terms) -> Problem:
-    """Of another call of the same structure, without the checks that it passes as that one did."""
-    M, N = structure.queries, structure.keys
-    score = problem.score
-    if (score.band.lo, score.band.hi) != terms[:2]:
-        score = object.__new__(type(score))
-        score.__dict__.update(problem.score.__dict__, band=Band(terms.lo, terms.hi))
-    copy = object.__new__(Problem)
-    copy.__dict__.update(problem.__dict__, queries=M, keys=N, score=score)
-    for name in ("bias", "mask"):
-        x: Operand | None = getattr(problem, name)
-        if x is not None:
-            whole = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, x.cols if x.cols == 1 else N)
-            copy.__dict__[name] = whole
-    if problem.sink is not None:
-        x = problem.sink
-        copy.__dict__["sink"] = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, 1)
-    return copy
-
-
 class Variants(NamedTuple):
     """Passes that were prepared for calls of a structure, each with its problem."""
 
@@ -132,9 +104,8 @@ class Variants(NamedTuple):
     def resized(self, structure: Structure, terms: Terms, *tensors: Any) -> Any | None:
         """One for another call, if a backend finds that it can make it of one that is there."""
         prepared = self.prepared
-        found = resized_problem(prepared[0][0], structure, terms)
         for n, (_, run) in enumerate(prepared):
-            made = run.resized(found, *tensors)
+            made = run.resized(structure, terms.lo, terms.hi, *tensors)
             if made is not None:
                 if n:  # the next one, which has about as many, will be made of it too
                     prepared.insert(0, prepared.pop(n))

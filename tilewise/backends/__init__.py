@@ -7,7 +7,7 @@ Under torch.compile strides are promised before they are known: o has those of `
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
@@ -82,11 +82,13 @@ def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor
     return q.new_empty((B, H, M, value_dim), device=device)
 
 
-def output_layout(q: Tensor, value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def output_layout(
+    q_shape: Sequence[int], q_strides: Sequence[int], value_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
     """Shape and strides of `empty_output`."""
-    B, H, M, _ = q.shape
+    B, H, M, _ = q_shape
     shape = B, H, M, value_dim
-    if q.stride(1) < q.stride(2):
+    if q_strides[1] < q_strides[2]:
         return shape, (M * H * value_dim, value_dim, H * value_dim, 1)
     return shape, (H * M * value_dim, M * value_dim, value_dim, 1)
 

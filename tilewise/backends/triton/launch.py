@@ -25,6 +25,7 @@ from tilewise.backends import (
 )
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
+from tilewise.backends.protocol import Structure
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.tile_mask import tile_how, tile_layout
@@ -176,9 +177,9 @@ class Forward:
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
 
-    def resized(self, problem: Problem, inputs: Inputs) -> Forward | None:
+    def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Forward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
-        return resized_forward(self, problem, inputs)
+        return resized_forward(self, structure, lo, hi, inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
         with device_of(inputs.q):
@@ -347,10 +348,11 @@ class Backward:
         self.part_gradients = {name: ordered(x, name) for name, x in ordered_parts.items()}
 
     def resized(
-        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
-    ) -> Backward | None:
+        self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
+        cotangents: Outputs, needs: Needs,
+    ) -> Backward | None:  # fmt: skip
         """The same."""
-        return resized_backward(self, problem, inputs, outputs, cotangents)
+        return resized_backward(self, structure, lo, hi, inputs, outputs, cotangents)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         try:

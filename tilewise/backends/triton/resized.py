@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from tilewise.backends import Inputs, Outputs, gradient_strides, output_layout
-from tilewise.backends.launcher import Place
+from tilewise.backends.launcher import ENDS, PLACE, place
+from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import limited
 from tilewise.backends.triton.config import Config, splits
 from tilewise.backends.triton.masks import lists_pay
 from tilewise.backends.triton.packed import tile_count
 from tilewise.problem import Problem
+from tilewise.score import tiles
 
 
 def forward_programs(problem: Problem, config: Config, shares: int) -> int:
@@ -34,9 +36,14 @@ def ragged(problem: Problem, config: Config) -> tuple[bool, bool]:
     return packed or rows % config.block_m != 0, packed or problem.keys % config.block_n != 0
 
 
-def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
+# Where tensors begin among how they lie, of a forward; of a bias, a mask and a sink after these.
+_Q, _K, _V, _O, _TARGET, _MORE = (PLACE * n for n in range(6))
+
+
+def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
     """A `launch.Forward` for other lengths than ``run``'s; None where these ask for something else that is compiled
     in."""
+    problem = resized_problem(run.problem, structure, lo, hi)
     config, q, sink = run.config, inputs.q, inputs.sink
     shares = splits(problem, config)
     if (shares > 1) != (run.shares > 1) or ragged(problem, config) != run.choices or lists_pay(problem, config):
@@ -44,34 +51,59 @@ def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
     new = object.__new__(type(run))
     new.__dict__.update(run.__dict__)
     new.problem, new.shares = problem, shares
-    o, device = Place(*output_layout(q, problem.value_dim), q.element_size()), q.device
-    batch, heads, rows, row = o.shape
+    o, device = output_layout(q.shape, q.stride(), problem.value_dim), q.device
+    batch, heads, rows, row = o[0]
     lse = (batch, heads, rows), (heads * rows, rows, 1)
-    new.empty_o = partial(torch.empty_strided, o.shape, o.strides, dtype=q.dtype, device=device)
+    new.empty_o = partial(torch.empty_strided, *o, dtype=q.dtype, device=device)
     new.empty_lse = partial(torch.empty_strided, *lse, dtype=torch.float32, device=device)
     terms, sizes, c = run.main.numbers
     sizes = sizes._replace(queries=problem.queries, keys=problem.keys, splits=shares)
-    sink_row = None if sink is None else Place.of(sink[..., None])
     target = o
     if run.merge is not None:
-        target = Place((shares * batch, heads, rows, row), (heads * rows * row, rows * row, row, 1), 4)
-        parts = (target.shape, target.strides), ((shares * batch, heads, rows), lse[1])
+        target = (shares * batch, heads, rows, row), (heads * rows * row, rows * row, row, 1)
+        parts = target, ((shares * batch, heads, rows), lse[1])
         new.empty_shares = tuple([
             partial(torch.empty_strided, *x, dtype=torch.float32, device=device) for x in parts
         ])  # fmt: skip
-        new.merge = run.merge.resized(batch * heads * rows, (None, None, o, None, sink_row), (sizes, c))
-    places = [None if x is None else Place.of(x) for x in inputs[:5]]
+    given: tuple[Any, ...] = ()
+    for x in inputs[:3]:
+        given += place(x.shape, x.stride(), x.element_size())
+    given += (*place(*o, q.element_size()), *place(*target, 4))
+    places: list[int | None] = [_Q, _K, _V]
+    for y in (*inputs[3:5], None if sink is None else sink[..., None]):
+        places.append(None if y is None else len(given))
+        if y is not None:
+            given += place(y.shape, y.stride(), y.element_size())
+    given += ENDS
+    *operands, sink_place = places
+    if run.merge is not None:
+        new.merge = run.merge.resized(batch * heads * rows, (None, None, _O, None, sink_place), given, (sizes, c))
     new.main = run.main.resized(
         forward_programs(problem, config, shares),
-        (*places, sink_row if shares == 1 else None, None, None, None, None, target, None),
-        (limited(terms, problem.score.band), sizes, c),
+        (*operands, sink_place if shares == 1 else None, None, None, None, None, _TARGET, None),
+        given,
+        (_limited(terms, problem), sizes, c),
     )
     return new
 
 
-def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Any:
+def _limited(terms: Any, problem: Problem) -> Any:
+    band = problem.score.band
+    return terms if band.unlimited else limited(terms, *tiles.limits(band))
+
+
+# Of a backward.
+_DO, _OUT, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(3, 9))
+_ACCUM, _DLSE = _STATS + 4, _STATS + 10
+
+
+def resized_backward(
+    run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
+    cotangents: Outputs,
+) -> Any:  # fmt: skip
     """The same of a `launch.Backward`."""
-    p, config, (q, k, v, *_), (do, dlse) = problem, run.config, inputs, cotangents
+    p, config = resized_problem(run.problem, structure, lo, hi), run.config
+    (q, k, v, *_), (do, dlse) = inputs, cotangents
     if ragged(p, config) != run.choices:
         return None
     new = object.__new__(type(run))
@@ -83,35 +115,44 @@ def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Output
     empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
     accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
     new.empty_stats = partial(empty, (p.batch, p.heads, padded), (p.heads * padded, padded, 1))
-    made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
+    made = [(x.shape, gradient_strides(x)) for x in (q, k, v)]
     *gradients, accumulator = run.empty_gradients
     new.empty_gradients = [
-        None if make is None else partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device)
+        None if make is None else partial(torch.empty_strided, *x, dtype=q.dtype, device=device)
         for make, x in zip(gradients, made, strict=True)
     ]
     new.empty_gradients.append(None if accumulator is None else partial(empty, *accum))
-    given = [Place.of(x) for x in (q, k, v, do)]
-    dlse_row = None if dlse is None else Place.of(dlse[..., None])
+    given: tuple[Any, ...] = ()
+    for x in (q, k, v, do, outputs.o):
+        given += place(x.shape, x.stride(), x.element_size())
+    for shape, strides in made:
+        given += place(shape, strides, q.element_size())
+    given += (heads, padded, padded, 1, *accum[0], *accum[1])
+    if dlse is not None:
+        given += place((*dlse.shape, 1), (*dlse.stride(), 1), 4)
+    given += ENDS
     new.preprocess = run.preprocess.resized(
         row_programs,
-        (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
+        (_OUT, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
+        given,
         (sizes, *run.preprocess.numbers[1:]),
     )
     if run.finite is not None:
-        new.finite = run.finite.resized(key_programs, (*given[1:3], None), (sizes, *run.finite.numbers[1:]))
+        new.finite = run.finite.resized(key_programs, (_K, _V, None), given, (sizes, *run.finite.numbers[1:]))
     if run.main is not None:
         terms, _, c = run.main.numbers
-        stats_row = Place((heads, padded), (padded, 1), 4)
-        written = [None if make is None else x for make, x in zip(gradients[1:], made[1:], strict=True)]
-        own = (*given[1:3], None, *written)
+        written = [None if make is None else x for make, x in zip(gradients[1:], (_DK, _DV), strict=True)]
+        own = (_K, _V, None, *written)
+        accumulated = None if accumulator is None else _ACCUM
         new.main = run.main.resized(
             key_programs,
-            (*given, stats_row, stats_row, None, None, None, None, None, None, own, Place(*accum, 4), None),
-            (limited(terms, problem.score.band), sizes, c),
+            (_Q, _K, _V, _DO, _STATS, _STATS, *(None,) * 6, own, accumulated, None),
+            given,
+            (_limited(terms, p), sizes, c),
         )
     if run.postprocess is not None:
         terms, _, c = run.postprocess.numbers
         new.postprocess = run.postprocess.resized(
-            row_programs, (None, made[0], None), (limited(terms, problem.score.band), sizes, c)
+            row_programs, (None, _DQ, None), given, (_limited(terms, p), sizes, c)
         )
     return new

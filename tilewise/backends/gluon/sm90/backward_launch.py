@@ -50,11 +50,17 @@ from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Place, Record, constants, strided
+from tilewise.backends.launcher import ENDS, PLACE, POINTER, Launch, Record, constants, place, strided
+from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import limited
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
+from tilewise.score import tiles
 from tilewise.score.lengths import Lengths
+
+# Where tensors begin among how they lie, for `Backward.resized`.
+_Q, _K, _V, _DO, _O, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(9))
+_ACCUM, _DLSE = _STATS + 2, _STATS + 6
 
 
 class Backward:
@@ -209,10 +215,12 @@ class Backward:
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
     def resized(
-        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
-    ) -> Backward | None:
+        self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
+        cotangents: Outputs, needs: Needs,
+    ) -> Backward | None:  # fmt: skip
         """For other lengths; None where these ask for something else that is compiled in."""
-        p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
+        p, config = resized_problem(self.problem, structure, lo, hi), self.config
+        (q, k, v, *_), (do, dlse) = inputs, cotangents
         sizes, groups = _sizes(p, config, q.device)
         work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
         if _choices(p, config, work_tiles, programs) != self.choices:
@@ -229,28 +237,36 @@ class Backward:
         new.empty_stats = partial(empty, (stats,), (1,))
         new.empty_dq_accum = partial(empty, accum, (cols, 1))
         new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
-        given = [Place.of(x) for x in (q, k, v, do)]
-        made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
+        made = [(x.shape, gradient_strides(x)) for x in (q, k, v)]
         new.empty_dq, new.empty_dk, new.empty_dv = (
-            partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device) for x in made
+            partial(torch.empty_strided, *x, dtype=q.dtype, device=device) for x in made
         )
-        dlse_row = None if dlse is None else Place.of(dlse[..., None])
+        given: tuple[Any, ...] = ()
+        for x in (q, k, v, do, outputs.o):
+            given += place(x.shape, x.stride(), x.element_size())
+        for shape, strides in made:
+            given += place(shape, strides, q.element_size())
+        given += (stats, 1, *accum, cols, 1)
+        if dlse is not None:
+            given += place((*dlse.shape, 1), (*dlse.stride(), 1), 4)
+        given += ENDS
         value_dim, _, _, *switches = self.before.numbers
         new.before = self.before.resized(
             row_programs,
-            (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
+            (_O, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
+            given,
             (value_dim, sizes, counted, *switches),
         )
-        accum_row = Place(accum, (cols, 1), 4) if config.dq_by_tma else None
-        dq_row = made[0] if self.dq_stored else accum_row
+        leaves = _DQ if self.dq_stored else _ACCUM if config.dq_by_tma else None
         terms, _, c = self.main.numbers
         new.main = self.main.resized(
             min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
-            (*given, None, Place((stats,), (1,), 4), dq_row, *made[1:], *(None,) * 7),
-            (limited(terms, p.score.band), sizes, c),
+            (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, *(None,) * 7),
+            given,
+            (terms if p.score.band.unlimited else limited(terms, *tiles.limits(p.score.band)), sizes, c),
         )
         head_dim, scale, _, *more = self.after.numbers
-        new.after = self.after.resized(row_programs, (None, made[0], None), (head_dim, scale, sizes, *more))
+        new.after = self.after.resized(row_programs, (None, _DQ, None), given, (head_dim, scale, sizes, *more))
         return new
 
     def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:

@@ -9,6 +9,8 @@ import torch
 
 from tilewise.backends.gluon.values import ends
 from tilewise.problem import Problem
+from tilewise.score.terms import Band
+from tilewise.score.tiles import visible_pairs
 
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
@@ -83,9 +85,17 @@ def _scales_exactly(problem: Problem) -> bool:
     return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
 
-def sees_few(problem: Problem) -> bool:
-    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64)."""
-    return problem.pairs // max(1, problem.batch * problem.heads * problem.queries) < 2048
+def sees_few(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
+    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64).
+
+    lo, hi: the limits of the band.
+    """
+    return keys < 2048 or visible_pairs(queries, keys, Band(lo, hi)) // max(1, queries) < 2048
+
+
+def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
+    """Queries and keys, and the limits of the band."""
+    return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
 def forward_config(problem: Problem) -> Config:
@@ -105,7 +115,7 @@ def forward_config(problem: Problem) -> Config:
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
-    three = three and not (band and sees_few(problem))
+    three = three and not (band and sees_few(*band_of(problem)))
     in_registers = not (three or small) and (d < 128 or (d == 128 and (problem.bias is None or bias > 0)))
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
     by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
