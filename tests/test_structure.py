@@ -20,7 +20,7 @@ from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score, Terms
-from tilewise.structure import Variants, structure_of, terms_key
+from tilewise.structure import Variants, layouts, structure_of, terms_key
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -58,6 +58,7 @@ def terms_of(case: Case, backend: str) -> Terms:
     return Terms.of(Score.of(band, case.D, softcap=case.softcap), case.deterministic, backend)
 
 
+NOTHING = None, None, None  # no bias, mask and sink
 NEEDS = Needs(True, True, True, False)
 
 
@@ -69,7 +70,7 @@ def prepared(case: Case, backend: str, work: str, longest: int):
     problem = Problem.of(*inputs, terms.score, deterministic=terms.deterministic, irregular=names)
     problem = replace(problem, device="cuda", capability=(9, 0))
     tensors = (inputs, outputs, cotangents, NEEDS) if backward else (inputs,)
-    structure = structure_of(inputs, *(*outputs, *cotangents) if backward else ())
+    structure = structure_of(*layouts(*inputs[:6], *(*outputs, *cotangents) if backward else ()))
     try:
         plan = make_plan(problem, backend)
     except ValueError:
@@ -287,22 +288,24 @@ STRUCTURES = {
 @pytest.mark.parametrize("change", STRUCTURES)
 def test_another_structure(change):
     q, k, v = qkv(8, 24)
-    one, other = (structure_of(Inputs(*x, None, None)) for x in ((q, k, v), STRUCTURES[change](q, k, v)))
+    one, other = (structure_of(*layouts(*x), *NOTHING) for x in ((q, k, v), STRUCTURES[change](q, k, v)))
     assert one is not None
     assert other is not None
     assert one.key != other.key
     q, k, v = qkv(10, 40)
-    assert structure_of(Inputs(q, k, v, None, None)).key == one.key
+    assert structure_of(*layouts(q, k, v), *NOTHING).key == one.key
 
 
 def test_calls_without_a_structure():
     """With more than q, k, v, bias, mask and sink, without anything to compute, or too large for it."""
     q, k, v = qkv(8, 24)
-    assert structure_of(Inputs(q, k, v, None, None, seed=torch.zeros(2, dtype=torch.int64))) is None
-    assert structure_of(Inputs(q[:, :, :0], k, v, None, None)) is None
-    assert structure_of(Inputs(q, k[:, :, :0], v[:, :, :0], None, None)) is None
+    inputs = Inputs(q, k, v, None, None, seed=torch.zeros(2, dtype=torch.int64))
+    assert dispatch._structure(inputs, layouts(*inputs.tensors())) is None
+    assert dispatch._structure(inputs._replace(seed=None), layouts(*inputs[:6])) is not None
+    assert structure_of(*layouts(q[:, :, :0], k, v), *NOTHING) is None
+    assert structure_of(*layouts(q, k[:, :, :0], v[:, :, :0]), *NOTHING) is None
     q, k, v = (torch.empty(1, 64, 2**22, 64, dtype=BRAIN, device="meta") for _ in range(3))
-    assert structure_of(Inputs(q, k, v, None, None)) is None
+    assert structure_of(*layouts(q, k, v), *NOTHING) is None
 
 
 def test_variants_are_bounded():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilewise.backends import address
-from tilewise.backends.protocol import Inputs, Structure
+from tilewise.backends.protocol import Structure
 from tilewise.problem import Problem
 from tilewise.score.terms import Terms
 
@@ -23,56 +23,75 @@ MOST_VARIANTS = 16  # of a structure: what lengths decide of it has fewer cases
 _MOST = 2**29  # elements of all heads' rows, far from where a backend counts in more than 32 bits
 
 
-def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
+# How a tensor lies: shape, dtype, device, strides, and its address modulo 16, of a CPU's 0.
+Layout = tuple[tuple[int, ...], Any, Any, tuple[int, ...], int]
+
+
+def layouts(*tensors: Tensor | None) -> tuple[Layout | None, ...]:
+    """Of tensors, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    return tuple([
+        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
+        for x in tensors
+    ])  # fmt: skip
+
+
+def structure_of(
+    q: Layout, k: Layout, v: Layout, bias: Layout | None, mask: Layout | None, sink: Layout | None,
+    *more: Layout | None,
+) -> Structure | None:  # fmt: skip
     """Of a call with q, k, v, bias, mask and sink alone, whose shapes fit; None of any other.
 
-    more: o and the LSE of a backward, and their cotangents.
+    more: of a backward, those of o and the LSE, and of their cotangents.
     """
-    q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
-    if not (parts is seed is lengths is tiles is None) or not q.dim() == k.dim() == v.dim() == 4:
+    q_shape, q_dtype, q_device, q_strides, q_begin = q
+    k_shape, k_dtype, k_device, k_strides, k_begin = k
+    v_shape, v_dtype, v_device, v_strides, v_begin = v
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
-    batch, heads, M, head_dim = q.shape
-    _, kv_heads, N, value_dim = v.shape
-    if k.shape != (batch, kv_heads, N, head_dim) or v.shape[0] != batch or M == 0 or N == 0:
+    batch, heads, M, head_dim = q_shape
+    v_batch, kv_heads, N, value_dim = v_shape
+    if k_shape != (batch, kv_heads, N, head_dim) or v_batch != batch or M == 0 or N == 0:
         return None
-    strides = (*q.stride(), *k.stride(), *v.stride())
-    width = max(head_dim, value_dim)
-    most, dense = max(strides), heads * max(M, N) * width
-    if most >= 2**31 or dense >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
+    (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = q_strides, k_strides, v_strides
+    # Of their bits all that follows asks: a power of two is reached by all together if it is by one.
+    strides, width = qb | qh | qm | kb | kh | kn | vb | vh | vn, max(head_dim, value_dim)
+    dense = heads * max(M, N) * width
+    if (strides | qd | kd | vd | dense) >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
         return None
     few = M <= 64 and 16 * M <= N  # `Problem.few_queries`
+    # Nearly all have rows without gaps, multiples of 16 apart: then there is nothing to tell one by one.
+    usual = qd == kd == vd == 1 and not strides & 15 and qb and qh and qm and kb and kh and kn and vb and vh and vn
     key: tuple = (
-        batch, heads, kv_heads, head_dim, value_dim, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        *_codes(strides), strides[1] < strides[2], strides[5] < strides[6], strides[9] < strides[10],
-        0 if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
-        most >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
-        *_codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),  # strides of what is made, or factors
+        batch, heads, kv_heads, head_dim, value_dim, q_dtype, k_dtype, v_dtype, q_device, k_device, v_device,
+        0 if usual else _codes((*q_strides, *k_strides, *v_strides)), qh < qm, kh < kn, vh < vn,
+        q_begin, k_begin, v_begin, (strides | qd | kd | vd) >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
+        # strides of what is made, or factors of them
+        0 if not (head_dim | value_dim) & 15 else _codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),
     )  # fmt: skip
-    for x in (bias, mask):
-        if x is None:
-            key += (None,)
-            continue
-        if x.dim() != 4 or x.shape[2] not in (1, M) or x.shape[3] not in (1, N) or max(x.stride()) >= _WIDE:
-            return None
-        b, h, m, n = x.shape
-        key += (b, h, m == 1, n == 1, x.dtype, x.device, _broadcast_codes(x), _alignment(x))
-    if sink is None:
-        key += (None,)
-    else:
-        if sink.dim() != 3 or sink.shape[2] not in (1, M):
-            return None
-        key += (*sink.shape[:2], sink.shape[2] == 1, sink.dtype, sink.device, _broadcast_codes(sink), _alignment(sink))
+    if bias is not None or mask is not None or sink is not None:
+        for x in (bias, mask):
+            if x is None:
+                key += (None,)
+                continue
+            shape, dtype, device, steps, begin = x
+            if len(shape) != 4 or shape[2] not in (1, M) or shape[3] not in (1, N) or max(steps) >= _WIDE:
+                return None
+            b, h, m, n = shape
+            key += (b, h, m == 1, n == 1, dtype, device, _broadcast_codes(shape, steps), begin)
+        if sink is not None:
+            shape, dtype, device, steps, begin = sink
+            if len(shape) != 3 or shape[2] not in (1, M):
+                return None
+            key += (*shape[:2], shape[2] == 1, dtype, device, _broadcast_codes(shape, steps), begin)
     for x in more:
         if x is None:
             key += (None,)
             continue
-        if x.shape[2] != M:
+        shape, dtype, device, steps, begin = x
+        if shape[2] != M or max(steps) >= _WIDE:
             return None
-        stride = x.stride()
-        if max(stride) >= _WIDE:
-            return None
-        key += (*x.shape[:2], *x.shape[3:], x.dtype, x.device, _codes(stride), stride[1] < stride[2], _alignment(x))
-    return Structure(key, M, N, (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()))
+        key += (*shape[:2], *shape[3:], dtype, device, _codes(steps), steps[1] < steps[2], begin)
+    return Structure(key, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides))
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:
@@ -81,13 +100,9 @@ def _codes(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple([x if x < 2 else (x & -x & 15) | 16 for x in strides])
 
 
-def _broadcast_codes(x: Tensor) -> tuple[int, ...]:
+def _broadcast_codes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The same; nobody steps along an axis of size 1."""
-    return _codes([0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
-
-
-def _alignment(x: Tensor) -> int:
-    return 0 if x.is_cpu else address(x) % 16
+    return _codes([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
 def terms_key(terms: Terms) -> tuple:
