@@ -100,9 +100,16 @@ def facts(x):
     return x
 
 
+def attributes(run) -> dict:
+    """Of one that was made of another, those of that one too where it has none of its own. Without launches that it
+    knows of."""
+    if hasattr(run, "__dict__"):
+        return {name: x for name, x in run.__dict__.items() if name not in ("bases", "made")}
+    return {**attributes(run.of), **{name: getattr(run, name) for name in run.__slots__ if name != "of"}}
+
+
 def run_facts(run) -> dict:
-    """Without other passes that it knows of."""
-    return {name: facts(x) for name, x in run.__dict__.items() if name != "made"}
+    return {name: facts(x) for name, x in attributes(run).items()}
 
 
 def stride_codes(run) -> dict[str, tuple[int, ...]]:
@@ -110,7 +117,7 @@ def stride_codes(run) -> dict[str, tuple[int, ...]]:
     from tilewise.backends.kernel_arguments import strides_of
     from tilewise.backends.launcher import Launch, _codes
 
-    return {name: _codes(strides_of(x.layouts)) for name, x in run.__dict__.items() if isinstance(x, Launch)}
+    return {name: _codes(strides_of(x.layouts)) for name, x in attributes(run).items() if isinstance(x, Launch)}
 
 
 def draw(rng: random.Random) -> tuple[Case, str]:

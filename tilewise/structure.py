@@ -119,10 +119,11 @@ class Variants(NamedTuple):
     def resized(self, structure: Structure, terms: Terms, *tensors: Any) -> Any | None:
         """One for another call, if a backend finds that it can make it of one that is there."""
         prepared = self.prepared
-        for n, (_, run) in enumerate(prepared):
-            made = run.resized(structure, terms.lo, terms.hi, *tensors)
-            if made is not None:
-                if n:  # the next one, which has about as many, will be made of it too
+        made = prepared[0][1].resized(structure, terms.lo, terms.hi, *tensors)
+        if made is None:
+            for n, (_, run) in enumerate(prepared[1:], 1):
+                made = run.resized(structure, terms.lo, terms.hi, *tensors)
+                if made is not None:  # the next one, which has about as many, will be made of it too
                     prepared.insert(0, prepared.pop(n))
-                return made
-        return None
+                    break
+        return made

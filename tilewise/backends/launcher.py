@@ -72,7 +72,9 @@ __all__ = [
     "Strided",
     "boxed",
     "constants",
+    "kinds",
     "place",
+    "resized_launches",
     "row_strides",
     "sink_layout",
     "strided",
@@ -147,30 +149,35 @@ class Launch:
         return self._layouts
 
     def resized(
-        self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...],
-        alike: Launch | None = None,
-    ) -> Launch:  # fmt: skip
+        self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...]
+    ) -> Launch | _Short:  # fmt: skip
         """The same for other sizes: tensors lie elsewhere, and integers differ among those numbers that are no
         constants.
 
         given: how tensors lie, `place` after `place`, and `ENDS`; places: of each layout where its tensor's begins, the
         same each time, None where a layout stays as it is. Of their strides those are 1, or multiples of 16, that were
         before, which axes are of size 1 stays, and all numbers are of 32 bits where they were.
-        alike: another one resized from this, whose numbers Triton does not tell from these.
         """
         family = self._family
         if family is None:
             family = self._family = _Family(self)
         if family.places is None:
             family.place(places, given)
+        short = family.short.get(family.codes(numbers))
+        if short is None:
+            return self._resized(programs, given, numbers)
+        if short.origin is None:
+            short.origin = self, given
+            short.shared.place(family.places)
+        return short.resized(programs, given, numbers)
+
+    def _resized(self, programs: int, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
+        family = self._family
+        assert family is not None
         new = object.__new__(Launch)
         new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, family
         new.programs, new.numbers, new._layouts, new._places = programs, numbers, family.layouts, given
-        new._wants, new._aligned, new._compiled = None, (), None
-        short = None if alike is None else alike._short
-        if short is None:
-            short = family.short.get(family.codes(numbers))
-        new._short = None if short is None else short.resized(programs, family.places, given, numbers)
+        new._wants, new._aligned, new._compiled, new._short = None, (), None, None
         return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -236,6 +243,29 @@ class Launch:
                     self._family.short.setdefault(self._family.codes(self.numbers), self._short)
 
 
+def resized_launches(
+    bases: Sequence[tuple[Launch, Places]], made: dict[tuple, list[Any]], kind: tuple, given: tuple[Any, ...],
+    sizes: Sequence[tuple[int, tuple[Any, ...]]],
+) -> list[Any]:  # fmt: skip
+    """`Launch.resized` of all launches of a pass, each with its places; sizes: programs and numbers of each.
+
+    made: those that were made of the same, by ``kind``, in which `kinds` of all integers are that differ.
+    """
+    known = made.get(kind)
+    if known is not None:
+        return [x.resized(programs, given, numbers) for x, (programs, numbers) in zip(known, sizes, strict=True)]
+    triples = zip(bases, sizes, strict=True)
+    found = [x.resized(programs, places, given, numbers) for (x, places), (programs, numbers) in triples]
+    if all(isinstance(x, _Short) for x in found):
+        made[kind] = found
+    return found
+
+
+def kinds(integers: Sequence[int]) -> tuple[int, ...]:
+    """Of each integer of 32 bits what Triton looks at: whether it is 1, and whether 16 divides it."""
+    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+
+
 class _Family:
     """What a launch and those that are resized from it have in common: all that they want but their integers.
 
@@ -294,7 +324,7 @@ def _codes(integers: Sequence[int]) -> tuple[int, ...]:
     """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
     if integers and (max(integers) >= 2**31 or min(integers) < -(2**31)):
         return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
-    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+    return kinds(integers)
 
 
 def _kind(x: Any) -> Any:
@@ -388,10 +418,10 @@ class _Short:
     address; in that of a record those of its members.
     """
 
-    __slots__ = ("_arguments", "_descriptors", "_programs", "_shared")
+    __slots__ = ("_arguments", "_descriptors", "_programs", "_whole", "origin", "shared")
 
     def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
-        shared = self._shared = _Shared(compiled)
+        shared = self.shared = _Shared(compiled, len(launch.numbers))
         arguments: list[Any] = []
         metadata = iter(compiled.metadata.tensordesc_meta or ())
         given = enumerate(tensors)
@@ -419,14 +449,15 @@ class _Short:
         self._arguments = [*arguments, *launch.numbers]
         self._programs = launch.programs
         self._descriptors: dict[int, Any] = {}  # those of the addresses seen last, by these and which one it is
+        self.origin: tuple[Launch, tuple[Any, ...]] | None = None  # of which it is resized, and how its tensors lie
+        self._whole: Launch | None = None
 
-    def resized(self, programs: int, places: list[Any], given: tuple[Any, ...], numbers: tuple[Any, ...]) -> _Short:
+    def resized(self, programs: int, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> _Short:
         """Of a launch that wants the same kernel; see `Launch.resized`."""
         new = object.__new__(_Short)
-        shared = new._shared = self._shared
-        if not shared.placed:
-            shared.place(places)
-        new._programs, new._descriptors = programs, {}
+        shared = new.shared = self.shared
+        new._programs, new._descriptors, new._whole = programs, {}, None
+        new.origin = self.origin[0], given  # type: ignore[index]
         new._arguments = arguments = self._arguments.copy()
         for begin, end, pick in shared.spans:
             arguments[begin:end] = pick(given)
@@ -435,12 +466,24 @@ class _Short:
         for at, picks in shared.members:
             rows = zip(arguments[at], picks, strict=True)
             arguments[at] = tuple([row if pick is None else pick(given) for row, pick in rows])
-        arguments[-len(numbers) :] = numbers
+        arguments[shared.numbers :] = numbers
         return new
+
+    def whole(self) -> Launch:
+        """Of a resized one: for launches that hooks watch, and addresses that the kernel was not compiled for."""
+        if self._whole is None:
+            assert self.origin is not None
+            base, given = self.origin
+            self._whole = base._resized(self._programs, given, tuple(self._arguments[self.shared.numbers :]))
+        return self._whole
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if _watched() or not self.launch(tensors):
+            self.whole()(*tensors)
 
     def launch(self, tensors: Sequence[Any]) -> bool:
         """False, and nothing done, where the kernel was compiled for another alignment."""
-        shared, kept = self._shared, self._descriptors
+        shared, kept = self.shared, self._descriptors
         arguments, odd = self._arguments.copy(), 0
         for at, n, which in shared.descriptors:
             address = tensors[n].data_ptr()  # a multiple of 16, or no descriptor can be made
@@ -469,7 +512,7 @@ class _Short:
         it."""
         if not _thread.bound:
             _bind_context((x,))
-        axes, fill, box, padding = self._shared.boxes[which]
+        axes, fill, box, padding = self.shared.boxes[which]
         shape, strides = self._arguments[at + 1 : at + 1 + axes], self._arguments[at + 1 + axes : at + 1 + 2 * axes]
         descriptor = fill(address, *box, shape, strides, padding)
         if len(self._descriptors) >= _ADDRESSES:
@@ -499,7 +542,8 @@ class _Box(NamedTuple):
 class _Shared:
     """What launches of one kernel share: the kernel, and which arguments tensors and their layouts are."""
 
-    def __init__(self, compiled: CompiledKernel) -> None:
+    def __init__(self, compiled: CompiledKernel, numbers: int) -> None:
+        self.numbers = -numbers  # where they begin, from the end
         # Each: its place in the arguments, which tensor it is, and its `_mask`; of a descriptor, the how manieth.
         self.pointers: list[tuple[int, int, int]] = []
         self.strided: list[tuple[int, int, int]] = []
@@ -510,7 +554,6 @@ class _Shared:
         self.places: list[tuple[int, int]] = []  # which layout, and its place in the arguments
         # What a resized one is filled by: arguments from .. to .., or one argument, or of a record each member, and
         # what finds its numbers.
-        self.placed = False
         self.spans: list[tuple[int, int, Callable[..., Any]]] = []
         self.rows: list[tuple[int, Callable[..., Any]]] = []
         self.members: list[tuple[int, list[Callable[..., Any] | None]]] = []
@@ -528,7 +571,6 @@ class _Shared:
     def place(self, places: list[Any]) -> None:
         """Say how resized ones are filled; places: by layout, see `places_of`."""
         spans: list[tuple[int, Indices]] = []
-        self.placed = True
         boxes = {at for at, *_ in self.descriptors}
         for which, at in self.places:
             found = places[which]

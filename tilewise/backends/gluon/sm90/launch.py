@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tilewise.backends import Inputs, Outputs, device_of, empty_output, output_layout
@@ -19,7 +21,18 @@ from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import ENDS, PLACE, POINTER, Launch, constants, place, sink_layout, strided
+from tilewise.backends.launcher import (
+    ENDS,
+    PLACE,
+    POINTER,
+    Launch,
+    constants,
+    kinds,
+    place,
+    resized_launches,
+    sink_layout,
+    strided,
+)
 from tilewise.backends.protocol import Structure
 from tilewise.backends.score import limited
 from tilewise.backends.tile_mask import tile_how, tile_layout
@@ -84,12 +97,10 @@ class Forward:
             **most_registers(config.programs, config.warpgroups + 1),
         )
         self.repair = None
-        # For `resized`: row widths of descriptors, where bias and sink stand among how tensors lie, and passes whose
-        # launches want other kernels, by `_kinds` of their integers.
+        # For `resized`: row widths of descriptors, and `resized_launches` of these.
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
-        self.places = _places(bias is not None, sink is not None)
-        self.made: dict[tuple, Forward] = {}
+        self.made: dict[tuple, list[Any]] = {}
         if c.HIDES.value:
             r = _repair(problem, config)
             looks = _looks(sizes, r)
@@ -110,45 +121,41 @@ class Forward:
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
+        launches = (self.main,) if self.repair is None else (self.main, self.repair)
+        self.bases = tuple(zip(launches, _places(bias is not None, sink is not None), strict=False))
 
-    def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Forward | None:
+    def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
-        _, M, N, (q_shape, q_strides, *kv) = structure
+        _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
         sizes = _sized(*self.shape, M, N, self.config.block_m, self.programs)
         if self._choices(M, N, lo, hi, sizes.tiles) != self.choices:
             return None
-        bias, sink = inputs.bias, inputs.sink
-        layout_o = output_layout(q_shape, q_strides, kv[2][3])
+        o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
         wide, value_wide = self.widths
-        given = (*q_shape, *q_strides, wide, *kv[0], *kv[1], wide, *kv[2], *kv[3], value_wide, *layout_o[0],
-                 *layout_o[1], value_wide)  # fmt: skip
-        if bias is not None:
-            given += place(bias.shape, bias.stride(), bias.element_size())
-        if sink is not None:
-            given += place((*sink.shape, 1), (*sink.stride(), 1), 1)
-        given += ENDS
-        first, last = tiles.clipped(lo, hi)
-        kind = tuple([1 if x == 1 else 0 if x & 15 else 16 for x in (*sizes, first, last)])
-        alike = self.made.get(kind)
-        main, repair = self.main, self.repair
-        new = object.__new__(Forward)
-        new.__dict__.update(self.__dict__, layout_o=layout_o)
-        terms, _, c = main.numbers
-        limited_terms = limited(terms, first, last) if self.banded else terms
-        new.main = main.resized(
-            min(sizes.tiles, self.programs), self.places[0], given, (limited_terms, sizes, c),
-            None if alike is None else alike.main,
+        given = (
+            *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
+            *o_shape, *o_strides, value_wide, *self._more(inputs), *ENDS,
         )  # fmt: skip
-        if repair is not None:
-            d, dv, terms, _, r = repair.numbers
-            limited_terms = limited(terms, first, last) if self.banded else terms
-            new.repair = repair.resized(
-                min(_looks(sizes, r), self.programs), self.places[1], given, (d, dv, limited_terms, sizes, r),
-                None if alike is None else alike.repair,
-            )  # fmt: skip
-        if alike is None:
-            self.made[kind] = new
-        return new
+        first, last = tiles.clipped(lo, hi)
+        terms, _, c = self.main.numbers
+        launches = [(min(sizes.tiles, self.programs), (self._limited(terms, first, last), sizes, c))]
+        if self.repair is not None:
+            d, dv, terms, _, r = self.repair.numbers
+            numbers = d, dv, self._limited(terms, first, last), sizes, r
+            launches.append((min(_looks(sizes, r), self.programs), numbers))
+        found = resized_launches(self.bases, self.made, kinds((*sizes, first, last)), given, launches)
+        return Resized(self, layout_o, found[0], found[1] if self.repair is not None else None)
+
+    def _more(self, inputs: Inputs) -> tuple[int, ...]:
+        """How bias and sink lie, which hardly any call has."""
+        bias, sink = inputs.bias, inputs.sink
+        if bias is None and sink is None:
+            return ()
+        found = () if bias is None else place(bias.shape, bias.stride(), bias.element_size())
+        return found if sink is None else found + place((*sink.shape, 1), (*sink.stride(), 1), 1)
+
+    def _limited(self, terms: Any, first: int, last: int) -> Any:
+        return limited(terms, first, last) if self.banded else terms
 
     def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool, ...]:
         """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
@@ -180,6 +187,27 @@ class Forward:
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
                 self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, lse)
+        return Outputs(o, lse)
+
+
+class Resized:
+    """A `Forward` for other lengths, of a call without a mask, parts of a bias and lengths of sequences."""
+
+    __slots__ = ("layout_o", "main", "of", "repair")
+
+    def __init__(self, of: Forward, layout_o: Any, main: Any, repair: Any) -> None:
+        self.of, self.layout_o, self.main, self.repair = of, layout_o, main, repair
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        q, k, v, bias, _, sink, _, seed, *_ = inputs
+        with device_of(q):
+            device, (shape, strides) = q.device, self.layout_o
+            o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
+            lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+            count = torch.zeros(1, dtype=torch.int32, device=device) if self.of.dynamic else None
+            self.main(q, k, v, bias, sink, seed, None, None, o, lse, count)
+            if self.repair is not None:
+                self.repair(q, k, v, bias, None, sink, seed, o, lse)
         return Outputs(o, lse)
 
 
