@@ -105,7 +105,8 @@ def attributes(run) -> dict:
     knows of."""
     if hasattr(run, "__dict__"):
         return {name: x for name, x in run.__dict__.items() if name not in ("bases", "made")}
-    return {**attributes(run.of), **{name: getattr(run, name) for name in run.__slots__ if name != "of"}}
+    own = {name: getattr(run, name) for name in (*run.__slots__, "problem") if name != "of" and hasattr(run, name)}
+    return {**attributes(run.of), **own}
 
 
 def run_facts(run) -> dict:

@@ -68,6 +68,7 @@ __all__ = [
     "PLACE",
     "POINTER",
     "Launch",
+    "Places",
     "Record",
     "Strided",
     "boxed",

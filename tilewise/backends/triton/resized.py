@@ -6,14 +6,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from triton import OutOfResources
 
-from tilewise.backends import Inputs, Outputs, gradient_strides, output_layout
-from tilewise.backends.launcher import ENDS, PLACE, place
+from tilewise.backends import Inputs, Outputs, device_of, gradient_strides, output_layout
+from tilewise.backends.launcher import ENDS, PLACE, Launch, Places, kinds, place, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import limited
-from tilewise.backends.triton.config import Config, splits
+from tilewise.backends.triton.config import Config, shared_by
 from tilewise.backends.triton.masks import lists_pay
-from tilewise.backends.triton.packed import tile_count
+from tilewise.backends.triton.packed import NO_LENGTHS, tile_count
+from tilewise.backends.triton.parts import NO_PARTS
+from tilewise.backends.triton.tensors import ProblemSizes
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -22,7 +25,12 @@ def forward_programs(problem: Problem, config: Config, shares: int) -> int:
     """Of a forward."""
     if problem.totals is not None:
         return tile_count(problem, problem.totals[0], config.block_m) * problem.heads
-    rows, heads = problem.queries, problem.heads
+    return _programs(problem, problem.queries, config, shares)
+
+
+def _programs(problem: Problem, queries: int, config: Config, shares: int) -> int:
+    """The same of a call that is no packed batch, but for so many queries."""
+    rows, heads = queries, problem.heads
     if config.pack_gqa:
         rows, heads = rows * problem.group, problem.kv_heads
     return -(-rows // config.block_m) * problem.batch * shares * heads
@@ -31,60 +39,114 @@ def forward_programs(problem: Problem, config: Config, shares: int) -> int:
 def ragged(problem: Problem, config: Config) -> tuple[bool, bool]:
     """What depends on lengths in `Constexprs`, of a problem without parts whose mask needs no lists: RAGGED_M and
     RAGGED_N."""
-    rows = problem.queries * (problem.group if config.pack_gqa else 1)
-    packed = problem.totals is not None
-    return packed or rows % config.block_m != 0, packed or problem.keys % config.block_n != 0
+    if problem.totals is not None:
+        return True, True
+    return _ragged(problem.queries, problem.keys, problem.group, config)
 
 
-# Where tensors begin among how they lie, of a forward; of a bias, a mask and a sink after these.
-_Q, _K, _V, _O, _TARGET, _MORE = (PLACE * n for n in range(6))
+def _ragged(queries: int, keys: int, group: int, config: Config) -> tuple[bool, bool]:
+    rows = queries * group if config.pack_gqa else queries
+    return rows % config.block_m != 0, keys % config.block_n != 0
+
+
+# --- forward ---
+
+# Where tensors begin among how they lie: q, k, v and o; the sums of shares; bias, mask and sink, those that are there.
+_Q, _K, _V, _O, _SHARES, _MORE = (PLACE * n for n in range(6))
+
+
+def forward_places(run: Any, inputs: Inputs) -> list[tuple[Launch, Places]]:
+    """The launches of a `launch.Forward`, with their places; see `Launch.resized`."""
+    more = iter(range(_MORE, _MORE + 3 * PLACE, PLACE))
+    bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
+    if run.merge is None:
+        return [(run.main, (_Q, _K, _V, bias, mask, sink, None, None, None, None, _O, None))]
+    main = (_Q, _K, _V, bias, mask, None, None, None, None, None, _SHARES, None)
+    return [(run.main, main), (run.merge, (None, None, _O, None, sink))]
 
 
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
     """A `launch.Forward` for other lengths than ``run``'s; None where these ask for something else that is compiled
     in."""
-    problem = resized_problem(run.problem, structure, lo, hi)
-    config, q, sink = run.config, inputs.q, inputs.sink
-    shares = splits(problem, config)
-    if (shares > 1) != (run.shares > 1) or ragged(problem, config) != run.choices or lists_pay(problem, config):
+    _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
+    problem, config = run.problem, run.config
+    group, first, last = run.group, *tiles.clipped(lo, hi)
+    shares = shared_by(problem, config, M, N, first, last)
+    if (shares > 1) != (run.merge is not None) or _ragged(M, N, group, config) != run.choices:
         return None
-    new = object.__new__(type(run))
-    new.__dict__.update(run.__dict__)
-    new.problem, new.shares = problem, shares
-    o, device = output_layout(q.shape, q.stride(), problem.value_dim), q.device
-    batch, heads, rows, row = o[0]
-    lse = (batch, heads, rows), (heads * rows, rows, 1)
-    new.empty_o = partial(torch.empty_strided, *o, dtype=q.dtype, device=device)
-    new.empty_lse = partial(torch.empty_strided, *lse, dtype=torch.float32, device=device)
+    if inputs.mask is not None and lists_pay(resized_problem(problem, structure, lo, hi), config):
+        return None
+    o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
+    batch, heads, _, value_dim = o_shape
+    shared = (
+        shares * batch, heads, M, value_dim, heads * M * value_dim, M * value_dim, value_dim, 1,
+        (value_dim + 3) // 4 * 4,
+    )  # fmt: skip
+    wide, value_wide = run.widths
+    given = (
+        *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
+        *o_shape, *o_strides, value_wide, *shared, *_more(inputs), *ENDS,
+    )  # fmt: skip
     terms, sizes, c = run.main.numbers
-    sizes = sizes._replace(queries=problem.queries, keys=problem.keys, splits=shares)
-    target = o
-    if run.merge is not None:
-        target = (shares * batch, heads, rows, row), (heads * rows * row, rows * row, row, 1)
-        parts = target, ((shares * batch, heads, rows), lse[1])
-        new.empty_shares = tuple([
-            partial(torch.empty_strided, *x, dtype=torch.float32, device=device) for x in parts
-        ])  # fmt: skip
-    given: tuple[Any, ...] = ()
-    for x in inputs[:3]:
-        given += place(x.shape, x.stride(), x.element_size())
-    given += (*place(*o, q.element_size()), *place(*target, 4))
-    places: list[int | None] = [_Q, _K, _V]
-    for y in (*inputs[3:5], None if sink is None else sink[..., None]):
-        places.append(None if y is None else len(given))
-        if y is not None:
-            given += place(y.shape, y.stride(), y.element_size())
-    given += ENDS
-    *operands, sink_place = places
-    if run.merge is not None:
-        new.merge = run.merge.resized(batch * heads * rows, (None, None, _O, None, sink_place), given, (sizes, c))
-    new.main = run.main.resized(
-        forward_programs(problem, config, shares),
-        (*operands, sink_place if shares == 1 else None, None, None, None, None, _TARGET, None),
-        given,
-        (_limited(terms, problem), sizes, c),
-    )
-    return new
+    before, after = sizes[:3], sizes[9:]
+    sizes = tuple.__new__(ProblemSizes, (*before, M, N, *sizes[5:8], shares, *after))
+    if run.banded:
+        terms = limited(terms, first, last)
+    programs = _programs(problem, M, config, shares)
+    launches = [(programs, (terms, sizes, c)), (batch * heads * M, (sizes, c))]
+    found = resized_launches(run.bases, run.made, kinds((M, N, shares, first, last)), given, launches[: len(run.bases)])
+    return ResizedForward(run, structure, (lo, hi), layout_o, shared if len(found) > 1 else None, found)
+
+
+def _more(inputs: Inputs) -> tuple[int, ...]:
+    """How bias, mask and sink lie, which hardly any call has."""
+    _, _, _, bias, mask, sink, *_ = inputs
+    found: tuple[int, ...] = ()
+    if bias is not None:
+        found += place(bias.shape, bias.stride(), bias.element_size())
+    if mask is not None:
+        found += place(mask.shape, mask.stride(), mask.element_size())
+    if sink is not None:
+        found += place((*sink.shape, 1), (*sink.stride(), 1), 1)
+    return found
+
+
+class ResizedForward:
+    """A `launch.Forward` for other lengths."""
+
+    __slots__ = ("band", "layout_o", "main", "merge", "of", "other", "shared", "structure")
+
+    def __init__(
+        self, of: Any, structure: Structure, band: Any, layout_o: Any, shared: Any, launches: list[Any]
+    ) -> None:  # fmt: skip
+        self.of, self.structure, self.band, self.layout_o, self.shared = of, structure, band, layout_o, shared
+        self.main, self.merge = launches[0], launches[1] if shared is not None else None
+        self.other: Any = None  # with smaller tiles
+
+    @property
+    def problem(self) -> Problem:
+        return resized_problem(self.of.problem, self.structure, *self.band)
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        if self.other is not None:
+            return self.other(inputs)
+        q, k, v, bias, mask, sink, _, seed, *_ = inputs
+        try:
+            with device_of(q):
+                device, (shape, strides) = q.device, self.layout_o
+                o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
+                lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+                if self.shared is None:
+                    self.main(q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, lse)
+                else:
+                    sums = torch.empty(self.shared[:4], dtype=torch.float32, device=device)
+                    sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
+                    self.main(q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, sum_lse)
+                    self.merge(sums, sum_lse, o, lse, sink)
+        except OutOfResources:  # as it was when a `Forward` met it, which looks for smaller tiles
+            self.other = type(self.of)(self.problem, inputs)
+            return self.other(inputs)
+        return Outputs(o, lse)
 
 
 def _limited(terms: Any, problem: Problem) -> Any:
@@ -92,7 +154,8 @@ def _limited(terms: Any, problem: Problem) -> Any:
     return terms if band.unlimited else limited(terms, *tiles.limits(band))
 
 
-# Of a backward.
+# --- backward ---
+
 _DO, _OUT, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(3, 9))
 _ACCUM, _DLSE = _STATS + 4, _STATS + 10
 
