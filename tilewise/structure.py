@@ -83,6 +83,7 @@ def structure_of(
             if len(shape) != 3 or shape[2] not in (1, M):
                 return None
             key += (*shape[:2], shape[2] == 1, dtype, device, _broadcast_codes(shape, steps), begin)
+    found: tuple[tuple[int, ...], ...] = (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides)
     for x in more:
         if x is None:
             key += (None,)
@@ -91,7 +92,8 @@ def structure_of(
         if shape[2] != M or max(steps) >= _WIDE:
             return None
         key += (*shape[:2], *shape[3:], dtype, device, _codes(steps), steps[1] < steps[2], begin)
-    return Structure(key, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides))
+        found += shape, steps
+    return Structure(key, M, N, found)
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:

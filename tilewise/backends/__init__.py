@@ -93,13 +93,12 @@ def output_layout(
     return shape, (H * M * value_dim, M * value_dim, value_dim, 1)
 
 
-def gradient_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of ``torch.empty_like(x)``, of a tensor of four axes."""
-    _, H, M, D = x.shape
-    strides = x.stride()
+def gradient_strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of ``torch.empty_like`` of a tensor of four axes that lies so."""
+    _, H, M, D = shape
     if strides == (H * M * D, M * D, D, 1) or (M > 1 and H > 1 and strides == (M * H * D, D, H * D, 1)):
         return strides  # dense, which it keeps
-    return torch.empty_like(x, device="meta").stride()
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def allocation(x: Tensor, device: torch.device) -> Callable[[], Tensor]:

@@ -114,7 +114,8 @@ class Gradients(NamedTuple):
 class Structure(NamedTuple):
     """A call apart from its lengths, see `tilewise.structure`, and what those decide.
 
-    key: equal for all calls of a structure. layouts: shape and strides of q, k and v, which have been read for the key.
+    key: equal for all calls of a structure. layouts: shape and strides of q, k and v, which have been read for the key;
+    then those of a backward's o, LSE, and their cotangents, of which that of the LSE may be missing.
     """
 
     key: tuple

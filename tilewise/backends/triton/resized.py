@@ -178,7 +178,7 @@ def resized_backward(
     empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
     accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
     new.empty_stats = partial(empty, (p.batch, p.heads, padded), (p.heads * padded, padded, 1))
-    made = [(x.shape, gradient_strides(x)) for x in (q, k, v)]
+    made = [(x.shape, gradient_strides(x.shape, x.stride())) for x in (q, k, v)]
     *gradients, accumulator = run.empty_gradients
     new.empty_gradients = [
         None if make is None else partial(torch.empty_strided, *x, dtype=q.dtype, device=device)

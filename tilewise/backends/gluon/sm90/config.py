@@ -210,15 +210,16 @@ def backward_width(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
-def head_swizzle(problem: Problem) -> int:
-    """Of the backward. A band makes tiles of keys unlike: the longest of eight heads come first, so that the last to
-    run are short. Where order matters each program follows the one before it by a step or two, and of several heads
-    several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache together."""
+def head_swizzle(problem: Problem, queries: int) -> int:
+    """Of the backward, for so many queries. A band makes tiles of keys unlike: the longest of eight heads come first,
+    so that the last to run are short. Where order matters each program follows the one before it by a step or two, and
+    of several heads several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache
+    together."""
     least = 1 if problem.score.band.unlimited else 8
     if not problem.deterministic:
         return least
     width = backward_width(problem)
-    head = problem.group * problem.queries * width * (2 * problem.dtype.itemsize + 4)
+    head = problem.group * queries * width * (2 * problem.dtype.itemsize + 4)
     fit = 1 << max(1, L2_CACHE // head).bit_length() - 1
     return min(max(fit, least), 32 if width <= 64 else 16)  # more are slower (H200)
 
@@ -239,7 +240,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
     tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
-    swizzle = head_swizzle(problem)
+    swizzle = head_swizzle(problem, problem.queries)
     later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype
     shared = tile and bias is not None and not problem.broadcast_group(bias).single

@@ -65,7 +65,7 @@ class Forward:
         packed = inputs.lengths is not None
         terms = score_terms(problem)
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs))
-        self.always_hides, self.banded = _always_hides(problem), not problem.score.band.unlimited
+        self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.choices = self._choices(*band_of(problem), sizes.tiles)
         box = ragged if packed else descriptor
         self.mask = None
@@ -314,10 +314,10 @@ def _repair(problem: Problem, config: Config) -> RepairConstants:
 
 def hides(problem: Problem) -> bool:
     """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
-    return _always_hides(problem) or tiles.hides(*band_of(problem))
+    return always_hides(problem) or tiles.hides(*band_of(problem))
 
 
-def _always_hides(problem: Problem) -> bool:
+def always_hides(problem: Problem) -> bool:
     """Whatever the lengths."""
     toeplitz = problem.parts is not None and problem.parts.toeplitz is not None
     if problem.mask is not None or toeplitz or bias_axes(problem) in ("matrix", "cols"):
