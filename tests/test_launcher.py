@@ -11,6 +11,7 @@ import torch
 from helpers import Case
 from launcher_child import launcher_arguments, wanted
 from relative_helpers import Term
+from resized_child import resized_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -214,3 +215,30 @@ def test_strides_of_a_resized_launch(launch):
     assert pointer is x
     assert absent == (None, 0, 0, 0, 0)
     assert numbers == [9, 0.5]
+
+
+# Lengths of one number of tiles and of others, multiples of 16 and not; the same length where tensors lie otherwise:
+# caches of other strides, wide rows, heads last. (A CPU's addresses are all alike: see test_structure.py.)
+SQUARE = [("dense", "dense", n, n) for n in (300, 301, 320, 640, 301)]
+LAYOUTS = ("dense", "cache", "longer cache", "wide", "heads last")
+OTHERWISE = [(x if x in ("heads last", "wide") else "dense", x, M, 333) for x in LAYOUTS for M in (77, 78)][1:]
+DECODING = [("dense", layout, 1, n) for layout in ("cache", "longer cache") for n in (33, 100, 501, 699)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "single", "what"),
+    [
+        ("hopper", True, "causal"), ("hopper", False, "bias"), ("hopper", False, "sink"), ("triton", False, ""),
+        ("triton", True, "causal sink"),
+    ],
+)  # fmt: skip
+def test_a_resized_launch_hands_over_what_a_new_one_would(compilers, backend, single, what):
+    """In every launch of forwards and backwards: the kernel, pointers, shapes and strides of descriptors, numbers,
+    programs."""
+    more = {"single": single, **{name: name in what for name in ("causal", "bias", "sink")}}
+    calls = [*SQUARE, *OTHERWISE, *DECODING]
+    found, resized = compilers.run(resized_arguments, "3.6.0", 90, backend, calls, more)
+    for call, (mine, alone) in zip(calls, found, strict=True):
+        assert mine == alone, call
+    assert len(found) == len(calls)
+    assert resized > 20, resized

@@ -304,6 +304,34 @@ def test_another_structure(change):
     assert structure_of(*layouts(q, k, v), *NOTHING).key == one.key
 
 
+@pytest.mark.parametrize("which", range(9))
+def test_another_alignment_is_another_structure(which):
+    """Of every tensor that a kernel may read, also of a backward's; a CPU's addresses count as 0."""
+    q, k, v = qkv(8, 24)
+    bias, sink = torch.zeros(1, 2, 8, 24), torch.zeros(1, 2, 1)
+    lse = torch.zeros(2, 2, 8)
+    found = list(layouts(q, k, v, bias, bias > 0, sink, q, lse, q))
+    one = structure_of(*found)
+    found[which] = (*found[which][:4], 8)
+    assert structure_of(*found).key != one.key
+
+
+def test_where_a_structure_ends():
+    """Strides are looked at together where all are multiples of 16: a 0, a wide one and one that is none still count,
+    of any axis."""
+
+    def key(*strides):
+        shape = (2, 2, 24, 16)
+        laid = (shape, BRAIN, None, (768, 384, 16, 1), 0)
+        return structure_of((*laid[:3], strides, 0), laid, laid, None, None, None).key
+
+    strides, usual = (768, 384, 16, 1), key(768, 384, 16, 1)
+    assert key(1536, 768, 32, 1) == usual
+    for axis in range(4):
+        for other in (0, 8, 24, 2**24) if axis < 3 else (0, 2, 16):
+            assert key(*strides[:axis], other, *strides[axis + 1 :]) != usual, (axis, other)
+
+
 def test_calls_without_a_structure():
     """With more than q, k, v, bias, mask and sink, without anything to compute, or too large for it."""
     q, k, v = qkv(8, 24)
