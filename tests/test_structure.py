@@ -304,13 +304,13 @@ def test_another_structure(change):
     assert structure_of(*layouts(q, k, v), *NOTHING).key == one.key
 
 
-@pytest.mark.parametrize("which", range(9))
+@pytest.mark.parametrize("which", range(10))
 def test_another_alignment_is_another_structure(which):
     """Of every tensor that a kernel may read, also of a backward's; a CPU's addresses count as 0."""
     q, k, v = qkv(8, 24)
     bias, sink = torch.zeros(1, 2, 8, 24), torch.zeros(1, 2, 1)
     lse = torch.zeros(2, 2, 8)
-    found = list(layouts(q, k, v, bias, bias > 0, sink, q, lse, q))
+    found = list(layouts(q, k, v, bias, bias > 0, sink, q, lse, q, lse))
     one = structure_of(*found)
     found[which] = (*found[which][:4], 8)
     assert structure_of(*found).key != one.key

@@ -261,14 +261,15 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
     if known is None:
-        if inputs.sink is not None and inputs.sink.dim() not in (1, 3):
-            return None
-        inputs = _with_rows(inputs)
+        if inputs.sink is not None:
+            if inputs.sink.dim() not in (1, 3):
+                return None
+            inputs = _with_rows(inputs)
         known = _of_structure(inputs, key)
         if known is None:
             return None
         usual_calls.keep(key, known)
-    else:
+    elif inputs.sink is not None:
         inputs = _with_rows(inputs)
     if known[0].dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))

@@ -54,8 +54,8 @@ def structure_of(
         return None
     (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = q_strides, k_strides, v_strides
     # Of their bits all that follows asks: a power of two is reached by all together if it is by one.
-    strides, width = qb | qh | qm | kb | kh | kn | vb | vh | vn, max(head_dim, value_dim)
-    dense = heads * max(M, N) * width
+    strides = qb | qh | qm | kb | kh | kn | vb | vh | vn
+    dense = heads * (M if M > N else N) * (head_dim if head_dim > value_dim else value_dim)
     if (strides | qd | kd | vd | dense) >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
         return None
     few = M <= 64 and 16 * M <= N  # `Problem.few_queries`
@@ -84,16 +84,32 @@ def structure_of(
                 return None
             key += (*shape[:2], shape[2] == 1, dtype, device, _broadcast_codes(shape, steps), begin)
     found: tuple[tuple[int, ...], ...] = (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides)
-    for x in more:
-        if x is None:
-            key += (None,)
-            continue
-        shape, dtype, device, steps, begin = x
-        if shape[2] != M or max(steps) >= _WIDE:
+    if more:
+        o, lse, do, dlse = more
+        if o is None or lse is None or do is None:
             return None
-        key += (*shape[:2], *shape[3:], dtype, device, _codes(steps), steps[1] < steps[2], begin)
-        found += shape, steps
-    return Structure(key, M, N, found)
+        for shape, dtype, device, steps, begin in (o, do):
+            s, t, u, v = steps
+            bits = s | t | u
+            if shape[2] != M or (bits | v) >= _WIDE:
+                return None
+            usual = v == 1 and not bits & 15 and s and t and u
+            key += (shape[:2], shape[3], dtype, device, 0 if usual else _codes(steps), t < u, begin)
+        for x in (lse, dlse):
+            if x is None:
+                key += (None,)
+                continue
+            shape, dtype, device, steps, begin = x
+            s, t, u = steps
+            if shape[2] != M or (s | t | u) >= _WIDE:
+                return None
+            # That of a forward has no gaps and is read by pointer alone.
+            whole = x is lse and s == heads * M and t == M and u == 1
+            key += (shape[:2], dtype, device, 0 if whole else _codes(steps), begin)
+        found = (*found, o[0], o[3], lse[0], lse[3], do[0], do[3])
+        if dlse is not None:
+            found = (*found, dlse[0], dlse[3])
+    return tuple.__new__(Structure, (key, M, N, found))
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:
@@ -109,8 +125,7 @@ def _broadcast_codes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
 
 def terms_key(terms: Terms) -> tuple:
     """The same of terms: the limits of the band may differ."""
-    lo, hi, *rest = terms
-    return (lo is None, hi is None, *rest)
+    return terms[0] is None, terms[1] is None, terms[2:]
 
 
 class Variants(NamedTuple):

@@ -446,7 +446,7 @@ class _Short:
             else:
                 arguments += [None, *layout.shape, *layout.strides]
                 shared.descriptors.append((at, n, len(shared.descriptors)))
-                shared.boxes.append(_Box.of(layout, next(metadata)))
+                shared.boxes.append(_Box.of(layout, next(metadata), at))
         self._arguments = [*arguments, *launch.numbers]
         self._programs = launch.programs
         self._descriptors: dict[int, Any] = {}  # those of the addresses seen last, by these and which one it is
@@ -488,7 +488,7 @@ class _Short:
         arguments, odd = self._arguments.copy(), 0
         for at, n, which in shared.descriptors:
             address = tensors[n].data_ptr()  # a multiple of 16, or no descriptor can be made
-            arguments[at] = kept.get(address + which) or self._describe(at, which, tensors[n], address)
+            arguments[at] = kept.get(address + which) or self._describe(which, tensors[n], address)
         for at, n, mask in shared.strided:
             address = tensors[n].data_ptr()
             odd |= address & mask
@@ -508,14 +508,14 @@ class _Short:
         shared.launch(self._programs, 1, 1, shared.stream_of(shared.device), *shared.kernel, *arguments)
         return True
 
-    def _describe(self, at: int, which: int, x: Tensor, address: int) -> Any:
+    def _describe(self, which: int, x: Tensor, address: int) -> Any:
         """A TMA descriptor, which holds an address and else only a layout, as Triton 3.6's make_tensordesc_arg makes
         it."""
         if not _thread.bound:
             _bind_context((x,))
-        axes, fill, box, padding = self.shared.boxes[which]
-        shape, strides = self._arguments[at + 1 : at + 1 + axes], self._arguments[at + 1 + axes : at + 1 + 2 * axes]
-        descriptor = fill(address, *box, shape, strides, padding)
+        box, padding, begin, middle, end = self.shared.boxes[which]
+        shape, strides = self._arguments[begin:middle], self._arguments[middle:end]
+        descriptor = self.shared.fill(address, *box, shape, strides, padding)
         if len(self._descriptors) >= _ADDRESSES:
             self._descriptors.clear()
         self._descriptors[address + which] = descriptor
@@ -523,21 +523,21 @@ class _Short:
 
 
 class _Box(NamedTuple):
-    """Of a descriptor what does not depend on sizes, and what makes one."""
+    """Of a descriptor what does not depend on sizes, and from where to where its shape and strides stand."""
 
-    axes: int
-    fill: Callable[..., Any]
     box: tuple[Any, ...]
     padding: int
+    begin: int
+    middle: int
+    end: int
 
     @classmethod
-    def of(cls, layout: Any, metadata: Any) -> _Box:
+    def of(cls, layout: Any, metadata: Any, at: int) -> _Box:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-        m = metadata
+        m, axes = metadata, len(layout.shape)
         box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
-        padding = 1 if layout.padding == "nan" else 0
-        return cls(len(layout.shape), driver.active.utils.fill_tma_descriptor, box, padding)
+        return cls(box, 1 if layout.padding == "nan" else 0, at + 1, at + 1 + axes, at + 1 + 2 * axes)
 
 
 class _Shared:
@@ -559,6 +559,7 @@ class _Shared:
         self.rows: list[tuple[int, Callable[..., Any]]] = []
         self.members: list[tuple[int, list[Callable[..., Any] | None]]] = []
         run = compiled.run
+        self.fill = driver.active.utils.fill_tma_descriptor if compiled.metadata.tensordesc_meta else None
         self.launch = run.launch
         if compiled.metadata.tensordesc_meta:  # then it is a function around the launcher, which makes descriptors
             self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]

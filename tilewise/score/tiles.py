@@ -20,10 +20,15 @@ def limits(band: Band) -> tuple[int, int]:
 
 def clipped(lo: int | None, hi: int | None) -> tuple[int, int]:
     """The same of its limits."""
-    return (
-        NO_LO if lo is None else min(max(lo, NO_LO), NO_HI),
-        NO_HI if hi is None else min(max(hi, NO_LO), NO_HI),
-    )
+    if lo is None:
+        lo = NO_LO
+    elif not NO_LO <= lo <= NO_HI:
+        lo = NO_LO if lo < 0 else NO_HI
+    if hi is None:
+        hi = NO_HI
+    elif not NO_LO <= hi <= NO_HI:
+        hi = NO_LO if hi < 0 else NO_HI
+    return lo, hi
 
 
 def hides(M: int, N: int, lo: int | None, hi: int | None) -> bool:

@@ -137,7 +137,7 @@ class Backward:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         # For what `resized` knows of: q, k and v and their gradients.
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
-        self.dynamic = dynamic
+        self.dynamic, self.programs = dynamic, programs
         self.made: dict[tuple, list[Any]] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)

@@ -60,7 +60,7 @@ class Forward:
         if parts is not None and parts.toeplitz is not None:
             self.pairs, bias = Pairs(problem, parts.toeplitz, 1.0 / problem.score.scale), parts.toeplitz
         self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
-        self.shape = problem.batch, problem.heads, problem.group
+        self.shape, self.block_m = (problem.batch, problem.heads, problem.group), config.block_m
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
         terms = score_terms(problem)
@@ -100,6 +100,7 @@ class Forward:
         # For `resized`: row widths of descriptors, and `resized_launches` of these.
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
+        self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, list[Any]] = {}
         if c.HIDES.value:
             r = _repair(problem, config)
@@ -127,35 +128,33 @@ class Forward:
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
         _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
-        sizes = _sized(*self.shape, M, N, self.config.block_m, self.programs)
+        sizes = _sized(*self.shape, M, N, self.block_m, self.programs)
         if self._choices(M, N, lo, hi, sizes.tiles) != self.choices:
             return None
         o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
         wide, value_wide = self.widths
         given = (
             *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
-            *o_shape, *o_strides, value_wide, *self._more(inputs), *ENDS,
+            *o_shape, *o_strides, value_wide, *(self._more(inputs) if self.has_more else ()), *ENDS,
         )  # fmt: skip
         first, last = tiles.clipped(lo, hi)
         terms, _, c = self.main.numbers
-        launches = [(min(sizes.tiles, self.programs), (self._limited(terms, first, last), sizes, c))]
+        if self.banded:
+            terms = limited(terms, first, last)
+        launches = [(min(sizes.tiles, self.programs), (terms, sizes, c))]
         if self.repair is not None:
             d, dv, terms, _, r = self.repair.numbers
-            numbers = d, dv, self._limited(terms, first, last), sizes, r
-            launches.append((min(_looks(sizes, r), self.programs), numbers))
+            if self.banded:
+                terms = limited(terms, first, last)
+            launches.append((min(_looks(sizes, r), self.programs), (d, dv, terms, sizes, r)))
         found = resized_launches(self.bases, self.made, kinds((*sizes, first, last)), given, launches)
         return Resized(self, layout_o, found[0], found[1] if self.repair is not None else None)
 
     def _more(self, inputs: Inputs) -> tuple[int, ...]:
-        """How bias and sink lie, which hardly any call has."""
+        """How bias and sink lie."""
         bias, sink = inputs.bias, inputs.sink
-        if bias is None and sink is None:
-            return ()
         found = () if bias is None else place(bias.shape, bias.stride(), bias.element_size())
         return found if sink is None else found + place((*sink.shape, 1), (*sink.stride(), 1), 1)
-
-    def _limited(self, terms: Any, first: int, last: int) -> Any:
-        return limited(terms, first, last) if self.banded else terms
 
     def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool, ...]:
         """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
@@ -230,7 +229,8 @@ def _sized(
     row_tiles, all_heads = -(-queries // block_m), heads * batch
     at_once = min(-(-WAVES * programs // (row_tiles * group)) * group, all_heads)
     last = (all_heads // at_once - 1) * at_once
-    return ForwardSizes(batch, heads, group, queries, keys, row_tiles, row_tiles * all_heads, at_once, last)
+    found = batch, heads, group, queries, keys, row_tiles, row_tiles * all_heads, at_once, last
+    return tuple.__new__(ForwardSizes, found)
 
 
 def _places(has_bias: bool, has_sink: bool) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:

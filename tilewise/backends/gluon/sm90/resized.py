@@ -90,22 +90,21 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     compiled in."""
     _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *more) = structure
     config, stored, before, main = run.config, run.dq_stored, run.before.numbers, run.main.numbers
-    terms, sizes, c = main
-    shape = *sizes[:3], 1, 1, 1
-    sizes, groups = sized(config, shape, M, N, run.multiprocessors)
-    heads = sizes.batch * sizes.kv_heads
-    work_tiles, programs = sizes.key_tiles * heads, run.multiprocessors * config.programs
+    terms, base, c = main
+    sizes, groups = sized(config, (*base[:3], 1, 1, 1), M, N, run.multiprocessors)
+    heads, programs = base.batch * base.kv_heads, run.programs
+    work_tiles = sizes.key_tiles * heads
     if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, programs) != run.choices:
         return None
     block_m, width, cols = config.block_m, run.width, DQ_COLS.value
-    row_programs = sizes.row_tiles * heads * sizes.group
+    row_programs = sizes.row_tiles * heads * base.group
     counted = counters(sizes, groups, run.problem.deterministic, reduces=False)
     stats, accum = 2 * block_m * row_programs, 0 if stored else row_programs * block_m * width // cols
-    made = (  # gradients
-        (q_shape, gradient_strides(q_shape, q_strides)), (k_shape, gradient_strides(k_shape, k_strides)),
-        (v_shape, gradient_strides(v_shape, v_strides)),
-    )  # fmt: skip
-    (_, dq_strides), (_, dk_strides), (_, dv_strides) = made
+    dv_strides = gradient_strides(v_shape, v_strides)
+    same = k_strides == v_strides and k_shape == v_shape
+    dk_strides = dv_strides if same else gradient_strides(k_shape, k_strides)
+    same = q_strides == k_strides and q_shape == k_shape
+    dq_strides = dk_strides if same else gradient_strides(q_shape, q_strides)
     o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
     wide, value_wide = run.widths
     given = (
@@ -129,6 +128,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
         launches.append((row_programs, (head_dim, scale, sizes, *rest)))
     found = resized_launches(run.bases, run.made, kinds((*sizes, counted, first, last)), given, launches)
     zeroes = stored and leaves_queries_out(M, N, lo, hi)
+    made = (q_shape, dq_strides), (k_shape, dk_strides), (v_shape, dv_strides)
     return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), made, zeroes, found)
 
 
