@@ -9,6 +9,8 @@ import torch
 
 from tilewise.backends.gluon.values import ends
 from tilewise.problem import Problem
+from tilewise.score.terms import Band
+from tilewise.score.tiles import visible_pairs
 
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
@@ -83,9 +85,17 @@ def _scales_exactly(problem: Problem) -> bool:
     return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
 
-def sees_few(problem: Problem) -> bool:
-    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64)."""
-    return problem.pairs // max(1, problem.batch * problem.heads * problem.queries) < 2048
+def sees_few(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
+    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64).
+
+    lo, hi: the limits of the band.
+    """
+    return keys < 2048 or visible_pairs(queries, keys, Band(lo, hi)) // max(1, queries) < 2048
+
+
+def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
+    """Queries and keys, and the limits of the band."""
+    return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
 def forward_config(problem: Problem) -> Config:
@@ -105,7 +115,7 @@ def forward_config(problem: Problem) -> Config:
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
-    three = three and not (band and sees_few(problem))
+    three = three and not (band and sees_few(*band_of(problem)))
     in_registers = not (three or small) and (d < 128 or (d == 128 and (problem.bias is None or bias > 0)))
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
     by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
@@ -200,15 +210,16 @@ def backward_width(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
-def head_swizzle(problem: Problem) -> int:
-    """Of the backward. A band makes tiles of keys unlike: the longest of eight heads come first, so that the last to
-    run are short. Where order matters each program follows the one before it by a step or two, and of several heads
-    several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache together."""
+def head_swizzle(problem: Problem, queries: int) -> int:
+    """Of the backward, for so many queries. A band makes tiles of keys unlike: the longest of eight heads come first,
+    so that the last to run are short. Where order matters each program follows the one before it by a step or two, and
+    of several heads several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache
+    together."""
     least = 1 if problem.score.band.unlimited else 8
     if not problem.deterministic:
         return least
     width = backward_width(problem)
-    head = problem.group * problem.queries * width * (2 * problem.dtype.itemsize + 4)
+    head = problem.group * queries * width * (2 * problem.dtype.itemsize + 4)
     fit = 1 << max(1, L2_CACHE // head).bit_length() - 1
     return min(max(fit, least), 32 if width <= 64 else 16)  # more are slower (H200)
 
@@ -229,7 +240,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
     tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
-    swizzle = head_swizzle(problem)
+    swizzle = head_swizzle(problem, problem.queries)
     later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype
     shared = tile and bias is not None and not problem.broadcast_group(bias).single
