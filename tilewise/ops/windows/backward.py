@@ -16,8 +16,10 @@ from tilewise.ops.windows.forward import (
     LARGE,
     LOG2E,
     bias_place,
+    load_bias,
     load_rows,
     member,
+    product_apart,
     program_of,
     scores,
     stats_place,
@@ -40,6 +42,30 @@ def _row_statistics(stats, b, h, rows, there, sizes):
 
 
 @triton.jit
+def _of_member(n, q, k, v, mask, stats, do, dq, added, mb, mh, rows, keys, row_there, inside, scale, sizes, c):
+    """dS of the n-th of those that read one matrix of the bias; and its dQ is written."""
+    b, h = member(n, mb, mh, sizes)
+    there = visible_keys(mask, b, keys, inside, sizes, c)
+    q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D, c)
+    k_tile = load_rows(k, b, h, keys, there, c.HEAD_DIM, c.BLOCK_D, c)
+    do_tile = load_rows(do, b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV, c)
+    v_tile = load_rows(v, b, h, keys, there, c.VALUE_DIM, c.BLOCK_DV, c)
+    top, once = _row_statistics(stats, b, h, rows, row_there, sizes)
+    seen = row_there[:, None] & there[None, :]
+    s = scores(product(q_tile, k_tile.T, None, c.PRECISION, False), added, seen, scale, c)
+    hidden = s == -float("inf")
+    p = tl.exp2((s - top[:, None]) * LOG2E) * once[:, None]
+    dp = tl.where(hidden, 0.0, product(do_tile, v_tile.T, None, c.PRECISION, False))
+    delta = tl.sum(p * dp, 1)
+    ds = tl.where(hidden, 0.0, p * (dp - delta[:, None]))
+    if c.DQ:
+        k_tile = _finite(k_tile)
+        found = product_apart(ds.to(k_tile.dtype), k_tile, tl.zeros([c.BLOCK_Q, c.BLOCK_D], tl.float32), sizes, c)
+        store_rows(dq, found * scale, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D, c)
+    return ds
+
+
+@triton.jit
 def _of_queries(pid, q, k, v, bias, mask, stats, do, dq, dbias, scale, sizes, c):
     mb, mh, block, first, end = program_of(pid, sizes)
     i, j = tl.arange(0, c.BLOCK_Q), tl.arange(0, c.BLOCK_K)
@@ -48,32 +74,19 @@ def _of_queries(pid, q, k, v, bias, mask, stats, do, dq, dbias, scale, sizes, c)
     inside = (j < c.K_BLOCK) & (keys >= 0) & (keys < sizes.length)
     added = 0.0
     if c.BIAS:
-        at = bias_place(bias, mb, mh, rows[:, None], j[None, :])
-        added = tl.load(at, mask=row_there[:, None] & inside[None, :], other=0.0)
-    if c.DBIAS:
+        added = load_bias(bias, mb, mh, block, i, j, c)
+    if c.ALONE:
+        summed = _of_member(
+            first, q, k, v, mask, stats, do, dq, added, mb, mh, rows, keys, row_there, inside, scale, sizes, c
+        )
+    else:
         summed = tl.zeros([c.BLOCK_Q, c.BLOCK_K], tl.float32)
-    for n in tl.range(first, end):
-        b, h = member(n, mb, mh, sizes)
-        there = visible_keys(mask, b, keys, inside, sizes, c)
-        q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D)
-        k_tile = load_rows(k, b, h, keys, there, c.HEAD_DIM, c.BLOCK_D)
-        do_tile = load_rows(do, b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV)
-        v_tile = load_rows(v, b, h, keys, there, c.VALUE_DIM, c.BLOCK_DV)
-        top, once = _row_statistics(stats, b, h, rows, row_there, sizes)
-        s = scores(product(q_tile, k_tile.T, None, c.PRECISION, False), added, there[None, :], scale, c)
-        hidden = s == -float("inf")
-        p = tl.exp2((s - top[:, None]) * LOG2E) * once[:, None]
-        dp = tl.where(hidden, 0.0, product(do_tile, v_tile.T, None, c.PRECISION, False))
-        delta = tl.sum(p * dp, 1)
-        ds = tl.where(hidden, 0.0, p * (dp - delta[:, None]))
-        if c.DBIAS:
-            summed += ds
-        if c.DQ:
-            k_tile = _finite(k_tile)
-            found = product(ds.to(k_tile.dtype), k_tile, None, c.PRECISION, False) * scale
-            store_rows(dq, found, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D)
+        for n in tl.range(first, end):
+            summed += _of_member(
+                n, q, k, v, mask, stats, do, dq, added, mb, mh, rows, keys, row_there, inside, scale, sizes, c
+            )
     if c.DBIAS:
-        at = bias_place(dbias, mb, mh, rows[:, None], j[None, :])
+        at = bias_place(dbias, mb, mh, rows[:, None], j[None, :], c)
         tl.store(
             at, summed.to(dbias.pointer.dtype.element_ty), mask=(i < c.Q_BLOCK)[:, None] & (j < c.K_BLOCK)[None, :]
         )
@@ -101,8 +114,8 @@ def _of_keys(pid, q, k, v, bias, mask, o, stats, do, dk, dv, scale, sizes, c):
     keys = key + tl.arange(0, c.BLOCK_N)
     inside = (keys >= 0) & (keys < sizes.length)
     there = visible_keys(mask, b, keys, inside, sizes, c)
-    k_tile = load_rows(k, b, h, keys, there, c.HEAD_DIM, c.BLOCK_D)
-    v_tile = load_rows(v, b, h, keys, there, c.VALUE_DIM, c.BLOCK_DV)
+    k_tile = load_rows(k, b, h, keys, there, c.HEAD_DIM, c.BLOCK_D, c)
+    v_tile = load_rows(v, b, h, keys, there, c.VALUE_DIM, c.BLOCK_DV, c)
     dk_acc = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
     dv_acc = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
     first, end = _blocks_that_see(key, sizes, c)
@@ -111,13 +124,14 @@ def _of_keys(pid, q, k, v, bias, mask, o, stats, do, dk, dv, scale, sizes, c):
         rows = m0 + tl.arange(0, c.BLOCK_M)
         row_there = rows < last_row
         places = keys[:, None] - window_begin(rows // c.Q_BLOCK, sizes, c)[None, :]
-        seen = there[:, None] & row_there[None, :] & (places >= 0) & (places < c.K_BLOCK)
+        within = row_there[None, :] & (places >= 0) & (places < c.K_BLOCK)
+        seen = within & there[:, None]
         added = 0.0
         if c.BIAS:
-            added = tl.load(bias_place(bias, mb, mh, rows[None, :], places), mask=seen, other=0.0)
-        q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D)
-        do_tile = load_rows(do, b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV)
-        o_tile = load_rows(o, b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV)
+            added = tl.load(bias_place(bias, mb, mh, rows[None, :], places, c), mask=within, other=0.0)
+        q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D, c)
+        do_tile = load_rows(do, b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV, c)
+        o_tile = load_rows(o, b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV, c)
         top, once = _row_statistics(stats, b, h, rows, row_there, sizes)
         s = scores(product(k_tile, q_tile.T, None, c.PRECISION, False), added, seen, scale, c)
         p = tl.exp2((s - top[None, :]) * LOG2E) * once[None, :]
@@ -126,17 +140,17 @@ def _of_keys(pid, q, k, v, bias, mask, o, stats, do, dk, dv, scale, sizes, c):
             if tl.max(finite.to(tl.int32) ^ 1) != 0:  # which reaches the keys that a query sees, and no others
                 marked = tl.where(finite, 0.0, LARGE).to(tl.bfloat16)
                 dv_acc = tl.dot(tl.where(s > -float("inf"), LARGE, 0.0).to(tl.bfloat16), marked, dv_acc)
-            dv_acc = product(p.to(do_tile.dtype), _finite(do_tile), dv_acc, c.PRECISION, False)
+            dv_acc = product_apart(p.to(do_tile.dtype), _finite(do_tile), dv_acc, sizes, c)
         if c.DK:
             delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
             dp = product(v_tile, do_tile.T, None, c.PRECISION, False)
             ds = tl.where(s == -float("inf"), 0.0, p * (dp - delta[None, :]))
-            dk_acc = product(ds.to(q_tile.dtype), _finite(q_tile), dk_acc, c.PRECISION, False)
+            dk_acc = product_apart(ds.to(q_tile.dtype), _finite(q_tile), dk_acc, sizes, c)
     if c.DK:
-        store_rows(dk, dk_acc * scale, b, h, keys, inside, c.HEAD_DIM, c.BLOCK_D)
+        store_rows(dk, dk_acc * scale, b, h, keys, inside, c.HEAD_DIM, c.BLOCK_D, c)
     if c.DV:
         dv_acc = tl.where(tl.abs(dv_acc) < float("inf"), dv_acc, float("nan"))
-        store_rows(dv, dv_acc, b, h, keys, inside, c.VALUE_DIM, c.BLOCK_DV)
+        store_rows(dv, dv_acc, b, h, keys, inside, c.VALUE_DIM, c.BLOCK_DV, c)
 
 
 @triton.jit

@@ -29,6 +29,8 @@ class Tiles(NamedTuple):
     block_m: int
     forward_warps: int
     backward_warps: int
+    forward_registers: int | None = None  # at most so many for a thread, so that more programs fit
+    backward_registers: int | None = None
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -36,15 +38,15 @@ def power_of_two(n: int, least: int = 16) -> int:
     return max(1 << max(n - 1, 0).bit_length(), least)
 
 
-def tiles_of(geometry: Geometry, head_dim: int, value_dim: int) -> Tiles:
+def tiles_of(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> Tiles:
     q_block, k_block, _ = geometry
     block_q, block_k = power_of_two(q_block), power_of_two(k_block)
-    block_n = block_q
     rows = -(-k_block // q_block) * q_block
-    warps = 4 if block_q * block_k <= 8192 else 8
+    # 32 of a tile's elements for a thread in the forward, and 16 in the backward, which has four such tiles.
+    small = block_q * block_k <= 4096 and max(head_dim, value_dim) <= 32 and dtype != torch.float32
     return Tiles(
-        block_q, block_k, power_of_two(head_dim), power_of_two(value_dim), block_n, geometry.before % block_n,
-        min(power_of_two(rows), 128), warps, warps,
+        block_q, block_k, power_of_two(head_dim), power_of_two(value_dim), block_q, geometry.before % block_q,
+        min(power_of_two(rows), 128), 4 if small else 8, 8, 128 if small else None, 128 if small else None,
     )  # fmt: skip
 
 

@@ -52,6 +52,8 @@ class Compiled(NamedTuple):
     BIAS: Any
     MASK: Any
     PRECISION: Any
+    WIDE: Any  # an offset inside a matrix needs 64 bits
+    ALONE: Any = False  # a program computes one batch element and head
     STATS: Any = False  # the forward keeps what a backward reads
     # of a backward
     QUERIES: Any = False  # some program writes dQ or dBias
@@ -66,20 +68,25 @@ class Compiled(NamedTuple):
 
 
 @triton.jit
-def load_rows(x, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _wide(rows, c):
+    return rows.to(tl.int64) if c.WIDE else rows
+
+
+@triton.jit
+def load_rows(x, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr, c):
     """The tile [rows, BLOCK] of a `Strided`; 0 where ``there`` [rows] is not, and past DIM."""
     d = tl.arange(0, BLOCK)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + rows.to(tl.int64)[:, None] * x.stride2 + d[None, :] * x.stride3
+    at = at + _wide(rows, c)[:, None] * x.stride2 + d[None, :] * x.stride3
     inside = there[:, None] if DIM == BLOCK else there[:, None] & (d < DIM)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(x, tile, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(x, tile, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr, c):
     d = tl.arange(0, BLOCK)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + rows.to(tl.int64)[:, None] * x.stride2 + d[None, :] * x.stride3
+    at = at + _wide(rows, c)[:, None] * x.stride2 + d[None, :] * x.stride3
     inside = there[:, None] if DIM == BLOCK else there[:, None] & (d < DIM)[None, :]
     tl.store(at, tile.to(x.pointer.dtype.element_ty), mask=inside)
 
@@ -122,10 +129,17 @@ def member(n, mb, mh, sizes):
 
 
 @triton.jit
-def bias_place(bias, mb, mh, rows, places):
+def bias_place(bias, mb, mh, rows, places, c):
     """Addresses of rows of all blocks, one after the other, at places of their windows; one of the two is a column."""
     at = bias.pointer + tl.cast(mb, tl.int64) * bias.stride0 + tl.cast(mh, tl.int64) * bias.stride1
-    return at + rows.to(tl.int64) * bias.stride2 + places * bias.stride3
+    return at + (_wide(rows, c) * bias.stride2 + places * bias.stride3)
+
+
+@triton.jit
+def load_bias(bias, mb, mh, block, i, j, c):
+    """The tile of a block and its window, of queries and keys too that there are not."""
+    at = bias_place(bias, mb, mh, (block * c.Q_BLOCK + i)[:, None], j[None, :], c)
+    return tl.load(at, mask=(i < c.Q_BLOCK)[:, None] & (j < c.K_BLOCK)[None, :], other=0.0)
 
 
 @triton.jit
@@ -134,10 +148,9 @@ def scores(products, added, seen, scale, c):
     s = products * scale
     if c.BIAS:
         added = added.to(tl.float32)
-        s = tl.where(seen & (added != -float("inf")), s + added, -float("inf"))
-    else:
-        s = tl.where(seen, s, -float("inf"))
-    return s
+        seen &= added != -float("inf")
+        s += added
+    return tl.where(seen, s, -float("inf"))
 
 
 @triton.jit
@@ -148,43 +161,62 @@ def stats_place(stats, b, h, rows, sizes):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, o, stats, scale, sizes, c):
-    """One program a block, for all batch elements and heads, or a share of them, that read one matrix of the bias."""
-    mb, mh, block, first, end = program_of(tl.program_id(0), sizes)
+def product_apart(a, b, acc, sizes, c):
+    """acc + A B of a tile A that comes of another product, in a region of its own: Triton 3.6 lays out all products of
+    a region that lead to each other by the last one's shape, and four warps would compute 32 rows twice."""
+    if sizes.heads > 0:
+        acc = product(a, b, acc, c.PRECISION, False)
+    return acc
+
+
+@triton.jit
+def _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c):
+    """The n-th of those that read one matrix of the bias."""
     i, j = tl.arange(0, c.BLOCK_Q), tl.arange(0, c.BLOCK_K)
     rows, keys = block * c.Q_BLOCK + i, window_begin(block, sizes, c) + j
     row_there = (i < c.Q_BLOCK) & (rows < sizes.length)
-    inside = (j < c.K_BLOCK) & (keys >= 0) & (keys < sizes.length)
+    b, h = member(n, mb, mh, sizes)
+    there = (j < c.K_BLOCK) & (keys >= 0) & (keys < sizes.length)
+    there = visible_keys(mask, b, keys, there, sizes, c)
+    q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D, c)
+    k_tile = load_rows(k, b, h, keys, there, c.HEAD_DIM, c.BLOCK_D, c)
+    v_tile = load_rows(v, b, h, keys, there, c.VALUE_DIM, c.BLOCK_DV, c)
+    s = scores(product(q_tile, k_tile.T, None, c.PRECISION, False), added, there[None, :], scale, c)
+    top = tl.max(s, 1)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.exp2((s - top[:, None]) * LOG2E)
+    total = tl.sum(p, 1)
+    once = tl.where(total == 0, 0.0, 1 / total)
+    p = p.to(v_tile.dtype)
+    acc = product_apart(p, v_tile, tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32), sizes, c)
+    if c.BIAS:
+        # 0 · NaN: a value that the bias alone hides and that is not finite. Then, and only then, once more.
+        spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)
+        if spoilt != 0:
+            finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
+            # visible · not finite overflows to infinity, hidden · not finite is 0
+            seen = tl.where(s > -float("inf"), LARGE, 0.0).to(tl.bfloat16)
+            acc = tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32)
+            if sizes.heads > 0:
+                acc = tl.dot(seen, tl.where(finite, 0.0, LARGE).to(tl.bfloat16), acc)
+            acc = product_apart(p, tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc, sizes, c)
+            acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
+    store_rows(o, acc * once[:, None], b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV, c)
+    if c.STATS:
+        at_top, at_once = stats_place(stats, b, h, rows, sizes)
+        tl.store(at_top, top, mask=row_there)
+        tl.store(at_once, once, mask=row_there)
+
+
+@triton.jit
+def forward_kernel(q, k, v, bias, mask, o, stats, scale, sizes, c):
+    """One program a block, for all batch elements and heads, or a share of them, that read one matrix of the bias."""
+    mb, mh, block, first, end = program_of(tl.program_id(0), sizes)
     added = 0.0
     if c.BIAS:
-        at = bias_place(bias, mb, mh, rows[:, None], j[None, :])
-        added = tl.load(at, mask=row_there[:, None] & inside[None, :], other=0.0)
-    for n in tl.range(first, end):
-        b, h = member(n, mb, mh, sizes)
-        there = visible_keys(mask, b, keys, inside, sizes, c)
-        q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D)
-        k_tile = load_rows(k, b, h, keys, there, c.HEAD_DIM, c.BLOCK_D)
-        v_tile = load_rows(v, b, h, keys, there, c.VALUE_DIM, c.BLOCK_DV)
-        s = scores(product(q_tile, k_tile.T, None, c.PRECISION, False), added, there[None, :], scale, c)
-        top = tl.max(s, 1)
-        top = tl.where(top == -float("inf"), 0.0, top)
-        p = tl.exp2((s - top[:, None]) * LOG2E)
-        total = tl.sum(p, 1)
-        once = tl.where(total == 0, 0.0, 1 / total)
-        acc = product(p.to(v_tile.dtype), v_tile, None, c.PRECISION, False)
-        if c.BIAS:
-            # 0 · NaN: a value that the bias alone hides and that is not finite. Then, and only then, once more.
-            spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)
-            if spoilt != 0:
-                finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
-                # visible · not finite overflows to infinity, hidden · not finite is 0
-                marked = tl.where(finite, 0.0, LARGE).to(tl.bfloat16)
-                acc = tl.dot(tl.where(s > -float("inf"), LARGE, 0.0).to(tl.bfloat16), marked)
-                acc = product(p.to(v_tile.dtype), tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc, c.PRECISION,
-                              False)  # fmt: skip
-                acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
-        store_rows(o, acc * once[:, None], b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV)
-        if c.STATS:
-            at_top, at_once = stats_place(stats, b, h, rows, sizes)
-            tl.store(at_top, top, mask=row_there)
-            tl.store(at_once, once, mask=row_there)
+        added = load_bias(bias, mb, mh, block, tl.arange(0, c.BLOCK_Q), tl.arange(0, c.BLOCK_K), c)
+    if c.ALONE:
+        _of_member(first, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c)
+    else:
+        for n in tl.range(first, end):
+            _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c)

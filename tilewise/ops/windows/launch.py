@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -30,6 +30,23 @@ def _of_rows(bias: Tensor | None, strides: tuple[int, ...]) -> Strided:
     return Strided(None, 0 if B == 1 else batch, 0 if H == 1 else head, rows, 0 if k_block == 1 else place)
 
 
+def _layout(shape: Sequence[int], strides: Sequence[int]) -> Strided:
+    return Strided(None, *(0 if n == 1 else x for n, x in zip(shape, strides, strict=True)))
+
+
+def _is_wide(x: Tensor | None) -> bool:
+    """Whether offsets of the rows of one head, and of what a tile reads past them, need 64 bits."""
+    if x is None:
+        return False
+    rows = x.shape[2] * (x.shape[3] if x.dim() == 5 else 1) + 256
+    return rows * x.stride(-2) + 256 * x.stride(-1) >= 2**31
+
+
+def _options(warps: int, registers: int | None) -> dict[str, int]:
+    options = {"num_warps": warps, "num_stages": 1}
+    return options if registers is None else options | {"maxnreg": registers}
+
+
 class Windowed:
     """Forwards and backwards of calls whose tensors lie as these do.
 
@@ -39,55 +56,44 @@ class Windowed:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, geometry: Geometry, scale: float
     ) -> None:
-        B, H, N, D = q.shape
-        Dv = v.shape[3]
-        blocks = triton.cdiv(N, geometry.q_block)
-        self._tiles = tiles = tiles_of(geometry, D, Dv)
-        self._scale, self._layouts = scale, (strided(q), strided(k), strided(v))
-        self._bias = _of_rows(bias, () if bias is None else bias.stride())
-        shape, strides = output_layout(q, Dv)
-        self._o_layout = Strided(None, *(0 if n == 1 else s for n, s in zip(shape, strides, strict=True)))
-        self._new_o = partial(torch.empty_strided, shape, strides, dtype=q.dtype, device=q.device)
-        self._new_stats = partial(torch.empty, (2, B, H, N), dtype=torch.float32, device=q.device)
+        (B, H, N, D), Dv = q.shape, v.shape[3]
+        self._scale, self._tiles = scale, tiles_of(geometry, D, Dv, q.dtype)
+        self._reads = (strided(q), strided(k), strided(v), _of_rows(bias, () if bias is None else bias.stride()))
         batch, heads = (B, H) if bias is None else bias.shape[:2]
-        self._readers = (B // batch) * (H // heads)
-        self._matrices = batch * heads * blocks
-        last = max(N - geometry.k_block, 0)
+        blocks = triton.cdiv(N, geometry.q_block)
+        self._readers, self._matrices = (B // batch) * (H // heads), batch * heads * blocks
         by_mask = (0, 0) if mask is None else (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(1))
+        last = max(N - geometry.k_block, 0)
         self._sizes = Sizes(B, H, N, blocks, last, batch, heads, self._readers, 1, *by_mask)
         self._known = Compiled(
-            geometry.q_block, geometry.k_block, tiles.block_q, tiles.block_k, geometry.before, geometry.shift, D, Dv,
-            tiles.block_d, tiles.block_dv, bias is not None, mask is not None, float32_precision(q.dtype),
+            geometry.q_block, geometry.k_block, self._tiles.block_q, self._tiles.block_k, geometry.before,
+            geometry.shift, D, Dv, self._tiles.block_d, self._tiles.block_dv, bias is not None, mask is not None,
+            float32_precision(q.dtype), any(map(_is_wide, (q, k, v, bias))),
         )  # fmt: skip
-        strides_of = [gradient_strides(x) for x in (q, k, v)]
-        self._gradients = [
-            partial(torch.empty_strided, x.shape, s, dtype=x.dtype, device=q.device)
-            for x, s in zip((q, k, v), strides_of, strict=True)
-        ]
-        self._gradient_layouts = [
-            Strided(None, *(0 if n == 1 else y for n, y in zip(x.shape, s, strict=True)))
-            for x, s in zip((q, k, v), strides_of, strict=True)
-        ]
-        self._bias_like: Tensor | None = None if bias is None else torch.empty_like(bias, device="meta")
-        if self._bias_like is not None and not rows_merge(self._bias_like):
-            self._bias_like = torch.empty(bias.shape, dtype=bias.dtype, device="meta")  # type: ignore[union-attr]
-        if self._bias_like is not None:
-            self._gradients.append(allocation(self._bias_like, q.device))
-            self._gradient_layouts.append(_of_rows(self._bias_like, self._bias_like.stride()))
-        self._forwards = {stats: self._forward(stats) for stats in (False, True)}
-        self._backwards: dict[tuple, Callable[..., Gradients]] = {}
+        device = q.device
+        shape, strides = output_layout(q, Dv)
+        self._o = _layout(shape, strides)
+        self._new_o = partial(torch.empty_strided, shape, strides, dtype=q.dtype, device=device)
+        self._new_stats = partial(torch.empty, (2, B, H, N), dtype=torch.float32, device=device)
+        like = [torch.empty_strided(x.shape, gradient_strides(x), dtype=x.dtype, device="meta") for x in (q, k, v)]
+        self._gradients = [_layout(x.shape, x.stride()) for x in like]
+        if bias is not None:
+            like.append(torch.empty_like(bias, device="meta"))
+            if not rows_merge(like[-1]):
+                like[-1] = torch.empty(bias.shape, dtype=bias.dtype, device="meta")
+            self._gradients.append(_of_rows(like[-1], like[-1].stride()))
+        self._new_gradients = [allocation(x, device) for x in like]
+        self._forwards = {keep: self._forward(keep) for keep in (False, True)}
+        self._backwards: dict[tuple, Launch] = {}
 
-    def _forward(self, stats: bool) -> Launch:
-        share = max(self._readers * self._matrices // PROGRAMS, 1)
-        share = min(share, self._readers)
+    def _forward(self, keep: bool) -> Launch:
+        share = min(max(self._readers * self._matrices // PROGRAMS, 1), self._readers)
         shares = triton.cdiv(self._readers, share)
         sizes = self._sizes._replace(share=share, shares=shares)
-        c = constants(self._known._replace(STATS=stats))
-        layouts = (*self._layouts, self._bias, POINTER, self._o_layout, POINTER)
-        return Launch(
-            forward_kernel, self._matrices * shares, layouts, (self._scale, sizes, c),
-            num_warps=self._tiles.forward_warps, num_stages=1,
-        )  # fmt: skip
+        c = constants(self._known._replace(STATS=keep, ALONE=share == 1))
+        layouts = (*self._reads, POINTER, self._o, POINTER)
+        options = _options(self._tiles.forward_warps, self._tiles.forward_registers)
+        return Launch(forward_kernel, self._matrices * shares, layouts, (self._scale, sizes, c), **options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, keep: bool) -> tuple[Tensor, Maybe]:
         """O (B, H, N, Dv), and the rows' statistics where a backward is to follow."""
@@ -100,7 +106,7 @@ class Windowed:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, o: Tensor, stats: Tensor, do: Tensor,
         needs: Needs,
     ) -> Gradients:  # fmt: skip
-        found = [new() if need else None for new, need in zip(self._gradients, needs, strict=False)]
+        found: list[Maybe] = [new() if need else None for new, need in zip(self._new_gradients, needs, strict=False)]
         dq, dk, dv, dbias = found if len(found) == 4 else (*found, None)
         key = (do.stride(), o.stride(), needs)
         launch = self._backwards.get(key)
@@ -115,19 +121,14 @@ class Windowed:
         queries, keys = needs.q or needs.bias, needs.k or needs.v
         count = triton.cdiv(sizes.length + tiles.offset, tiles.block_n)
         sizes = sizes._replace(query_programs=self._matrices if queries else 0, tiles=count if keys else 0)
-        c = constants(
-            self._known._replace(
-                QUERIES=queries, KEYS=keys, DQ=needs.q, DK=needs.k, DV=needs.v, DBIAS=needs.bias,
-                BLOCK_N=tiles.block_n, OFFSET=tiles.offset, BLOCK_M=tiles.block_m,
-            )
+        c = self._known._replace(
+            WIDE=self._known.WIDE or _is_wide(o) or _is_wide(do), ALONE=self._readers == 1, QUERIES=queries, KEYS=keys,
+            DQ=needs.q, DK=needs.k, DV=needs.v, DBIAS=needs.bias, BLOCK_N=tiles.block_n, OFFSET=tiles.offset,
+            BLOCK_M=tiles.block_m,
         )  # fmt: skip
-        wanted = zip(self._gradient_layouts, needs, strict=False)
-        written = [layout if need else strided(None) for layout, need in wanted]
+        written = [x if need else strided(None) for x, need in zip(self._gradients, needs, strict=False)]
         written += [strided(None)] * (4 - len(written))
-        layouts = (
-            *self._layouts, self._bias, POINTER, strided(o), POINTER, strided(do), *written,
-        )  # fmt: skip
+        layouts = (*self._reads, POINTER, strided(o), POINTER, strided(do), *written)
         programs = sizes.query_programs + sizes.batch * sizes.heads * sizes.tiles
-        return Launch(
-            backward_kernel, programs, layouts, (self._scale, sizes, c), num_warps=tiles.backward_warps, num_stages=1
-        )
+        options = _options(tiles.backward_warps, tiles.backward_registers)
+        return Launch(backward_kernel, programs, layouts, (self._scale, sizes, constants(c)), **options)
