@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from turns import difference
 
 from tilewise.bench import windows
 from tilewise.bench.operators import Inputs
 from tilewise.bench.timing import Clock, host_seconds
 from tilewise.ops.windows import autograd, config, launch
+from turns import difference
 
 DEVICE = torch.device("cuda")
 Step = Callable[[], object]

@@ -27,7 +27,7 @@ from tilewise.ops.windows.config import fits, rows_merge
 from tilewise.plan import check_backend
 from tilewise.problem import DTYPES, broadcasts, check_flag
 from tilewise.score.terms import check_numbers
-from tilewise.tensors import check_tensor
+from tilewise.tensors import check_tensor, is_dtensor
 
 if TYPE_CHECKING:
     from tilewise.ops.windows.launch import Windowed
@@ -323,7 +323,7 @@ def _usual_key(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | 
 def _by_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometry, backend: str | None) -> bool:
     """Whether the kernels of windows compute a call: of a GPU's, or in Triton's interpreter."""
     asked = backend == "triton" or (q.is_cuda and backend in (None, "auto"))
-    return asked and fits(q, k, v, bias, geometry) and not exports_onnx()
+    return asked and fits(q, k, v, bias, geometry) and not is_dtensor(q) and not exports_onnx()
 
 
 def _windowed(

@@ -138,8 +138,8 @@ def _of_keys(pid, q, k, v, bias, mask, o, stats, do, dk, dv, scale, sizes, c):
         if c.DV:
             finite = tl.abs(do_tile.to(tl.float32)) < float("inf")
             if tl.max(finite.to(tl.int32) ^ 1) != 0:  # which reaches the keys that a query sees, and no others
-                marked = tl.where(finite, 0.0, LARGE).to(tl.bfloat16)
-                dv_acc = tl.dot(tl.where(s > -float("inf"), LARGE, 0.0).to(tl.bfloat16), marked, dv_acc)
+                marked = tl.where(finite, 0.0, LARGE).to(c.MARK)
+                dv_acc = tl.dot(tl.where(s > -float("inf"), LARGE, 0.0).to(c.MARK), marked, dv_acc)
             dv_acc = product_apart(p.to(do_tile.dtype), _finite(do_tile), dv_acc, sizes, c)
         if c.DK:
             delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)

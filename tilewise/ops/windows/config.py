@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+import os
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometr
         return False
     if bias is not None and bias.dtype not in dtypes:
         return False
-    return q.numel() > 0 and has_triton() and _runs_kernels(q.device)
+    there = torch.compiler.is_compiling() or has_triton()  # a compiler cannot look through what is kept of that
+    return q.numel() > 0 and there and _runs_kernels(q.device)
 
 
 def rows_merge(bias: Tensor) -> bool:
@@ -73,12 +74,5 @@ def rows_merge(bias: Tensor) -> bool:
     return bias.shape[2] == 1 or bias.shape[3] == 1 or bias.stride(2) == bias.shape[3] * bias.stride(3)
 
 
-@cache
 def _runs_kernels(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type != "cpu":
-        return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")

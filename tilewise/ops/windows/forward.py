@@ -52,6 +52,7 @@ class Compiled(NamedTuple):
     BIAS: Any
     MASK: Any
     PRECISION: Any
+    MARK: Any  # dtype that marks values that are not finite
     WIDE: Any  # an offset inside a matrix needs 64 bits
     ALONE: Any = False  # a program computes one batch element and head
     STATS: Any = False  # the forward keeps what a backward reads
@@ -195,10 +196,10 @@ def _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c
         if spoilt != 0:
             finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
             # visible · not finite overflows to infinity, hidden · not finite is 0
-            seen = tl.where(s > -float("inf"), LARGE, 0.0).to(tl.bfloat16)
+            seen = tl.where(s > -float("inf"), LARGE, 0.0).to(c.MARK)
             acc = tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32)
             if sizes.heads > 0:
-                acc = tl.dot(seen, tl.where(finite, 0.0, LARGE).to(tl.bfloat16), acc)
+                acc = tl.dot(seen, tl.where(finite, 0.0, LARGE).to(c.MARK), acc)
             acc = product_apart(p, tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc, sizes, c)
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
     store_rows(o, acc * once[:, None], b, h, rows, row_there, c.VALUE_DIM, c.BLOCK_DV, c)

@@ -7,15 +7,18 @@ from functools import partial
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends import allocation, device_of, float32_precision, gradient_strides, output_layout
 from tilewise.backends.launcher import POINTER, Launch, Strided, constants, strided
+from tilewise.backends.score import INTERPRET
 from tilewise.ops.windows import Geometry, Needs
 from tilewise.ops.windows.backward import backward_kernel
 from tilewise.ops.windows.config import PROGRAMS, rows_merge, tiles_of
 from tilewise.ops.windows.forward import Compiled, Sizes, forward_kernel
 
+MARK = tl.float32 if INTERPRET else tl.bfloat16  # the interpreter computes bfloat16 products wrongly
 Maybe = Tensor | None
 Gradients = tuple[Maybe, Maybe, Maybe, Maybe]  # as `Needs` names them
 
@@ -42,6 +45,14 @@ def _is_wide(x: Tensor | None) -> bool:
     return rows * x.stride(-2) + 256 * x.stride(-1) >= 2**31
 
 
+def _check_device(q: Tensor) -> None:
+    if q.is_cuda:
+        device = torch.cuda.get_device_properties(q.device)
+        if device.major < 8:
+            found = f"{device.name} has {device.major}.{device.minor}"
+            raise ValueError(f"q: needs compute capability 8.0 or later, {found}")
+
+
 def _options(warps: int, registers: int | None) -> dict[str, int]:
     options = {"num_warps": warps, "num_stages": 1}
     return options if registers is None else options | {"maxnreg": registers}
@@ -56,6 +67,7 @@ class Windowed:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, geometry: Geometry, scale: float
     ) -> None:
+        _check_device(q)
         (B, H, N, D), Dv = q.shape, v.shape[3]
         self._scale, self._tiles = scale, tiles_of(geometry, D, Dv, q.dtype)
         self._reads = (strided(q), strided(k), strided(v), _of_rows(bias, () if bias is None else bias.stride()))
@@ -68,7 +80,7 @@ class Windowed:
         self._known = Compiled(
             geometry.q_block, geometry.k_block, self._tiles.block_q, self._tiles.block_k, geometry.before,
             geometry.shift, D, Dv, self._tiles.block_d, self._tiles.block_dv, bias is not None, mask is not None,
-            float32_precision(q.dtype), any(map(_is_wide, (q, k, v, bias))),
+            float32_precision(q.dtype), MARK, any(map(_is_wide, (q, k, v, bias))),
         )  # fmt: skip
         device = q.device
         shape, strides = output_layout(q, Dv)
