@@ -187,7 +187,7 @@ def _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c
     top = tl.where(top == -float("inf"), 0.0, top)
     p = tl.exp2((s - top[:, None]) * LOG2E)
     total = tl.sum(p, 1)
-    once = tl.where(total == 0, 0.0, 1 / total)
+    once = tl.where(total == 0, 0.0, 1 / tl.where(total == 0, 1.0, total))
     p = p.to(v_tile.dtype)
     acc = product_apart(p, v_tile, tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32), sizes, c)
     if c.BIAS:
