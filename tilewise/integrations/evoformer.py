@@ -228,19 +228,24 @@ def window_pair_attention(
         edges: "clip": what a window has outside the sequence is hidden. "shift": a window that would reach out of the
             sequence is moved inside, so that it has k_block keys where N is not below that.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
-        backend: as for `tilewise.attention`.
+        backend: as for `tilewise.attention`. "triton" has the kernels of windows, which None takes on a GPU; "hopper"
+            is `tilewise.attention`'s.
 
     Returns:
         (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
 
-    Copies: k and v once, of which windows are overlapping views, or with "shift" each window; q where N is no multiple
-    of the blocks that are computed together, or where B is above 1 and its heads and lengths do not lie as (H, N). On a
-    GPU and with "clip" as many blocks as have 128 queries are one block to a kernel, and the bias is copied to where
-    that reads it: of blocks of 32 and 128 four, with 1.75 times the bias's numbers. Else the bias is read as it is, or
-    copied where N is no multiple of q_block. Where B is above 1 and the bias has not all heads or lies in memory with
-    them last, this is up to B calls; else one, in which a mask of each sequence is repeated for each head. In the
-    gradients of k and v overlapping windows are summed in float32 (float64 for float64 inputs) and in one order, of
-    numbers in q's dtype.
+    On a GPU this is one kernel each way, for blocks of up to 64 queries and windows of up to 256 keys and 32 KiB, in 16
+    bits or float32. It copies nothing but a bias whose blocks do not lie one behind the other, and adds up the gradients
+    of k and v, and of a shared bias, in float32 and in one order.
+
+    Else it is `tilewise.attention`, and there are copies: k and v once, of which windows are overlapping views, or with
+    "shift" each window; q where N is no multiple of the blocks that are computed together, or where B is above 1 and
+    its heads and lengths do not lie as (H, N). On a GPU and with "clip" as many blocks as have 128 queries are one
+    block to a kernel, and the bias is copied to where that reads it: of blocks of 32 and 128 four, with 1.75 times the
+    bias's numbers. Else the bias is read as it is, or copied where N is no multiple of q_block. Where B is above 1 and
+    the bias has not all heads or lies in memory with them last, this is up to B calls; else one, in which a mask of
+    each sequence is repeated for each head. In the gradients of k and v overlapping windows are summed in float32
+    (float64 for float64 inputs) and in one order, of numbers in q's dtype.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
