@@ -6,6 +6,7 @@ from fault import Fault
 from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 from faults_masks import MASKS
+from faults_windows import WINDOWS
 
 FAULTS = [
     # --- what is computed, and where ---
@@ -526,4 +527,5 @@ FAULTS = [
     ),
     *MASKS,
     *DISTRIBUTED,
+    *WINDOWS,
 ]  # fmt: skip

@@ -90,6 +90,7 @@ ROOMS = {
         *SHARED,
     },
     "tilewise.ops.softmax": {"tilewise.ops.runtime", "tilewise.quantities", "tilewise.tensors"},
+    "tilewise.ops.windows": {"tilewise.ops.runtime", "tilewise.backends", *SHARED},
     "tilewise.structure": BACKEND,
     "tilewise.dispatch": {"tilewise.ops.runtime", "tilewise.plan", "tilewise.structure", *BACKEND},
     "tilewise.autograd": {"tilewise.dispatch", "tilewise.ops.runtime", "tilewise.backends", "tilewise.score"},
@@ -169,6 +170,7 @@ TRITON_ROOMS = {
     "tilewise.backends.triton",
     "tilewise.ops.matmul",
     "tilewise.ops.softmax",
+    "tilewise.ops.windows",
 }
 
 
