@@ -7,7 +7,7 @@ from torch import Tensor
 from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.score.tile_tensors import TileTensors
-from tilewise.tile_mask import Block, TileMask, _block, _no_bits
+from tilewise.tile_mask import Block, TileMask, checked_block, no_bits
 
 
 def mask_of_intervals(begins: Tensor, ends: Tensor, queries: int, *, block: Block = 128) -> TileMask:
@@ -16,8 +16,8 @@ def mask_of_intervals(begins: Tensor, ends: Tensor, queries: int, *, block: Bloc
         return TileMask.from_intervals(begins, ends, queries, block=block)
     from tilewise.backends import kept_keys
 
-    size = _block(block)
+    size = checked_block(block)
     first = begins.clamp(0, queries).int().unsqueeze(2).contiguous()
     last = ends.clamp(0, queries).int().unsqueeze(2).maximum(first).contiguous()
     tiles = kept_keys.tiles_of_intervals(first, last, queries, size)
-    return TileMask(queries, begins.shape[2], TileTensors(tiles, _no_bits(size, tiles.device), first, last))
+    return TileMask(queries, begins.shape[2], TileTensors(tiles, no_bits(size, tiles.device), first, last))
