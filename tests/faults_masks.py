@@ -126,6 +126,27 @@ MASKS = [
         "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_adds_up_a_long_node",
     ),
     Fault(
+        "backends/kept_keys.py", "mask=inside & (i >= keep), other=n", "mask=inside, other=n",
+        "the best keys go when some number says so that nobody has found",
+        "test_dynamic_mask.py::test_the_kernel_of_intervals_is_its_twin",
+    ),
+    Fault(
+        "backends/kept_keys.py", "rank = tl.where(seen_from == 0, rows - seen_to, rows + seen_from)",
+        "rank = rows + seen_from",
+        "keys that go lie as they come, and their tiles are visited pair by pair",
+        "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
+    ),
+    Fault(
+        "backends/kept_keys.py", "key < count, c * rows, rows, lo, hi)", "key < count, 0, rows, lo, hi)",
+        "each chunk's keys are seen as by the queries of the first",
+        "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
+    ),
+    Fault(
+        "backends/kept_keys.py", "here = chosen & (place < cols)", "here = chosen",
+        "a mask that was changed writes past its room",
+        "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
+    ),
+    Fault(
         "backends/kept_keys.py", "last = tl.where(end > begin, (end + block_m - 1) // block_m, first)",
         "last = (end + block_m - 1) // block_m",
         "a tile of empty intervals is visited",

@@ -52,6 +52,7 @@ ROOMS = {
         "tilewise.backends",
         "tilewise.backends.kept_keys",
         "tilewise.ops.runtime",
+        "tilewise.score",
         "tilewise.tensors",
         "tilewise.tile_mask",
     },
