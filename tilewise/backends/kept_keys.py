@@ -418,7 +418,8 @@ def keys_of_chunks(
     device = begins.device
     with device_of(begins):
         keys = begins.new_empty(b, h, chunks, cols)
-        ranks = torch.empty_like(keys) if masked else None
+        few = torch.int16 if 2 * rows + 1 < 2**15 else torch.int32  # a sort looks at each bit
+        ranks = torch.empty_like(keys, dtype=few) if masked else None
         _chosen(device, b * h, n, chunks, rows, cols, limits, masked)(begins, ends, keys, ranks)
         if ranks is None:
             return keys, None
