@@ -150,37 +150,47 @@ def sum_rows_kernel(
     at_places = places + tl.cast(b, tl.int64) * of_batch + tl.cast(h // group * chunks, tl.int64) * keys
     at_head = grad.pointer + tl.cast(h, tl.int64) * grad.stride1 + d[None, :] * grad.stride3
     found = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # Several chunks at once: what one waits for is a place and then a row, and the next one's do not depend on it.
-    for c in tl.range(0, chunks, loop_unroll_factor=4):
-        place = tl.load(at_places + tl.cast(c, tl.int64) * keys + n, mask=inside, other=-1)
-        at = at_head + tl.cast(b * chunks + c, tl.int64) * grad.stride0 + place.to(tl.int64)[:, None] * grad.stride2
-        found += tl.load(at, mask=(place >= 0)[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
+    # Of four chunks first the places and then the rows: a load waits for the address of the one before it.
+    for c in range(0, chunks, 4):
+        at = at_places + tl.cast(h * 0 + c, tl.int64) * keys + n
+        place0 = tl.load(at, mask=inside, other=-1)
+        place1 = tl.load(at + keys, mask=inside & (c + 1 < chunks), other=-1)
+        place2 = tl.load(at + 2 * keys, mask=inside & (c + 2 < chunks), other=-1)
+        place3 = tl.load(at + 3 * keys, mask=inside & (c + 3 < chunks), other=-1)
+        row0 = _rows_at(grad, at_head, b * chunks + c, place0, d < dim)
+        row1 = _rows_at(grad, at_head, b * chunks + c + 1, place1, d < dim)
+        row2 = _rows_at(grad, at_head, b * chunks + c + 2, place2, d < dim)
+        row3 = _rows_at(grad, at_head, b * chunks + c + 3, place3, d < dim)
+        found = found + row0.to(tl.float32) + row1.to(tl.float32) + row2.to(tl.float32) + row3.to(tl.float32)
     to = total.pointer + tl.cast(b, tl.int64) * total.stride0 + tl.cast(h, tl.int64) * total.stride1
     to = to + n.to(tl.int64)[:, None] * total.stride2 + d[None, :] * total.stride3
     tl.store(to, found.to(total.pointer.dtype.element_ty), mask=inside[:, None] & (d < dim)[None, :])
+
+
+@triton.jit
+def _rows_at(grad, at_head, chunk, place, cols):
+    """Gathered rows of a chunk at places, 0 for -1."""
+    at = at_head + tl.cast(chunk, tl.int64) * grad.stride0 + place.to(tl.int64)[:, None] * grad.stride2
+    return tl.load(at, mask=(place >= 0)[:, None] & cols[None, :], other=0.0)
 
 
 # --- when keys go ---
 
 
 @lru_cache(256)
-def _level(device: torch.device, rows: int, n: int, half: int) -> Launch:
-    blocks = triton.cdiv(n, _BLOCK)
-    return Launch(smallest_level_kernel, rows * blocks, (POINTER,) * 8, (n, half, half // 2, _BLOCK), num_warps=4)
-
-
-@lru_cache(256)
-def _counts(device: torch.device, rows: int, n: int, half: int) -> Launch:
-    blocks = triton.cdiv(n, _BLOCK)
-    return Launch(
-        smallest_counts_kernel, rows * blocks, (POINTER,) * 2, (n, half, _BLOCK, 4 * _BLOCK), num_warps=4
-    )  # fmt: skip
-
-
-@lru_cache(256)
-def _start(device: torch.device, rows: int, n: int, half: int, wanted: int) -> Launch:
-    blocks = triton.cdiv(n, _BLOCK)
-    return Launch(smallest_start_kernel, rows * blocks, (POINTER,) * 6, (n, half, wanted, _BLOCK), num_warps=4)
+def _levels(device: torch.device, rows: int, n: int, wanted: int) -> tuple[Launch, list[tuple[Launch, Launch]]]:
+    """What begins, and of each level what counts and what goes on."""
+    half = 1 << max((n - 1).bit_length() - 1, 0)
+    programs = rows * triton.cdiv(n, _BLOCK)
+    start = Launch(smallest_start_kernel, programs, (POINTER,) * 6, (n, half, wanted, _BLOCK), num_warps=4)
+    levels = []
+    while half > 0:
+        levels.append((
+            Launch(smallest_counts_kernel, programs, (POINTER,) * 2, (n, half, _BLOCK, 4 * _BLOCK), num_warps=4),
+            Launch(smallest_level_kernel, programs, (POINTER,) * 8, (n, half, half // 2, _BLOCK), num_warps=4),
+        ))  # fmt: skip
+        half //= 2
+    return start, levels
 
 
 def running_smallest(order: Tensor, w: int) -> Tensor:
@@ -197,13 +207,12 @@ def _smallest(order: Tensor, w: int) -> Tensor:
     # One array, whose parts begin at multiples of 16 bytes.
     parts = torch.empty(8, -(-size // 4) * 4, dtype=torch.int32, device=device)
     numbers, counts, ends, left, found, after, zeros_after, zeros = parts.unbind()
-    half = 1 << max((n - 1).bit_length() - 1, 0)
-    _start(device, rows, n, half, min(w, n + 1) - 1)(order, numbers, ends, left, found, zeros)
-    while half > 0:
-        _counts(device, rows, n, half)(zeros, counts)
-        _level(device, rows, n, half)(numbers, counts, ends, left, found, after, zeros_after, zeros)
+    start, levels = _levels(device, rows, n, min(w, n + 1) - 1)
+    start(order, numbers, ends, left, found, zeros)
+    for count, move in levels:
+        count(zeros, counts)
+        move(numbers, counts, ends, left, found, after, zeros_after, zeros)
         numbers, after, zeros, zeros_after = after, numbers, zeros_after, zeros
-        half //= 2
     return found[:size].view(order.shape)
 
 
