@@ -141,16 +141,16 @@ def test_gradients_of_rows(by_heads, B, H, shape):
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
 def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
-    x, keys, generator = _rows(B, H, shape, by_heads, torch.float32)
+    x, keys, generator = _rows(B, H, shape, by_heads, torch.float32, 6)  # more than are read at once
     x.requires_grad_()
-    (found,) = gather_rows(keys, 3, x)
+    (found,) = gather_rows(keys, 6, x)
     grad = torch.randn(found.shape, generator=generator)
     (expected,) = torch.autograd.grad(found, x, grad)
     total = interpreter(kept_keys_child.summed, grad, keys, x.shape, torch.float32, by_heads)
     assert torch.equal(total, expected)
     assert total.transpose(1, 2).is_contiguous() == by_heads
     taken = interpreter(kept_keys_child.taken, x.detach(), keys)
-    named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 3, 7).transpose(1, 2).flatten(0, 1)
+    named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 6, 7).transpose(1, 2).flatten(0, 1)
     assert torch.equal(taken, found.detach() * named[..., None])
 
 
@@ -182,12 +182,12 @@ def test_the_kernels_of_chunks_are_their_twins(interpreter, shape, N, way, band)
 
 
 def _rows(
-    B: int, H: int, shape: tuple[int, int], by_heads: bool, dtype: torch.dtype = torch.float64
+    B: int, H: int, shape: tuple[int, int], by_heads: bool, dtype: torch.dtype = torch.float64, chunks: int = 3
 ) -> tuple[Tensor, Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(1)
     size = (B, 40, H, 5) if by_heads else (B, H, 40, 5)
     x = torch.randn(size, generator=generator, dtype=dtype)
-    keys = torch.rand(*shape, 3, 39, generator=generator).argsort(-1)[..., :7].sort(-1).values
+    keys = torch.rand(*shape, chunks, 39, generator=generator).argsort(-1)[..., :7].sort(-1).values
     keys[..., 1, 5:] = 40
     return (x.transpose(1, 2) if by_heads else x), keys, generator
 
