@@ -40,7 +40,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys,) = ctx.saved_tensors
-        places, found = None, []
+        places: Tensor | None = None
+        found: list[Tensor | None] = []
         for grad, like, needed in zip(grads, ctx.likes, ctx.needs_input_grad[2:], strict=True):
             if not needed:
                 found.append(None)
