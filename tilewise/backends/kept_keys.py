@@ -347,7 +347,7 @@ def _tiles(device: torch.device, matrices: int, keys: int, queries: int, block: 
     (block_m, block_n), block_r = block, 32
     numbers = (queries, keys, block_m, block_n, EMPTY, PARTIAL, FULL, triton.next_power_of_2(block_n), block_r)
     return Launch(
-        interval_tiles_kernel, matrices * triton.cdiv(keys, block_n), (POINTER,) * 3, numbers, num_warps=4
+        interval_tiles_kernel, matrices * triton.cdiv(keys, block_n), (POINTER,) * 3, numbers, num_warps=1
     )  # fmt: skip
 
 
@@ -389,12 +389,26 @@ def _store_tiles(
     last = tl.where(end > begin, (end + block_m - 1) // block_m, first)
     whole_end = tl.where(inside & (end < queries), end // block_m, rows)
     full_from, full_to = tl.max((begin + block_m - 1) // block_m, 0), tl.min(whole_end, 0)
+    i = tl.arange(0, BLOCK_R)
     for start in range(0, rows, BLOCK_R):
-        m = start + tl.arange(0, BLOCK_R)
-        meets = (first[None, :] <= m[:, None]) & (m[:, None] < last[None, :])
-        some = tl.where(tl.max(meets.to(tl.int32), 1) > 0, PARTIAL, EMPTY)
+        # A bit for each tile that a key's interval meets.
+        met = _below(last - start, BLOCK_R) - _below(first - start, BLOCK_R)
+        some = tl.where((tl.reduce(met, 0, _either) >> i) & 1 != 0, PARTIAL, EMPTY)
+        m = start + i
         found = tl.where((m >= full_from) & (m < full_to), FULL, some)
         tl.store(at + m.to(tl.int64) * cols, found, mask=m < rows)
+
+
+@triton.jit
+def _below(n, BITS: tl.constexpr):
+    """The first ``n`` of so many bits, fewer than 64."""
+    one = tl.full(n.shape, 1, tl.int64)
+    return (one << tl.minimum(tl.maximum(n, 0), BITS).to(tl.int64)) - 1
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
 
 
 # --- the keys of chunks of queries ---
@@ -417,7 +431,7 @@ def _ordered(
 ) -> Launch:  # fmt: skip
     programs = batch * chunks * heads * triton.cdiv(cols, TILE)
     numbers = (n, own, heads, chunks, rows, cols, *limits, TILE, EMPTY, PARTIAL, FULL, 32)
-    return Launch(ordered_keys_kernel, programs, (POINTER,) * 8, numbers, num_warps=4)
+    return Launch(ordered_keys_kernel, programs, (POINTER,) * 8, numbers, num_warps=1)
 
 
 def keys_of_chunks(
