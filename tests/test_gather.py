@@ -175,7 +175,7 @@ def test_rows_of_tiles_without_keys_are_left_out(interpreter, D):
     [
         ((2, 3), 700, gather.Gather(3, 200, 256, True), Band()),
         ((1, 2), 300, gather.Gather(5, 70, 130, True), Band(-150, 0)),
-        ((1, 2), 2500, gather.Gather(1, 300, 2500, True), Band(None, 40)),  # more than a program reads at once
+        ((1, 2), 4500, gather.Gather(1, 300, 4500, True), Band(None, 40)),  # more than a program reads at once
         ((1, 1), 90, gather.Gather(1, 90, 30, False), Band()),
     ],
     ids=str,

@@ -419,9 +419,9 @@ def _chosen(
     device: torch.device, matrices: int, n: int, chunks: int, rows: int, cols: int, limits: tuple[int, int],
     ranked: bool,
 ) -> Launch:  # fmt: skip
-    block = min(triton.next_power_of_2(n), 2 * _BLOCK)
+    block = min(triton.next_power_of_2(n), 4 * _BLOCK)  # a program goes through them one after the other
     numbers = (n, chunks, rows, cols, *limits, ranked, block)
-    return Launch(chosen_keys_kernel, matrices * chunks, (POINTER,) * 4, numbers, num_warps=8)
+    return Launch(chosen_keys_kernel, matrices * chunks, (POINTER,) * 4, numbers, num_warps=16)
 
 
 @lru_cache(256)
