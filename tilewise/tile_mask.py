@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tilewise.backends import has_triton
+from tilewise.ops.runtime.eager import is_eager
 from tilewise.score.terms import check_numbers
 from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, TileTensors, pack, tiles_of_intervals
 from tilewise.tensors import check_tensor
@@ -245,7 +247,7 @@ class TileMask:
         _check_lengths(queries, begins.shape[2])
         first = begins.clamp(0, queries).to(torch.int32).unsqueeze(2).contiguous()
         last = torch.maximum(ends.clamp(0, queries).to(torch.int32).unsqueeze(2), first).contiguous()
-        tiles = tiles_of_intervals(first, last, queries, size)
+        tiles = _tiles_of(first, last, queries, size)
         return cls(queries, begins.shape[2], TileTensors(tiles, no_bits(size, tiles.device), first, last))
 
     @classmethod
@@ -436,6 +438,15 @@ def _check_intervals(begins: Tensor, ends: Tensor, queries: int) -> None:
 def no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
     """Of a mask whose tiles have none, which says how large they are."""
     return torch.zeros(0, block[0], block[1] // 32, dtype=torch.int32, device=device)
+
+
+def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
+    """`tiles_of_intervals`, on a GPU by one kernel in the place of some fifty operators."""
+    if begins.is_cuda and begins.numel() and is_eager((begins, ends)) and has_triton():
+        from tilewise.backends import kept_keys
+
+        return kept_keys.tiles_of_intervals(begins, ends, queries, block)
+    return tiles_of_intervals(begins, ends, queries, block)
 
 
 def _listed(which: Tensor) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,19 @@ def test_when_keys_go(n):
         assert torch.equal(running_smallest(order.cuda(), w).cpu(), running_smallest(order, w).int())
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (2048, 4096), (5000, 777)])
+def test_tiles_of_intervals(queries, keys):
+    """The same tiles as on a CPU; also of no matrices."""
+    begins = torch.randint(0, queries + 1, (2, 3, keys))
+    ends = torch.randint(0, queries + 1, begins.shape)
+    begins[1, 0], ends[1, 0], ends[1, 1] = 0, queries, 0
+    for block in (64, 128, (64, 192)):
+        made = [TileMask.from_intervals(x, y, queries, block=block).tensors
+                for x, y in ((begins.cuda(), ends.cuda()), (begins, ends))]  # fmt: skip
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(*made, strict=True))
+    assert TileMask.from_intervals(begins[:0].cuda(), ends[:0].cuda(), queries).tensors.tiles.numel() == 0
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4096, 4096), (5000, 777), (777, 5000)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_made_is_what_a_cpu_makes(queries, keys, causal):

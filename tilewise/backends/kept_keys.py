@@ -19,6 +19,7 @@ from tilewise.backends.launcher import POINTER, Launch, Strided, strided
 from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, WORD, TileTensors
 
 TILE = 128  # of a mask of gathered keys
+EMPTY_TILE, PARTIAL_TILE, FULL_TILE = tl.constexpr(EMPTY), tl.constexpr(PARTIAL), tl.constexpr(FULL)
 _BLOCK = 1024
 # What a launch is kept by beside its numbers: the device, and dtypes, for it takes the kernel that it had before.
 Kind = tuple[torch.device, *tuple[torch.dtype, ...]]
@@ -345,7 +346,7 @@ def kept_intervals_kernel(
 @lru_cache(256)
 def _tiles(device: torch.device, matrices: int, keys: int, queries: int, block: tuple[int, int]) -> Launch:
     (block_m, block_n), block_r = block, 32
-    numbers = (queries, keys, block_m, block_n, EMPTY, PARTIAL, FULL, triton.next_power_of_2(block_n), block_r)
+    numbers = (queries, keys, block_m, block_n, triton.next_power_of_2(block_n), block_r)
     return Launch(
         interval_tiles_kernel, matrices * triton.cdiv(keys, block_n), (POINTER,) * 3, numbers, num_warps=1
     )  # fmt: skip
@@ -362,9 +363,8 @@ def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[
 
 @triton.jit
 def interval_tiles_kernel(
-    begins, ends, tiles, queries, keys, block_m, block_n, EMPTY: tl.constexpr, PARTIAL: tl.constexpr,
-    FULL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    begins, ends, tiles, queries, keys, block_m, block_n, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
+):
     """One program a tile of keys of one matrix, BLOCK_R tiles of queries at once: of each whether it is hidden, full,
     or anything between. begins, ends: int32 (matrices, keys), within the queries."""
     rows, cols = tl.cdiv(queries, block_m), tl.cdiv(keys, block_n)
@@ -375,15 +375,12 @@ def interval_tiles_kernel(
     inside = (i < block_n) & (key < keys)
     begin = tl.load(begins + matrix * keys + key, mask=inside, other=0)
     end = tl.load(ends + matrix * keys + key, mask=inside, other=0)
-    _store_tiles(tiles + (matrix * rows) * cols + col, begin, end, inside, queries, rows, cols, block_m,
-                 EMPTY, PARTIAL, FULL, BLOCK_R)  # fmt: skip
+    at = tiles + matrix * rows * cols + col
+    _store_tiles(at, begin, end, inside, queries, rows, cols, block_m, BLOCK_R)
 
 
 @triton.jit
-def _store_tiles(
-    at, begin, end, inside, queries, rows, cols, block_m, EMPTY: tl.constexpr, PARTIAL: tl.constexpr,
-    FULL: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+def _store_tiles(at, begin, end, inside, queries, rows, cols, block_m, BLOCK_R: tl.constexpr):
     """What the intervals of a tile of keys leave of each tile of queries, one below the other from ``at`` on."""
     first = begin // block_m
     last = tl.where(end > begin, (end + block_m - 1) // block_m, first)
@@ -393,9 +390,9 @@ def _store_tiles(
     for start in range(0, rows, BLOCK_R):
         # A bit for each tile that a key's interval meets.
         met = _below(last - start, BLOCK_R) - _below(first - start, BLOCK_R)
-        some = tl.where((tl.reduce(met, 0, _either) >> i) & 1 != 0, PARTIAL, EMPTY)
+        some = tl.where((tl.reduce(met, 0, _either) >> i) & 1 != 0, PARTIAL_TILE, EMPTY_TILE)
         m = start + i
-        found = tl.where((m >= full_from) & (m < full_to), FULL, some)
+        found = tl.where((m >= full_from) & (m < full_to), FULL_TILE, some)
         tl.store(at + m.to(tl.int64) * cols, found, mask=m < rows)
 
 
@@ -430,7 +427,7 @@ def _ordered(
     limits: tuple[int, int],
 ) -> Launch:  # fmt: skip
     programs = batch * chunks * heads * triton.cdiv(cols, TILE)
-    numbers = (n, own, heads, chunks, rows, cols, *limits, TILE, EMPTY, PARTIAL, FULL, 32)
+    numbers = (n, own, heads, chunks, rows, cols, *limits, TILE, 32)
     return Launch(ordered_keys_kernel, programs, (POINTER,) * 8, numbers, num_warps=1)
 
 
@@ -504,7 +501,7 @@ def chosen_keys_kernel(
 @triton.jit
 def ordered_keys_kernel(
     order, keys, begins, ends, ordered, seen_from, seen_to, tiles, count, own, heads, chunks, rows, cols, lo, hi,
-    TILE: tl.constexpr, EMPTY: tl.constexpr, PARTIAL: tl.constexpr, FULL: tl.constexpr, BLOCK_R: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of keys of one chunk and head: which these are, who sees them, and which tiles that leaves.
 
@@ -525,5 +522,5 @@ def ordered_keys_kernel(
     to = tl.cast(matrix, tl.int64) * cols + place
     tl.store(seen_from + to, begin, mask=inside)
     tl.store(seen_to + to, end, mask=inside)
-    _store_tiles(tiles + tl.cast(matrix, tl.int64) * row_tiles * col_tiles + col, begin, end, inside, rows, row_tiles,
-                 col_tiles, TILE, EMPTY, PARTIAL, FULL, BLOCK_R)  # fmt: skip
+    to_tiles = tiles + tl.cast(matrix, tl.int64) * row_tiles * col_tiles + col
+    _store_tiles(to_tiles, begin, end, inside, rows, row_tiles, col_tiles, TILE, BLOCK_R)
