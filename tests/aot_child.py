@@ -256,20 +256,21 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
 
 def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Kernel]:
     """The kernels of a dynamic mask that is causal, and of the gradients of its gathered keys (B, H, N, D)."""
-    from tilewise.backends.kept_keys import running_smallest, sum_rows, take_rows, tiles_of_intervals
+    from tilewise.backends import kept_keys
 
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     B, H, N, D = shape
     _launched.clear()
-    running_smallest(meta(B, H, N), N // 4)
-    sum_rows(
-        meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16), meta(1, H, chunks, N // 2), shape, torch.bfloat16, True
-    )
-    take_rows(meta(*shape, dtype=torch.bfloat16), meta(1, H, chunks, N // 2))
-    interval = meta(B, H, 1, N, dtype=torch.int32)
-    tiles_of_intervals(interval, interval, N, (128, 128))
+    begins, ends = kept_keys.kept_intervals(meta(B, H, N), N // 4, True, N)
+    kept_keys.tiles_of_intervals(begins, ends, N, (128, 128))
+    way = chunks, N // chunks, N // 2, True
+    keys, _ = kept_keys.keys_of_chunks(begins, ends, (-(2**30), 0), way, B)
+    places = kept_keys.places_of(keys, N)
+    grad = meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16)
+    kept_keys.sum_rows(grad, places, shape, torch.bfloat16, True)
+    kept_keys.take_rows(meta(*shape, dtype=torch.bfloat16), keys)
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 
