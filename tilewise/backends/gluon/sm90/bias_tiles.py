@@ -1,5 +1,8 @@
 """The bias in the forward: the warps that load its tiles, and what the scores of a tile take from one.
 
+A bias along the keys has no tiles: the warp that loads K puts the numbers of a tile's keys beside it, in the units of
+the scores, and K's barriers count for both.
+
 A bias by distance has its range: tiles of keys that lie outside are not loaded, so that its tiles are counted apart.
 Whoever fills and whoever empties the ring finds by the same arithmetic which tiles these are.
 """
@@ -52,6 +55,20 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def load_bias_of_keys(x, rings, slot, tile, n0, terms, sizes, c):
+    """Put the bias of a tile's keys beside their K in ``slot``, which is free for both; in the role of one warp. Its
+    way from memory is under that of K."""
+    L: gl.constexpr = gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0])
+    cols = n0 + gl.arange(0, c.BLOCK_N, L)
+    at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
+    at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
+    at = at + (tile.seq.first_key + cols).to(gl.int64) * x.bias.stride3
+    bias = gl.load(at, mask=cols < tile.seq.keys, other=0.0)
+    rings.bias.slots.index(slot).store(in_units(bias, terms.inverse))
+    mbarrier.arrive(rings.k.full.index(slot), count=1)
+
+
+@gluon.jit
 def bias_box(tile, b, row, n0, terms, c):
     """Where TMA finds the bias of 64 queries from ``row`` on and the keys from ``n0`` on."""
     seq = tile.seq
@@ -85,20 +102,15 @@ def release_o(rings, n, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
+    """The bias of one tile of scores, of a shape that broadcasts to [64, BLOCK_N], as it is stored; of keys, whose K
+    has come, in the units of the scores; 0 for none."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
         slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
         wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
     elif c.BIAS == "cols":
-        n0 = entry.n * c.BLOCK_N
-        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
-        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
-        first = tile.seq.first_key + n0
-        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(first, gl.int64) * x.bias.stride3
-        at = at + cols.to(gl.int64) * x.bias.stride3
-        bias = gl.load(at, mask=cols < tile.seq.keys - n0, other=0.0)[None, :]
+        bias = rings.bias.slots.index(slot_of(rings.k, step)).load(gl.SliceLayout(0, S))[None, :]
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias
@@ -123,7 +135,10 @@ def skip_bias(rings, step, c, WARPGROUP: gl.constexpr):
 def start_of(bias, terms, c):
     """What the accumulator of Q·Kᵀ starts from."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    if c.BIAS_FIRST and c.SCALE_IN_Q:
+    if c.BIAS_FIRST and c.BIAS == "cols":
+        start, _ = gl.broadcast(bias, gl.zeros([64, c.BLOCK_N], gl.float32, S))
+        return start
+    elif c.BIAS_FIRST and c.SCALE_IN_Q:
         return widened(bias)
     elif c.BIAS_FIRST:
         return in_units(bias, terms.inverse)
