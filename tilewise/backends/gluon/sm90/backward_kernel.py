@@ -387,8 +387,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     elif c.BIAS == "matrix":
         start = first_start_of(rows, step, step < steps, corner, terms, c)
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
-    if c.SHARES_KEYS:
-        none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
+    if c.SHARES_KEYS or c.DBIAS == "sum":
+        none = sums_of(gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), c)
     elif c.DTOEPLITZ:
         none = no_sums(c)
     else:
