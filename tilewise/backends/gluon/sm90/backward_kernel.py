@@ -397,7 +397,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     for g in range(sizes.group):
         h = work_tile.hk * sizes.group + g
         if c.BIAS == "cols":
-            keep_bias_of_keys(x, shared, work_tile, h, sizes, c)
+            keep_bias_of_keys(x, shared, work_tile, h, c)
         words = None
         if x.seed is not None:
             words = stream(x.seed, work_tile.b, h, terms)

@@ -1,8 +1,5 @@
 """The bias in the forward: the warps that load its tiles, and what the scores of a tile take from one.
 
-A bias along the keys has no tiles: the warp that loads K puts the numbers of a tile's keys beside it, in the units of
-the scores, and K's barriers count for both.
-
 A bias by distance has its range: tiles of keys that lie outside are not loaded, so that its tiles are counted apart.
 Whoever fills and whoever empties the ring finds by the same arithmetic which tiles these are.
 """
@@ -52,20 +49,6 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
             step += 1
         tile_index = next_tile_index(tile_index, t, rings, c)
         t += 1
-
-
-@gluon.jit
-def load_bias_of_keys(x, rings, slot, tile, n0, terms, sizes, c):
-    """Put the bias of a tile's keys beside their K in ``slot``, which is free for both; in the role of one warp. Its
-    way from memory is under that of K."""
-    L: gl.constexpr = gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0])
-    cols = n0 + gl.arange(0, c.BLOCK_N, L)
-    at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
-    at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
-    at = at + (tile.seq.first_key + cols).to(gl.int64) * x.bias.stride3
-    bias = gl.load(at, mask=cols < tile.seq.keys, other=0.0)
-    rings.bias.slots.index(slot).store(in_units(bias, terms.inverse))
-    mbarrier.arrive(rings.k.full.index(slot), count=1)
 
 
 @gluon.jit

@@ -42,7 +42,6 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
     bias_scores,
     first_below_range,
     load_bias,
-    load_bias_of_keys,
     release_bias,
     release_o,
     skip_bias,
@@ -52,6 +51,7 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
 )
 from tilewise.backends.gluon.sm90.dropout import dropped
 from tilewise.backends.gluon.sm90.forward_masks import banded, mask_words, masked
+from tilewise.backends.gluon.sm90.key_bias import load_bias_of_keys
 from tilewise.backends.gluon.sm90.softmax import (
     changed_rows,
     changed_rows_once_summed,
@@ -183,7 +183,7 @@ def load(x, rings, terms, sizes, c):
             at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
             fill_at(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, at)
             if c.BIAS == "cols":
-                load_bias_of_keys(x, rings, slot_of(rings.k, step), tile, n0, terms, sizes, c)
+                load_bias_of_keys(x, rings, slot_of(rings.k, step), tile, n0, terms, c)
             fill_at(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, at)
             step += 1
         if c.DYNAMIC:
