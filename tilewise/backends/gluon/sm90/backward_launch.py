@@ -386,11 +386,23 @@ def _leaves_queries_out(problem: Problem) -> bool:
     return (hi is not None and hi < 0) or (lo is not None and problem.queries - 1 + lo > problem.keys - 1)
 
 
+def _ragged(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether the last tile of keys may reach past their end."""
+    return problem.totals is not None or problem.keys % config.block_n != 0
+
+
+def _band_hides_end(problem: Problem) -> bool:
+    """Whether the last query, and so each, sees no key past the last; queries past the last have probabilities of 0."""
+    last = 0 if problem.totals is not None else problem.keys - problem.queries
+    return problem.score.band.hi is not None and problem.score.band.hi <= last
+
+
 def _choices(problem: Problem, config: BackwardConfig, work_tiles: int, programs: int) -> tuple[Any, ...]:
     """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts."""
     return (
         problem.keys <= config.block_n,  # which dQ is stored by: not by the tile that these lengths would get
-        problem.keys % config.block_n != 0,
+        _ragged(problem, config),
+        _band_hides_end(problem),
         hides(problem),
         head_swizzle(problem) if problem.deterministic else 0,
         work_tiles > programs,
@@ -442,7 +454,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         ADDS=adds(problem),
         ORDERED=problem.deterministic and not config.dq_stored,
         DEFERRED_RELEASE=config.deferred_release and not config.dq_stored,
-        RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
+        RAGGED=_ragged(problem, config),
+        HIDES_END=_ragged(problem, config) and not _band_hides_end(problem),
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,
