@@ -165,7 +165,7 @@ HOPPER = [
         "test_hopper_packed.py::test_a_ragged_box_ends_with_its_sequence",
     ),
     Fault(
-        "backends/gluon/sm90/key_bias.py", "(seq.first_key + cols).to(gl.int64)", "cols.to(gl.int64)",
+        "backends/gluon/sm90/key_bias.py", "gl.cast(seq.first_key + n0, gl.int64)", "gl.cast(n0, gl.int64)",
         "every sequence of a packed batch reads the bias of the first one's keys",
         "test_hopper_packed.py::test_a_bias_of_the_keys_is_that_of_the_sequence",
     ),

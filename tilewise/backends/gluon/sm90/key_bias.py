@@ -15,12 +15,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def bias_of_keys(x, b, h, seq, cols, c):
-    """The bias of the keys ``cols`` of a sequence as it is stored; 0 past the last."""
+def bias_of_keys(x, b, h, seq, n0, cols, c):
+    """The bias of the keys n0 + ``cols`` of a sequence as it is stored; 0 past the last."""
     at = x.bias.pointer + gl.cast(b, gl.int64) * x.bias.stride0
     at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
-    at = at + (seq.first_key + cols).to(gl.int64) * x.bias.stride3
-    return gl.load(at, mask=cols < seq.keys, other=0.0)
+    at += gl.cast(seq.first_key + n0, gl.int64) * x.bias.stride3
+    return gl.load(at + cols.to(gl.int64) * x.bias.stride3, mask=cols < seq.keys - n0, other=0.0)
 
 
 @gluon.jit
@@ -30,8 +30,8 @@ def load_bias_of_keys(x, rings, slot, tile, n0, terms, c):
 
     Its way from memory is under that of K: before K it would delay it, where the slots of K have been free for long.
     """
-    cols = n0 + gl.arange(0, c.BLOCK_N, gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0]))
-    rings.bias.slots.index(slot).store(in_units(bias_of_keys(x, tile.b, tile.h, tile.seq, cols, c), terms.inverse))
+    cols = gl.arange(0, c.BLOCK_N, gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0]))
+    rings.bias.slots.index(slot).store(in_units(bias_of_keys(x, tile.b, tile.h, tile.seq, n0, cols, c), terms.inverse))
     mbarrier.arrive(rings.k.full.index(slot), count=1)
 
 
@@ -39,8 +39,8 @@ def load_bias_of_keys(x, rings, slot, tile, n0, terms, c):
 def keep_bias_of_keys(x, shared, work_tile, h, c):
     """In the backward: the bias of this program's keys, where all queries share it, in base 2 into shared memory:
     registers are full."""
-    cols = work_tile.n0 + gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
-    bias = bias_of_keys(x, work_tile.b, h, work_tile.seq, cols, c)
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
+    bias = bias_of_keys(x, work_tile.b, h, work_tile.seq, work_tile.n0, cols, c)
     shared.added.store(bias.to(gl.float32) * LOG2E)
     warps_barrier()  # here, or the compiler puts it into the loop
 
