@@ -387,8 +387,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     elif c.BIAS == "matrix":
         start = first_start_of(rows, step, step < steps, corner, terms, c)
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
-    if c.SHARES_KEYS:
-        none = sums_of(gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, S), c)
+    if c.SHARES_KEYS or c.DBIAS == "sum":
+        none = sums_of(gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), c)
     elif c.DTOEPLITZ:
         none = no_sums(c)
     else:
@@ -397,7 +397,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     for g in range(sizes.group):
         h = work_tile.hk * sizes.group + g
         if c.BIAS == "cols":
-            keep_bias_of_keys(x, shared, work_tile, h, sizes, c)
+            keep_bias_of_keys(x, shared, work_tile, h, c)
         words = None
         if x.seed is not None:
             words = stream(x.seed, work_tile.b, h, terms)

@@ -44,6 +44,7 @@ from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiproces
 from tilewise.backends.gluon.sm90.resized import (
     ResizedBackward,
     backward_places,
+    band_hides_end,
     choices,
     leaves_queries_out,
     resized_backward,
@@ -347,6 +348,17 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     return sized(config, shape, p.queries, p.keys, multiprocessors(device))
 
 
+def _ragged(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether the last tile of keys may reach past their end."""
+    return problem.totals is not None or problem.keys % config.block_n != 0
+
+
+def _hides_end(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether keys past the end are hidden by a comparison of their own."""
+    queries, keys = (0, 0) if problem.totals is not None else (problem.queries, problem.keys)
+    return _ragged(problem, config) and not band_hides_end(queries, keys, problem.score.band.hi)
+
+
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
@@ -385,7 +397,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         ADDS=adds(problem),
         ORDERED=problem.deterministic and not config.dq_stored,
         DEFERRED_RELEASE=config.deferred_release and not config.dq_stored,
-        RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
+        RAGGED=_ragged(problem, config),
+        HIDES_END=_hides_end(problem, config),
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,

@@ -102,13 +102,15 @@ def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = problem.bias_itemsize
+    # A bias along the keys or the queries has no tiles: beside one all is as without.
+    along_keys = problem.bias is not None and problem.bias.axes == "cols"
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
-    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
-    # which a softcap or the masks of a band need too: half the keys.
+    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a softcap takes registers beside any: half
+    # the keys.
     band, capped = not problem.score.band.unlimited, problem.score.transformed
     masked = problem.mask is not None
-    plain = problem.bias is None and not masked
-    crowded = problem.bias is not None and (capped or (band and not bias))
+    plain = not bias and not masked
+    crowded = capped and (bias > 0 or along_keys)
     # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
     # computes while the other waits for its bias.
     small = d == 32 and bias > 0 and not masked and not capped
@@ -116,9 +118,9 @@ def forward_config(problem: Problem) -> Config:
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
     three = three and not (band and sees_few(*band_of(problem)))
-    in_registers = not (three or small) and (d < 128 or (d == 128 and (problem.bias is None or bias > 0)))
+    in_registers = not (three or small) and d <= 128
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
-    by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
+    by_rows = d == 64 and not bias and problem.mask is not None and problem.mask.rows > 1
     in_registers = in_registers and not by_rows
     apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
     # A bias by distance whose range ends: most tiles of long rows have none, as if there was no bias.
@@ -133,9 +135,9 @@ def forward_config(problem: Problem) -> Config:
         q_stages=1 if d == 256 or in_registers else 2,
         stages=3 if d == 64 and band and not bias and not three else 2,
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
-        bias_first=bias > 0 and not capped,
+        bias_first=(bias > 0 or along_keys) and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
-        lazy=(problem.bias is None or ends_below) if d >= 128 else not small,
+        lazy=(not bias or ends_below) if d >= 128 else not small,
         dynamic=band or masked or problem.totals is not None,  # whose tiles the host does not count
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),

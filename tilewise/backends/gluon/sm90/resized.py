@@ -53,11 +53,17 @@ def choices(
     return (
         keys <= config.block_n,  # which dQ is stored by: not by the tile that these lengths would get
         keys % config.block_n != 0,
+        band_hides_end(queries, keys, hi),
         always_hides or tiles.hides(queries, keys, lo, hi),
         head_swizzle(problem, queries) if problem.deterministic else 0,
         work_tiles > programs,
         runs_beside(work_tiles, programs),
     )
+
+
+def band_hides_end(queries: int, keys: int, hi: int | None) -> bool:
+    """Whether the last query, and so each, sees no key past the last; queries past the last have probabilities of 0."""
+    return hi is not None and hi <= keys - queries
 
 
 def runs_beside(work_tiles: int, programs: int) -> bool:
