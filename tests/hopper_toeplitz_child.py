@@ -120,15 +120,17 @@ def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)
 
 
-def words_in_memory(scale: float) -> tuple[Tensor, Tensor]:
-    """A vector (2, 3, 1, 700), of strides of its own, and what `pairs_kernel` makes of it, (6, width, 2)."""
+def words_in_memory(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A vector (2, 3, 1, 700), of strides of its own, what `pairs_kernel` makes of it, (6, width, 2), a gradient."""
     from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 
     problem, _ = drawn(40, 40, False)
     vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
     vector[0, 1, 0, :4] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])
-    words = Pairs(problem, vector, 1 / scale)(vector)
-    return vector.contiguous(), words.view(torch.float32).view(6, -1, 2)
+    pairs = Pairs(problem, vector, 1 / scale)
+    gradient = torch.full((2, 3, 1, pairs.empty().shape[1]), torch.nan)
+    words = pairs(vector, gradient)
+    return vector.contiguous(), words.view(torch.float32).view(6, -1, 2), gradient
 
 
 def far_stats(causal: bool) -> tuple[Any, ...]:
@@ -145,5 +147,5 @@ def far_stats(causal: bool) -> tuple[Any, ...]:
     vector = inputs.parts.toeplitz
     assert vector is not None
     stats = torch.full_like(run.empty_stats(), float("nan"))
-    run.toeplitz.begin(lse, run.pairs(vector), stats)
+    run.toeplitz.begin(run.pairs, vector, lse, stats)
     return lse, stats, vector[..., 0], vector[..., -1], run.block_m

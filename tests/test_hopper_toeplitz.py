@@ -307,8 +307,9 @@ def test_diagonals_of_near_tiles():
 
 
 def test_words_in_memory(interpreter):
-    """A finite entry stays finite in the units of the scores, whatever the strides of the vector."""
-    vector, words = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
+    """A finite entry stays finite in the units of the scores, whatever the strides of the vector; and the gradient that
+    comes along is 0 all over."""
+    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
     pad = toeplitz_tiles.PAD
     low, high = words[..., 0], words[..., 1]
     assert torch.equal(low[:, pad:-pad], (vector[:, :, 0] * 4).clamp(-3.4028234663852886e38, 3.4028234663852886e38)
@@ -316,6 +317,7 @@ def test_words_in_memory(interpreter):
     assert torch.equal(low[:, 1:], high[:, :-1])
     assert not low[:, :pad].any()
     assert not low[:, -pad:].any()
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -305,8 +305,7 @@ class Backward:
                     dbias = self.values.empty_gradient(values, rows_listed[0])
             dtoeplitz, pairs = None, None
             if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
-                pairs = self.pairs(parts.toeplitz)
-                dtoeplitz = self.toeplitz.begin(lse, pairs, stats)
+                pairs, dtoeplitz = self.toeplitz.begin(self.pairs, parts.toeplitz, lse, stats)
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
-from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, anew, diagonal_of, line_above, line_below, words
+from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, Pairs, anew, diagonal_of, line_above, line_below, words
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.launcher import POINTER, Launch
 from tilewise.problem import Problem
@@ -80,14 +80,17 @@ class ToeplitzGradient:
             numbers = (sizes, terms, terms.exponent, c, c.BLOCK_M.value)
             self.stats = Launch(far_stats_kernel, programs, (POINTER, POINTER, POINTER), numbers, num_warps=4)
 
-    def begin(self, lse: Tensor, pairs: Tensor, stats: Tensor) -> Tensor | None:
-        """The gradient, all 0, and of far tiles the LSE behind the others in ``stats``."""
+    def begin(self, pairs_of: Pairs, vector: Tensor, lse: Tensor, stats: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The words of the vector and the gradient, all 0; and of far tiles the LSE behind the others in ``stats``."""
+        found = torch.empty(self.shape, dtype=torch.float32, device=lse.device) if self.wanted else None
+        pairs = pairs_of(vector, found)
         if self.stats is not None:
             self.stats(lse, pairs, stats[stats.shape[0] // 2 :])
-        return torch.zeros(self.shape, dtype=torch.float32, device=lse.device) if self.wanted else None
+        return pairs, found
 
     def end(self, found: Tensor) -> Tensor:
-        return found[..., PAD.value : PAD.value + self.count].to(self.dtype).contiguous()
+        """A view where the vector is of float32."""
+        return found[..., PAD.value : PAD.value + self.count].to(self.dtype)
 
 
 # --- which tiles ---

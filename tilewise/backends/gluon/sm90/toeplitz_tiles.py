@@ -29,9 +29,9 @@ MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def pairs_kernel(vector, pairs, count, inverse, heads):
+def pairs_kernel(vector, pairs, gradient, count, inverse, heads):
     """Of each entry of a `Strided` vector (B, H, 1, count) and the next a word, both times ``inverse``; a finite one
-    stays finite."""
+    stays finite. And zeros for a gradient with as many places, or None."""
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
@@ -44,7 +44,10 @@ def pairs_kernel(vector, pairs, count, inverse, heads):
     high = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
     low = _scaled(low.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = _scaled(high.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
-    tl.store(pairs + tl.cast(row, tl.int64) * width + place, (low | (high << 32)).to(tl.int64), mask=place < width)
+    to = tl.cast(row, tl.int64) * width + place
+    tl.store(pairs + to, (low | (high << 32)).to(tl.int64), mask=place < width)
+    if gradient is not None:
+        tl.store(gradient + to, tl.zeros([BLOCK], tl.float32), mask=place < width)
 
 
 @triton.jit
@@ -62,11 +65,13 @@ class Pairs:
         width = count + 2 * PAD.value
         self.empty = allocation(torch.empty(B * H, width, dtype=torch.int64, device="meta"), vector.device)
         programs = B * H * triton.cdiv(width, BLOCK.value)
-        self.launch = Launch(pairs_kernel, programs, (strided(vector), POINTER), (count, inverse, H), num_warps=4)
+        layouts = strided(vector), POINTER, POINTER
+        self.launch = Launch(pairs_kernel, programs, layouts, (count, inverse, H), num_warps=4)
 
-    def __call__(self, vector: Tensor) -> Tensor:
+    def __call__(self, vector: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """gradient: what is to be zeroed, float32, contiguous, with a place for each word."""
         pairs = self.empty()
-        self.launch(vector, pairs)
+        self.launch(vector, pairs, gradient)
         return pairs
 
 
