@@ -29,25 +29,37 @@ MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def pairs_kernel(vector, pairs, gradient, count, inverse, heads):
+def pairs_kernel(vector, pairs, count, inverse, heads):
     """Of each entry of a `Strided` vector (B, H, 1, count) and the next a word, both times ``inverse``; a finite one
-    stays finite. And zeros for a gradient with as many places, or None."""
+    stays finite."""
+    write_pairs(tl.program_id(0), vector, pairs, None, count, inverse, heads)
+
+
+@triton.jit
+def write_pairs(pid, vector, pairs, gradient, count, inverse, heads):
+    """A block of them; and zeros for a gradient that has as many places, or None."""
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
-    row = tl.program_id(0) // blocks
-    at = vector.pointer + tl.cast(row // heads, tl.int64) * vector.stride0
-    at += tl.cast(row % heads, tl.int64) * vector.stride1
-    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = pid // blocks
+    place = pid % blocks * BLOCK + tl.arange(0, BLOCK)
     entry = place - PAD
-    low = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
+    low = scaled_entry(vector, row, entry, (entry >= 0) & (entry < count), inverse, heads)
     entry += 1
-    high = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
-    low = _scaled(low.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = _scaled(high.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = scaled_entry(vector, row, entry, (entry >= 0) & (entry < count), inverse, heads)
+    low = low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
     to = tl.cast(row, tl.int64) * width + place
     tl.store(pairs + to, (low | (high << 32)).to(tl.int64), mask=place < width)
     if gradient is not None:
         tl.store(gradient + to, tl.zeros([BLOCK], tl.float32), mask=place < width)
+
+
+@triton.jit
+def scaled_entry(vector, row, entry, inside, inverse, heads):
+    """Of the ``row``-th of a vector's rows; 0 where it is not inside."""
+    at = vector.pointer + tl.cast(row // heads, tl.int64) * vector.stride0
+    at += tl.cast(row % heads, tl.int64) * vector.stride1
+    return _scaled(tl.load(at + entry.to(tl.int64) * vector.stride3, mask=inside, other=0.0).to(tl.float32), inverse)
 
 
 @triton.jit
@@ -64,14 +76,12 @@ class Pairs:
         B, H, _, count = vector.shape
         width = count + 2 * PAD.value
         self.empty = allocation(torch.empty(B * H, width, dtype=torch.int64, device="meta"), vector.device)
-        programs = B * H * triton.cdiv(width, BLOCK.value)
-        layouts = strided(vector), POINTER, POINTER
-        self.launch = Launch(pairs_kernel, programs, layouts, (count, inverse, H), num_warps=4)
+        self.programs, self.numbers = B * H * triton.cdiv(width, BLOCK.value), (count, inverse, H)
+        self.launch = Launch(pairs_kernel, self.programs, (strided(vector), POINTER), self.numbers, num_warps=4)
 
-    def __call__(self, vector: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """gradient: what is to be zeroed, float32, contiguous, with a place for each word."""
+    def __call__(self, vector: Tensor) -> Tensor:
         pairs = self.empty()
-        self.launch(vector, pairs, gradient)
+        self.launch(vector, pairs)
         return pairs
 
 
