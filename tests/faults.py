@@ -377,6 +377,33 @@ FAULTS = [
         "test_relative_triton.py::test_terms",
     ),
     Fault(
+        "backends/vectors.py", "tl.load(bounds + 2 * b + 1) - first, 0), width)",
+        "tl.load(bounds + 2 * b + 1) - first, 0), width - 1)",
+        "the last distance of a call is left out of the gradient of T5's table",
+        "test_bias_vectors.py::test_the_kernels_are_the_definition",
+    ),
+    Fault(
+        "backends/vectors.py", "total += value * _of_distance(first + place, SIGNED)",
+        "total += value * _of_distance(start, SIGNED)",
+        "a slope's gradient has one distance for a whole block",
+        "test_bias_vectors.py::test_the_kernels_are_the_definition",
+    ),
+    Fault(
+        "bias/toeplitz.py", "begin = torch.where(begin == 0, -_INFINITE, begin + own.lo)", "begin = begin + own.lo",
+        "the last bucket ends where the distances with a row of their own do",
+        "test_bias_vectors.py::test_a_bucket_is_an_interval",
+    ),
+    Fault(
+        "call.py", "return term.rule, query_start, key_start, layouts(x)", "return term.rule, query_start, layouts(x)",
+        "a call takes the positions of the keys from an earlier one",
+        "test_bias_vectors.py::test_a_call_like_an_earlier_one_is_not_read",
+    ),
+    Fault(
+        "bias/autograd.py", "if is_eager_backward(gradient):", "if True:",
+        "the gradient of a vector has no gradient itself",
+        "test_bias_vectors.py::test_gradients_of_gradients_and_batched_ones",
+    ),
+    Fault(
         "bias/canonical.py", "heads = max(x.shape[1] for x in vectors)", "heads = vectors[0].shape[1]",
         "Toeplitz terms are added up for the heads of the first",
         "test_bias_calls.py::test_toeplitz_terms_in_any_order",

@@ -27,6 +27,17 @@ HOPPER = [
         "test_hopper_toeplitz.py::test_the_backwards_loops",
     ),
     Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "weighted += total * c.BLOCK_M", "weighted += total * c.SUBTILE_M",
+        "the places of queries of an earlier tile are those of a subtile further on",
+        "test_hopper_toeplitz.py::test_sums_of_far_tiles",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "return -slope * within.to(tl.float32)",
+        "return -slope * (within + 1).to(tl.float32)",
+        "a query of a far tile on a line takes the LSE of the next",
+        "test_hopper_toeplitz.py::test_what_a_backward_begins_with",
+    ),
+    Fault(
         "backends/gluon/sm90/repair_kernel.py", "[:, None] + (sizes.queries - 1)", "[:, None] + (sizes.keys - 1)",
         "rows that are computed again read a Toeplitz bias from where no query begins",
         "test_hopper_toeplitz.py::test_rows_are_computed_again",

@@ -37,6 +37,7 @@ SHARED = {
         "sequences",
         "sinks",
         "tile_mask",
+        "vectors",
     )
 }
 TRITON_BACKEND = {*SHARED, *BACKEND}
@@ -64,7 +65,14 @@ ROOMS = {
         "tilewise.tensors",
     },
     "tilewise.problem": {"tilewise.memory", "tilewise.score"},
-    "tilewise.bias": {"tilewise.problem", "tilewise.score", "tilewise.tensors"},
+    "tilewise.bias": {
+        "tilewise.backends",
+        "tilewise.backends.vectors",
+        "tilewise.ops.runtime",
+        "tilewise.problem",
+        "tilewise.score",
+        "tilewise.tensors",
+    },
     "tilewise.backends": {"tilewise.backends.protocol", "tilewise.problem"},
     "tilewise.backends.protocol": {"tilewise.problem", "tilewise.score"},
     "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
@@ -79,6 +87,7 @@ ROOMS = {
     "tilewise.backends.sequences": BACKEND,
     "tilewise.backends.sinks": {"tilewise.backends.launcher"},
     "tilewise.backends.tile_mask": {"tilewise.backends.launcher", "tilewise.problem", "tilewise.score"},
+    "tilewise.backends.vectors": {"tilewise.backends", "tilewise.backends.launcher"},
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,

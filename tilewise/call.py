@@ -13,9 +13,11 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.autograd import eager_attention
 from tilewise.backends import Inputs, address
+from tilewise.bias.autograd import Rule, is_node, vector_of
 from tilewise.bias.canonical import Slots, canonical
 from tilewise.bias.low_rank import LowRankBias
-from tilewise.bias.terms import Term
+from tilewise.bias.terms import Term, shift_of
+from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.dispatch import Forward, forward_of, forward_variants
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
@@ -247,6 +249,8 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
 usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
+# Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
+vectors: Prepared[tuple[Rule, int, int]] = Prepared()
 # And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
 structures: Prepared[tuple[Terms, bool, Variants]] = Prepared()
 
@@ -256,11 +260,21 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    term: Any = inputs.bias
+    if type(term) is T5Bias or type(term) is Alibi:
+        settings = _settings(term)
+        if settings is None:
+            return None
+        inputs, arguments = inputs._replace(bias=None), (*arguments, settings)
+    else:
+        term = None
     if not _is_usual(inputs, tiles):
         return None
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
     if known is None:
+        if term is not None:
+            return None
         if inputs.sink is not None:
             if inputs.sink.dim() not in (1, 3):
                 return None
@@ -271,9 +285,23 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
         usual_calls.keep(key, known)
     elif inputs.sink is not None:
         inputs = _with_rows(inputs)
+    if term is not None:
+        made = vectors.get(key)
+        if made is None:
+            return None
+        rule, first, width = made
+        inputs = inputs._replace(parts=Parts(toeplitz=vector_of(rule, term.of, first, width)))
     if known[0].dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, *known, return_lse)
+
+
+def _settings(term: T5Bias | Alibi) -> tuple | None:
+    """All that a call depends on in a term, beside the numbers in its tensor; None where that is not enough."""
+    query_start, key_start, x = term.query_start, term.key_start, term.of
+    if isinstance(query_start, Tensor) or isinstance(key_start, Tensor) or not is_node(x):
+        return None
+    return term.rule, query_start, key_start, layouts(x)
 
 
 def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
@@ -297,10 +325,14 @@ def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
 
 def remember_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
-    aligned: bool = True,
+    aligned: bool = True, parts: Parts | None = None,
 ) -> None:  # fmt: skip
     """After a call that went well, with what it was read as; see `usual_call`. aligned: its band, if it has one, ends
-    where the last query and the last key meet; else where the first ones do."""
+    where the last query and the last key meet; else where the first ones do. parts: what a bias term was read as."""
+    term: Any = inputs.bias
+    if type(term) is T5Bias or type(term) is Alibi:
+        _remember_vector(inputs, arguments, Terms.of(score, deterministic, backend, exact), parts)
+        return
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
@@ -315,6 +347,25 @@ def remember_call(
             variants = None if structure is None else forward_variants(structure, terms)
             if structure is not None and variants is not None:
                 structures.keep((structure.key, arguments), (terms, aligned, variants))
+
+
+def _remember_vector(inputs: Inputs, arguments: tuple, terms: Terms, parts: Parts | None) -> None:
+    """The same of a call whose bias is a term of which a vector was made, ``parts``."""
+    term: Any = inputs.bias
+    settings = _settings(term)
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    inputs = inputs._replace(bias=None)
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    M, N = inputs.q.shape[2], inputs.k.shape[2]
+    if settings is None or parts is None or M + N < 2 or not _is_usual(inputs, tiles):
+        return
+    key = _usual_key(inputs, tiles, (*arguments, settings))
+    inputs = _with_rows(inputs)._replace(parts=parts)
+    if terms.dropout:
+        inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
+    usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+    vectors.keep(key, (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
