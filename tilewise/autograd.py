@@ -169,7 +169,7 @@ class _EagerFolded(torch.autograd.Function):
         saved = *_folded(given, ctx.shapes), o, lse
         do = None if do is None else do.reshape(o.shape)
         dlse = None if dlse is None else dlse.reshape(lse.shape)
-        needs = Needs(*ctx.needs_input_grad[:4], False)
+        needs = Needs(*ctx.needs_input_grad[:4])
         call = do, dlse, saved, ctx.terms, needs
         if not is_eager_backward(do, dlse):
             grads: Sequence[Tensor | None] = _by_operator(saved, ctx.terms, do, dlse, list(needs))
@@ -191,7 +191,8 @@ def _folded(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]])
 def _run_folded(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
     inputs = Inputs(*_folded(inputs[:6], shapes))  # type: ignore[arg-type]
     if profiler._is_profiler_enabled:
-        return recorded("tilewise::attention", inputs.tensors(), run, inputs)  # type: ignore[no-any-return]
+        found: tuple[Tensor, Tensor | None] = recorded("tilewise::attention", inputs.tensors(), run, inputs)
+        return found
     return run(inputs)
 
 

@@ -343,7 +343,7 @@ def usual_door(name: str, inputs: Inputs) -> tuple | None:
 def usual_door_call(key: tuple, inputs: Inputs) -> Tensor | None:
     """o of a call like one that `remember_door` was told of."""
     known = usual_calls.get(key)
-    return None if known is None else eager_folded(inputs, *known, False)[0]  # type: ignore[arg-type]
+    return eager_folded(inputs, *known, False)[0] if type(known) is Folded else None
 
 
 def remember_door(key: tuple, inputs: Inputs) -> None:

@@ -30,7 +30,7 @@ def attention_of_leading(
     dimensions are taken apart, those that make the fewest calls. arguments: under which ``attend`` remembers a call, or
     None where it does not.
     """
-    given_inputs = Inputs(q, k, v, bias, mask, sink) if arguments is not None and _are_tensors(bias, mask) else None
+    whole: Any = (q, k, v, bias, mask, sink)
     lead = _check_qkv(q, k, v)
     H, M, N = q.shape[-3], q.shape[-2], k.shape[-2]
     limits = _Limits(lead, Sizes(1, H, k.shape[-3], M, N))
@@ -55,8 +55,9 @@ def attention_of_leading(
                 dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, **options,
             )
         )  # fmt: skip
-    if given_inputs is not None and arguments is not None and way.in_order:
-        remember_folded(given_inputs, Inputs(q, k, v, terms[0], mask, sink), arguments)
+    if arguments is not None and way.in_order and _are_tensors(bias, mask):
+        folded: Any = (q, k, v, terms[0], mask, sink)
+        remember_folded(Inputs(*whole), Inputs(*folded), arguments)
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
