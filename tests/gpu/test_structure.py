@@ -112,7 +112,8 @@ def test_windows(backend, B, mask, N, dtype):
 
 @pytest.mark.parametrize("edges", ["clip", "shift"])
 @pytest.mark.parametrize(
-    ("q_block", "k_block", "D"), [(32, 128, 16), (32, 128, 48), (16, 64, 64), (24, 100, 8), (64, 192, 32)]
+    ("q_block", "k_block", "D"),
+    [(32, 128, 16), (32, 128, 48), (16, 64, 64), (24, 100, 8), (32, 200, 32), (64, 192, 32)],
 )
 @pytest.mark.parametrize("bias", [(1, 2), (3, 1), (3, 2)])
 def test_windows_of_other_sizes(bias, q_block, k_block, D, edges):

@@ -244,7 +244,7 @@ def window_pair_attention(
     Returns:
         (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
 
-    On a GPU this is one kernel each way, for blocks of up to 64 queries and windows of up to 256 keys and 32 KiB, in
+    On a GPU this is one kernel each way, for blocks of up to 32 queries and windows of up to 256 keys and 32 KiB, in
     16 bits or float32. It copies nothing but a bias whose blocks do not lie one behind the other, and adds up the
     gradients of k and v, and of a shared bias, in float32 and in one order.
 
