@@ -155,6 +155,22 @@ def test_windows_are_one_launch_each_way():
     assert sorted(events) == ["backward_kernel", "forward_kernel"]
 
 
+def test_windows_at_other_addresses():
+    """A bias at addresses that are and are not multiples of 16 bytes, between its calls, and gradients on a stream."""
+    inputs = atoms(1, 352)
+    size = inputs[3].numel()
+    (numbers,) = drawn((size + 8,))
+    stream = torch.cuda.Stream()
+    for n in (0, 1, 8, 3, 0):
+        bias = numbers[n : n + size].view(inputs[3].shape)
+        with torch.cuda.stream(stream if n else torch.cuda.current_stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            found = gradients(window_pair_attention_of(None), [*inputs[:3], bias], torch.ones_like(inputs[0]))
+        torch.cuda.synchronize()
+        again = gradients(window_pair_attention_of(None), [*inputs[:3], bias.clone()], torch.ones_like(inputs[0]))
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
 def test_windows_compile():
     torch._dynamo.reset()
     inputs = atoms(1, 333)
