@@ -279,23 +279,11 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         MASK_ROWS=mask is not None and mask.rows > 1,
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER=_order(problem),
+        ORDER=problem.raster_order,
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
     )
     return constants(values)
-
-
-def _order(problem: Problem) -> str:
-    """`Problem.raster_order`; of a mask by tiles few heads at once, also where all share a bias.
-
-    Tiles of queries that visit the same tiles of keys one after the other read those of all heads together with the
-    bias. Where they visit different ones, keys and values of all heads do not stay in the L2 cache until the next
-    tile of queries wants them: those of a few do, and the bias is read as many times as there are such few.
-    """
-    if problem.tile_mask is not None and problem.raster_order == "heads":
-        return "longest"
-    return problem.raster_order
 
 
 def _repair(problem: Problem, config: Config) -> RepairConstants:
