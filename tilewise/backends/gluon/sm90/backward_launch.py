@@ -230,6 +230,16 @@ class Backward:
         """For other lengths; None where these ask for something else that is compiled in."""
         return resized_backward(self, structure, lo, hi)
 
+    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Row statistics, counters and the sum of dQ, uninitialised. Where dQ is no sum the kernel wants a pointer that
+        it does not follow: the first once more."""
+        stats_size, counted, accum = self.sizes
+        stats = torch.empty(stats_size, dtype=torch.float32, device=device)
+        counts = torch.empty(counted, dtype=torch.int32, device=device)
+        if self.dq_stored:
+            return stats, counts, stats
+        return stats, counts, torch.empty((accum, DQ_COLS.value), dtype=torch.float32, device=device)
+
     def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:
         if not config.dq_by_tma:
             return POINTER
@@ -258,13 +268,8 @@ class Backward:
         do, dlse = cotangents
         needs = self.needs
         with device_of(q):
-            device, (stats_size, counted, accum) = q.device, self.sizes
-            stats = torch.empty(stats_size, dtype=torch.float32, device=device)
-            counts = torch.empty(counted, dtype=torch.int32, device=device)
-            dq_accum = stats  # where dQ is no sum the kernel wants a pointer, which it does not follow
-            if not self.dq_stored:
-                dq_accum = torch.empty((accum, DQ_COLS.value), dtype=torch.float32, device=device)
-            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=device) for x in self.layouts]
+            stats, counts, dq_accum = self.buffers(q.device)
+            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in self.layouts]
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
             if self.lists is not None and lengths is not None:
