@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
-from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce, producers
+from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce, dq_accum, producers
 from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
 
 
@@ -37,12 +37,12 @@ def plain(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name).value)
 
 
-def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None):
+def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None, D=64):
     sizes = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
     b, h, m, n = (sizes[axis] for axis in bias)
     return Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
-        head_dim=64, value_dim=64, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
+        head_dim=D, value_dim=D, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
         bias=Operand(torch.bfloat16, b, h, m, n),
         mask=None if mask is None else Operand(torch.bool, *(sizes[axis] for axis in mask)),
     )  # fmt: skip
@@ -50,8 +50,9 @@ def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None):
 
 def kernel_arguments(p):
     """``(terms, sizes, c)`` with plain numbers in place of constants of the compiler."""
-    c = backward_launch._compiled(p, config.backward_config(p), 64, False)
     sizes, groups = backward_launch._sizes(p, config.backward_config(p), torch.device("meta"))
+    ring = backward_launch._dq_ring(p, config.backward_config(p), sizes)
+    c = backward_launch._compiled(p, config.backward_config(p), p.head_dim, False, ring)
     lo, hi = tiles.limits(p.score.band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
     c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
@@ -171,6 +172,74 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
             some = True
             assert max(programs[head - sizes.zeroed]) < min(programs[head])
     assert some
+
+
+TURNS = [
+    problem(B, group * Hkv, Hkv, M, N, bias, band, deterministic, D=32)
+    for (B, group, Hkv), (M, N), bias, (band, deterministic) in itertools.product(
+        [(300, 1, 4), (256, 2, 2), (3, 1, 4)],
+        [(150, 100), (150, 260)],
+        ["1hmn", "b1mn", "bhmn"],
+        [(None, False), (BANDS[1], False), (None, True)],
+    )
+]
+
+
+def test_heads_take_turns_in_the_sum_of_dq(monkeypatch):
+    """A head's place in the ring is zero when its programs add to it: those of lower numbers have finished the dQ of
+    the head that had it, which programs of yet lower numbers have added up."""
+    finished: dict[int, list] = {}  # by head, which program finished which part
+    waited, counted = [], []
+    monkeypatch.setattr(dq_accum, "head_and_tile", scheduler.head_and_tile)
+    monkeypatch.setattr(dq_accum, "counters_at", scheduler.counters_at.fn)
+    monkeypatch.setattr(dq_accum, "wait_count", lambda at, count: waited.append((at, count)))
+    monkeypatch.setattr(dq_accum, "count_up", counted.append)
+    monkeypatch.setattr(
+        dq_accum, "finish_head", lambda nth, part, parts, *_: finished.setdefault(nth, []).append((n, part, parts))
+    )
+    monkeypatch.setattr(dq_accum, "gl", SimpleNamespace(program_id=lambda _: n))
+    x = SimpleNamespace(dq=None, finished_dq=None, k=SimpleNamespace(shape=[0] * 4))
+    rings = 0
+    for p in TURNS:
+        terms, sizes, c = kernel_arguments(p)
+        heads, tiles = p.batch * p.kv_heads, sizes.key_tiles
+        assert (c.DQ_RING and c.DBIAS == "reduce") or sizes.zeroed == heads or c.DBIAS == "store"
+        if not c.DQ_RING:
+            continue
+        rings += 1
+        assert not p.deterministic
+        assert sizes.zeroed < heads
+        finished.clear()
+        added: dict[int, list[int]] = {}  # by head, the programs that add to it
+        zeroed: dict[int, list[int]] = {}  # by head, those that zero its place
+        for n in range(tiles * heads):
+            w = scheduler.work_tile_of.fn(n // c.GROUP_PROGRAMS, n % c.GROUP_PROGRAMS, terms, sizes, c)
+            added.setdefault(w.nth_head, []).append(n)
+            dq_accum.finish_earlier_head.fn(x, 0, terms, sizes, c)
+            if waited:
+                ((at, count),) = waited
+                done = at - heads
+                assert count == len(added[done]) == tiles
+                assert finished[done][-1][0] == n
+                assert max(added[done]) < n
+            for at in counted:
+                zeroed.setdefault(at, []).append(n)
+            waited.clear()
+            counted.clear()
+        assert set(added) == set(range(heads))
+        for nth, programs in added.items():
+            if nth >= sizes.zeroed:
+                assert len(zeroed[nth]) == tiles
+                assert max(zeroed[nth]) < min(programs)
+                assert [program for program, *_ in finished[nth - sizes.zeroed]] == zeroed[nth]
+        left = sizes.zeroed // 2 * sizes.group * sizes.row_tiles
+        for n in range(left):  # noqa: B007
+            dq_accum.last_heads_kernel.fn(None, None, None, terms, sizes, c)
+        assert set(finished) == set(range(heads))
+        for found in finished.values():
+            (parts,) = {parts for *_, parts in found}
+            assert sorted(part for _, part, _ in found) == list(range(parts))
+    assert rings == 10
 
 
 def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):

@@ -19,6 +19,7 @@ class BackwardConstants(NamedTuple):
     DQ_PARTS: Any
     DQ_BY_TMA: Any
     DQ_STORED: Any
+    DQ_RING: Any  # heads take turns in the sum of dQ, which `dq_accum.finish_earlier_head` scales and casts
     AHEAD: Any
     K_IN_REGISTERS: Any
     V_IN_REGISTERS: Any

@@ -47,9 +47,9 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
     place_of,
-    row_tile,
     step_of,
     tile_list_of,
+    tile_of_sum,
     work_tile_at,
     work_tile_count,
 )
@@ -97,10 +97,12 @@ from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
 
 class Given(NamedTuple):
-    """Pointers that a call may have or not: of dropout's seed, and of a list of tiles, see `Operands`."""
+    """Pointers that a call may have or not: of dropout's seed, of a list of tiles, and with DQ_RING dQ itself, a
+    `Strided`, see `Operands`."""
 
     seed: Any
     tile_list: Any
+    dq: Any
 
 
 class Operands(NamedTuple):
@@ -125,6 +127,7 @@ class Operands(NamedTuple):
     seed: Any
     bits: Any
     tile_list: Any
+    finished_dq: Any
 
 
 class TileIndices(NamedTuple):
@@ -186,7 +189,7 @@ def process_query_tile(
     else:
         do_slot = slot_of(rows.do_ring, step)
     m0 = m * c.BLOCK_M
-    tile_of_head = row_tile(work_tile, h, m, sizes)
+    tile_of_head = tile_of_sum(work_tile, h, m, sizes, c)
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
     if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
@@ -357,7 +360,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
-        wait_zeroed(work_tile, counters, sizes)
+        wait_zeroed(work_tile, counters, sizes, c)
     if c.DBIAS == "reduce":
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
@@ -491,7 +494,7 @@ def backward_kernel(
     counts: see `backward_scheduler.Counters`.
     """
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
+    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list, given.dq)
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)

@@ -40,7 +40,12 @@ from tilewise.backends.gluon.sm90.dbias_reduce import (
     group_list_kernel,
     pieces_of_tile,
 )
-from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
+from tilewise.backends.gluon.sm90.dq_accum import (
+    DQ_COLS,
+    last_heads_kernel,
+    packed_postprocess_kernel,
+    postprocess_kernel,
+)
 from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
 from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
 from tilewise.backends.gluon.sm90.toeplitz_gradient import ToeplitzGradient
@@ -82,6 +87,7 @@ class Backward:
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
+        self.dq_ring = _dq_ring(problem, config, sizes)
         batch = 1 if p.totals is not None else p.batch
         row_programs = sizes.row_tiles * p.heads * batch
         do, dlse = cotangents
@@ -90,10 +96,10 @@ class Backward:
         toeplitz = None if parts is None else parts.toeplitz
         stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
         stats = torch.empty(stats_of_tile * row_programs, dtype=torch.float32, device="meta")
+        sum_tiles = sizes.zeroed * p.group * sizes.row_tiles if self.dq_ring else row_programs * (not self.dq_stored)
         dq_accum = torch.empty(
-            0 if self.dq_stored else row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value,
-            dtype=torch.float32, device="meta",
-        )  # fmt: skip
+            sum_tiles * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
+        )
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         self.empty_dbias = bias_gradient_allocation(problem, bias)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
@@ -121,7 +127,8 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
-        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
+        terms, axes = score_terms(problem), bias_axes(problem)
+        c = _compiled(problem, config, width, dynamic, self.dq_ring)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
@@ -175,7 +182,7 @@ class Backward:
                 POINTER
                 if c.DBIAS.value == "sum" or toeplitz is not None
                 else box(dbias if ring is None else ring, block_m, block_n),
-                Record(Given, (POINTER, POINTER)),
+                Record(Given, (POINTER, POINTER, strided(dq if self.dq_ring else None))),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 *dbias_tiles,
             ),
@@ -204,6 +211,10 @@ class Backward:
             num_warps=4 * config.warpgroups,
             launch_pdl=beside,
         )
+        if self.dq_ring:
+            self.after = Launch(
+                last_heads_kernel, sum_tiles // 2, (POINTER, strided(dq)), (p.head_dim, terms, sizes, c), num_warps=1
+            )
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
@@ -323,9 +334,12 @@ class Backward:
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
             found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
-            leaves = dq if self.dq_stored else dq_accum
-            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
-            if not self.dq_stored:  # next, because it begins while `main` still runs
+            leaves, finished = (dq if self.dq_stored else dq_accum), (dq if self.dq_ring else None)
+            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, finished, known.bits,
+                      *dbias_tiles)  # fmt: skip
+            if self.dq_ring:
+                self.after(dq_accum, dq)
+            elif not self.dq_stored:  # next, because it begins while `main` still runs
                 self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
@@ -373,9 +387,26 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     none_later = config.dq_stored or broadcast.batch * broadcast.heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
+    if _takes_turns(problem, config):  # the heads of a group of programs have ended when one more than these has begun
+        zeroed = 2 * (-(-lag // key_tiles) + 1) * broadcast.programs
     sizes = BackwardSizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
                           broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
+
+
+def _takes_turns(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether heads that share a bias may take turns in the sum of dQ, where there are more than its ring has room for.
+
+    Only where dQ leaves from registers. (At 128 dimensions and more, without a shared bias, warps that finish dQ of
+    earlier heads beside the products cost more than the kernel that does so after them, see the notebook.)
+    """
+    bounded = reduction(problem) == "reduce" and not (config.dq_by_tma or config.dq_stored)
+    return bounded and config.dq_parts == 1 and config.head_swizzle <= broadcast_group(problem).programs
+
+
+def _dq_ring(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> bool:
+    """Whether they do."""
+    return _takes_turns(problem, config) and sizes.zeroed < problem.batch * problem.kv_heads
 
 
 def _leaves_queries_out(problem: Problem) -> bool:
@@ -404,7 +435,9 @@ def _beside(work_tiles: int, programs: int) -> bool:
     return work_tiles >= 4 * programs
 
 
-def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
+def _compiled(
+    problem: Problem, config: BackwardConfig, width: int, dynamic: bool, dq_ring: bool = False
+) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
         BLOCK_M=config.block_m,
@@ -418,6 +451,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         DQ_PARTS=config.dq_parts,
         DQ_BY_TMA=config.dq_by_tma or config.dq_stored,
         DQ_STORED=config.dq_stored,
+        DQ_RING=dq_ring,
         AHEAD=config.ahead,
         K_IN_REGISTERS=config.k_in_registers,
         V_IN_REGISTERS=config.v_in_registers,

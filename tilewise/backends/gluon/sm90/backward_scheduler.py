@@ -49,6 +49,7 @@ class KeyTile(NamedTuple):
     end: Any
     seq: Any
     first_tile: Any  # of a packed batch, the number of its sequence's first tile of queries; else 0
+    nth_head: Any  # its key/value head among all, in the order in which they come where these share a bias; else 0
 
 
 @gluon.jit
@@ -126,7 +127,7 @@ def groups_per_broadcast(sizes, c):
 
 
 @gluon.jit
-def key_tile(b, hk, n0, seq, first_tile, terms, c):
+def key_tile(b, hk, n0, seq, first_tile, terms, c, nth_head=0):
     """The work tile of the keys from n0 on."""
     cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
@@ -137,7 +138,8 @@ def key_tile(b, hk, n0, seq, first_tile, terms, c):
             full_end = end
     if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
         full_end = end
-    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
+    full_begin = gl.minimum(full_begin, full_end)
+    return KeyTile(b, hk, n0, begin, full_begin, full_end, end, seq, first_tile, nth_head)
 
 
 @gluon.jit
@@ -145,11 +147,12 @@ def work_tile_of(group, member, terms, sizes, c):
     """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
     head, tile = head_and_tile(group, sizes, c)
     parts = groups_per_broadcast(sizes, c)
+    nth_head = head * c.GROUP_PROGRAMS + member
     member = head % parts * c.GROUP_PROGRAMS + member
     alone = sizes.kv_heads // sizes.broadcast_heads
     b = member % sizes.broadcast_batch + head // parts // alone
     hk = member // sizes.broadcast_batch + head // parts % alone
-    return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
+    return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c, nth_head)
 
 
 @gluon.jit
@@ -163,6 +166,25 @@ def packed_work_tile(tile_index, x, terms, sizes, c):
 def row_tile(work_tile, h, m, sizes):
     """The place of a tile of queries among those of all heads."""
     return (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + (work_tile.first_tile + m)
+
+
+@gluon.jit
+def tile_of_sum(work_tile, h, m, sizes, c):
+    """The place of a tile of queries in the sum of dQ."""
+    if c.DQ_RING:
+        head = work_tile.nth_head % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
+        return head * sizes.row_tiles + m
+    else:
+        return row_tile(work_tile, h, m, sizes)
+
+
+@gluon.jit
+def counted_head(work_tile, sizes, c):
+    """The number of a work tile's key/value head among `Counters.zeroed` and `Counters.done`."""
+    if c.DQ_RING:
+        return work_tile.nth_head
+    else:
+        return work_tile.b * sizes.kv_heads + work_tile.hk
 
 
 @gluon.jit
