@@ -221,3 +221,24 @@ def test_dq_is_no_sum_where_all_keys_are_one_tile(changes, stored):
         problem = dataclasses.replace(problem, batch=60)
         sizes, _ = backward_launch._sizes(problem, config, torch.device("meta"))
         assert sizes.zeroed == problem.batch * problem.kv_heads
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "changes", "order"),
+    [
+        (256, 32, {}, "batch"),  # K and V of a head, of all batch elements, stay in the L2 cache
+        (768, 32, {}, "tiles"),
+        (2048, 32, {}, "batch"),  # the bias does not
+        (768, 32, {"mask": Operand(torch.bool, 768, 1, 1, 768)}, "tiles"),
+        (768, 32, {"bias": Operand(torch.bfloat16, 768, 4, 768, 768)}, "tiles"),
+        (768, 32, {"bias": Operand(torch.bfloat16, 768, 1, 768, 768)}, "heads"),
+        (768, 32, CAUSAL, "longest"),
+    ],
+)
+def test_order_of_the_forward(length, head_dim, changes, order):
+    bias = Operand(torch.bfloat16, 1, 4, length, length)
+    sizes = {"batch": length, "heads": 4, "kv_heads": 4, "queries": length, "keys": length}
+    sizes |= {"head_dim": head_dim, "value_dim": head_dim}
+    problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, **changes})
+    assert launch.raster_order(problem) == order
+    assert order == problem.raster_order or (order, problem.raster_order) == ("tiles", "batch")

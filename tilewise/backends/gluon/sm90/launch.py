@@ -11,7 +11,7 @@ from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.score import LOG2E, score_terms
-from tilewise.backends.gluon.sm90.config import Config, forward_config, most_registers, padded, sees_few
+from tilewise.backends.gluon.sm90.config import L2_CACHE, Config, forward_config, most_registers, padded, sees_few
 from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
@@ -173,13 +173,26 @@ def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
     return ForwardSizes(p.batch, p.heads, p.group, p.queries, p.keys, row_tiles, row_tiles * heads, at_once, last)
 
 
-def _choices(problem: Problem, config: Config, sizes: ForwardSizes, programs: int) -> tuple[bool, ...]:
+def raster_order(problem: Problem) -> str:
+    """`Problem.raster_order`, but tiles of one head also beside a bias that batch elements share, where the L2 cache
+    has room for all of that and not for the keys and values of a head: in the order of the batch every tile of queries
+    would read these from memory again."""
+    p, bias = problem, problem.bias
+    if p.raster_order != "batch" or bias is None:
+        return p.raster_order
+    rows = p.batch * p.keys * (p.head_dim + p.value_dim) * p.dtype.itemsize
+    whole = bias.batch * bias.heads * bias.rows * bias.cols * bias.dtype.itemsize
+    return "tiles" if whole <= L2_CACHE // 2 < rows else "batch"
+
+
+def _choices(problem: Problem, config: Config, sizes: ForwardSizes, programs: int) -> tuple[bool | str, ...]:
     """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
     return (
         problem.keys % config.block_n != 0,
         hides(problem),
         not problem.score.band.unlimited and sees_few(problem),
         sizes.tiles > programs,
+        raster_order(problem),
     )
 
 
@@ -221,7 +234,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         MASK_ROWS=mask is not None and mask.rows > 1,
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER=problem.raster_order,
+        ORDER=raster_order(problem),
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
     )
