@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, launch
+from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, launch
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 
@@ -35,6 +35,10 @@ def patched(module: Any, **changes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+
+
+def no(*_: Any) -> bool:
+    return False
 
 
 def calls(length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], Problem]:
@@ -56,13 +60,16 @@ def calls(length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable
     outputs = next(iter(forwards.values()))()
     cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
 
-    def backward(**changes: Any) -> Callable[[], Any]:
-        with patched(backward_launch, **changes):
+    def backward(ring: bool, lanes: bool) -> Callable[[], Any]:
+        of_ring = {} if ring else {"_takes_turns": no}
+        of_lanes = {} if lanes else {"has_lanes": no}
+        with patched(backward_launch, **of_ring), patched(config, **of_lanes), patched(dbias, **of_lanes):
             made = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
         return partial(made, inputs, outputs, cotangents)
 
-    backwards["whole dq_accum"] = backward(_takes_turns=lambda *_: False)
-    backwards["ring of dq_accum"] = backward()
+    backwards["whole dq_accum"] = backward(False, False)
+    backwards["ring of dq_accum"] = backward(True, False)
+    backwards["three lanes"] = backward(True, True)
     return forwards, backwards, problem
 
 

@@ -100,7 +100,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 4),  # stored before the loop, read after it
     ("3.6.0", replace(USUAL, D=32, causal=True, bias="b11n"), 2 * (2 * 2 + 2 * 4 + 4), 0),
     # What spills is an address of the warps that add up a shared bias, before their loop.
-    ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 0),
+    ("installed", replace(USUAL, D=32, B=96, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, bias="1hmn"), 2 * 8 + 2 * 4 + 8, 4),
     ("3.6.0", replace(USUAL, B=16, bias="1hmn", deterministic=True), 2 * 8 + 2 * 4 + 8, 8),
     ("3.6.0", replace(USUAL, mask="b1mn"), 2 * 8 + 2 * 4 + 8, 0),
@@ -263,6 +263,18 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
             counted = [kernel.instructions[way] for way in ("added by TMA", "added in fours")]
             assert any(counted), "dQ is added in pieces of less than four"
             assert counted[0] or not case.deterministic
+
+
+@pytest.mark.parametrize(("triton", "spilled"), [("3.6.0", 4), ("installed", 4)])
+def test_batch_elements_side_by_side(compilers, triton, spilled):
+    """A program of the pair bias has three: no ring of dS, and no sum of dQ for all heads."""
+    case = replace(USUAL, B=256, H=4, M=256, N=256, D=32, bias="1hmn")
+    codes = compilers.compile(compile_hopper_case, triton, 90, case, True)
+    assert [code.kernel.name for code in codes] == ["preprocess_kernel", "lanes_kernel", "last_heads_kernel"]
+    hold_hopper(codes, spilled)
+    assert codes[1].wgmma == 3 * (2 * 2 + 2 * 4 + 4)
+    assert codes[1].kernel.registers == 128  # of all 512 threads, before they are handed out
+    assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 16
 
 
 @pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}], ids=str)

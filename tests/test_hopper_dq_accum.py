@@ -119,7 +119,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
     monkeypatch.setattr(dq_accum, "work_tile_of", work_tile_of)
     dq = torch.zeros(B, H, M, D)
     layout = SimpleNamespace(pointer=Pointer(0), stride0=H * M * D, stride1=M * D, stride2=D)
-    places = sizes.zeroed * group * sizes.row_tiles
+    places, written = sizes.zeroed * group * sizes.row_tiles, 0
     for nth in range(B * sizes.kv_heads):
         b, hk = nth % B, nth // B
         tiles = given[b, hk * group : (hk + 1) * group].reshape(-1, 64, 32)
@@ -130,7 +130,9 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
         left[at : at + len(tiles)] = 0
         sums = sums.flatten()
         for part in range(parts):
-            dq_accum.finish_head.fn(nth, part, parts, 0, layout, D, True, SimpleNamespace(scale=scale), sizes, c)
+            dq_accum.finish_head.fn(nth, part, parts, 0, layout, B - 1, D, True, SimpleNamespace(scale=scale), sizes, c)
         assert torch.equal(sums, left.flatten())
-        assert torch.equal(dq[b, hk * group : (hk + 1) * group], expected[b, hk * group : (hk + 1) * group] * scale)
-        assert (dq != 0).all((2, 3)).sum() == group * (nth + 1)
+        if b < B - 1:  # of a lane without a batch element nothing leaves
+            written += group
+            assert torch.equal(dq[b, hk * group : (hk + 1) * group], expected[b, hk * group : (hk + 1) * group] * scale)
+        assert (dq != 0).all((2, 3)).sum() == written

@@ -23,7 +23,7 @@ def turns(monkeypatch):
     before = backward_launch.Backward.__call__
 
     def watched(self, *arguments):
-        log.append(self.dq_ring)
+        log.append("lanes" if self.config.lanes > 1 else self.dq_ring)
         return before(self, *arguments)
 
     monkeypatch.setattr(backward_launch.Backward, "__call__", watched)
@@ -34,10 +34,10 @@ def turns(monkeypatch):
     "terms",
     [
         {},
-        {"M": 64, "N": 64, "B": 300},
-        {"M": 333, "N": 56, "B": 240},
+        {"M": 64, "N": 64, "B": 299},  # groups of one program
+        {"M": 333, "N": 56, "B": 240},  # one tile of keys
         {"B": 119},  # groups of four programs of as many heads
-        {"B": 121, "H": 8},
+        {"B": 58, "H": 8},
         {"Hkv": 2, "H": 8},
         {"D": 24, "Dv": 16, "layout": "heads_last"},
         {"dtype": torch.float16, "lse": False},
@@ -54,6 +54,28 @@ def turns(monkeypatch):
 def test_heads_take_turns(turns, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
     assert turns == [True]
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"B": 257},  # the last program of a head has two
+        {"B": 259, "M": 129, "N": 168},
+        {"B": 700, "M": 300, "N": 64},
+        {"B": 256, "Hkv": 2, "N": 256},
+        {"H": 8, "bias": "11mn"},
+        {"D": 24, "Dv": 16, "layout": "heads_last"},
+        {"dtype": torch.float16, "lse": False},
+        {"bias_hides": True, "planted": float("nan")},
+        {"sink": "h"},
+    ],
+    ids=str,
+)
+def test_batch_elements_side_by_side(turns, terms):
+    case = replace(PAIR, **{"B": 258, **terms})
+    check(case, "hopper", "cuda")
+    assert turns == ["lanes"]
 
 
 @pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}], ids=str)

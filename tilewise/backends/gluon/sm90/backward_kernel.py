@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -149,6 +150,7 @@ class Shared(NamedTuple):
     ds: Any
     dbias: Any
     added: Any
+    ds_ring: Any  # barriers of dS of a lane, which others read too
 
 
 class State(NamedTuple):
@@ -192,7 +194,10 @@ def process_query_tile(
     tile_of_head = tile_of_sum(work_tile, h, m, sizes, c)
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
+    if c.LANES > 1:
+        ds_slot = slot_of(shared.ds_ring, step)
+        tile = shared.ds.index(ds_slot)
+    elif c.BIAS == "matrix" and not c.BIAS_APART:
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
         tile = shared.ds.index(0)
@@ -275,6 +280,8 @@ def process_query_tile(
         if c.DBIAS == "add":
             keep_entries(ds, rows.bias, corner, i, terms, c)
         ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
+        if c.LANES > 1:
+            mbarrier.wait(shared.ds_ring.empty.index(ds_slot), (use_of(shared.ds_ring, step) & 1) ^ 1)
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
@@ -291,6 +298,9 @@ def process_query_tile(
     # step before) before the refill of their slot.
     warps_barrier()
     fence_async_shared()
+    if c.LANES > 1:  # dS is there, and all warps have read the bias
+        mbarrier.arrive(shared.ds_ring.full.index(ds_slot), count=1)
+        release(rows.bias_ring, slot_of(rows.bias_ring, step))
     bias_b = work_tile.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
@@ -373,7 +383,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         fence_async_shared()
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
-    shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added)
+    shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
+                    shared.ds_ring)  # fmt: skip
 
     steps = step
     if not c.MASK:
@@ -532,8 +543,8 @@ def backward_kernel(
     bits_slots = ABSENT
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added)
+    rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         index_ring = new_ring_of_numbers(2, 3)

@@ -16,6 +16,7 @@ from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preproc
 from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
+from tilewise.backends.gluon.sm90.backward_lanes import lanes_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import (
     BackwardConfig,
@@ -25,11 +26,13 @@ from tilewise.backends.gluon.sm90.config import (
     most_registers,
 )
 from tilewise.backends.gluon.sm90.dbias import (
+    BroadcastGroup,
     adds,
     bias_axes,
     bias_gradient,
     bias_gradient_allocation,
     broadcast_group,
+    leaves_by_ring,
     reduction,
     sums_sparsely,
 )
@@ -110,10 +113,11 @@ class Backward:
             dbias = bias  # a copy like that of the values
         # the ring of dS of a bias that is shared
         ring = None
-        if bias is not None and reduction(problem) == "reduce":
+        if bias is not None and leaves_by_ring(problem):
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
+        self.sums_dbias = ring is not None or config.lanes > 1
         counted = counters(sizes, groups, p.deterministic, ring is not None)
         counts = torch.empty(counted, dtype=torch.int32, device="meta")
         self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
@@ -126,7 +130,7 @@ class Backward:
         dlse_rows = None if dlse is None else dlse[..., None]
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
-        dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        dynamic = packed or (config.dynamic and not leaves_by_ring(p) and work_tiles > programs)
         terms, axes = score_terms(problem), bias_axes(problem)
         c = _compiled(problem, config, width, dynamic, self.dq_ring)
         if self.adds and isinstance(self.values, Sheared):
@@ -163,11 +167,12 @@ class Backward:
             (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
-        dbias_tiles = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
+        lanes = config.lanes > 1
+        dbias_tiles = [POINTER, strided(dbias if lanes or ring is not None else None), POINTER, POINTER]
         if ring is not None:
             dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
-            backward_kernel,
+            lanes_kernel if lanes else backward_kernel,
             min(programs, work_tiles) if dynamic else work_tiles,
             (
                 box(q, block_m, width),
@@ -180,7 +185,7 @@ class Backward:
                 box(dk, block_n, width),
                 box(dv, block_n, width),
                 POINTER
-                if c.DBIAS.value == "sum" or toeplitz is not None
+                if c.DBIAS.value in ("sum", "lanes") or toeplitz is not None
                 else box(dbias if ring is None else ring, block_m, block_n),
                 Record(Given, (POINTER, POINTER, strided(dq if self.dq_ring else None))),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
@@ -189,7 +194,7 @@ class Backward:
             (terms, sizes, c),
             num_warps=4 * config.warpgroups,
             launch_pdl=True,
-            **most_registers(config.programs, config.warpgroups + 1),
+            **most_registers(config.programs, config.lanes * config.warpgroups + 1),
         )
         self.list_groups = self.reduce_group = None
         if ring is not None and p.mask is not None:  # which of its tiles are stored
@@ -213,7 +218,11 @@ class Backward:
         )
         if self.dq_ring:
             self.after = Launch(
-                last_heads_kernel, sum_tiles // 2, (POINTER, strided(dq)), (p.head_dim, terms, sizes, c), num_warps=1
+                last_heads_kernel,
+                sum_tiles // 2,
+                (POINTER, strided(dq)),
+                (p.batch, p.head_dim, terms, sizes, c),
+                num_warps=1,
             )
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
@@ -330,7 +339,7 @@ class Backward:
             if key_list is not None:
                 tile_list = key_list
             dbias_tiles = (
-                dq_accum if ring is None else ring, None if ring is None else dbias, counts, known.group_lists
+                dq_accum if ring is None else ring, dbias if self.sums_dbias else None, counts, known.group_lists
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
             found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
@@ -376,20 +385,24 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
         sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
         return sizes, 0
     row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
-    groups = key_tiles * p.kv_heads * p.batch // broadcast.programs
+    batch = p.batch
+    if config.lanes > 1:  # a program is a group; the last lanes of a head may be empty
+        batch = -(-p.batch // config.lanes) * config.lanes
+        broadcast = BroadcastGroup(batch, 1, config.lanes)
+    groups = key_tiles * p.kv_heads * batch // broadcast.programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
-    lag = -(-multiprocessors(device) * config.programs // broadcast.programs)
+    lag = -(-multiprocessors(device) * config.programs * config.lanes // broadcast.programs)
     ring = min(2 * lag + 2, groups)
     # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
     # start that is as much later as a GPU runs at once, and one more; `backward_scheduler.head_and_tile` may mix some
     # heads.
-    heads = p.batch * p.kv_heads
+    heads = batch * p.kv_heads
     none_later = config.dq_stored or broadcast.batch * broadcast.heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
     if _takes_turns(problem, config):  # the heads of a group of programs have ended when one more than these has begun
         zeroed = 2 * (-(-lag // key_tiles) + 1) * broadcast.programs
-    sizes = BackwardSizes(p.batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
+    sizes = BackwardSizes(batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
                           broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
 
@@ -401,7 +414,9 @@ def _takes_turns(problem: Problem, config: BackwardConfig) -> bool:
     earlier heads beside the products cost more than the kernel that does so after them, see the notebook.)
     """
     bounded = reduction(problem) == "reduce" and not (config.dq_by_tma or config.dq_stored)
-    return bounded and config.dq_parts == 1 and config.head_swizzle <= broadcast_group(problem).programs
+    return config.lanes > 1 or (
+        bounded and config.dq_parts == 1 and config.head_swizzle <= broadcast_group(problem).programs
+    )
 
 
 def _dq_ring(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> bool:
@@ -456,8 +471,10 @@ def _compiled(
         K_IN_REGISTERS=config.k_in_registers,
         V_IN_REGISTERS=config.v_in_registers,
         WARPS=4 * config.warpgroups,
+        LANES=config.lanes,
         SHARES_KEYS=config.shares_keys,
         LOADING_REGISTERS=config.loading_registers,
+        COMPUTING_REGISTERS=config.computing_registers,
         BIAS="none" if axes == "rows" else axes,
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
@@ -466,12 +483,12 @@ def _compiled(
         **toeplitz_constants(problem, 2 * config.block_m),
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
-        DBIAS=reduction(problem),
+        DBIAS="lanes" if config.lanes > 1 else reduction(problem),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
-        GROUP_PROGRAMS=broadcast_group(problem).programs,
+        GROUP_PROGRAMS=config.lanes if config.lanes > 1 else broadcast_group(problem).programs,
         SUM_BYTES=config.sum_bytes,
         ADDS=adds(problem),
         ORDERED=problem.deterministic and not config.dq_stored,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.gluon.sm90.config import has_lanes
 from tilewise.problem import Problem
 
 MOST_PROGRAMS = 8
@@ -49,6 +50,11 @@ def broadcast_group(problem: Problem) -> BroadcastGroup:
         return BroadcastGroup(1, 1, 1)
     group = problem.broadcast_group(bias)
     return BroadcastGroup(group.batch, group.kv_heads, math.gcd(group.batch * group.kv_heads, MOST_PROGRAMS))
+
+
+def leaves_by_ring(problem: Problem) -> bool:
+    """Whether dS of a bias that is shared leaves by a ring, which `dbias_reduce` adds up."""
+    return reduction(problem) == "reduce" and not has_lanes(problem)
 
 
 def adds(problem: Problem) -> bool:

@@ -132,9 +132,9 @@ def place_in_strip(n):
 
 
 @gluon.jit
-def finish_head(nth_head, part, parts, dq_accum, dq, dim, ZEROES: gl.constexpr, terms, sizes, c):
+def finish_head(nth_head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c):
     """One of some parts of dQ = scale · sum of a key/value head, the ``nth_head`` in their order, by one warp; ZEROES:
-    its place for the head that has it next. dq: `Strided`."""
+    its place for the head that has it next. dq: `Strided`; lanes past its ``batch`` elements have none."""
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
     STRIP: gl.constexpr = 128  # elements that one warp has next to each other
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
@@ -155,32 +155,33 @@ def finish_head(nth_head, part, parts, dq_accum, dq, dim, ZEROES: gl.constexpr, 
             found = gl.load(place)
             if ZEROES:
                 gl.store(place, gl.zeros([STRIP], gl.float32, IN))
-            inside = (row < sizes.queries - rows * 16) & (col < dim - eight * 8)
+            inside = (row < sizes.queries - rows * 16) & (col < dim - eight * 8) & (head.b < batch)
             gl.store(to + (row + rows * 16).to(gl.int64) * dq.stride2 + (col + eight * 8),
                      (found * terms.scale).to(dq.pointer.dtype.element_ty), mask=inside)  # fmt: skip
 
 
 @gluon.jit
-def finish_earlier_head(x, counts, terms, sizes, c):
-    """Where heads take turns in the sum of dQ: this program's part of a head's dQ whose programs have ended, or nearly,
+def finish_earlier_head(tile_index, x, counts, terms, sizes, c):
+    """Where heads take turns in the sum of dQ: a work tile's part of a head's dQ whose programs have ended, or nearly,
     and zeros in its place. Half of the ring's heads are between the two, and half have that time to be finished in."""
-    group, member = gl.program_id(0) // c.GROUP_PROGRAMS, gl.program_id(0) % c.GROUP_PROGRAMS
+    group, member = tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS
     head, tile = head_and_tile(group, sizes, c)
     earlier = head * c.GROUP_PROGRAMS + member - sizes.zeroed // 2
     if earlier >= 0:
         counters = counters_at(counts, sizes, c)
         wait_count(counters.done + earlier, sizes.key_tiles)
-        finish_head(earlier, tile, sizes.key_tiles, x.dq, x.finished_dq, x.k.shape[3], True, terms, sizes, c)
+        finish_head(earlier, tile, sizes.key_tiles, x.dq, x.finished_dq, x.k.shape[0], x.k.shape[3], True, terms,
+                    sizes, c)  # fmt: skip
         if earlier + sizes.zeroed < sizes.batch * sizes.kv_heads:
             count_up(counters.zeroed + earlier + sizes.zeroed)
 
 
 @gluon.jit
-def last_heads_kernel(dq_accum, dq, dim, terms, sizes, c):
+def last_heads_kernel(dq_accum, dq, batch, dim, terms, sizes, c):
     """dQ of the heads that no later program has finished: one program for each tile of queries."""
     tiles = sizes.group * sizes.row_tiles
     nth_head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + gl.program_id(0) // tiles
-    finish_head(nth_head, gl.program_id(0) % tiles, tiles, dq_accum, dq, dim, False, terms, sizes, c)
+    finish_head(nth_head, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
 
 
 @gluon.jit

@@ -167,7 +167,7 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
         tile_index = gl.program_id(0)
         fetch_keys(tile_index, gl.to_tensor(0), x, keys, values, terms, sizes, c)
         if c.DQ_RING:
-            finish_earlier_head(x, counts, terms, sizes, c)
+            finish_earlier_head(tile_index, x, counts, terms, sizes, c)
         add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
         store_keys(tile_index, gl.to_tensor(0), x, dq_ring, shared, terms, sizes, c)
         signal_done(tile_index, x, counts, terms, sizes, c)
