@@ -15,6 +15,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.backends.gluon.sm90 import backward_launch, launch
 from tilewise.backends.gluon.sm90.config import backward_config, forward_config
 
@@ -242,3 +243,36 @@ def test_order_of_the_forward(length, head_dim, changes, order):
     problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, **changes})
     assert launch.raster_order(problem) == order
     assert order == problem.raster_order or (order, problem.raster_order) == ("tiles", "batch")
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes", "parts"),
+    [
+        (768, {}, {"statistics of rows": 18, "dq_accum": 6.75, "float32 dBias": 9}),  # three lanes
+        (768, {"deterministic": True}, {"dq_accum": 288, "ring of dS": 76.5, "float32 dBias": 9}),
+        (768, {"mask": Operand(torch.bool, 768, 1, 1, 768)}, {"dq_accum": 9, "ring of dS": 76.5}),
+        (4, {}, {"dq_accum": 1.5, "ring of dS": 18, "float32 dBias": 0}),
+        (8, {"bias": Operand(torch.bfloat16, 8, 4, 768, 768)}, {"dq_accum": 3, "ring of dS": 0, "float32 dBias": 0}),
+    ],
+    ids=str,
+)
+def test_working_memory_is_what_is_allocated(batch, changes, parts):
+    sizes = {"batch": batch, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
+    bias = Operand(torch.bfloat16, 1, 4, 768, 768)
+    problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, "bias_grad": True, **changes})
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, bias, mask = meta(batch, 4, 768, 32), meta(*problem.bias.shape), problem.mask and meta(*problem.mask.shape)
+    outputs = Outputs(q, meta(batch, 4, 768, dtype=torch.float32))
+    made = backward_launch.Backward(
+        problem, Inputs(q, q, q, bias, mask), outputs, Outputs(q, None), Needs(True, True, True, True, False)
+    )
+    found = backward_launch.working_memory(problem, q.device)
+    assert found["statistics of rows"] == made.empty_stats().nbytes
+    assert found["dq_accum"] == made.empty_dq_accum().nbytes
+    assert found.get("ring of dS", 0) == (made.empty_ring().nbytes if made.empty_ring else 0)
+    dbias = made.empty_dbias(device="meta")
+    assert found.get("float32 dBias", 0) == (dbias.nbytes if dbias.dtype == torch.float32 else 0)
+    assert {name: found.get(name, 0) / 2**20 for name in parts} == parts

@@ -407,6 +407,24 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     return sizes, groups
 
 
+def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
+    """Bytes that the backward of a dense call takes beside its inputs and its gradients, by part."""
+    p, config = as_matrix(problem), backward_config(as_matrix(problem))
+    sizes, _ = _sizes(p, config, device)
+    tiles = sizes.row_tiles * p.heads * p.batch
+    heads = 0 if config.dq_stored else sizes.zeroed if _dq_ring(p, config, sizes) else p.batch * p.kv_heads
+    found = {
+        "statistics of rows": 2 * config.block_m * tiles * 4,
+        "dq_accum": heads * p.group * sizes.row_tiles * config.block_m * backward_width(p) * 4,
+    }
+    if p.bias is not None and leaves_by_ring(p):
+        tile = config.block_m * config.block_n * p.bias.dtype.itemsize
+        found["ring of dS"] = sizes.ring * broadcast_group(p).programs * p.group * sizes.row_tiles * tile
+    if p.bias is not None and adds(p) and p.bias.dtype != torch.float32:
+        found["float32 dBias"] = p.bias.batch * p.bias.heads * p.bias.rows * p.bias.cols * 4
+    return found
+
+
 def _takes_turns(problem: Problem, config: BackwardConfig) -> bool:
     """Whether heads that share a bias may take turns in the sum of dQ, where there are more than its ring has room for.
 
