@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,16 +61,22 @@ def calls(length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable
     outputs = next(iter(forwards.values()))()
     cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
 
-    def backward(ring: bool, lanes: bool) -> Callable[[], Any]:
+    def backward(ring: bool, lanes: bool, **changes: Any) -> Callable[[], Any]:
         of_ring = {} if ring else {"_takes_turns": no}
         of_lanes = {} if lanes else {"has_lanes": no}
-        with patched(backward_launch, **of_ring), patched(config, **of_lanes), patched(dbias, **of_lanes):
+        with patched(config, **of_lanes), patched(dbias, **of_lanes):
+            chosen = replace(config.backward_config(problem), **changes)
+        with (
+            patched(backward_launch, backward_config=lambda _: chosen, **of_ring),
+            patched(dbias, **of_lanes),
+        ):
             made = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
         return partial(made, inputs, outputs, cotangents)
 
     backwards["whole dq_accum"] = backward(False, False)
     backwards["ring of dq_accum"] = backward(True, False)
     backwards["three lanes"] = backward(True, True)
+    backwards["three lanes, rings of three tiles"] = backward(True, True, stages=3, do_stages=3)
     return forwards, backwards, problem
 
 
