@@ -187,7 +187,7 @@ class Backward:
                 POINTER
                 if c.DBIAS.value in ("sum", "lanes") or toeplitz is not None
                 else box(dbias if ring is None else ring, block_m, block_n),
-                Record(Given, (POINTER, POINTER, strided(dq if self.dq_ring else None))),
+                Record(Given, (POINTER, POINTER, strided(dq) if self.dq_ring else POINTER)),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 *dbias_tiles,
             ),

@@ -49,7 +49,7 @@ class KeyTile(NamedTuple):
     end: Any
     seq: Any
     first_tile: Any  # of a packed batch, the number of its sequence's first tile of queries; else 0
-    nth_head: Any  # its key/value head among all, in the order in which they come where these share a bias; else 0
+    nth_head: Any  # its key/value head among all, in their order, with DQ_RING; else 0
 
 
 @gluon.jit
@@ -147,7 +147,9 @@ def work_tile_of(group, member, terms, sizes, c):
     """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
     head, tile = head_and_tile(group, sizes, c)
     parts = groups_per_broadcast(sizes, c)
-    nth_head = head * c.GROUP_PROGRAMS + member
+    nth_head = 0
+    if c.DQ_RING:
+        nth_head = head * c.GROUP_PROGRAMS + member
     member = head % parts * c.GROUP_PROGRAMS + member
     alone = sizes.kv_heads // sizes.broadcast_heads
     b = member % sizes.broadcast_batch + head // parts // alone
