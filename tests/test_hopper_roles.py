@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
 
 from tilewise.backends.gluon.packed import SeqInfo
 from tilewise.backends.gluon.pipeline import Ring
-from tilewise.backends.gluon.sm90 import backward_scheduler, dq_accum, producers
+from tilewise.backends.gluon.sm90 import dq_accum, producers
 
 COMPUTES, ADDS, FETCHES = "computes", "adds", "fetches"
 
@@ -166,7 +166,6 @@ def test_every_part_of_dq_is_added_once(
         "count_up": lambda at: counted.append((at, len(left))),
         "count_stored": lambda at: counted.append((at, len(left))),
         "add_dq": dq_accum.add_dq.fn,
-        "counted_head": backward_scheduler.counted_head.fn,
         **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys", "signal_done")},
         **dict.fromkeys(
             ("warps_barrier", "fence_async_shared", "wait_stored", "wait_count", "wait_zeroed"), lambda *_: None

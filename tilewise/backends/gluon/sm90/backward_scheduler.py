@@ -181,15 +181,6 @@ def tile_of_sum(work_tile, h, m, sizes, c):
 
 
 @gluon.jit
-def counted_head(work_tile, sizes, c):
-    """The number of a work tile's key/value head among `Counters.zeroed` and `Counters.done`."""
-    if c.DQ_RING:
-        return work_tile.nth_head
-    else:
-        return work_tile.b * sizes.kv_heads + work_tile.hk
-
-
-@gluon.jit
 def group_before(group, sizes, c):
     """The group before, of those that share its bias, and the same tile of keys, which has a lower number; -1 for
     none."""

@@ -30,7 +30,6 @@ from tilewise.backends.gluon.pipeline import (
 )
 from tilewise.backends.gluon.score import key_tiles
 from tilewise.backends.gluon.sm90.backward_scheduler import (
-    counted_head,
     counters_at,
     done_at,
     entry_at,
@@ -187,7 +186,9 @@ def last_heads_kernel(dq_accum, dq, batch, dim, terms, sizes, c):
 @gluon.jit
 def wait_zeroed(work_tile, counters, sizes, c):
     """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
-    head = counted_head(work_tile, sizes, c)
+    head = work_tile.b * sizes.kv_heads + work_tile.hk
+    if c.DQ_RING:
+        head = work_tile.nth_head
     if head >= sizes.zeroed:
         wait_count(counters.zeroed + head, sizes.key_tiles)
 

@@ -21,7 +21,6 @@ from tilewise.backends.gluon.pipeline import (
 )
 from tilewise.backends.gluon.relative import CUT, column_of
 from tilewise.backends.gluon.sm90.backward_scheduler import (
-    counted_head,
     counters_at,
     entry_at,
     row_tile,
@@ -143,7 +142,10 @@ def signal_done(tile_index, x, counts, terms, sizes, c):
     counters = counters_at(counts, sizes, c)
     if c.DBIAS == "reduce":
         count_up(counters.ended + tile_index // c.GROUP_PROGRAMS)
-    count_stored(counters.done + counted_head(work_tile, sizes, c))
+    if c.DQ_RING:
+        count_stored(counters.done + work_tile.nth_head)
+    else:
+        count_stored(counters.done + work_tile.b * sizes.kv_heads + work_tile.hk)
 
 
 @gluon.jit
