@@ -12,14 +12,13 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, launch
+from tilewise.backends.gluon.sm90 import backward_launch, config, launch
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 
@@ -36,10 +35,6 @@ def patched(module: Any, **changes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
-
-
-def no(*_: Any) -> bool:
-    return False
 
 
 def calls(length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], Problem]:
@@ -61,22 +56,10 @@ def calls(length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable
     outputs = next(iter(forwards.values()))()
     cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
 
-    def backward(ring: bool, lanes: bool, **changes: Any) -> Callable[[], Any]:
-        of_ring = {} if ring else {"_takes_turns": no}
-        of_lanes = {} if lanes else {"has_lanes": no}
-        with patched(config, **of_lanes), patched(dbias, **of_lanes):
-            chosen = replace(config.backward_config(problem), **changes)
-        with (
-            patched(backward_launch, backward_config=lambda _: chosen, **of_ring),
-            patched(dbias, **of_lanes),
-        ):
+    for name, least in (("a batch element in a program", 1 << 30), ("three", 0)):
+        with patched(config, LANES_FROM=least):
             made = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
-        return partial(made, inputs, outputs, cotangents)
-
-    backwards["whole dq_accum"] = backward(False, False)
-    backwards["ring of dq_accum"] = backward(True, False)
-    backwards["three lanes"] = backward(True, True)
-    backwards["three lanes, rings of three tiles"] = backward(True, True, stages=3, do_stages=3)
+        backwards[name] = partial(made, inputs, outputs, cotangents)
     return forwards, backwards, problem
 
 

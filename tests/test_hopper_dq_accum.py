@@ -14,7 +14,7 @@ from tilewise.layouts.nvmma import nvmma_shared_layout
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.sm90 import backward_scheduler, dq_accum
+from tilewise.backends.gluon.sm90 import dq_accum
 
 # rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions, of strips
 TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8)]
@@ -83,16 +83,12 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
     """dQ of the heads that a group's programs finish, from a ring of the sum: rows and columns past the end of a head
     are not written, and nothing of other heads is."""
     B, H, group, M, D, scale = 4, 4, 2, 150, 24, 0.5
-    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, GROUP_PROGRAMS=2, HEAD_SWIZZLE=1, DQ_RING=True)
-    sizes = SimpleNamespace(kv_heads=H // group, group=group, queries=M, row_tiles=3, key_tiles=parts, zeroed=4)
+    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4)
+    sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=5)
     expected = torch.randn(B, H, M, D, generator=torch.Generator().manual_seed(0))
     given = torch.zeros(B, H, 192, 32)
     given[:, :, :M, :D] = expected
     given[:, :, M:] = given[:, :, :, D:] = torch.nan  # as sums of what is not there might be
-
-    def work_tile_of(found, member, *_):
-        nth = found // sizes.key_tiles * c.GROUP_PROGRAMS + member
-        return SimpleNamespace(b=nth % B, hk=nth // B, nth_head=nth)  # batch elements share a bias
 
     def load(at):
         return sums[at]
@@ -113,10 +109,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(dq_accum.gl, name, stub, raising=False)
-    monkeypatch.setattr(dq_accum, "group_of", backward_scheduler.group_of.fn)
-    monkeypatch.setattr(dq_accum, "tile_of_sum", backward_scheduler.tile_of_sum.fn)
     monkeypatch.setattr(dq_accum, "place_in_strip", dq_accum.place_in_strip.fn)
-    monkeypatch.setattr(dq_accum, "work_tile_of", work_tile_of)
     dq = torch.zeros(B, H, M, D)
     layout = SimpleNamespace(pointer=Pointer(0), stride0=H * M * D, stride1=M * D, stride2=D)
     places, written = sizes.zeroed * group * sizes.row_tiles, 0

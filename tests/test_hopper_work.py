@@ -31,7 +31,8 @@ def plain(monkeypatch):
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "group_of", "heads_at_once", "key_tile", "groups_per_broadcast", "groups", "done_at"):
+    for name in ("head_and_tile", "group_of", "heads_at_once", "key_tile", "groups_per_broadcast", "groups", "done_at",
+                 "head_of", "row_tile"):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
     for module, name in ((dbias_reduce, "ROWS"), (dbias_reduce, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)
@@ -50,9 +51,8 @@ def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None, D=
 
 def kernel_arguments(p):
     """``(terms, sizes, c)`` with plain numbers in place of constants of the compiler."""
+    c = backward_launch._compiled(p, config.backward_config(p), p.head_dim, False)
     sizes, groups = backward_launch._sizes(p, config.backward_config(p), torch.device("meta"))
-    ring = backward_launch._dq_ring(p, config.backward_config(p), sizes)
-    c = backward_launch._compiled(p, config.backward_config(p), p.head_dim, False, ring)
     lo, hi = tiles.limits(p.score.band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
     c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
@@ -174,18 +174,8 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
     assert some
 
 
-TURNS = [
-    problem(B, group * Hkv, Hkv, M, N, bias, band, deterministic, D=32)
-    for (B, group, Hkv), (M, N), bias, (band, deterministic) in itertools.product(
-        [(80, 1, 4), (100, 2, 2), (3, 1, 4), (260, 1, 4)],
-        [(150, 100), (150, 260)],
-        ["1hmn", "b1mn", "bhmn"],
-        [(None, False), (BANDS[1], False), (None, True)],
-    )
-]
-
-
-def test_heads_take_turns_in_the_sum_of_dq(monkeypatch):
+@pytest.mark.parametrize(("B", "Hkv", "N"), [(43, 4, 776), (300, 1, 768), (32, 2, 4000), (32, 1, 8000)])
+def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     """A head's place in the ring is zero when its programs add to it: those of lower numbers have finished the dQ of
     the head that had it, which programs of yet lower numbers have added up."""
     finished: dict[int, list] = {}  # by head, which program finished which part
@@ -198,52 +188,47 @@ def test_heads_take_turns_in_the_sum_of_dq(monkeypatch):
         dq_accum, "finish_head", lambda nth, part, parts, *_: finished.setdefault(nth, []).append((n, part, parts))
     )
     monkeypatch.setattr(dq_accum, "gl", SimpleNamespace(program_id=lambda _: n))
-    x = SimpleNamespace(dq=None, finished_dq=None, k=SimpleNamespace(shape=[0] * 4))
-    rings = lanes = 0
-    for p in TURNS:
-        terms, sizes, c = kernel_arguments(p)
-        heads, tiles = sizes.batch * p.kv_heads, sizes.key_tiles
-        if not c.DQ_RING:
-            continue
-        rings += 1
-        assert not p.deterministic
-        assert sizes.zeroed < p.batch * p.kv_heads  # which the preprocess counts
-        lanes += c.LANES > 1
-        finished.clear()
-        seen = set()
-        added: dict[int, list[int]] = {}  # by head, the programs that add to it
-        zeroed: dict[int, list[int]] = {}  # by head, those that zero its place
-        for n in range(tiles * heads):
-            w = scheduler.work_tile_of.fn(n // c.GROUP_PROGRAMS, n % c.GROUP_PROGRAMS, terms, sizes, c)
-            added.setdefault(w.nth_head, []).append(n)
-            if w.b < p.batch:  # of a lane without a batch element nothing is stored
-                seen.add((w.b, w.hk, w.n0))
-            dq_accum.finish_earlier_head.fn(n, x, 0, terms, sizes, c)
-            if waited:
-                ((at, count),) = waited
-                done = at - heads
-                assert count == len(added[done]) == tiles
-                assert finished[done][-1][0] == n
-                assert max(added[done]) // c.LANES < n // c.LANES  # lanes are one program
-            for at in counted:
-                zeroed.setdefault(at, []).append(n)
-            waited.clear()
-            counted.clear()
-        assert set(added) == set(range(heads))
-        assert seen == {*itertools.product(range(p.batch), range(p.kv_heads), range(0, p.keys, c.BLOCK_N))}
-        for nth, programs in added.items():
-            if nth >= sizes.zeroed:
-                assert len(zeroed[nth]) == tiles
-                assert max(zeroed[nth]) // c.LANES < min(programs) // c.LANES
-                assert [program for program, *_ in finished[nth - sizes.zeroed]] == zeroed[nth]
-        left = sizes.zeroed // 2 * sizes.group * sizes.row_tiles
-        for n in range(left):  # noqa: B007
-            dq_accum.last_heads_kernel.fn(None, None, None, None, terms, sizes, c)
-        assert set(finished) == set(range(heads))
-        for found in finished.values():
-            (parts,) = {parts for *_, parts in found}
-            assert sorted(part for _, part, _ in found) == list(range(parts))
-    assert (rings, lanes) == (10, 2)
+    x = SimpleNamespace(dq=None, k=SimpleNamespace(shape=[0] * 4))
+    p = problem(B, 2 * Hkv, Hkv, 780, N, "1hmn", D=32)
+    terms, sizes, c = kernel_arguments(p)
+    heads, tiles = sizes.batch * Hkv, sizes.key_tiles
+    assert c.LANES == 3
+    assert sizes.zeroed < B * Hkv  # places, which the preprocess zeroes
+    seen = set()
+    added: dict[int, list[int]] = {}  # by head, the programs that add to it
+    zeroed: dict[int, list[int]] = {}  # by head, those that zero its place
+    for n in range(tiles * heads):
+        w = scheduler.work_tile_of.fn(n // c.GROUP_PROGRAMS, n % c.GROUP_PROGRAMS, terms, sizes, c)
+        head = scheduler.head_of(w, sizes, c)
+        first = head % sizes.zeroed * sizes.group * sizes.row_tiles
+        assert scheduler.tile_of_sum.fn(w, w.hk * sizes.group + 1, 2, sizes, c) == first + sizes.row_tiles + 2
+        added.setdefault(head, []).append(n)
+        if w.b < B:  # of a lane without a batch element nothing is stored
+            seen.add((w.b, w.hk, w.n0))
+        dq_accum.finish_earlier_head.fn(n, x, None, 0, terms, sizes, c)
+        if waited:
+            ((at, count),) = waited
+            done = at - heads
+            assert count == len(added[done]) == tiles
+            assert finished[done][-1][0] == n
+            assert max(added[done]) // c.LANES < n // c.LANES  # lanes are one program
+        for at in counted:
+            zeroed.setdefault(at, []).append(n)
+        waited.clear()
+        counted.clear()
+    assert set(added) == set(range(heads))
+    assert seen == {*itertools.product(range(B), range(Hkv), range(0, N, c.BLOCK_N))}
+    for head, programs in added.items():
+        if head >= sizes.zeroed:
+            assert len(zeroed[head]) == tiles
+            assert max(zeroed[head]) // c.LANES < min(programs) // c.LANES
+            assert [program for program, *_ in finished[head - sizes.zeroed]] == zeroed[head]
+    for n in range(sizes.zeroed // 2 * sizes.group * sizes.row_tiles):  # noqa: B007
+        dq_accum.last_heads_kernel.fn(None, None, None, None, None, terms, sizes, c)
+    assert set(finished) == set(range(heads))
+    for found in finished.values():
+        (parts,) = {parts for *_, parts in found}
+        assert sorted(part for _, part, _ in found) == list(range(parts))
 
 
 def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):

@@ -1,4 +1,4 @@
-"""Hopper's backward where more heads share a bias than the ring of dq_accum has room for: they take turns in it."""
+"""Hopper's backward of the pair bias of structure models: three batch elements of a program share the bias."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from helpers import Case, check, run, tensors
 
 from tilewise.backends.gluon.sm90 import backward_launch
 
-PAIR = Case(B=120, H=4, M=200, N=232, D=32, bias="1hmn", dtype=torch.bfloat16)
+PAIR = Case(B=45, H=4, M=768, N=768, D=32, bias="1hmn", dtype=torch.bfloat16)
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs compute capability 9.0", allow_module_level=True)
 
 
 @pytest.fixture
-def turns(monkeypatch):
-    """Of each backward, whether heads took turns."""
+def lanes(monkeypatch):
+    """Of each backward, how many batch elements a program had."""
     log = []
     before = backward_launch.Backward.__call__
 
     def watched(self, *arguments):
-        log.append("lanes" if self.config.lanes > 1 else self.dq_ring)
+        log.append(self.config.lanes)
         return before(self, *arguments)
 
     monkeypatch.setattr(backward_launch.Backward, "__call__", watched)
@@ -34,36 +34,9 @@ def turns(monkeypatch):
     "terms",
     [
         {},
-        {"M": 64, "N": 64, "B": 299},  # groups of one program
-        {"M": 333, "N": 56, "B": 240},  # one tile of keys
-        {"B": 119},  # groups of four programs of as many heads
-        {"B": 58, "H": 8},
-        {"Hkv": 2, "H": 8},
-        {"D": 24, "Dv": 16, "layout": "heads_last"},
-        {"dtype": torch.float16, "lse": False},
-        {"bias_dtype": torch.float32},
-        {"causal": True},
-        {"softcap": 5.0},
-        {"mask": "b11n"},
-        {"mask": "b1mn", "blind": True, "planted": float("nan")},
-        {"bias_hides": True, "planted": float("nan")},
-        {"dropout_p": 0.2},
-    ],
-    ids=str,
-)
-def test_heads_take_turns(turns, terms):
-    check(replace(PAIR, **terms), "hopper", "cuda")
-    assert turns == [True]
-
-
-@pytest.mark.parametrize(
-    "terms",
-    [
-        {},
-        {"B": 257},  # the last program of a head has two
-        {"B": 259, "M": 129, "N": 168},
-        {"B": 700, "M": 300, "N": 64},
-        {"B": 256, "Hkv": 2, "N": 256},
+        {"B": 43},  # the last program of a head has one
+        {"B": 44, "M": 833, "N": 776},
+        {"B": 60, "Hkv": 2, "N": 1160},
         {"H": 8, "bias": "11mn"},
         {"D": 24, "Dv": 16, "layout": "heads_last"},
         {"dtype": torch.float16, "lse": False},
@@ -72,16 +45,15 @@ def test_heads_take_turns(turns, terms):
     ],
     ids=str,
 )
-def test_batch_elements_side_by_side(turns, terms):
-    case = replace(PAIR, **{"B": 258, **terms})
-    check(case, "hopper", "cuda")
-    assert turns == ["lanes"]
-
-
-@pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}], ids=str)
-def test_others_have_a_sum_each(turns, terms):
+def test_batch_elements_side_by_side(lanes, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
-    assert turns == [False]
+    assert lanes == [3]
+
+
+@pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 760}, {"mask": "b11n"}], ids=str)
+def test_others_have_a_sum_each(lanes, terms):
+    check(replace(PAIR, **terms), "hopper", "cuda")
+    assert lanes == [1]
 
 
 def test_dbias_has_the_same_bits_where_that_is_asked_for():

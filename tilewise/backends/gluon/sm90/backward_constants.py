@@ -19,7 +19,6 @@ class BackwardConstants(NamedTuple):
     DQ_PARTS: Any
     DQ_BY_TMA: Any
     DQ_STORED: Any
-    DQ_RING: Any  # heads take turns in the sum of dQ, which `dq_accum.finish_earlier_head` scales and casts
     AHEAD: Any
     K_IN_REGISTERS: Any
     V_IN_REGISTERS: Any
@@ -42,7 +41,7 @@ class BackwardConstants(NamedTuple):
     FAR_HI: Any
     DTOEPLITZ: Any  # its gradient is wanted
     GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", or "reduce" or "lanes" if shared; of cols "sum"; by distance "add"
+    DBIAS: Any  # "none"; of a matrix "store", "reduce" or "lanes"; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any

@@ -98,12 +98,10 @@ from tilewise.backends.gluon.tile_scheduler import next_tile_index
 
 
 class Given(NamedTuple):
-    """Pointers that a call may have or not: of dropout's seed, of a list of tiles, and with DQ_RING dQ itself, a
-    `Strided`, see `Operands`."""
+    """Pointers that a call may have or not: of dropout's seed, and of a list of tiles, see `Operands`."""
 
     seed: Any
     tile_list: Any
-    dq: Any
 
 
 class Operands(NamedTuple):
@@ -128,7 +126,6 @@ class Operands(NamedTuple):
     seed: Any
     bits: Any
     tile_list: Any
-    finished_dq: Any
 
 
 class TileIndices(NamedTuple):
@@ -505,7 +502,7 @@ def backward_kernel(
     counts: see `backward_scheduler.Counters`.
     """
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list, given.dq)
+    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)

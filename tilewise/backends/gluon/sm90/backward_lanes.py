@@ -6,7 +6,8 @@ they read one tile of the bias, and two other warps add their tiles of dS up whe
 they leave for a float32 sum in memory. So a tile of the bias comes, and one of dS leaves, once for all lanes.
 
 A program stays and takes the next work tile that is left. One warp loads Q and dO of all lanes and the bias, one
-K and V of the next work tile beside what `dq_accum.finish_earlier_head` and `producers.store_keys` do.
+K and V of the next work tile beside what `dq_accum.finish_earlier_head` and `producers.store_keys` do: heads take turns
+in the sum of dQ, which has room for those that are at work.
 
 Of the last program of a head some lanes may have no batch element: TMA reads zeros for them and stores nothing, their
 dQ has a place in the ring of the sum which nobody reads, and their dS is not added.
@@ -25,6 +26,7 @@ from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
+    count_stored,
     fetch_tile_index,
     let_next_begin,
     new_ring,
@@ -38,10 +40,16 @@ from tilewise.backends.gluon.pipeline import (
     with_barriers,
 )
 from tilewise.backends.gluon.sm90.backward_kernel import Operands, Shared, TileIndices, differentiate
-from tilewise.backends.gluon.sm90.backward_scheduler import counters_at, row_tile, work_tile_at, work_tile_count
+from tilewise.backends.gluon.sm90.backward_scheduler import (
+    counters_at,
+    head_of,
+    row_tile,
+    work_tile_at,
+    work_tile_count,
+)
 from tilewise.backends.gluon.sm90.dq_accum import finish_earlier_head, new_dq_ring
 from tilewise.backends.gluon.sm90.m_subtiles import Rows
-from tilewise.backends.gluon.sm90.producers import fetch_keys, signal_done, store_keys
+from tilewise.backends.gluon.sm90.producers import fetch_keys, store_keys
 from tilewise.backends.gluon.sm90.wgmma import tile_layout
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
@@ -59,7 +67,7 @@ class Lane(NamedTuple):
 
 
 @gluon.jit
-def new_lane(q, k, v, do, stats, dq, bias_ring, c):
+def new_lane(q, k, v, do, stats, dq_accum, bias_ring, c):
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     ring = new_ring(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
@@ -71,7 +79,7 @@ def new_lane(q, k, v, do, stats, dq, bias_ring, c):
     no_ring = Ring(ABSENT, ABSENT, ABSENT)
     rows = Rows(ring, do_slots, stats_slots, bias_ring.slots, ABSENT, no_ring, bias_ring)
     shared = Shared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ds_ring)
-    return Lane(rows, keys, values, new_dq_ring(dq, c), shared)
+    return Lane(rows, keys, values, new_dq_ring(dq_accum, c), shared)
 
 
 @gluon.jit
@@ -145,8 +153,10 @@ def load_lanes(x, lanes, tile_indices, counts, terms, sizes, c):
 
 
 @gluon.jit
-def fetch_and_store(x, lanes, tile_indices, counts, terms, sizes, c):
-    """The role of one warp: K and V of the next work tile, dQ of heads that have ended, dK and dV of this work tile."""
+def fetch_and_store(x, lanes, dq, tile_indices, counts, terms, sizes, c):
+    """The role of one warp: K and V of the next work tile, dQ of heads that have ended, dK and dV of this work tile.
+
+    dq: a `Strided`."""
     nth = 0
     tile_index = next_tile_index(0, nth, tile_indices, c)
     if tile_index * c.LANES < work_tile_count(x, sizes, c):
@@ -155,7 +165,7 @@ def fetch_and_store(x, lanes, tile_indices, counts, terms, sizes, c):
             fetch_keys(at, gl.to_tensor(0), x, of.k_ring, of.v_ring, terms, sizes, c)
     while tile_index * c.LANES < work_tile_count(x, sizes, c):
         for lane in gl.static_range(c.LANES):
-            finish_earlier_head(tile_of_lane(tile_index, lane, c), x, counts, terms, sizes, c)
+            finish_earlier_head(tile_of_lane(tile_index, lane, c), x, dq, counts, terms, sizes, c)
         next_index = next_tile_index(tile_index, nth + 1, tile_indices, c)
         if next_index * c.LANES < work_tile_count(x, sizes, c):
             for lane in gl.static_range(c.LANES):
@@ -169,7 +179,8 @@ def fetch_and_store(x, lanes, tile_indices, counts, terms, sizes, c):
             of = lanes[lane]
             release(of.k_ring, slot_of(of.k_ring, nth))
             release(of.v_ring, slot_of(of.v_ring, nth))
-            signal_done(tile_of_lane(tile_index, lane, c), x, counts, terms, sizes, c)
+            work_tile = work_tile_at(tile_of_lane(tile_index, lane, c), x, terms, sizes, c)
+            count_stored(counters_at(counts, sizes, c).done + head_of(work_tile, sizes, c))
         nth += 1
         tile_index = next_index
 
@@ -217,17 +228,18 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
 
 @gluon.jit
 def lanes_kernel(
-    q, k, v, do, bias, stats, dq, dk, dv, dbias, given, bits, pieces, shared_dbias, counts, lists, terms, sizes, c
+    q, k, v, do, bias, stats, dq_accum, dk, dv, dq, given, bits, pieces, dbias, counts, lists, terms, sizes, c
 ):
-    """As `backward_kernel.backward_kernel`, of which it has the arguments; shared_dbias: a `Strided` of float32."""
+    """As `backward_kernel.backward_kernel`, of which it has the arguments, but for ``dq`` and ``dbias``: each a
+    `Strided`, dBias of float32."""
     gl.static_assert(c.LANES == 3, "a lane has a partition of its own")
-    gl.static_assert(c.DYNAMIC and c.DQ_RING and c.STAGES == c.DO_STAGES and c.M_SUBTILES == 1 and c.WARPS == 4)
+    gl.static_assert(c.DYNAMIC and c.STAGES == c.DO_STAGES and c.M_SUBTILES == 1 and c.WARPS == 4)
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list, given.dq)
+    x = Operands(q, k, v, do, bias, stats, dq_accum, dk, dv, ABSENT, given.seed, bits, given.tile_list)
     bias_ring = new_ring(bias, c.STAGES, c.BLOCK_M, c.BLOCK_N, c.LANES)
-    lane0 = new_lane(q, k, v, do, stats, dq, bias_ring, c)
-    lane1 = new_lane(q, k, v, do, stats, dq, bias_ring, c)
-    lane2 = new_lane(q, k, v, do, stats, dq, bias_ring, c)
+    lane0 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, c)
+    lane1 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, c)
+    lane2 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, c)
     lanes = (lane0, lane1, lane2)
     tile_indices = TileIndices(new_ring_of_numbers(2, c.LANES + 2))
     FEW: gl.constexpr = c.LOADING_REGISTERS
@@ -239,8 +251,8 @@ def lanes_kernel(
             (compute_lane, (x, lane1, tile_indices, counts, terms, sizes, c, 1)),
             (compute_lane, (x, lane2, tile_indices, counts, terms, sizes, c, 2)),
             (load_lanes, (x, lanes, tile_indices, counts, terms, sizes, c)),
-            (fetch_and_store, (x, lanes, tile_indices, counts, terms, sizes, c)),
-            (add_lanes, (x, lanes, shared_dbias, tile_indices, terms, sizes, c)),
+            (fetch_and_store, (x, lanes, dq, tile_indices, counts, terms, sizes, c)),
+            (add_lanes, (x, lanes, dbias, tile_indices, terms, sizes, c)),
         ],
         [4, 4, 1, 1, 2],
         [MANY, MANY, FEW, FEW, FEW],

@@ -26,13 +26,11 @@ from tilewise.backends.gluon.sm90.config import (
     most_registers,
 )
 from tilewise.backends.gluon.sm90.dbias import (
-    BroadcastGroup,
     adds,
     bias_axes,
     bias_gradient,
     bias_gradient_allocation,
     broadcast_group,
-    leaves_by_ring,
     reduction,
     sums_sparsely,
 )
@@ -85,12 +83,11 @@ class Backward:
             bias = self.values.like
         self.problem, self.needs, self.row_list = problem, needs, None
         width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
-        self.block_m, self.dq_stored = block_m, config.dq_stored
+        self.block_m, self.dq_stored, self.lanes = block_m, config.dq_stored, config.lanes > 1
         self.zeroes_dq = self.dq_stored and _leaves_queries_out(problem)
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
-        self.dq_ring = _dq_ring(problem, config, sizes)
         batch = 1 if p.totals is not None else p.batch
         row_programs = sizes.row_tiles * p.heads * batch
         do, dlse = cotangents
@@ -99,7 +96,7 @@ class Backward:
         toeplitz = None if parts is None else parts.toeplitz
         stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
         stats = torch.empty(stats_of_tile * row_programs, dtype=torch.float32, device="meta")
-        sum_tiles = sizes.zeroed * p.group * sizes.row_tiles if self.dq_ring else row_programs * (not self.dq_stored)
+        sum_tiles = _sum_heads(problem, config, sizes) * p.group * sizes.row_tiles
         dq_accum = torch.empty(
             sum_tiles * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
         )
@@ -113,11 +110,10 @@ class Backward:
             dbias = bias  # a copy like that of the values
         # the ring of dS of a bias that is shared
         ring = None
-        if bias is not None and leaves_by_ring(problem):
+        if bias is not None and reduction(problem) == "reduce":
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
-        self.sums_dbias = ring is not None or config.lanes > 1
         counted = counters(sizes, groups, p.deterministic, ring is not None)
         counts = torch.empty(counted, dtype=torch.int32, device="meta")
         self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
@@ -130,9 +126,8 @@ class Backward:
         dlse_rows = None if dlse is None else dlse[..., None]
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
-        dynamic = packed or (config.dynamic and not leaves_by_ring(p) and work_tiles > programs)
-        terms, axes = score_terms(problem), bias_axes(problem)
-        c = _compiled(problem, config, width, dynamic, self.dq_ring)
+        dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
@@ -167,12 +162,11 @@ class Backward:
             (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
-        lanes = config.lanes > 1
-        dbias_tiles = [POINTER, strided(dbias if lanes or ring is not None else None), POINTER, POINTER]
+        dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None else None), POINTER, POINTER]
         if ring is not None:
             dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
-            lanes_kernel if lanes else backward_kernel,
+            lanes_kernel if self.lanes else backward_kernel,
             min(programs, work_tiles) if dynamic else work_tiles,
             (
                 box(q, block_m, width),
@@ -184,10 +178,12 @@ class Backward:
                 box(dq, block_m, width) if self.dq_stored else self._sum_of_dq(dq_accum, config, width),
                 box(dk, block_n, width),
                 box(dv, block_n, width),
-                POINTER
-                if c.DBIAS.value in ("sum", "lanes") or toeplitz is not None
+                strided(dq)
+                if self.lanes
+                else POINTER
+                if c.DBIAS.value == "sum" or toeplitz is not None
                 else box(dbias if ring is None else ring, block_m, block_n),
-                Record(Given, (POINTER, POINTER, strided(dq) if self.dq_ring else POINTER)),
+                Record(Given, (POINTER, POINTER)),
                 POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
                 *dbias_tiles,
             ),
@@ -216,11 +212,11 @@ class Backward:
             num_warps=4 * config.warpgroups,
             launch_pdl=beside,
         )
-        if self.dq_ring:
+        if self.lanes:
             self.after = Launch(
                 last_heads_kernel,
                 sum_tiles // 2,
-                (POINTER, strided(dq)),
+                (POINTER, strided(dq), POINTER),
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
@@ -339,16 +335,16 @@ class Backward:
             if key_list is not None:
                 tile_list = key_list
             dbias_tiles = (
-                dq_accum if ring is None else ring, dbias if self.sums_dbias else None, counts, known.group_lists
+                dq_accum if ring is None else ring, dbias if self.lanes or ring is not None else None, counts,
+                known.group_lists,
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
             found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
-            leaves, finished = (dq if self.dq_stored else dq_accum), (dq if self.dq_ring else None)
-            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, finished, known.bits,
-                      *dbias_tiles)  # fmt: skip
-            if self.dq_ring:
-                self.after(dq_accum, dq)
-            elif not self.dq_stored:  # next, because it begins while `main` still runs
+            if self.lanes:
+                found = dq
+            leaves = dq if self.dq_stored else dq_accum
+            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
+            if not self.dq_stored:  # next, because it begins while `main` still runs
                 self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
@@ -385,10 +381,7 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
         sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
         return sizes, 0
     row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
-    batch = p.batch
-    if config.lanes > 1:  # a program is a group; the last lanes of a head may be empty
-        batch = -(-p.batch // config.lanes) * config.lanes
-        broadcast = BroadcastGroup(batch, 1, config.lanes)
+    batch = broadcast.batch if config.lanes > 1 else p.batch
     groups = key_tiles * p.kv_heads * batch // broadcast.programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
     lag = -(-multiprocessors(device) * config.programs * config.lanes // broadcast.programs)
@@ -400,46 +393,37 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     none_later = config.dq_stored or broadcast.batch * broadcast.heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
-    if _takes_turns(problem, config):  # the heads of a group of programs have ended when one more than these has begun
-        zeroed = 2 * (-(-lag // key_tiles) + 1) * broadcast.programs
+    if config.lanes > 1:  # heads take turns: those of a group have ended when as many groups later one more has begun
+        zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes
     sizes = BackwardSizes(batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
                           broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
     return sizes, groups
+
+
+def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> int:
+    """How many key/value heads the sum of dQ has room for."""
+    if config.lanes > 1:
+        return sizes.zeroed
+    if config.dq_stored:
+        return 0
+    return problem.kv_heads * (1 if problem.totals is not None else problem.batch)
 
 
 def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
     """Bytes that the backward of a dense call takes beside its inputs and its gradients, by part."""
     p, config = as_matrix(problem), backward_config(as_matrix(problem))
     sizes, _ = _sizes(p, config, device)
-    tiles = sizes.row_tiles * p.heads * p.batch
-    heads = 0 if config.dq_stored else sizes.zeroed if _dq_ring(p, config, sizes) else p.batch * p.kv_heads
+    tiles = p.group * sizes.row_tiles
     found = {
-        "statistics of rows": 2 * config.block_m * tiles * 4,
-        "dq_accum": heads * p.group * sizes.row_tiles * config.block_m * backward_width(p) * 4,
+        "statistics of rows": 2 * config.block_m * tiles * p.kv_heads * p.batch * 4,
+        "dq_accum": _sum_heads(p, config, sizes) * tiles * config.block_m * backward_width(p) * 4,
     }
-    if p.bias is not None and leaves_by_ring(p):
+    if p.bias is not None and reduction(p) == "reduce":
         tile = config.block_m * config.block_n * p.bias.dtype.itemsize
-        found["ring of dS"] = sizes.ring * broadcast_group(p).programs * p.group * sizes.row_tiles * tile
+        found["ring of dS"] = sizes.ring * broadcast_group(p).programs * tiles * tile
     if p.bias is not None and adds(p) and p.bias.dtype != torch.float32:
         found["float32 dBias"] = p.bias.batch * p.bias.heads * p.bias.rows * p.bias.cols * 4
     return found
-
-
-def _takes_turns(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether heads that share a bias may take turns in the sum of dQ, where there are more than its ring has room for.
-
-    Only where dQ leaves from registers. (At 128 dimensions and more, without a shared bias, warps that finish dQ of
-    earlier heads beside the products cost more than the kernel that does so after them, see the notebook.)
-    """
-    bounded = reduction(problem) == "reduce" and not (config.dq_by_tma or config.dq_stored)
-    return config.lanes > 1 or (
-        bounded and config.dq_parts == 1 and config.head_swizzle <= broadcast_group(problem).programs
-    )
-
-
-def _dq_ring(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> bool:
-    """Whether they do."""
-    return _takes_turns(problem, config) and sizes.zeroed < problem.batch * problem.kv_heads
 
 
 def _leaves_queries_out(problem: Problem) -> bool:
@@ -468,9 +452,7 @@ def _beside(work_tiles: int, programs: int) -> bool:
     return work_tiles >= 4 * programs
 
 
-def _compiled(
-    problem: Problem, config: BackwardConfig, width: int, dynamic: bool, dq_ring: bool = False
-) -> BackwardConstants:
+def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
         BLOCK_M=config.block_m,
@@ -484,7 +466,6 @@ def _compiled(
         DQ_PARTS=config.dq_parts,
         DQ_BY_TMA=config.dq_by_tma or config.dq_stored,
         DQ_STORED=config.dq_stored,
-        DQ_RING=dq_ring,
         AHEAD=config.ahead,
         K_IN_REGISTERS=config.k_in_registers,
         V_IN_REGISTERS=config.v_in_registers,
@@ -501,12 +482,12 @@ def _compiled(
         **toeplitz_constants(problem, 2 * config.block_m),
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
-        DBIAS="lanes" if config.lanes > 1 else reduction(problem),
+        DBIAS=reduction(problem),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
-        GROUP_PROGRAMS=config.lanes if config.lanes > 1 else broadcast_group(problem).programs,
+        GROUP_PROGRAMS=broadcast_group(problem).programs,
         SUM_BYTES=config.sum_bytes,
         ADDS=adds(problem),
         ORDERED=problem.deterministic and not config.dq_stored,

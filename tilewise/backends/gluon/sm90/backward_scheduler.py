@@ -49,7 +49,6 @@ class KeyTile(NamedTuple):
     end: Any
     seq: Any
     first_tile: Any  # of a packed batch, the number of its sequence's first tile of queries; else 0
-    nth_head: Any  # its key/value head among all, in their order, with DQ_RING; else 0
 
 
 @gluon.jit
@@ -127,7 +126,7 @@ def groups_per_broadcast(sizes, c):
 
 
 @gluon.jit
-def key_tile(b, hk, n0, seq, first_tile, terms, c, nth_head=0):
+def key_tile(b, hk, n0, seq, first_tile, terms, c):
     """The work tile of the keys from n0 on."""
     cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
@@ -138,8 +137,7 @@ def key_tile(b, hk, n0, seq, first_tile, terms, c, nth_head=0):
             full_end = end
     if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
         full_end = end
-    full_begin = gl.minimum(full_begin, full_end)
-    return KeyTile(b, hk, n0, begin, full_begin, full_end, end, seq, first_tile, nth_head)
+    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
 
 
 @gluon.jit
@@ -147,14 +145,11 @@ def work_tile_of(group, member, terms, sizes, c):
     """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
     head, tile = head_and_tile(group, sizes, c)
     parts = groups_per_broadcast(sizes, c)
-    nth_head = 0
-    if c.DQ_RING:
-        nth_head = head * c.GROUP_PROGRAMS + member
     member = head % parts * c.GROUP_PROGRAMS + member
     alone = sizes.kv_heads // sizes.broadcast_heads
     b = member % sizes.broadcast_batch + head // parts // alone
     hk = member // sizes.broadcast_batch + head // parts % alone
-    return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c, nth_head)
+    return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
 
 
 @gluon.jit
@@ -171,10 +166,19 @@ def row_tile(work_tile, h, m, sizes):
 
 
 @gluon.jit
+def head_of(work_tile, sizes, c):
+    """The number of a work tile's key/value head among all: of their counters, and of their place in the sum of dQ."""
+    if c.LANES > 1:  # in the order in which they come
+        return work_tile.hk * sizes.batch + work_tile.b
+    else:
+        return work_tile.b * sizes.kv_heads + work_tile.hk
+
+
+@gluon.jit
 def tile_of_sum(work_tile, h, m, sizes, c):
     """The place of a tile of queries in the sum of dQ."""
-    if c.DQ_RING:
-        head = work_tile.nth_head % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
+    if c.LANES > 1:  # heads take turns in it
+        head = head_of(work_tile, sizes, c) % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
         return head * sizes.row_tiles + m
     else:
         return row_tile(work_tile, h, m, sizes)

@@ -33,13 +33,11 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     done_at,
     entry_at,
-    group_of,
     head_and_tile,
+    head_of,
     row_tile,
     tile_list_of,
-    tile_of_sum,
     work_tile_at,
-    work_tile_of,
 )
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 from tilewise.backends.gluon.sm90.wgmma import accumulator
@@ -131,21 +129,20 @@ def place_in_strip(n):
 
 
 @gluon.jit
-def finish_head(nth_head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c):
-    """One of some parts of dQ = scale · sum of a key/value head, the ``nth_head`` in their order, by one warp; ZEROES:
+def finish_head(head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c):
+    """One of some parts of dQ = scale · sum of a key/value head, see `backward_scheduler.head_of`, by one warp; ZEROES:
     its place for the head that has it next. dq: `Strided`; lanes past its ``batch`` elements have none."""
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
     STRIP: gl.constexpr = 128  # elements that one warp has next to each other
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     EIGHTS: gl.constexpr = c.BLOCK_D // 8
-    group = group_of(nth_head // c.GROUP_PROGRAMS, 0, sizes, c)
-    head = work_tile_of(group, nth_head % c.GROUP_PROGRAMS, terms, sizes, c)
+    b, hk = head % sizes.batch, head // sizes.batch
     within = gl.arange(0, STRIP, IN)
     row, col = place_in_strip(within)
     for g in range(sizes.group):
-        h = head.hk * sizes.group + g
-        to = dq.pointer + gl.cast(head.b, gl.int64) * dq.stride0 + gl.cast(h, gl.int64) * dq.stride1
-        at = dq_accum + gl.cast(tile_of_sum(head, h, 0, sizes, c), gl.int64) * (c.BLOCK_M * c.BLOCK_D)
+        to = dq.pointer + gl.cast(b, gl.int64) * dq.stride0 + gl.cast(hk * sizes.group + g, gl.int64) * dq.stride1
+        tile = (head % sizes.zeroed * sizes.group + g) * sizes.row_tiles  # as of `tile_of_sum`
+        at = dq_accum + gl.cast(tile, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
         strips = (sizes.row_tiles * c.WARPS - part + parts - 1) // parts
         for n in range(strips * EIGHTS):
             rows, eight = part + n // EIGHTS * parts, n % EIGHTS  # sixteen rows, eight columns
@@ -154,41 +151,40 @@ def finish_head(nth_head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.cons
             found = gl.load(place)
             if ZEROES:
                 gl.store(place, gl.zeros([STRIP], gl.float32, IN))
-            inside = (row < sizes.queries - rows * 16) & (col < dim - eight * 8) & (head.b < batch)
+            inside = (row < sizes.queries - rows * 16) & (col < dim - eight * 8) & (b < batch)
             gl.store(to + (row + rows * 16).to(gl.int64) * dq.stride2 + (col + eight * 8),
                      (found * terms.scale).to(dq.pointer.dtype.element_ty), mask=inside)  # fmt: skip
 
 
 @gluon.jit
-def finish_earlier_head(tile_index, x, counts, terms, sizes, c):
-    """Where heads take turns in the sum of dQ: a work tile's part of a head's dQ whose programs have ended, or nearly,
-    and zeros in its place. Half of the ring's heads are between the two, and half have that time to be finished in."""
+def finish_earlier_head(tile_index, x, dq, counts, terms, sizes, c):
+    """Where heads take turns in the sum of dQ, as those of lanes: a work tile's part of a head's dQ whose programs have
+    ended, or nearly, and zeros in its place. Half of the ring's heads are between the two, and half have that time to
+    be finished in."""
     group, member = tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS
     head, tile = head_and_tile(group, sizes, c)
     earlier = head * c.GROUP_PROGRAMS + member - sizes.zeroed // 2
     if earlier >= 0:
         counters = counters_at(counts, sizes, c)
         wait_count(counters.done + earlier, sizes.key_tiles)
-        finish_head(earlier, tile, sizes.key_tiles, x.dq, x.finished_dq, x.k.shape[0], x.k.shape[3], True, terms,
-                    sizes, c)  # fmt: skip
+        finish_head(earlier, tile, sizes.key_tiles, x.dq, dq, x.k.shape[0], x.k.shape[3], True, terms, sizes, c)
         if earlier + sizes.zeroed < sizes.batch * sizes.kv_heads:
             count_up(counters.zeroed + earlier + sizes.zeroed)
 
 
 @gluon.jit
-def last_heads_kernel(dq_accum, dq, batch, dim, terms, sizes, c):
-    """dQ of the heads that no later program has finished: one program for each tile of queries."""
+def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
+    """dQ of the heads that no later program has finished: one program for each tile of queries. counts: of nothing, as
+    `postprocess_kernel` has them."""
     tiles = sizes.group * sizes.row_tiles
-    nth_head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + gl.program_id(0) // tiles
-    finish_head(nth_head, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
+    head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + gl.program_id(0) // tiles
+    finish_head(head, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
 
 
 @gluon.jit
 def wait_zeroed(work_tile, counters, sizes, c):
     """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
-    head = work_tile.b * sizes.kv_heads + work_tile.hk
-    if c.DQ_RING:
-        head = work_tile.nth_head
+    head = head_of(work_tile, sizes, c)
     if head >= sizes.zeroed:
         wait_count(counters.zeroed + head, sizes.key_tiles)
 

@@ -29,7 +29,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     work_tile_count,
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group
-from tilewise.backends.gluon.sm90.dq_accum import add_dq, finish_earlier_head, zero_ahead
+from tilewise.backends.gluon.sm90.dq_accum import add_dq, zero_ahead
 from tilewise.backends.gluon.sm90.mask_tiles import load_bits
 from tilewise.backends.gluon.sm90.range_tiles import corner_of, tile_state
 from tilewise.backends.gluon.sm90.toeplitz_gradient import near_queries, place_of_lse
@@ -142,10 +142,7 @@ def signal_done(tile_index, x, counts, terms, sizes, c):
     counters = counters_at(counts, sizes, c)
     if c.DBIAS == "reduce":
         count_up(counters.ended + tile_index // c.GROUP_PROGRAMS)
-    if c.DQ_RING:
-        count_stored(counters.done + work_tile.nth_head)
-    else:
-        count_stored(counters.done + work_tile.b * sizes.kv_heads + work_tile.hk)
+    count_stored(counters.done + work_tile.b * sizes.kv_heads + work_tile.hk)
 
 
 @gluon.jit
@@ -168,8 +165,6 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
     else:
         tile_index = gl.program_id(0)
         fetch_keys(tile_index, gl.to_tensor(0), x, keys, values, terms, sizes, c)
-        if c.DQ_RING:
-            finish_earlier_head(tile_index, x, counts, terms, sizes, c)
         add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
         store_keys(tile_index, gl.to_tensor(0), x, dq_ring, shared, terms, sizes, c)
         signal_done(tile_index, x, counts, terms, sizes, c)
