@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tilewise import gather
 from tilewise.bench import cases, packed
 from tilewise.bench.cases import AnyCase
 from tilewise.bench.providers import providers
@@ -128,11 +130,11 @@ def table(found: Found) -> list[str]:
     return lines
 
 
-def kernels(causal: bool) -> None:
-    """What a forward and backward with a dynamic mask launch, the longest first, a table of PyTorch's profiler."""
+def kernels(case: AnyCase) -> None:
+    """What a forward and backward launch, the longest first, a table of PyTorch's profiler."""
     device = torch.device("cuda")
-    case = KEPT[causal]
-    steps = next(p for p in providers(device) if p.name == HOPPER).prepare(case, case.inputs(device))
+    who = VARLEN if case in PACKED.values() else HOPPER
+    steps = next(p for p in providers(device) if p.name == who).prepare(case, case.inputs(device))
     for _ in range(3):
         steps.backward(steps.forward())
     torch.cuda.synchronize()
@@ -140,9 +142,16 @@ def kernels(causal: bool) -> None:
         steps.backward(steps.forward())
         torch.cuda.synchronize()
     ordered = sorted(found.key_averages(), key=lambda x: -x.device_time_total)
+    # The table has what the host calls to launch them, too.
+    ordered = [x for x in ordered if x.device_type == DeviceType.CUDA]
     print(f"{case.name}: {sum(x.device_time_total for x in ordered):.0f} us, {sum(x.count for x in ordered)} launches")
     for x in ordered[:14]:
         print(f"{x.device_time_total:8.0f} us {x.count:4} x {x.key[:90]}")
+
+
+def chosen(word: str) -> list[tuple[list[AnyCase], tuple[str, ...]]]:
+    """The parts that have a case with ``word`` in its name, whole: its ratios need what is beside it."""
+    return [part for part in PARTS if any(word in case.name for case in part[0])]
 
 
 def main() -> None:
@@ -150,14 +159,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write what was measured")
     parser.add_argument("--budget", type=float, default=190.0, metavar="SECONDS", help="nothing is begun after it")
     parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+    parser.add_argument(
+        "--cases", default="", metavar="WORD", help="only what has this in its name, as kept, documents"
+    )
+    parser.add_argument("--span", type=int, default=gather.SPAN, help="of gathered keys, see tilewise.gather.SPAN")
     parser.add_argument("--kernels", action="store_true", help="only list the kernels of dynamic masks")
     arguments = parser.parse_args()
+    gather.SPAN = arguments.span
     if arguments.kernels:
-        for causal in (False, True):
-            kernels(causal)
+        word = arguments.cases or "kept"
+        for case in {case.name: case for todo, _ in PARTS for case in todo if word in case.name}.values():
+            kernels(case)
         return
     end, parts = time.monotonic() + arguments.budget, []
-    for todo, who in PARTS:
+    for todo, who in chosen(arguments.cases):
         left = end - time.monotonic()
         if left <= 0:
             break

@@ -51,7 +51,7 @@ def calls(length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable
     problem = Problem.of(q, k, v, bias, *(None,) * 6, score, bias_grad=True, deterministic=False)
     forwards, backwards = {}, {}
     for order in ("batch", "tiles"):
-        with patched(launch, raster_order=lambda _, order=order: order):
+        with patched(launch, raster=lambda _, order=order: launch.Raster(order, 0, 0)):
             forwards[f"order of {order}"] = partial(launch.Forward(problem, inputs), inputs)
     outputs = next(iter(forwards.values()))()
     cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)

@@ -53,9 +53,9 @@ class Call:
 
 FORMS = {
     "": {},
-    "ahead": {"ahead": True},
-    "K in registers": {"k_in_registers": True},
-    "64 queries": {"block_m": 64, "m_subtiles": 1, "ahead": True, "k_in_registers": True},
+    "not ahead": {"ahead": False},
+    "K in shared memory": {"k_in_registers": False},
+    "neither": {"ahead": False, "k_in_registers": False},
 }
 
 
@@ -96,7 +96,10 @@ def parts(call: Call) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             step()
             torch.cuda.synchronize()
-        for event in profiler.key_averages():
+        found = [event for event in profiler.key_averages() if event.device_time_total > 0]
+        whole, launches = sum(event.device_time_total for event in found), sum(event.count for event in found)
+        print(f"    {step.__name__}: {launches} launches, {whole:.1f} us")
+        for event in found:
             print(f"      {event.device_time_total:8.1f} us {event.count:3d} {event.key[:90]}")
 
 

@@ -256,20 +256,62 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
 
 def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Kernel]:
     """The kernels of a dynamic mask that is causal, and of the gradients of its gathered keys (B, H, N, D)."""
-    from tilewise.backends.kept_keys import running_smallest, sum_rows, take_rows, tiles_of_intervals
+    from tilewise.backends import kept_keys
 
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     B, H, N, D = shape
     _launched.clear()
-    running_smallest(meta(B, H, N), N // 4)
-    sum_rows(
-        meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16), meta(1, H, chunks, N // 2), shape, torch.bfloat16, True
-    )
-    take_rows(meta(*shape, dtype=torch.bfloat16), meta(1, H, chunks, N // 2))
-    interval = meta(B, H, 1, N, dtype=torch.int32)
-    tiles_of_intervals(interval, interval, N, (128, 128))
+    begins, ends = kept_keys.kept_intervals(meta(B, H, N), N // 4, True, N)
+    kept_keys.tiles_of_intervals(begins, ends, N, (128, 128))
+    way = chunks, N // chunks, N // 2, True
+    keys, _ = kept_keys.keys_of_chunks(begins, ends, (-(2**30), 0), way, B)
+    places = kept_keys.places_of(keys, N)
+    grad = meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16)
+    kept_keys.sum_rows(grad, places, shape, torch.bfloat16, True)
+    kept_keys.take_rows(meta(*shape, dtype=torch.bfloat16), keys)
+    return [_report(launched, 227 * 1024) for launched in _launched]
+
+
+class WindowCase(NamedTuple):
+    """A call of windows of 32 queries and 128 keys, or others; samples share the bias, q, k, v lie as (B, N, H, D)."""
+
+    samples: int = 1
+    heads: int = 4
+    length: int = 10240
+    head_dim: int = 32
+    dtype: torch.dtype = torch.bfloat16
+    q_block: int = 32
+    k_block: int = 128
+    shift: bool = False
+    heads_last: bool = False  # of the bias
+
+    def tensors(self, device: str = "meta") -> list[torch.Tensor]:
+        """q, k, v, the bias and the mask."""
+
+        def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        blocks = -(-self.length // self.q_block)
+        rows = [empty(self.samples, self.length, self.heads, self.head_dim).transpose(1, 2) for _ in range(3)]
+        if self.heads_last:
+            bias = empty(1, blocks, self.q_block, self.k_block, self.heads).movedim(-1, 1)
+        else:
+            bias = empty(1, self.heads, blocks, self.q_block, self.k_block)
+        return [*rows, bias, empty(1, self.length, dtype=torch.bool)]
+
+
+def compile_windows(case: WindowCase) -> list[Kernel]:
+    """The forward of windows of keys, which keeps what a backward reads, and the backward with all gradients."""
+    from tilewise.ops.windows import Geometry, Needs
+    from tilewise.ops.windows.launch import Windowed
+
+    tensors = case.tensors()
+    _launched.clear()
+    run = Windowed(*tensors, Geometry(case.q_block, case.k_block, case.shift), 0.1)
+    o, stats = run.forward(*tensors, True)
+    run.backward(*tensors, o, stats, torch.empty_like(o), Needs(True, True, True, True))
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 

@@ -6,7 +6,7 @@ from fault import Fault
 
 HOPPER = [
     Fault(
-        "backends/gluon/sm90/launch.py", "        hides(problem),\n        not", "        not",
+        "backends/gluon/sm90/launch.py", "self.always_hides or tiles.hides(M, N, lo, hi),", "self.always_hides,",
         "a length at which a band hides something has no look for rows that a hidden NaN has spoilt",
         "test_structure.py::test_a_resized_pass_is_what_would_be_prepared",
     ),
@@ -25,6 +25,17 @@ HOPPER = [
         "backends/gluon/sm90/toeplitz_gradient.py", "gl.where(m >= near_end, tiles", "gl.where(m > near_end, tiles",
         "the first tile of queries below the near distances takes the LSE of those above",
         "test_hopper_toeplitz.py::test_the_backwards_loops",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "weighted += total * c.BLOCK_M", "weighted += total * c.SUBTILE_M",
+        "the places of queries of an earlier tile are those of a subtile further on",
+        "test_hopper_toeplitz.py::test_sums_of_far_tiles",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "return -slope * within.to(tl.float32)",
+        "return -slope * (within + 1).to(tl.float32)",
+        "a query of a far tile on a line takes the LSE of the next",
+        "test_hopper_toeplitz.py::test_what_a_backward_begins_with",
     ),
     Fault(
         "backends/gluon/sm90/repair_kernel.py", "[:, None] + (sizes.queries - 1)", "[:, None] + (sizes.keys - 1)",
@@ -170,7 +181,7 @@ HOPPER = [
         "test_hopper_packed.py::test_a_bias_of_the_keys_is_that_of_the_sequence",
     ),
     Fault(
-        "backends/gluon/sm90/key_bias.py", "mask=cols < work_tile.seq.keys", "mask=cols < sizes.keys",
+        "backends/gluon/sm90/key_bias.py", "sums, mask=cols < work_tile.seq.keys", "sums, mask=cols < sizes.keys",
         "the gradient of a bias along the keys goes to the next sequence's, too",
         "test_hopper_packed.py::test_a_bias_of_the_keys_is_that_of_the_sequence",
     ),

@@ -126,10 +126,58 @@ MASKS = [
         "test_dynamic_mask.py::test_the_kernel_of_the_running_smallest_adds_up_a_long_node",
     ),
     Fault(
+        "backends/kept_keys.py", "mask=inside & (i >= keep), other=n", "mask=inside, other=n",
+        "the best keys go when some number says so that nobody has found",
+        "test_dynamic_mask.py::test_the_kernel_of_intervals_is_its_twin",
+    ),
+    Fault(
+        "backends/kept_keys.py", "rank = tl.where(seen_from == 0, rows - seen_to, rows + seen_from)",
+        "rank = rows + seen_from",
+        "keys that go lie as they come, and their tiles are visited pair by pair",
+        "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
+    ),
+    Fault(
+        "backends/kept_keys.py", "key < count, c * rows, rows, lo, hi)", "key < count, 0, rows, lo, hi)",
+        "each chunk's keys are seen as by the queries of the first",
+        "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
+    ),
+    Fault(
+        "backends/kept_keys.py", "if (first == 0) | (", "if (",
+        "queries that see nothing visit keys that nobody has written",
+        "test_gather.py::test_rows_of_tiles_without_keys_are_left_out",
+    ),
+    Fault(
+        "backends/kept_keys.py", "first = pid % blocks * BLOCK_R // TILE * TILE", "first = pid % blocks * BLOCK_R",
+        "in a tile beside keys stands what nobody has written",
+        "test_gather.py::test_rows_of_tiles_without_keys_are_left_out",
+    ),
+    Fault(
+        "backends/kept_keys.py", "here = chosen & (place < cols)", "here = chosen",
+        "a mask that was changed writes past its room",
+        "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
+    ),
+    Fault(
         "backends/kept_keys.py", "last = tl.where(end > begin, (end + block_m - 1) // block_m, first)",
         "last = (end + block_m - 1) // block_m",
         "a tile of empty intervals is visited",
         "test_dynamic_mask.py::test_the_kernel_of_tiles_of_intervals_is_its_twin",
+    ),
+    Fault(
+        "backends/gluon/mask_kernels.py", "_interval(x, matrix, key + 8, row0, keys)",
+        "_interval(x, matrix, key, row0, keys)",
+        "the backward shows of a key's intervals those of the key eight before it",
+        "test_tile_mask_triton.py::test_lists_for_hopper_are_those_of_the_bool_mask",
+    ),
+    Fault(
+        "backends/gluon/mask_kernels.py", "(begin <= 0) & (end >= shown)", "(begin <= 0) & (end >= 64)",
+        "a tile in which queries end is looked at pair by pair",
+        "test_tile_mask_triton.py::test_lists_for_hopper_are_those_of_the_bool_mask",
+    ),
+    Fault(
+        "backends/gluon/mask_kernels.py", "tl.minimum(tl.maximum(last % 8 - two, 0), 2)",
+        "tl.minimum(tl.maximum(last % 8 - two, 0), 1)",
+        "a query that sees a key as the last one does not",
+        "test_tile_mask_triton.py::test_lists_for_hopper_are_those_of_the_bool_mask",
     ),
     Fault(
         "call.py", "and (tiles is None or tiles.kept is None)", "and (tiles is None or True)",

@@ -88,8 +88,8 @@ def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
     return aot_child._codes(config.SHARED_MEMORY)
 
 
-def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
-    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf."""
+def drawn(M: int, N: int, causal: bool, linear: bool = False) -> tuple[Problem, Inputs]:
+    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf, or a line each."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -100,9 +100,12 @@ def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
     distance = torch.arange(1 - M, N)
     below, above = vector[..., distance <= -3][..., :1], vector[..., distance >= 5][..., :1]
     below[:, 2] = -torch.inf
+    if linear:
+        below = below.nan_to_num(0, 0, 0) + 0.25 * (distance + 3)
+        above = above - 0.5 * (distance - 5)
     vector = torch.where(distance <= -3, below, torch.where(distance >= 5, above, vector))
     inputs = Inputs(q, k, v, None, None, None, Parts(toeplitz=vector))
-    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5))
+    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5, linear))
     return Problem.of(*inputs, score, part_grads=("toeplitz",)), inputs
 
 
@@ -131,19 +134,25 @@ def words_in_memory(scale: float) -> tuple[Tensor, Tensor]:
     return vector.contiguous(), words.view(torch.float32).view(6, -1, 2)
 
 
-def far_stats(causal: bool) -> tuple[Any, ...]:
-    """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
+def begun(causal: bool, linear: bool) -> tuple[Any, ...]:
+    """The vector, the LSE, what a backward has of them before it runs, the words that a forward makes, and the
+    queries of a tile."""
     from tilewise.backends.gluon.sm90.backward_launch import Backward
 
-    problem, inputs = drawn(300, 900, causal)
+    problem, inputs = drawn(300, 900, causal, linear)
     lse = torch.randn(2, 4, 300)
     lse[1, 1, 7] = -torch.inf
     outputs = Outputs(inputs.q, lse)
     run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=True))
-    assert run.pairs is not None
+    assert run.toeplitz is not None
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz
     assert vector is not None
     stats = torch.full_like(run.empty_stats(), float("nan"))
-    run.toeplitz.begin(lse, run.pairs(vector), stats)
-    return lse, stats, vector[..., 0], vector[..., -1], run.block_m
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # so that what is not written is NaN
+    try:
+        pairs, gradient = run.toeplitz.begin(vector, lse, stats)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return vector, lse, pairs, gradient, stats, run.toeplitz.pairs(vector), run.block_m

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.gather import Gather
+from tilewise.score.terms import Band
+from tilewise.score.tile_tensors import TileTensors
+from tilewise.score.tiles import limits
+
 
 def smallest(order: Tensor, w: int) -> Tensor:
     from tilewise.backends.kept_keys import running_smallest
@@ -18,13 +23,34 @@ def interval_tiles(begins: Tensor, ends: Tensor, queries: int, block: tuple[int,
     return tiles_of_intervals(begins, ends, queries, block)
 
 
-def summed(grad: Tensor, keys: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype, by_heads: bool) -> Tensor:
-    from tilewise.backends.kept_keys import sum_rows
+def intervals(order: Tensor, keep: int, causal: bool, queries: int) -> tuple[Tensor, Tensor]:
+    from tilewise.backends.kept_keys import kept_intervals
 
-    return sum_rows(grad, keys, shape, dtype, by_heads)
+    return kept_intervals(order, keep, causal, queries)
+
+
+def chunks(begins: Tensor, ends: Tensor, band: Band, gather: Gather, batch: int) -> tuple[Tensor, TileTensors | None]:
+    from tilewise.backends.kept_keys import keys_of_chunks
+
+    return keys_of_chunks(begins, ends, limits(band), gather, batch)
+
+
+def summed(grad: Tensor, keys: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype, by_heads: bool) -> Tensor:
+    from tilewise.backends.kept_keys import places_of, sum_rows
+
+    return sum_rows(grad, places_of(keys, shape[2]), shape, dtype, by_heads)
 
 
 def taken(x: Tensor, keys: Tensor) -> Tensor:
+    """In memory that is NaN."""
+    from unittest import mock
+
     from tilewise.backends.kept_keys import take_rows
 
-    return take_rows(x, keys)
+    new_empty = torch.Tensor.new_empty
+    with mock.patch.object(torch.Tensor, "new_empty", lambda x, *size, **named: _spoilt(new_empty(x, *size, **named))):
+        return take_rows(x, keys)
+
+
+def _spoilt(x: Tensor) -> Tensor:
+    return x.fill_(torch.nan) if x.dtype.is_floating_point else x

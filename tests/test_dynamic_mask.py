@@ -75,6 +75,20 @@ def test_the_kernel_of_the_running_smallest_adds_up_a_long_node(interpreter, ord
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (30, 101), (101, 30), (1100, 1100)])
+def test_the_kernel_of_intervals_is_its_twin(interpreter, queries, keys):
+    """With ties, a power of two, and where more are to be kept than there are keys."""
+    scores = torch.randint(0, 50, (2, 2, 1, keys), generator=torch.Generator().manual_seed(keys)).float()
+    order = scores[:, :, 0].sort(dim=-1, descending=True, stable=True).indices
+    for keep in (1, 17, keys - 1, keys, 10**12):
+        for causal in (False, True):
+            made = dynamic_mask(scores, keep=keep, causal=causal, queries=queries).tensors
+            found = interpreter(kept_keys_child.intervals, order, keep, causal, queries)
+            assert torch.equal(found[0], made.begins)
+            assert torch.equal(found[1], made.ends)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 128), (700, 300), (2500, 65)])
 def test_the_kernel_of_tiles_of_intervals_is_its_twin(interpreter, queries, keys):
     """Empty intervals too, whole tiles of them, and keys that all queries see; a tile of 192 keys, not a power of 2."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise import TileMask, attention, dynamic_mask, explain, gather
 from tilewise.bias import Alibi
 from tilewise.gather.autograd import gather_rows
+from tilewise.score.terms import Band
 from tilewise.tile_mask import Kept
 
 USUAL = Case(B=2, H=4, Hkv=2, M=300, N=300, D=16)
@@ -126,7 +127,7 @@ def test_gradients_of_rows(by_heads, B, H, shape):
     """Of rows that several chunks name, heads that share keys, and places that name none."""
     x, keys, _ = _rows(B, H, shape, by_heads)
     x.requires_grad_()
-    found = gather_rows(x, keys, 3)
+    (found,) = gather_rows(keys, 3, x)
     at = keys.clamp(max=39).repeat_interleave(H // shape[1], 1).expand(B, H, 3, 7)
     expected = torch.stack([x.gather(2, at[:, :, c, :, None].expand(-1, -1, -1, 5)) for c in range(3)], 1).flatten(0, 1)
     assert torch.equal(found, expected)
@@ -140,26 +141,68 @@ def test_gradients_of_rows(by_heads, B, H, shape):
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
 def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
-    x, keys, generator = _rows(B, H, shape, by_heads, torch.float32)
+    x, keys, generator = _rows(B, H, shape, by_heads, torch.float32, 6)  # more than are read at once
     x.requires_grad_()
-    found = gather_rows(x, keys, 3)
+    (found,) = gather_rows(keys, 6, x)
     grad = torch.randn(found.shape, generator=generator)
     (expected,) = torch.autograd.grad(found, x, grad)
     total = interpreter(kept_keys_child.summed, grad, keys, x.shape, torch.float32, by_heads)
     assert torch.equal(total, expected)
     assert total.transpose(1, 2).is_contiguous() == by_heads
     taken = interpreter(kept_keys_child.taken, x.detach(), keys)
-    named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 3, 7).transpose(1, 2).flatten(0, 1)
+    named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 6, 7).transpose(1, 2).flatten(0, 1)
     assert torch.equal(taken, found.detach() * named[..., None])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("D", [8, 40, 200])
+def test_rows_of_tiles_without_keys_are_left_out(interpreter, D):
+    """What is visited is there: rows of tiles of 128 places that have a key, zeros beside it, and the first tile."""
+    x = torch.randn(1, 2, 50, D, generator=torch.Generator().manual_seed(D))
+    keys = torch.full((1, 2, 2, 400), 50, dtype=torch.int32)
+    for c, h, n in ((0, 0, 0), (0, 1, 128), (1, 0, 129), (1, 1, 400)):
+        keys[0, h, c, :n] = torch.arange(n) % 50
+    taken = interpreter(kept_keys_child.taken, x, keys)
+    for c, h, until in ((0, 0, 128), (0, 1, 128), (1, 0, 256), (1, 1, 400)):
+        named = keys[0, h, c, :until]
+        expected = torch.where((named < 50)[:, None], x[0, h][named.clamp(max=49)], 0.0)
+        assert torch.equal(taken[c, h, :until], expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("shape", "N", "way", "band"),
+    [
+        ((2, 3), 700, gather.Gather(3, 200, 256, True), Band()),
+        ((1, 2), 300, gather.Gather(5, 70, 130, True), Band(-150, 0)),
+        ((1, 2), 4500, gather.Gather(1, 300, 4500, True), Band(None, 40)),  # more than a program reads at once
+        ((1, 1), 90, gather.Gather(1, 90, 30, False), Band()),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_chunks_are_their_twins(interpreter, shape, N, way, band):
+    """Same keys in the same order, and the same tiles; also where a mask shows more keys than there is room for."""
+    queries = way.chunks * way.rows
+    begins = torch.randint(0, queries, (*shape, 1, N), generator=torch.Generator().manual_seed(N), dtype=torch.int32)
+    ends = (begins + torch.arange(N, dtype=torch.int32).roll(N // 3) % 300 - 20).clamp(0, queries).maximum(begins)
+    begins[..., ::3], ends[..., ::7] = 0, queries
+    begins[..., ::11] = ends[..., ::11]
+    for batch in {2, shape[0]}:
+        own = 1 if way.chunks == shape[0] == 1 else batch
+        one = gather.of_chunks(begins, ends, band, way, batch)
+        other = interpreter(kept_keys_child.chunks, begins, ends, band, way, own)
+        assert torch.equal(one[0].int(), other[0])
+        assert (other[1] is None) == (not way.masked)
+        assert all(torch.equal(x, y) for x, y in zip(one[1] or (), other[1] or (), strict=True))
+
+
 def _rows(
-    B: int, H: int, shape: tuple[int, int], by_heads: bool, dtype: torch.dtype = torch.float64
+    B: int, H: int, shape: tuple[int, int], by_heads: bool, dtype: torch.dtype = torch.float64, chunks: int = 3
 ) -> tuple[Tensor, Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(1)
     size = (B, 40, H, 5) if by_heads else (B, H, 40, 5)
     x = torch.randn(size, generator=generator, dtype=dtype)
-    keys = torch.rand(*shape, 3, 39, generator=generator).argsort(-1)[..., :7].sort(-1).values
+    keys = torch.rand(*shape, chunks, 39, generator=generator).argsort(-1)[..., :7].sort(-1).values
     keys[..., 1, 5:] = 40
     return (x.transpose(1, 2) if by_heads else x), keys, generator
 

@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") is None:
 from tilewise.backends.gluon import score
 from tilewise.backends.gluon.packed import SeqInfo
 from tilewise.backends.gluon.sm90 import backward_launch, backward_scheduler, config, mask_tiles
+from tilewise.backends.gluon.sm90.resized import leaves_queries_out
 
 
 class Tile:
@@ -54,7 +55,16 @@ def plain(monkeypatch):
     monkeypatch.setattr(mask_tiles, "in_band", score.in_band.fn)
 
 
-BANDS = [Band(), Band(None, 3), Band(None, 193), Band(-200, 70), Band(-50, None), Band(300, 400), Band(-64, 0)]
+BANDS = [
+    Band(),
+    Band(None, 3),
+    Band(None, 193),
+    Band(None, 194),
+    Band(-200, 70),
+    Band(-50, None),
+    Band(300, 400),
+    Band(-64, 0),
+]
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
@@ -87,14 +97,17 @@ def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys,
     assert not found[keys:, :queries].any()
 
 
-@pytest.mark.parametrize("band", BANDS[1:], ids=str)
+@pytest.mark.parametrize("band", [*BANDS[1:], Band(None, 0), Band(None, 1)], ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(239, 432), (432, 239), (3, 400), (400, 3), (256, 256)])
 def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, band):
-    """Tiles of queries that see a tile of keys are visited, and full ones see all of it."""
+    """Tiles of queries that see a tile of keys are visited, and full ones see all of it; keys past the end are hidden
+    from all that visit them."""
     seq = SeqInfo(1000, 2000, queries, keys, keys - queries)
     lo, hi = tiles.limits(band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
-    c = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, RAGGED=True)
+    p = SimpleNamespace(totals=(2000, 3000), score=SimpleNamespace(band=band))
+    hides_end = not backward_launch._band_hides_end(p)
+    c = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, RAGGED=True, HIDES_END=hides_end, MASK=False)
     row, col = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
     seen = (col - row <= hi) & (col - row >= lo)
     for n0 in range(0, keys, c.BLOCK_N):
@@ -105,6 +118,12 @@ def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, band)
             full = tile.full_begin <= m < tile.full_end
             assert not full or (pairs.all() and pairs.shape[1] == c.BLOCK_N)
             assert full or not pairs.all() or pairs.shape != (c.BLOCK_M, c.BLOCK_N)
+            if tile.begin <= m < tile.end:
+                args = None, 0, 0 if full else 1, tile, m * c.BLOCK_M, terms, None, c
+                found = mask_tiles.visible.fn(Tile(c.BLOCK_N, c.BLOCK_M), *args)
+                found = getattr(found, "ones", found)[:, : pairs.shape[0]]
+                assert torch.equal(found[: pairs.shape[1]].T, pairs.float())
+                assert not found[pairs.shape[1] :].any()
 
 
 def test_where_a_query_sees_no_key():
@@ -116,5 +135,4 @@ def test_where_a_query_sees_no_key():
             if lo is not None and hi is not None and lo > hi:
                 continue
             seen = (col - row >= (-9 if lo is None else lo)) & (col - row <= (9 if hi is None else hi))
-            p = SimpleNamespace(totals=None, queries=queries, keys=keys, score=SimpleNamespace(band=Band(lo, hi)))
-            assert backward_launch._leaves_queries_out(p) == (not seen.any(1).all()), (queries, keys, lo, hi)
+            assert leaves_queries_out(queries, keys, lo, hi) == (not seen.any(1).all()), (queries, keys, lo, hi)

@@ -180,7 +180,9 @@ BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512
         (64, {"mask": MASK, "score": BAND}, True, False, False),
         (64, {"mask": Operand(torch.bool, 4, 1, 1, 512)}, False, False, False),
         (128, {"mask": MASK}, False, False, False),
-        (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, False, False, False),
+        (64, {"bias": Operand(torch.bfloat16, 4, 8, 512, 512)}, False, False, False),
+        (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, True, False, False),
+        (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512), "mask": MASK}, True, False, False),
         (32, {"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "score": BAND}, False, True, True),
     ],
     ids=str,
@@ -193,6 +195,23 @@ def test_sums_and_loops_of_the_forward(dim, changes, by_thread, apart, over):
     assert config.q_in_registers == (
         dim <= 128 and config.warpgroups == 2 and config.programs == 1 and not ("mask" in changes and by_thread)
     )
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(-400, 3)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("length", [512, 4096])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_a_bias_without_tiles_has_the_forward_of_none(dim, length, band, mask):
+    """Of keys or of queries: it takes neither shared memory that counts nor registers."""
+    changes = {"head_dim": dim, "value_dim": dim, "queries": length, "keys": length, "score": Score(0.1, None, band),
+               "mask": None if mask is None else dataclasses.replace(mask, rows=length, cols=length)}  # fmt: skip
+    none, keys, queries = (
+        forward_config(of(0.1, torch.bfloat16, bias=bias, **changes))
+        for bias in (None, Operand(torch.bfloat16, 4, 1, 1, length), Operand(torch.float32, 1, 8, length, 1))
+    )
+    assert queries == none
+    assert keys == dataclasses.replace(none, bias_first=True)
+    assert none.block_n == (64 if dim == 256 else 128)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +260,7 @@ def test_order_of_the_forward(length, head_dim, changes, order):
     sizes = {"batch": length, "heads": 4, "kv_heads": 4, "queries": length, "keys": length}
     sizes |= {"head_dim": head_dim, "value_dim": head_dim}
     problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, **changes})
-    assert launch.raster_order(problem) == order
+    assert launch.raster(problem).at(length, length) == order
     assert order == problem.raster_order or (order, problem.raster_order) == ("tiles", "batch")
 
 
@@ -270,8 +289,9 @@ def test_working_memory_is_what_is_allocated(batch, changes, parts):
         problem, Inputs(q, q, q, bias, mask), outputs, Outputs(q, None), Needs(True, True, True, True, False)
     )
     found = backward_launch.working_memory(problem, q.device)
-    assert found["statistics of rows"] == made.empty_stats().nbytes
-    assert found["dq_accum"] == made.empty_dq_accum().nbytes
+    stats, _, rows_of_sum = made.sizes
+    assert found["statistics of rows"] == 4 * stats
+    assert found["dq_accum"] == 4 * backward_launch.DQ_COLS.value * rows_of_sum
     assert found.get("ring of dS", 0) == (made.empty_ring().nbytes if made.empty_ring else 0)
     dbias = made.empty_dbias(device="meta")
     assert found.get("float32 dBias", 0) == (dbias.nbytes if dbias.dtype == torch.float32 else 0)

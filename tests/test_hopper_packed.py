@@ -216,7 +216,7 @@ def test_declines(call, forward, backward):
 
 
 def test_a_bias_of_the_keys_is_that_of_the_sequence(monkeypatch):
-    """What the backward reads and where its sums go, by their places; nothing of the sequence that follows."""
+    """What forward and backward read and where sums go, by their places; nothing of the sequence that follows."""
     from tilewise.backends.gluon.packed import SeqInfo
     from tilewise.backends.gluon.sm90 import key_bias
     from tilewise.backends.launcher import Strided
@@ -227,24 +227,37 @@ def test_a_bias_of_the_keys_is_that_of_the_sequence(monkeypatch):
         def store(self, x):
             self.copy_(x)
 
-    left = []
+    left, full = [], []
     gl = SimpleNamespace(
         arange=lambda begin, end, _: torch.arange(begin, end), cast=lambda x, _: x, int64=torch.int64,
-        float32=torch.float32, SliceLayout=lambda *_: None, constexpr=lambda x: x,
+        float32=torch.float32, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None, constexpr=lambda x: x,
         load=lambda at, mask, other: torch.where(mask, at, other),
         store=lambda at, x, mask: left.append((at[mask].tolist(), x[mask].tolist())),
+        sum=lambda x, axis: x.sum(axis), convert_layout=lambda x, _, assert_trivial: x,
     )  # fmt: skip
     monkeypatch.setattr(key_bias, "gl", gl)
     monkeypatch.setattr(key_bias, "accumulator", lambda *_: None)
     monkeypatch.setattr(key_bias, "LOG2E", 1.0)
+    monkeypatch.setattr(key_bias, "warps_barrier", lambda: None)
+    monkeypatch.setattr(key_bias, "bias_of_keys", key_bias.bias_of_keys.fn)
+    monkeypatch.setattr(key_bias, "in_units", lambda bias, inverse: bias * inverse)
+    monkeypatch.setattr(key_bias, "mbarrier", SimpleNamespace(arrive=lambda at, count: full.append((at, count))))
     c = SimpleNamespace(BLOCK_N=64, SUBTILE_M=64, WARPS=8, BIAS_GROUP=2, SHARES_KEYS=False)
     sizes = SimpleNamespace(kv_heads=2, group=2, keys=1000)
-    work = SimpleNamespace(b=0, n0=64, seq=SeqInfo(70, 200, 10, 100, 90))
+    work = SimpleNamespace(b=0, h=torch.tensor(3), n0=64, seq=SeqInfo(70, 200, 10, 100, 90))
     x = SimpleNamespace(bias=Strided(0, 0, 1000, 0, 1), dbias=torch.zeros((), dtype=torch.int64))
     shared = SimpleNamespace(added=torch.zeros(64).as_subclass(Places))
-    key_bias.keep_bias_of_keys.fn(x, shared, work, torch.tensor(3), sizes, c)
-    assert shared.added.tolist() == [*range(1264, 1300), *[0] * 28]
-    key_bias.store_sums.fn(torch.arange(64.0), x, work, torch.tensor(3), sizes, c)
+    expected = [*range(1264, 1300), *[0] * 28]
+    key_bias.keep_bias_of_keys.fn(x, shared, work, work.h, c)
+    assert shared.added.tolist() == expected
+    slots = [torch.zeros(64).as_subclass(Places) for _ in range(2)]
+    index = [SimpleNamespace(index=lambda slot, of=of: of[slot]) for of in (slots, "ab")]
+    rings = SimpleNamespace(bias=SimpleNamespace(slots=index[0]), k=SimpleNamespace(full=index[1]))
+    key_bias.load_bias_of_keys.fn(x, rings, 1, work, 64, SimpleNamespace(inverse=2.0), c)
+    assert [slot.tolist() for slot in slots] == [[0] * 64, [2 * place for place in expected]]
+    assert full == [("b", 1)]
+    sums = torch.tensor([2.0, 3.0, 4.0, -8.0]) * torch.arange(64.0)[:, None]  # of four threads each
+    key_bias.store_sums.fn(sums, x, work, torch.tensor(3), sizes, c)
     assert left == [([*range(3264, 3300)], [*range(36)])]
 
 

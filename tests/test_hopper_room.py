@@ -43,8 +43,9 @@ def forward_bytes(problem: Problem) -> int:
     queries = config.q_stages * config.block_m * d * size
     keys = config.stages * n * (d + dv) * size
     bias = config.bias_stages * config.block_m * n * problem.bias_itemsize
+    along_keys = config.stages * n * 4 if c.BIAS.value == "cols" else 0
     o = 0 if config.o_in_q or config.o_in_bias else config.block_m * dv * size
-    return queries + keys + bias + o
+    return queries + keys + bias + along_keys + o
 
 
 def backward_bytes(problem: Problem, dynamic: bool) -> int:

@@ -124,7 +124,7 @@ def plain(monkeypatch):
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
         toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
-        toeplitz_gradient: "near_queries place_of_lse on_line of_thread summed _halves _whole _one_on _places",
+        toeplitz_gradient: "near_queries place_of_lse on_line moved summed of_warps _halves _whole _one_on _places",
     }
     for module, names in functions.items():
         for name in names.split():
@@ -207,8 +207,7 @@ def test_the_backwards_loops(p, dim):
             if (c.FAR_LO, c.FAR_HI) == (True, True):
                 assert found == side
             at = toeplitz_gradient.place_of_lse(100, m, begin, end, sizes, c)
-            moves = c.TOEPLITZ == "number" and found != 0
-            assert at == 100 + moves * (stride + (found == 1) * c.BLOCK_M)
+            assert at == 100 + (found != 0) * (stride + (found == 1) * c.BLOCK_M)
 
 
 # --- what becomes of a tile ---
@@ -262,23 +261,59 @@ def test_a_tile_on_a_line():
     toeplitz_tiles.gl.float32 = FLOAT
     start, shift = toeplitz_tiles.far_start(line, torch.tensor(640).as_subclass(Tile), 256, c)
     torch.testing.assert_close(torch.Tensor(start + shift[:, None]), expected, check_dtype=False)
+    # The second subtile of a tile, whose LSE has what belongs to its queries.
     terms, s = SimpleNamespace(exponent=0.7), torch.randn(128, 64).as_subclass(Tile)
     lse = torch.randn(64) - 60
-    corner = torch.tensor(256 - 640).as_subclass(Tile)
-    p = toeplitz_gradient.on_line(s, lse.as_subclass(Tile), (line, None), corner, terms, c)
+    corner = torch.tensor(256 - (640 - 64)).as_subclass(Tile)
+    known = (lse + 0.7 * 0.5 * (torch.arange(64) + 64)).as_subclass(Tile)
+    p = toeplitz_gradient.on_line(s, known, (line, None), corner, terms, c)
     torch.testing.assert_close(torch.Tensor(p).T, torch.exp2((torch.Tensor(s).T + expected) * 0.7 - lse[:, None]))
 
 
-def test_sums_of_far_tiles():
-    c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
-    ds = torch.randint(-9, 9, (128, 64)).float()
-    none = torch.zeros(8, 8, 4)
+class Slots(list):
+    """Of shared memory."""
+
+    def index(self, i):
+        return self[i]
+
+
+@pytest.mark.parametrize("subtiles", [1, 2])
+@pytest.mark.parametrize("kind", ["number", "line"])
+def test_sums_of_far_tiles(monkeypatch, kind, subtiles):
+    """What comes to the two entries is what all pairs would bring to the number, or to the line's beginning and end."""
+    kept = Slots(SimpleNamespace() for _ in range(subtiles))
+    for slot in kept:
+        slot.store = lambda x, slot=slot: setattr(slot, "permute", lambda order: torch.Tensor(x.float()).permute(order))
+    gl = toeplitz_gradient.gl
+    gl.allocate_shared_memory, gl.static_range, gl.int32 = lambda *_: kept, range, torch.int32
+    monkeypatch.setattr(toeplitz_gradient, "FACTORS", 8)
+    monkeypatch.setattr(toeplitz_gradient, "warpgroup_mma", lambda a, b, start, is_async: start + a @ b)
+    M, N, rows = 64 * subtiles, 128, 1024
+    c = SimpleNamespace(
+        TOEPLITZ=kind, TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False, BLOCK_M=M, BLOCK_N=N, SUBTILE_M=64, M_SUBTILES=subtiles,
+        WARPS=8,
+    )  # fmt: skip
+    factors = toeplitz_gradient.new_factors.fn(BRAIN, c)
+    n0, ds = 256, torch.randint(-9, 9, (N, rows)).float()
+    sums = toeplitz_gradient.no_sums.fn(c)
+    for m in reversed(range(rows // M)):
+        sums = toeplitz_gradient.moved(sums, c)
+        for i in range(subtiles):
+            first = m * M + i * 64
+            sums = toeplitz_gradient.summed(sums, ds[:, first : first + 64], factors, i, c).as_subclass(Tile)
+    found = torch.zeros(4000)
+    gl.atomic_add = lambda at, x, **_: found.index_add_(0, torch.Tensor(at.at).long().flatten(), x.flatten())
     line = toeplitz_tiles.Line(None, None, -100)
-    sums = toeplitz_gradient.FarSums(none, none)
-    sums = toeplitz_gradient.summed(sums, ds.as_subclass(Tile), (line, None), -300, c)
-    distance = -300 + torch.arange(128)[:, None] - torch.arange(64)
-    assert sums.total.sum() == ds.sum()
-    assert sums.weighted.sum() == (ds * (distance + 100)).sum()
+    sizes = SimpleNamespace(queries=rows, keys=N, kv_heads=1, group=1)
+    corner, last = (torch.tensor(x).as_subclass(Tile) for x in (n0, 1 - rows))
+    toeplitz_gradient.add_sums.fn(sums, Memory(found), 0, 0, (line, last), corner, sizes, c)
+    zero = rows - 1 + toeplitz_tiles.PAD
+    begin, end = found[zero - 100], found[zero + 1 - rows]
+    assert begin + end == found.sum()
+    torch.testing.assert_close(begin + end, ds.sum())
+    distance = n0 + torch.arange(N)[:, None] - torch.arange(rows)
+    moment = (ds * (distance + 100)).sum() if kind == "line" else torch.tensor(0.0)
+    torch.testing.assert_close(end * (1 - rows + 100), moment)
 
 
 def test_diagonals_of_near_tiles():
@@ -318,17 +353,26 @@ def test_words_in_memory(interpreter):
     assert not low[:, -pad:].any()
 
 
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_lse_of_far_tiles(interpreter, causal):
-    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal)
+def test_what_a_backward_begins_with(interpreter, causal, linear):
+    """The forward's words, zeros for the gradient, and the LSE of far tiles."""
+    vector, lse, pairs, gradient, stats, words, block = interpreter(hopper_toeplitz_child.begun, causal, linear)
+    assert torch.equal(pairs, words)
+    assert gradient.shape[-1] == words.shape[-1]
+    assert not gradient.any()
     B, H, M = lse.shape
     rows = -(-M // block)
     tiles_of = stats.view(2, B, H, rows, 2, block)[1].movedim(3, 0).reshape(2, B, H, rows * block)[..., :M]
-    for found, number in zip(tiles_of, (below, above), strict=True):
-        if causal and number is above:
+    flat = vector[:, :, 0]
+    for above, found in enumerate(tiles_of):
+        if causal and above:
             continue
-        expected = (lse - number) * 1.4426950408889634
-        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf))
+        of_queries = flat[..., -1:] if above else flat[..., :1]
+        if linear:  # a query further on lies a distance further down
+            of_queries = (0.5 if above else -0.25) * (torch.arange(M) % block)
+        expected = (lse - of_queries) * 1.4426950408889634
+        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("M", "N", "causal"), [(130, 90, False), (70, 130, True)])

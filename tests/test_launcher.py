@@ -11,6 +11,7 @@ import torch
 from helpers import Case
 from launcher_child import launcher_arguments, wanted
 from relative_helpers import Term
+from resized_child import resized_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -193,18 +194,19 @@ def test_numbers_that_triton_tells_apart(launch, number, other, same, where):
     assert (wants[0] == wants[1]) == same
     if type(number) is type(other) is int:
         first = type(run)(kernel, 6, run.layouts, (place(number), 0.5), num_warps=4)
-        resized = first.resized(8, (None, None, None), (place(other), 0.5))
+        resized = first.resized(8, (None, None, None), (), (place(other), 0.5))
         assert resized.wants((at(0), at(0), None), (True, True, False)) == wants[1]
         assert resized.programs == 8
 
 
 def test_strides_of_a_resized_launch(launch):
-    from tilewise.backends.launcher import Place
+    from tilewise.backends.launcher import ENDS, place
 
     run, kernel = launch
     x, other = at(0), torch.zeros(1, 3, 5, 8)
     run(x, x, None)
-    resized = run.resized(9, (Place.of(other), None, None), (9, 0.5))
+    given = (7, *place(other.shape, other.stride(), 4), *ENDS)
+    resized = run.resized(9, (1, None, None), given, (9, 0.5))
     for _ in range(2):
         resized(other, x, None)
     grid, (rows, pointer, absent, *numbers) = kernel.found[-1].launches[-1]
@@ -213,3 +215,30 @@ def test_strides_of_a_resized_launch(launch):
     assert pointer is x
     assert absent == (None, 0, 0, 0, 0)
     assert numbers == [9, 0.5]
+
+
+# Lengths of one number of tiles and of others, multiples of 16 and not; the same length where tensors lie otherwise:
+# caches of other strides, wide rows, heads last. (A CPU's addresses are all alike: see test_structure.py.)
+SQUARE = [("dense", "dense", n, n) for n in (300, 301, 320, 640, 301)]
+LAYOUTS = ("dense", "cache", "longer cache", "wide", "heads last")
+OTHERWISE = [(x if x in ("heads last", "wide") else "dense", x, M, 333) for x in LAYOUTS for M in (77, 78)][1:]
+DECODING = [("dense", layout, 1, n) for layout in ("cache", "longer cache") for n in (33, 100, 501, 699)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "single", "what"),
+    [
+        ("hopper", True, "causal"), ("hopper", False, "bias"), ("hopper", False, "sink"), ("triton", False, ""),
+        ("triton", True, "causal sink"),
+    ],
+)  # fmt: skip
+def test_a_resized_launch_hands_over_what_a_new_one_would(compilers, backend, single, what):
+    """In every launch of forwards and backwards: the kernel, pointers, shapes and strides of descriptors, numbers,
+    programs."""
+    more = {"single": single, **{name: name in what for name in ("causal", "bias", "sink")}}
+    calls = [*SQUARE, *OTHERWISE, *DECODING]
+    found, resized = compilers.run(resized_arguments, "3.6.0", 90, backend, calls, more)
+    for call, (mine, alone) in zip(calls, found, strict=True):
+        assert mine == alone, call
+    assert len(found) == len(calls)
+    assert resized > 20, resized

@@ -37,6 +37,7 @@ SHARED = {
         "sequences",
         "sinks",
         "tile_mask",
+        "vectors",
     )
 }
 TRITON_BACKEND = {*SHARED, *BACKEND}
@@ -52,12 +53,26 @@ ROOMS = {
         "tilewise.backends",
         "tilewise.backends.kept_keys",
         "tilewise.ops.runtime",
+        "tilewise.score",
         "tilewise.tensors",
         "tilewise.tile_mask",
     },
-    "tilewise.tile_mask": {"tilewise.score", "tilewise.tensors"},
+    "tilewise.tile_mask": {
+        "tilewise.backends",
+        "tilewise.backends.kept_keys",
+        "tilewise.ops.runtime",
+        "tilewise.score",
+        "tilewise.tensors",
+    },
     "tilewise.problem": {"tilewise.memory", "tilewise.score"},
-    "tilewise.bias": {"tilewise.problem", "tilewise.score", "tilewise.tensors"},
+    "tilewise.bias": {
+        "tilewise.backends",
+        "tilewise.backends.vectors",
+        "tilewise.ops.runtime",
+        "tilewise.problem",
+        "tilewise.score",
+        "tilewise.tensors",
+    },
     "tilewise.backends": {"tilewise.backends.protocol", "tilewise.problem"},
     "tilewise.backends.protocol": {"tilewise.problem", "tilewise.score"},
     "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
@@ -72,6 +87,7 @@ ROOMS = {
     "tilewise.backends.sequences": BACKEND,
     "tilewise.backends.sinks": {"tilewise.backends.launcher"},
     "tilewise.backends.tile_mask": {"tilewise.backends.launcher", "tilewise.problem", "tilewise.score"},
+    "tilewise.backends.vectors": {"tilewise.backends", "tilewise.backends.launcher"},
     "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
     "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
     "tilewise.backends.triton": TRITON_BACKEND,
@@ -90,6 +106,7 @@ ROOMS = {
         *SHARED,
     },
     "tilewise.ops.softmax": {"tilewise.ops.runtime", "tilewise.quantities", "tilewise.tensors"},
+    "tilewise.ops.windows": {"tilewise.ops.runtime", "tilewise.backends", *SHARED},
     "tilewise.structure": BACKEND,
     "tilewise.dispatch": {"tilewise.ops.runtime", "tilewise.plan", "tilewise.structure", *BACKEND},
     "tilewise.autograd": {"tilewise.dispatch", "tilewise.ops.runtime", "tilewise.backends", "tilewise.score"},
@@ -169,6 +186,7 @@ TRITON_ROOMS = {
     "tilewise.backends.triton",
     "tilewise.ops.matmul",
     "tilewise.ops.softmax",
+    "tilewise.ops.windows",
 }
 
 

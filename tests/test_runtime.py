@@ -22,6 +22,7 @@ INPUTS = (
     "Tensor? key_buckets, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor? used_k, Tensor? pairs, "
     "Tensor? tiles, Tensor? bits, Tensor? begins, Tensor? ends"
 )
+WINDOWS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, float scale, int q_block, int k_block, bool shift"
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {
     "attention": f"{INPUTS}, {TERMS}) -> (Tensor, Tensor)",
@@ -31,6 +32,9 @@ SCHEMAS = {
     "softmax": "Tensor x, float scale, Tensor? bias, Tensor? mask, int dim) -> Tensor",
     "softmax_backward": "Tensor dp, Tensor p, float scale, SymInt[]? bias_shape, ScalarType? bias_dtype, int dim, "
     "bool[] needs) -> (Tensor, Tensor)",
+    "window_attention": f"{WINDOWS}) -> (Tensor, Tensor)",
+    "window_attention_backward": f"{WINDOWS}, Tensor o, Tensor stats, Tensor do, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 }
 
 # Calls of one square matrix each, and PyTorch's own.

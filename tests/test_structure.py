@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tilewise import attention, call, dispatch, scaled_dot_product_attention
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
+from tilewise.backends.protocol import resized_problem
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Band, Score, Terms
-from tilewise.structure import Variants, structure_of, terms_key
+from tilewise.structure import Variants, layouts, structure_of, terms_key
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -57,6 +58,7 @@ def terms_of(case: Case, backend: str) -> Terms:
     return Terms.of(Score.of(band, case.D, softcap=case.softcap), case.deterministic, backend)
 
 
+NOTHING = None, None, None  # no bias, mask and sink
 NEEDS = Needs(True, True, True, False)
 
 
@@ -68,7 +70,7 @@ def prepared(case: Case, backend: str, work: str, longest: int):
     problem = Problem.of(*inputs, terms.score, deterministic=terms.deterministic, irregular=names)
     problem = replace(problem, device="cuda", capability=(9, 0))
     tensors = (inputs, outputs, cotangents, NEEDS) if backward else (inputs,)
-    structure = structure_of(inputs, *(*outputs, *cotangents) if backward else ())
+    structure = structure_of(*layouts(*inputs[:6], *(*outputs, *cotangents) if backward else ()))
     try:
         plan = make_plan(problem, backend)
     except ValueError:
@@ -98,8 +100,17 @@ def facts(x):
     return x
 
 
+def attributes(run) -> dict:
+    """Of one that was made of another, those of that one too where it has none of its own. Without launches that it
+    knows of."""
+    if hasattr(run, "__dict__"):
+        return {name: x for name, x in run.__dict__.items() if name not in ("bases", "made")}
+    own = {name: getattr(run, name) for name in (*run.__slots__, "problem") if name != "of" and hasattr(run, name)}
+    return {**attributes(run.of), **own}
+
+
 def run_facts(run) -> dict:
-    return {name: facts(x) for name, x in run.__dict__.items()}
+    return {name: facts(x) for name, x in attributes(run).items()}
 
 
 def stride_codes(run) -> dict[str, tuple[int, ...]]:
@@ -107,7 +118,7 @@ def stride_codes(run) -> dict[str, tuple[int, ...]]:
     from tilewise.backends.kernel_arguments import strides_of
     from tilewise.backends.launcher import Launch, _codes
 
-    return {name: _codes(strides_of(x.layouts)) for name, x in run.__dict__.items() if isinstance(x, Launch)}
+    return {name: _codes(strides_of(x.layouts)) for name, x in attributes(run).items() if isinstance(x, Launch)}
 
 
 def draw(rng: random.Random) -> tuple[Case, str]:
@@ -189,12 +200,12 @@ def prepared_by(monkeypatch):
         resizable = True
 
         def __init__(self, work, problem, *tensors, resized=False):
-            self.work, self.more = work, tensors[3:]  # a backward's needs
+            self.work, self.problem = work, problem
             log.append((work, resized, problem))
             self.run = prepare[work](problem, *tensors)
 
-        def resized(self, problem, *tensors):
-            return Pass(self.work, problem, *tensors, resized=True)
+        def resized(self, structure, lo, hi, *tensors):
+            return Pass(self.work, resized_problem(self.problem, structure, lo, hi), *tensors, resized=True)
 
         def __call__(self, *tensors):
             return self.run(*tensors)
@@ -285,22 +296,52 @@ STRUCTURES = {
 @pytest.mark.parametrize("change", STRUCTURES)
 def test_another_structure(change):
     q, k, v = qkv(8, 24)
-    one, other = (structure_of(Inputs(*x, None, None)) for x in ((q, k, v), STRUCTURES[change](q, k, v)))
+    one, other = (structure_of(*layouts(*x), *NOTHING) for x in ((q, k, v), STRUCTURES[change](q, k, v)))
     assert one is not None
     assert other is not None
     assert one.key != other.key
     q, k, v = qkv(10, 40)
-    assert structure_of(Inputs(q, k, v, None, None)).key == one.key
+    assert structure_of(*layouts(q, k, v), *NOTHING).key == one.key
+
+
+@pytest.mark.parametrize("which", range(10))
+def test_another_alignment_is_another_structure(which):
+    """Of every tensor that a kernel may read, also of a backward's; a CPU's addresses count as 0."""
+    q, k, v = qkv(8, 24)
+    bias, sink = torch.zeros(1, 2, 8, 24), torch.zeros(1, 2, 1)
+    lse = torch.zeros(2, 2, 8)
+    found = list(layouts(q, k, v, bias, bias > 0, sink, q, lse, q, lse))
+    one = structure_of(*found)
+    found[which] = (*found[which][:4], 8)
+    assert structure_of(*found).key != one.key
+
+
+def test_where_a_structure_ends():
+    """Strides are looked at together where all are multiples of 16: a 0, a wide one and one that is none still count,
+    of any axis."""
+
+    def key(*strides):
+        shape = (2, 2, 24, 16)
+        laid = (shape, BRAIN, None, (768, 384, 16, 1), 0)
+        return structure_of((*laid[:3], strides, 0), laid, laid, None, None, None).key
+
+    strides, usual = (768, 384, 16, 1), key(768, 384, 16, 1)
+    assert key(1536, 768, 32, 1) == usual
+    for axis in range(4):
+        for other in (0, 8, 24, 2**24) if axis < 3 else (0, 2, 16):
+            assert key(*strides[:axis], other, *strides[axis + 1 :]) != usual, (axis, other)
 
 
 def test_calls_without_a_structure():
     """With more than q, k, v, bias, mask and sink, without anything to compute, or too large for it."""
     q, k, v = qkv(8, 24)
-    assert structure_of(Inputs(q, k, v, None, None, seed=torch.zeros(2, dtype=torch.int64))) is None
-    assert structure_of(Inputs(q[:, :, :0], k, v, None, None)) is None
-    assert structure_of(Inputs(q, k[:, :, :0], v[:, :, :0], None, None)) is None
+    inputs = Inputs(q, k, v, None, None, seed=torch.zeros(2, dtype=torch.int64))
+    assert dispatch._structure(inputs, layouts(*inputs.tensors())) is None
+    assert dispatch._structure(inputs._replace(seed=None), layouts(*inputs[:6])) is not None
+    assert structure_of(*layouts(q[:, :, :0], k, v), *NOTHING) is None
+    assert structure_of(*layouts(q, k[:, :, :0], v[:, :, :0]), *NOTHING) is None
     q, k, v = (torch.empty(1, 64, 2**22, 64, dtype=BRAIN, device="meta") for _ in range(3))
-    assert structure_of(Inputs(q, k, v, None, None)) is None
+    assert structure_of(*layouts(q, k, v), *NOTHING) is None
 
 
 def test_variants_are_bounded():

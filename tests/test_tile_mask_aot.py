@@ -67,10 +67,17 @@ def test_compiled_kernels_of_dynamic_masks(compilers, shape, chunks):
     """Each level of 4,096 keys, of which Triton makes few kernels; none spills. One head, chunk and column: numbers of
     1 are constants."""
     kernels = compilers.compile(compile_kept_keys, "installed", 90, shape, chunks)
-    assert [kernel.name for kernel in kernels] == ["smallest_counts_kernel", "smallest_level_kernel"] * 12 + [
+    levels = ["smallest_counts_kernel", "smallest_level_kernel"] * 12
+    assert [kernel.name for kernel in kernels] == [
+        "smallest_start_kernel",
+        *levels,
+        "kept_intervals_kernel",
+        "interval_tiles_kernel",
+        "chosen_keys_kernel",
+        "ordered_keys_kernel",
+        "places_kernel",
         "sum_rows_kernel",
         "take_rows_kernel",
-        "interval_tiles_kernel",
     ]
     for kernel in kernels:
         print(kernel)

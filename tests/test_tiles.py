@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tilewise.score.terms import Band
-from tilewise.score.tiles import NO_HI, NO_LO, key_tiles, limits, query_tiles, split_tiles, visible_pairs
+from tilewise.score.tiles import NO_HI, NO_LO, hides, key_tiles, limits, query_tiles, split_tiles, visible_pairs
 
 LIMITS = (None, -11, -7, -4, -3, -1, 0, 1, 2, 5, 10)
 BANDS = [Band(lo, hi) for lo, hi in itertools.product(LIMITS, LIMITS) if lo is None or hi is None or lo <= hi]
@@ -90,6 +90,7 @@ def test_visible_pairs():
         band = Band(lo, hi)
         pairs = sum(sees(band, i, j) for i in range(M) for j in range(N))
         assert visible_pairs(M, N, band) == pairs, (M, N, band)
+        assert M * N == 0 or hides(M, N, lo, hi) == (pairs < M * N), (M, N, band)
 
 
 def test_visible_pairs_has_no_loop_over_rows():

@@ -159,7 +159,7 @@ def attention(
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
         try:
-            # One with bias terms is never usual, and no call's inputs yet.
+            # One with a bias term is no call's inputs yet.
             found = usual_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)  # type: ignore[arg-type]
         except RuntimeError:
             check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look a call up by
@@ -191,7 +191,8 @@ def attention(
             return gathered if return_lse else gathered[0]  # type: ignore[return-value]
     o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
     if arguments is not None:
-        remember_call(Inputs(q, k, v, bias, mask, sink), arguments, *call[1:])  # type: ignore[arg-type]
+        given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
+        remember_call(given, arguments, *call[1:], parts=call.inputs.parts)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 

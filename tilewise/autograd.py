@@ -56,6 +56,8 @@ def _backward(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
+    if grads.toeplitz is not None:  # which may be a part of a wider one
+        grads = grads._replace(toeplitz=grads.toeplitz.contiguous())
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
     return tuple(inputs.q.new_empty(0) if g is None else g for g in grads)
 

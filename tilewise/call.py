@@ -13,10 +13,12 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.autograd import eager_attention
 from tilewise.backends import Inputs, address
+from tilewise.bias.autograd import Rule, is_node, vector_of
 from tilewise.bias.canonical import Slots, canonical
 from tilewise.bias.low_rank import LowRankBias
-from tilewise.bias.terms import Term
-from tilewise.dispatch import Forward, forward_like, forward_of, layouts
+from tilewise.bias.terms import Term, shift_of
+from tilewise.bias.toeplitz import Alibi, T5Bias
+from tilewise.dispatch import Forward, forward_of, forward_variants
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
@@ -24,7 +26,7 @@ from tilewise.problem import check_flag, check_qkv, check_seed, four_dims, sink_
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
 from tilewise.score.tile_tensors import TileTensors
-from tilewise.structure import structure_of
+from tilewise.structure import Variants, layouts, structure_of
 from tilewise.tensors import causal_limit, check_tensor, is_causal_bias, is_dtensor
 from tilewise.tile_mask import TileMask, tile_mask_of
 
@@ -247,8 +249,10 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
 usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
+# Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
+vectors: Prepared[tuple[Rule, int, int]] = Prepared()
 # And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
-structures: Prepared[tuple[Terms, bool]] = Prepared()
+structures: Prepared[tuple[Terms, bool, Variants]] = Prepared()
 
 
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -256,43 +260,79 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    term: Any = inputs.bias
+    if type(term) is T5Bias or type(term) is Alibi:
+        settings = _settings(term)
+        if settings is None:
+            return None
+        inputs, arguments = inputs._replace(bias=None), (*arguments, settings)
+    else:
+        term = None
     if not _is_usual(inputs, tiles):
         return None
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
     if known is None:
-        known = _of_structure(inputs, arguments)
+        if term is not None:
+            return None
+        if inputs.sink is not None:
+            if inputs.sink.dim() not in (1, 3):
+                return None
+            inputs = _with_rows(inputs)
+        known = _of_structure(inputs, key)
         if known is None:
             return None
         usual_calls.keep(key, known)
-    inputs = _with_rows(inputs)
+    elif inputs.sink is not None:
+        inputs = _with_rows(inputs)
+    if term is not None:
+        made = vectors.get(key)
+        if made is None:
+            return None
+        rule, first, width = made
+        inputs = inputs._replace(parts=Parts(toeplitz=vector_of(rule, term.of, first, width)))
     if known[0].dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, *known, return_lse)
 
 
-def _of_structure(inputs: Inputs, arguments: tuple) -> tuple[Terms, Forward] | None:
-    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike."""
-    if inputs.sink is not None and inputs.sink.dim() not in (1, 3):
+def _settings(term: T5Bias | Alibi) -> tuple | None:
+    """All that a call depends on in a term, beside the numbers in its tensor; None where that is not enough."""
+    query_start, key_start, x = term.query_start, term.key_start, term.of
+    if isinstance(query_start, Tensor) or isinstance(key_start, Tensor) or not is_node(x):
         return None
-    inputs = _with_rows(inputs)
-    structure = structure_of(inputs)
+    return term.rule, query_start, key_start, layouts(x)
+
+
+def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
+    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_usual_key`,
+    which has read the tensors already."""
+    if inputs.tiles is not None:
+        return None
+    bias, mask, sink, _, arguments = key[15:]
+    if inputs.sink is not None:  # in rows, as the key's may not be
+        (sink,) = layouts(inputs.sink)
+    structure = structure_of(key[:5], key[5:10], key[10:15], bias, mask, sink)
     known = None if structure is None else structures.get((structure.key, arguments))
     if structure is None or known is None:
         return None
-    terms, aligned = known
+    terms, aligned, variants = known
     if aligned and terms.hi is not None:
-        terms = terms._replace(hi=structure.keys - structure.queries)
-    run = forward_like(structure, inputs, terms)
+        terms = tuple.__new__(Terms, (terms.lo, structure.keys - structure.queries, *terms[2:]))
+    run = variants.resized(structure, terms, inputs)
     return None if run is None else (terms, run)
 
 
 def remember_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
-    aligned: bool = True,
+    aligned: bool = True, parts: Parts | None = None,
 ) -> None:  # fmt: skip
     """After a call that went well, with what it was read as; see `usual_call`. aligned: its band, if it has one, ends
-    where the last query and the last key meet; else where the first ones do."""
+    where the last query and the last key meet; else where the first ones do. parts: what a bias term was read as."""
+    term: Any = inputs.bias
+    if type(term) is T5Bias or type(term) is Alibi:
+        _remember_vector(inputs, arguments, Terms.of(score, deterministic, backend, exact), parts)
+        return
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
@@ -302,9 +342,30 @@ def remember_call(
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
         usual_calls.keep(key, (terms, forward_of(inputs, terms)))
-        structure = structure_of(inputs)
-        if structure is not None:
-            structures.keep((structure.key, arguments), (terms, aligned))
+        if tiles is None and inputs.seed is None:
+            structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
+            variants = None if structure is None else forward_variants(structure, terms)
+            if structure is not None and variants is not None:
+                structures.keep((structure.key, arguments), (terms, aligned, variants))
+
+
+def _remember_vector(inputs: Inputs, arguments: tuple, terms: Terms, parts: Parts | None) -> None:
+    """The same of a call whose bias is a term of which a vector was made, ``parts``."""
+    term: Any = inputs.bias
+    settings = _settings(term)
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    inputs = inputs._replace(bias=None)
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    M, N = inputs.q.shape[2], inputs.k.shape[2]
+    if settings is None or parts is None or M + N < 2 or not _is_usual(inputs, tiles):
+        return
+    key = _usual_key(inputs, tiles, (*arguments, settings))
+    inputs = _with_rows(inputs)._replace(parts=parts)
+    if terms.dropout:
+        inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
+    usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+    vectors.keep(key, (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
@@ -328,12 +389,12 @@ def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
 
 def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     q, k, v, bias, mask, sink, *_ = inputs
-    return (
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
-        None if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
-        None if bias is None else layouts(bias), None if mask is None else layouts(mask),
-        None if sink is None else layouts(sink),
+    on_cpu = q.is_cpu
+    return (  # first `layouts` of q, k and v
+        q.shape, q.dtype, q.device, q.stride(), 0 if on_cpu else address(q) % 16,
+        k.shape, k.dtype, k.device, k.stride(), 0 if on_cpu else address(k) % 16,
+        v.shape, v.dtype, v.device, v.stride(), 0 if on_cpu else address(v) % 16,
+        None if bias is None else layouts(bias)[0], None if mask is None else layouts(mask)[0],
+        None if sink is None else layouts(sink)[0],
         None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,
     )  # fmt: skip

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends import address, empty_output, lse_dtype, sink_gradient
+from tilewise.backends import empty_output, lse_dtype, sink_gradient
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Terms
-from tilewise.structure import MOST_VARIANTS, Structure, Variants, structure_of, terms_key
+from tilewise.structure import MOST_VARIANTS, Layout, Structure, Variants, layouts, structure_of, terms_key
 
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()
@@ -32,11 +32,13 @@ def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
 
 def forward_of(inputs: Inputs, terms: Terms) -> Forward:
     """What computes a forward of ``inputs``, and of all that lie as they do."""
-    key = (layouts(*inputs.tensors()), terms)
+    found = layouts(*inputs.tensors())
+    key = (found, terms)
     run = forwards.get(key)
     if run is None:
-        structure = structure_of(inputs)
-        run = None if structure is None else forward_like(structure, inputs, terms)
+        structure = _structure(inputs, found)
+        variants = None if structure is None else forward_variants(structure, terms)
+        run = None if variants is None or structure is None else variants.resized(structure, terms, inputs)
         if run is None:
             problem = describe(inputs, terms, irregular=_irregular(inputs))
             run = _prepare_forward(make_plan(problem, terms.backend), inputs)
@@ -46,11 +48,15 @@ def forward_of(inputs: Inputs, terms: Terms) -> Forward:
     return run
 
 
-def forward_like(structure: Structure, inputs: Inputs, terms: Terms) -> Forward | None:
-    """What computes a forward of ``inputs``, of this structure, made from what computes another one of it; None where
-    there is none."""
-    variants = structures.get(("forward", structure.key, terms_key(terms)))
-    return None if variants is None else variants.resized(structure, terms, inputs)
+def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | None:
+    """found: the `layouts` of all tensors."""
+    _, _, _, _, _, _, parts, seed, lengths, tiles = inputs
+    return structure_of(*found) if parts is seed is lengths is tiles is None else None  # type: ignore[arg-type]
+
+
+def forward_variants(structure: Structure, terms: Terms) -> Variants | None:
+    """What computes forwards of this structure, to make others of; None where there is none yet."""
+    return structures.get(("forward", structure.key, terms_key(terms)))
 
 
 def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
@@ -62,10 +68,11 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
     """What computes a backward, likewise."""
-    key = (layouts(*inputs.tensors(), *outputs, *cotangents), terms, needs)
+    found = layouts(*inputs.tensors(), *outputs, *cotangents)
+    key = (found, terms, needs)
     run = backwards.get(key)
     if run is None:
-        structure, variants = structure_of(inputs, *outputs, *cotangents), None
+        structure, variants = _structure(inputs, found), None
         if structure is not None:
             alike = "backward", structure.key, terms_key(terms), needs
             variants = structures.get(alike)
@@ -80,14 +87,6 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Te
                 _keep_variant(alike, problem, run)
         backwards.keep(key, run)
     return run
-
-
-def layouts(*tensors: Tensor | None) -> tuple:
-    """Their layouts, as `tilewise.backends` means it; a CPU's backends read any address alike."""
-    return tuple([
-        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
-        for x in tensors
-    ])  # fmt: skip
 
 
 def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:

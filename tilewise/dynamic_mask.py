@@ -7,8 +7,9 @@ from torch import Tensor
 
 from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import is_eager
+from tilewise.score.tile_tensors import TileTensors
 from tilewise.tensors import check_tensor
-from tilewise.tile_mask import Block, Kept, TileMask
+from tilewise.tile_mask import Block, Kept, TileMask, checked_block, no_bits
 
 
 def dynamic_mask(
@@ -63,6 +64,13 @@ def dynamic_mask(
         found = _of_each_query(scores, keep, causal, block)
         return TileMask(found.queries, keys, found.tensors, kept)
     order = scores[:, :, 0].sort(dim=-1, descending=True, stable=True).indices
+    if order.is_cuda and is_eager((order,)) and has_triton():
+        from tilewise.backends import kept_keys
+
+        size = checked_block(block)
+        begins, ends = kept_keys.kept_intervals(order, keep, causal, count)
+        tiles = kept_keys.tiles_of_intervals(begins, ends, count, size)
+        return TileMask(count, keys, TileTensors(tiles, no_bits(size, tiles.device), begins, ends), kept)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(keys, device=order.device).expand_as(order))
     if not causal:
         begins = torch.zeros_like(rank)

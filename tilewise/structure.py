@@ -14,73 +14,102 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilewise.backends import address
-from tilewise.backends.protocol import Inputs
-from tilewise.problem import Operand, Problem
-from tilewise.score.terms import Band, Terms
+from tilewise.backends.protocol import Structure
+from tilewise.problem import Problem
+from tilewise.score.terms import Terms
 
 _WIDE = 2**23  # strides from which offsets inside a tile may need 64 bits
 MOST_VARIANTS = 16  # of a structure: what lengths decide of it has fewer cases
 _MOST = 2**29  # elements of all heads' rows, far from where a backend counts in more than 32 bits
 
 
-class Structure(NamedTuple):
-    """``key``, equal for all calls of a structure, and the lengths of one."""
-
-    key: tuple
-    queries: int
-    keys: int
+# How a tensor lies: shape, dtype, device, strides, and its address modulo 16, of a CPU's 0.
+Layout = tuple[tuple[int, ...], Any, Any, tuple[int, ...], int]
 
 
-def structure_of(inputs: Inputs, *more: Tensor | None) -> Structure | None:
+def layouts(*tensors: Tensor | None) -> tuple[Layout | None, ...]:
+    """Of tensors, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    return tuple([
+        None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
+        for x in tensors
+    ])  # fmt: skip
+
+
+def structure_of(
+    q: Layout, k: Layout, v: Layout, bias: Layout | None, mask: Layout | None, sink: Layout | None,
+    *more: Layout | None,
+) -> Structure | None:  # fmt: skip
     """Of a call with q, k, v, bias, mask and sink alone, whose shapes fit; None of any other.
 
-    more: o and the LSE of a backward, and their cotangents.
+    more: of a backward, those of o and the LSE, and of their cotangents.
     """
-    q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
-    if not (parts is seed is lengths is tiles is None) or not q.dim() == k.dim() == v.dim() == 4:
+    q_shape, q_dtype, q_device, q_strides, q_begin = q
+    k_shape, k_dtype, k_device, k_strides, k_begin = k
+    v_shape, v_dtype, v_device, v_strides, v_begin = v
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
-    batch, heads, M, head_dim = q.shape
-    _, kv_heads, N, value_dim = v.shape
-    if k.shape != (batch, kv_heads, N, head_dim) or v.shape[0] != batch or M == 0 or N == 0:
+    batch, heads, M, head_dim = q_shape
+    v_batch, kv_heads, N, value_dim = v_shape
+    if k_shape != (batch, kv_heads, N, head_dim) or v_batch != batch or M == 0 or N == 0:
         return None
-    strides = (*q.stride(), *k.stride(), *v.stride())
-    width = max(head_dim, value_dim)
-    most, dense = max(strides), heads * max(M, N) * width
-    if most >= 2**31 or dense >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
+    (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = q_strides, k_strides, v_strides
+    # Of their bits all that follows asks: a power of two is reached by all together if it is by one.
+    strides = qb | qh | qm | kb | kh | kn | vb | vh | vn
+    dense = heads * (M if M > N else N) * (head_dim if head_dim > value_dim else value_dim)
+    if (strides | qd | kd | vd | dense) >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
         return None
     few = M <= 64 and 16 * M <= N  # `Problem.few_queries`
+    # Nearly all have rows without gaps, multiples of 16 apart: then there is nothing to tell one by one.
+    usual = qd == kd == vd == 1 and not strides & 15 and qb and qh and qm and kb and kh and kn and vb and vh and vn
     key: tuple = (
-        batch, heads, kv_heads, head_dim, value_dim, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        *_codes(strides), strides[1] < strides[2], strides[5] < strides[6], strides[9] < strides[10],
-        0 if q.is_cpu else (address(q) % 16, address(k) % 16, address(v) % 16),
-        most >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
-        *_codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),  # strides of what is made, or factors
+        batch, heads, kv_heads, head_dim, value_dim, q_dtype, k_dtype, v_dtype, q_device, k_device, v_device,
+        0 if usual else _codes((*q_strides, *k_strides, *v_strides)), qh < qm, kh < kn, vh < vn,
+        q_begin, k_begin, v_begin, (strides | qd | kd | vd) >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
+        # strides of what is made, or factors of them
+        0 if not (head_dim | value_dim) & 15 else _codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),
     )  # fmt: skip
-    for x in (bias, mask):
-        if x is None:
-            key += (None,)
-            continue
-        if x.dim() != 4 or x.shape[2] not in (1, M) or x.shape[3] not in (1, N) or max(x.stride()) >= _WIDE:
+    if bias is not None or mask is not None or sink is not None:
+        for x in (bias, mask):
+            if x is None:
+                key += (None,)
+                continue
+            shape, dtype, device, steps, begin = x
+            if len(shape) != 4 or shape[2] not in (1, M) or shape[3] not in (1, N) or max(steps) >= _WIDE:
+                return None
+            b, h, m, n = shape
+            key += (b, h, m == 1, n == 1, dtype, device, _broadcast_codes(shape, steps), begin)
+        if sink is not None:
+            shape, dtype, device, steps, begin = sink
+            if len(shape) != 3 or shape[2] not in (1, M):
+                return None
+            key += (*shape[:2], shape[2] == 1, dtype, device, _broadcast_codes(shape, steps), begin)
+    found: tuple[tuple[int, ...], ...] = (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides)
+    if more:
+        o, lse, do, dlse = more
+        if o is None or lse is None or do is None:
             return None
-        b, h, m, n = x.shape
-        key += (b, h, m == 1, n == 1, x.dtype, x.device, _broadcast_codes(x), _alignment(x))
-    if sink is None:
-        key += (None,)
-    else:
-        if sink.dim() != 3 or sink.shape[2] not in (1, M):
-            return None
-        key += (*sink.shape[:2], sink.shape[2] == 1, sink.dtype, sink.device, _broadcast_codes(sink), _alignment(sink))
-    for x in more:
-        if x is None:
-            key += (None,)
-            continue
-        if x.shape[2] != M:
-            return None
-        stride = x.stride()
-        if max(stride) >= _WIDE:
-            return None
-        key += (*x.shape[:2], *x.shape[3:], x.dtype, x.device, _codes(stride), stride[1] < stride[2], _alignment(x))
-    return Structure(key, M, N)
+        for shape, dtype, device, steps, begin in (o, do):
+            s, t, u, v = steps
+            bits = s | t | u
+            if shape[2] != M or (bits | v) >= _WIDE:
+                return None
+            usual = v == 1 and not bits & 15 and s and t and u
+            key += (shape[:2], shape[3], dtype, device, 0 if usual else _codes(steps), t < u, begin)
+        for x in (lse, dlse):
+            if x is None:
+                key += (None,)
+                continue
+            shape, dtype, device, steps, begin = x
+            s, t, u = steps
+            if shape[2] != M or (s | t | u) >= _WIDE:
+                return None
+            # That of a forward has no gaps and is read by pointer alone.
+            whole = x is lse and s == heads * M and t == M and u == 1
+            key += (shape[:2], dtype, device, 0 if whole else _codes(steps), begin)
+        found = (*found, o[0], o[3], lse[0], lse[3], do[0], do[3])
+        if dlse is not None:
+            found = (*found, dlse[0], dlse[3])
+    return tuple.__new__(Structure, (key, M, N, found))
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:
@@ -89,39 +118,14 @@ def _codes(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple([x if x < 2 else (x & -x & 15) | 16 for x in strides])
 
 
-def _broadcast_codes(x: Tensor) -> tuple[int, ...]:
+def _broadcast_codes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The same; nobody steps along an axis of size 1."""
-    return _codes([0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
-
-
-def _alignment(x: Tensor) -> int:
-    return 0 if x.is_cpu else address(x) % 16
+    return _codes([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
 def terms_key(terms: Terms) -> tuple:
     """The same of terms: the limits of the band may differ."""
-    lo, hi, *rest = terms
-    return (lo is None, hi is None, *rest)
-
-
-def resized_problem(problem: Problem, structure: Structure, terms: Terms) -> Problem:
-    """Of another call of the same structure, without the checks that it passes as that one did."""
-    M, N = structure.queries, structure.keys
-    score = problem.score
-    if (score.band.lo, score.band.hi) != terms[:2]:
-        score = object.__new__(type(score))
-        score.__dict__.update(problem.score.__dict__, band=Band(terms.lo, terms.hi))
-    copy = object.__new__(Problem)
-    copy.__dict__.update(problem.__dict__, queries=M, keys=N, score=score)
-    for name in ("bias", "mask"):
-        x: Operand | None = getattr(problem, name)
-        if x is not None:
-            whole = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, x.cols if x.cols == 1 else N)
-            copy.__dict__[name] = whole
-    if problem.sink is not None:
-        x = problem.sink
-        copy.__dict__["sink"] = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, 1)
-    return copy
+    return terms[0] is None, terms[1] is None, terms[2:]
 
 
 class Variants(NamedTuple):
@@ -132,11 +136,11 @@ class Variants(NamedTuple):
     def resized(self, structure: Structure, terms: Terms, *tensors: Any) -> Any | None:
         """One for another call, if a backend finds that it can make it of one that is there."""
         prepared = self.prepared
-        found = resized_problem(prepared[0][0], structure, terms)
-        for n, (_, run) in enumerate(prepared):
-            made = run.resized(found, *tensors)
-            if made is not None:
-                if n:  # the next one, which has about as many, will be made of it too
+        made = prepared[0][1].resized(structure, terms.lo, terms.hi, *tensors)
+        if made is None:
+            for n, (_, run) in enumerate(prepared[1:], 1):
+                made = run.resized(structure, terms.lo, terms.hi, *tensors)
+                if made is not None:  # the next one, which has about as many, will be made of it too
                     prepared.insert(0, prepared.pop(n))
-                return made
-        return None
+                    break
+        return made

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tilewise.backends import has_triton
+from tilewise.ops.runtime.eager import is_eager
 from tilewise.score.terms import check_numbers
 from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, TileTensors, pack, tiles_of_intervals
 from tilewise.tensors import check_tensor
@@ -145,7 +147,7 @@ class TileMask:
         if not is_block_mask(block_mask):
             raise TypeError(f"block_mask: expected FlexAttention's BlockMask, got {type(block_mask).__name__}")
         queries, keys = (int(n) for n in block_mask.seq_lengths)
-        block = _block(tuple(block_mask.BLOCK_SIZE), "block_mask: BLOCK_SIZE")
+        block = checked_block(tuple(block_mask.BLOCK_SIZE), "block_mask: BLOCK_SIZE")
         count, indices = block_mask.kv_num_blocks, block_mask.kv_indices
         rows, cols = -(-queries // block[0]), -(-keys // block[1])
         if indices.dim() != 4 or indices.shape[2] != rows or indices.shape[:3] != count.shape:
@@ -180,7 +182,7 @@ class TileMask:
             TypeError, ValueError: naming the argument, what came and what is allowed.
         """
         check_tensor("tiles", tiles)
-        size = _block(block)
+        size = checked_block(block)
         _check_lengths(queries, keys)
         rows, cols = -(-queries // size[0]), -(-keys // size[1])
         if tiles.dtype != torch.bool:
@@ -191,7 +193,7 @@ class TileMask:
                 f"of {size[0]} x {size[1]}, got {tuple(tiles.shape)}"
             )
         if mask is None:
-            return cls(queries, keys, TileTensors(tiles.to(torch.int32).contiguous(), _no_bits(size, tiles.device)))
+            return cls(queries, keys, TileTensors(tiles.to(torch.int32).contiguous(), no_bits(size, tiles.device)))
         check_tensor("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: dtype must be bool (True = attend), got {mask.dtype}")
@@ -216,7 +218,7 @@ class TileMask:
 
         Bits are kept of all pairs, an eighth of a byte each, so that nobody waits for how many tiles are partial.
         """
-        size = _block(block)
+        size = checked_block(block)
         _check_lengths(queries, keys)
         every = torch.ones(1, 1, -(-queries // size[0]), -(-keys // size[1]), dtype=torch.bool, device=device)
         return _of_rows(rows_of, every, queries, keys, size)
@@ -233,7 +235,7 @@ class TileMask:
         Raises:
             TypeError, ValueError: naming the argument, what came and what is allowed.
         """
-        size = _block(block)
+        size = checked_block(block)
         for name, x in (("begins", begins), ("ends", ends)):
             check_tensor(name, x)
             if x.dtype not in (torch.int32, torch.int64):
@@ -245,8 +247,8 @@ class TileMask:
         _check_lengths(queries, begins.shape[2])
         first = begins.clamp(0, queries).to(torch.int32).unsqueeze(2).contiguous()
         last = torch.maximum(ends.clamp(0, queries).to(torch.int32).unsqueeze(2), first).contiguous()
-        tiles = tiles_of_intervals(first, last, queries, size)
-        return cls(queries, begins.shape[2], TileTensors(tiles, _no_bits(size, tiles.device), first, last))
+        tiles = _tiles_of(first, last, queries, size)
+        return cls(queries, begins.shape[2], TileTensors(tiles, no_bits(size, tiles.device), first, last))
 
     @classmethod
     def documents(cls, ids: Tensor, *, block: Block = 128) -> TileMask:
@@ -338,7 +340,7 @@ class TileMask:
         It is asked for every pair, a row of tiles at a time, and again for the pairs of tiles that are visible in part.
         The host waits once, for how many these are.
         """
-        size = _block(block)
+        size = checked_block(block)
         _check_lengths(queries, keys)
         _positive("batch", batch)
         _positive("heads", heads)
@@ -390,7 +392,8 @@ def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask |
 # --- checks ---
 
 
-def _block(block: Any, name: str = "block") -> tuple[int, int]:
+def checked_block(block: Any, name: str = "block") -> tuple[int, int]:
+    """Queries and keys of a tile, of the argument ``block``."""
     pair = (block, block) if isinstance(block, int) else block
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(type(n) is int for n in pair):
         raise TypeError(f"{name}: expected an int or a pair of ints, got {block!r}")
@@ -432,8 +435,18 @@ def _check_intervals(begins: Tensor, ends: Tensor, queries: int) -> None:
 # --- tiles and bits ---
 
 
-def _no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
+def no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
+    """Of a mask whose tiles have none, which says how large they are."""
     return torch.zeros(0, block[0], block[1] // 32, dtype=torch.int32, device=device)
+
+
+def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
+    """`tiles_of_intervals`, on a GPU by one kernel in the place of some fifty operators."""
+    if begins.is_cuda and begins.numel() and is_eager((begins, ends)) and has_triton():
+        from tilewise.backends import kept_keys
+
+        return kept_keys.tiles_of_intervals(begins, ends, queries, block)
+    return tiles_of_intervals(begins, ends, queries, block)
 
 
 def _listed(which: Tensor) -> tuple[Tensor, Tensor]:
@@ -514,7 +527,7 @@ def _with_bits(
         some, every = (seen & inside).flatten(1).any(1), (seen | ~inside).flatten(1).all(1)
         kinds.append(torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)))
         words.append(pack(seen & inside))
-    bits = torch.cat([_no_bits(block, full.device), *words])
+    bits = torch.cat([no_bits(block, full.device), *words])
     kind = torch.cat([where.new_zeros(0), *kinds])  # FlexAttention takes one that reaches past an end for partial
     tiles = full.to(torch.int32)
     number = torch.arange(PARTIAL, PARTIAL + len(where), device=full.device)
@@ -527,7 +540,7 @@ def _by_distance(
 ) -> TileMask:
     """Of a function of ``j - (i + N - M)``: tiles of a diagonal are alike, and share their bits. Nobody waits."""
     _check_lengths(queries, keys)
-    size, _ = _block(block)
+    size, _ = checked_block(block)
     rows, cols = -(-queries // size), -(-keys // size)
     offset = torch.arange(size, device=device) - torch.arange(size, device=device)[:, None] - (keys - queries)
     words, kinds = [], []

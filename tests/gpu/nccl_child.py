@@ -1,7 +1,8 @@
-"""One rank of test_distributed.py: every case on NCCL, held to one process's result; a line for each.
+"""One rank of test_distributed.py: cases on NCCL, held to one process's result; a line for each.
 
-    python tests/gpu/nccl_child.py RANK SIZE STORE      for each rank of SIZE, with one file STORE that is not there yet
+    python tests/gpu/nccl_child.py RANK SIZE STORE SHARE SHARES
 
+For each rank of SIZE, with one file STORE that is not there yet; of the cases every SHARES-th, from number SHARE on.
 Rank r has GPU r. Lines: the case, what went wrong or "", the largest error beside the norm, seconds.
 """
 
@@ -149,7 +150,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def main(rank: int, size: int, store: str) -> None:
+def main(rank: int, size: int, store: str, share: int, shares: int) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60),
@@ -157,7 +158,7 @@ def main(rank: int, size: int, store: str) -> None:
     )  # fmt: skip
     mesh = init_device_mesh("cuda", (size,))
     operands.GROUP_FLOPS = packed.GROUP_FLOPS = 0.0  # a key/value head at a time
-    for name, (check, *arguments) in cases().items():
+    for name, (check, *arguments) in list(cases().items())[share::shares]:
         more = arguments.pop() if isinstance(arguments[-1], dict) else {}
         begun, words, error = time.monotonic(), "", 0.0
         try:
@@ -172,4 +173,4 @@ def main(rank: int, size: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -11,17 +11,19 @@ import pytest
 import torch
 
 CHILD = Path(__file__).with_name("nccl_child.py")
-LIMIT = 240.0  # seconds, with all that is compiled
+LIMIT = 240.0  # seconds, with all that is compiled: 20 for a case of a kind that is new, 7 for others
+SHARES = 4  # of the cases, so that processes can compile side by side
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_get_what_one_gets(tmp_path):
+@pytest.mark.parametrize("share", range(SHARES))
+def test_two_gpus_get_what_one_gets(tmp_path, share):
     """o and every gradient of each case."""
     command = [sys.executable, str(CHILD)]
     running = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
+            [*command, str(rank), "2", str(tmp_path / "store"), str(share), str(SHARES)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -38,4 +40,4 @@ def test_two_gpus_get_what_one_gets(tmp_path):
         print(line)
     wrong = [{name: words for name, words, *_ in lines if words} for lines in found]
     assert wrong == [{}, {}]
-    assert len(found[0]) > 20
+    assert len(found[0]) > 20 // SHARES

@@ -66,36 +66,103 @@ def test_pair_bias(dtype):
     check(*held(attention_pair_bias, lambda q, k, v, bias: formula(q, k, v, bias[:, None]), inputs, do))
 
 
-def gathered(N, mask=None):
-    """The formula by windows of 32 and 128."""
-    blocks = -(-N // 32)
-    places = torch.arange(blocks, device=DEVICE)[:, None] * 32 - 48 + torch.arange(128, device=DEVICE)
+def gathered(N, mask=None, q_block=32, k_block=128, edges="clip"):
+    """The formula by windows."""
+    windows = Windows(N, q_block, k_block, edges)
+    blocks = windows.blocks
+    begins = torch.tensor([windows.begin(b) for b in range(blocks)], device=DEVICE)
+    places = begins[:, None] + torch.arange(k_block, device=DEVICE)
     seen = ((places >= 0) & (places < N))[None]
     places = places.clamp(0, N - 1)
     if mask is not None:
         seen = seen & mask[:, places]
 
     def reference(q, k, v, bias):
-        q = torch.nn.functional.pad(q, (0, 0, 0, blocks * 32 - N)).unflatten(2, (blocks, 32))
+        q = torch.nn.functional.pad(q, (0, 0, 0, blocks * q_block - N)).unflatten(2, (blocks, q_block))
         o = formula(q, k[:, :, places], v[:, :, places], bias, seen[:, None, :, None])
         return o.flatten(2, 3)[:, :, :N]
 
     return reference
 
 
+def atoms(B, N, D=32, q_block=32, k_block=128, dtype=BRAIN, bias=(1, 2)):
+    """q, k, v in projections' order and the bias, which has all samples."""
+    inputs = [x.transpose(1, 2) for x in drawn(*[(B, N, 2, D)] * 3, dtype=dtype)]
+    return inputs + drawn((*bias, -(-N // q_block), q_block, k_block), dtype=dtype, seed=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N", [333, 512])
 @pytest.mark.parametrize(("B", "mask"), [(1, None), (1, 1), (3, None), (3, 1), (3, 3)])
-def test_windows(B, mask, N, dtype):
-    """Projections' order and the bias of all samples; a mask that the bias holds and one that it cannot."""
-    inputs = [x.transpose(1, 2) for x in drawn(*[(B, N, 2, 32)] * 3, dtype=dtype)]
-    inputs += drawn((1, 2, -(-N // 32), 32, 128), dtype=dtype, seed=2)
+@pytest.mark.parametrize("backend", [None, "hopper"])
+def test_windows(backend, B, mask, N, dtype):
+    """By their own kernels, and by four blocks as one of `tilewise.attention`; a mask that the bias holds there, and
+    one that it cannot."""
+    if backend is not None and dtype == torch.float32:
+        pytest.skip("the hopper backend takes 16 bits")
+    inputs = atoms(B, N, dtype=dtype)
     (do,) = drawn((B, 2, N, 32), seed=1)
     seen = None
     if mask is not None:
         seen = torch.rand(mask, N, device=DEVICE) < 0.8
         seen[:, 64:260] = False
-    check(*held(lambda *x: window_pair_attention(*x, seen), gathered(N, seen), inputs, do))
+    door = lambda *x: window_pair_attention(*x, seen, backend=backend)  # noqa: E731
+    check(*held(door, gathered(N, seen), inputs, do))
+
+
+@pytest.mark.parametrize("edges", ["clip", "shift"])
+@pytest.mark.parametrize(
+    ("q_block", "k_block", "D"), [(32, 128, 16), (32, 128, 48), (16, 64, 64), (24, 100, 8), (64, 192, 32)]
+)
+@pytest.mark.parametrize("bias", [(1, 2), (3, 1), (3, 2)])
+def test_windows_of_other_sizes(bias, q_block, k_block, D, edges):
+    N = 400 + q_block // 2
+    inputs = atoms(3, N, D, q_block, k_block, bias=bias)
+    inputs[3] = inputs[3].movedim(1, -1).contiguous().movedim(-1, 1)  # heads last, as a projection of pairs leaves them
+    (do,) = drawn((3, 2, N, D), seed=1)
+    door = lambda *x: window_pair_attention(*x, None, q_block, k_block, edges)  # noqa: E731
+    check(*held(door, gathered(N, None, q_block, k_block, edges), inputs, do))
+
+
+def test_windows_of_many_samples():
+    """So many that a program computes several."""
+    inputs = atoms(24, 4096)
+    (do,) = drawn((24, 2, 4096, 32), seed=1)
+    check(*held(window_pair_attention_of(None), gathered(4096), inputs, do))
+
+
+def window_pair_attention_of(mask):
+    return lambda *x: window_pair_attention(*x, mask)
+
+
+def test_windows_are_one_launch_each_way():
+    from torch.profiler import ProfilerActivity, profile
+
+    inputs = [x.requires_grad_() for x in atoms(1, 512)]
+    mask = torch.ones(1, 512, dtype=torch.bool, device=DEVICE)
+    (do,) = drawn((1, 2, 512, 32), seed=1)
+
+    def both():
+        torch.autograd.grad(window_pair_attention(*inputs, mask), inputs, do)
+
+    both()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        both()
+        torch.cuda.synchronize()
+    events = [e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert sorted(events) == ["backward_kernel", "forward_kernel"]
+
+
+def test_windows_compile():
+    torch._dynamo.reset()
+    inputs = atoms(1, 333)
+    mask = torch.arange(333, device=DEVICE)[None] < 300
+    (do,) = drawn((1, 2, 333, 32), seed=1)
+    door = window_pair_attention_of(mask)
+    compiled = torch.compile(door, fullgraph=True)
+    ours, eager = gradients(compiled, inputs, do), gradients(door, inputs, do)
+    assert all(torch.equal(x, y) for x, y in zip(ours, eager, strict=True))
 
 
 @pytest.mark.parametrize("edges", ["clip", "shift"])

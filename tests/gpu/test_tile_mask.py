@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise import TileMask, attention, dynamic_mask, gather
 from tilewise.dynamic_mask import running_smallest
-from tilewise.gather.intervals import mask_of_intervals
+from tilewise.score.terms import Band
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 HOPPER = pytest.param(
@@ -163,15 +163,33 @@ def test_when_keys_go(n):
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (2048, 4096), (5000, 777)])
 def test_tiles_of_intervals(queries, keys):
-    """The same."""
+    """The same tiles as on a CPU; also of no matrices."""
     begins = torch.randint(0, queries + 1, (2, 3, keys))
     ends = torch.randint(0, queries + 1, begins.shape)
     begins[1, 0], ends[1, 0], ends[1, 1] = 0, queries, 0
     for block in (64, 128, (64, 192)):
-        found = mask_of_intervals(begins.cuda(), ends.cuda(), queries, block=block).tensors
-        wanted = TileMask.from_intervals(begins, ends, queries, block=block).tensors
-        assert all(torch.equal(x.cpu(), y) for x, y in zip(found, wanted, strict=True))
-    assert mask_of_intervals(begins[:0].cuda(), ends[:0].cuda(), queries).tensors.tiles.numel() == 0
+        made = [TileMask.from_intervals(x, y, queries, block=block).tensors
+                for x, y in ((begins.cuda(), ends.cuda()), (begins, ends))]  # fmt: skip
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(*made, strict=True))
+    assert TileMask.from_intervals(begins[:0].cuda(), ends[:0].cuda(), queries).tensors.tiles.numel() == 0
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (4096, 4096), (5000, 777), (777, 5000)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_made_is_what_a_cpu_makes(queries, keys, causal):
+    """Intervals, tiles and gathered keys, of scores with ties."""
+    scores = torch.randn(2, 3, 1, keys).mul(100).round()
+    way = gather.Gather(2, -(-queries // 2), min(keys, 130 + -(-queries // 2)), True)
+    for block in (64, 128, (64, 192)):
+        made = [
+            dynamic_mask(x, keep=130, causal=causal, queries=queries, block=block).tensors
+            for x in (scores.cuda(), scores)
+        ]
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(*made, strict=True))
+    for band in (Band(), Band(-90, 7)):
+        found, wanted = (gather.of_chunks(x.begins, x.ends, band, way, 2) for x in made)
+        assert torch.equal(found[0].cpu().long(), wanted[0])
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(found[1], wanted[1], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype

@@ -7,7 +7,7 @@ Under torch.compile strides are promised before they are known: o has those of `
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
@@ -82,22 +82,23 @@ def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor
     return q.new_empty((B, H, M, value_dim), device=device)
 
 
-def output_layout(q: Tensor, value_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def output_layout(
+    q_shape: Sequence[int], q_strides: Sequence[int], value_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
     """Shape and strides of `empty_output`."""
-    B, H, M, _ = q.shape
+    B, H, M, _ = q_shape
     shape = B, H, M, value_dim
-    if q.stride(1) < q.stride(2):
+    if q_strides[1] < q_strides[2]:
         return shape, (M * H * value_dim, value_dim, H * value_dim, 1)
     return shape, (H * M * value_dim, M * value_dim, value_dim, 1)
 
 
-def gradient_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of ``torch.empty_like(x)``, of a tensor of four axes."""
-    _, H, M, D = x.shape
-    strides = x.stride()
+def gradient_strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of ``torch.empty_like`` of a tensor of four axes that lies so."""
+    _, H, M, D = shape
     if strides == (H * M * D, M * D, D, 1) or (M > 1 and H > 1 and strides == (M * H * D, D, H * D, 1)):
         return strides  # dense, which it keeps
-    return torch.empty_like(x, device="meta").stride()
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def allocation(x: Tensor, device: torch.device) -> Callable[[], Tensor]:

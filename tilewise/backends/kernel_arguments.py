@@ -88,39 +88,59 @@ def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
     return row if a == 1 else s, row if b == 1 else t, row if c == 1 else u, 1
 
 
-class Place(NamedTuple):
-    """How a tensor lies, for `Launch.resized`: by pointer or by TMA, as its launch has it."""
+# --- for other sizes ---
 
-    shape: Sequence[int]
-    strides: Sequence[int]
-    itemsize: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Place:
-        return cls(x.shape, x.stride(), x.element_size())
-
-    def row(self) -> tuple[int, ...]:
-        """The strides of a `Strided`, which are these where no axis is of size 1."""
-        (a, b, c, d), (s, t, u, v) = self.shape, self.strides
-        return 0 if a == 1 else s, 0 if b == 1 else t, 0 if c == 1 else u, 0 if d == 1 else v
-
-    def box(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Shape and strides of a descriptor, which are these where no axis is of size 1."""
-        return self.shape, row_strides(*self) if len(self.shape) == 4 else self.strides
+# What a resized launch is filled from: one flat tuple, `place` after `place`, and these at its end.
+ENDS = (None, 0, 1)
+_NONE, _ZERO, _ONE = -3, -2, -1
+PLACE = 9  # numbers of a tensor of four axes
 
 
-Places = Sequence["Place | tuple[Place | None, ...] | None"]  # those of a `Record` are a tuple
+def place(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """How a tensor of four axes lies: shape, strides, and what a descriptor steps by along an axis of size 1, see
+    `row_strides`. Of other tensors, of which only descriptors are resized, shape and strides alone."""
+    return (*shape, *strides, (shape[3] * itemsize + 15) // 16 * 16 // itemsize)
 
 
-def placed(layout: Any, row: Any) -> Any:
-    """``layout`` with what `Place` says."""
-    if isinstance(layout, Strided):
-        return Strided(None, *row)
+Indices = tuple[int, ...]
+Places = Sequence["int | tuple[int | None, ...] | None"]  # where layouts' tensors begin; of a `Record` a tuple
+
+
+def places_of(layout: Any, begin: Any, numbers: Sequence[Any]) -> Any:
+    """Where in ``numbers`` stand those of a layout whose tensor's begin at ``begin``: strides by pointer, shape and
+    strides of a descriptor; a list of those of a `Record`. None where it stays as it is.
+
+    Which axes are of size 1 is asked of these numbers once: it is the same for all sizes.
+    """
+    if begin is None or layout is POINTER:
+        return None
     if isinstance(layout, Record):
-        members = [x if y is None else Strided(None, *y) for x, y in zip(layout.layouts, row, strict=True)]
-        return Record(layout.kind, tuple(members))
-    shape, strides = row
-    return bound(layout, None, shape=list(shape), strides=list(strides))
+        return [places_of(x, at, numbers) for x, at in zip(layout.layouts, begin, strict=True)]
+    if isinstance(layout, Strided):
+        return tuple([_ZERO if numbers[begin + n] == 1 else begin + 4 + n for n in range(4)])
+    axes = len(layout.shape)
+    if axes != 4:
+        return tuple(range(begin, begin + 2 * axes))
+    strides = [begin + (8 if numbers[begin + n] == 1 else 4 + n) for n in range(3)]
+    return (*range(begin, begin + 4), *strides, _ONE)
+
+
+def joined(one: Indices, other: Indices) -> Indices:
+    """Of two descriptors that are neighbours among a launch's arguments; between them is room for the second."""
+    return (*one, _NONE, *other)
+
+
+def placed(layout: Any, places: Any, numbers: Sequence[Any]) -> Any:
+    """``layout`` with the numbers that `places_of` says."""
+    if places is None:
+        return layout
+    if isinstance(layout, Record):
+        return Record(layout.kind, tuple([placed(x, y, numbers) for x, y in zip(layout.layouts, places, strict=True)]))
+    found = [numbers[n] for n in places]
+    if isinstance(layout, Strided):
+        return Strided(None, *found)
+    axes = len(found) // 2
+    return bound(layout, None, shape=found[:axes], strides=found[axes:])
 
 
 def layout_kind(layout: Any) -> Any:

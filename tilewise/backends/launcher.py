@@ -28,10 +28,10 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -43,15 +43,20 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
 from tilewise.backends.kernel_arguments import (
+    ENDS,
+    PLACE,
     POINTER,
-    Place,
+    Indices,
     Places,
     Record,
     Strided,
     bound,
     boxed,
+    joined,
     layout_kind,
+    place,
     placed,
+    places_of,
     row_strides,
     sink_layout,
     strided,
@@ -59,13 +64,18 @@ from tilewise.backends.kernel_arguments import (
 )
 
 __all__ = [
+    "ENDS",
+    "PLACE",
     "POINTER",
     "Launch",
-    "Place",
+    "Places",
     "Record",
     "Strided",
     "boxed",
     "constants",
+    "kinds",
+    "place",
+    "resized_launches",
     "row_strides",
     "sink_layout",
     "strided",
@@ -110,7 +120,7 @@ class Launch:
     """
 
     __slots__ = (
-        "_aligned", "_compiled", "_family", "_layouts", "_records", "_rows", "_short", "_wants", "kernel", "numbers",
+        "_aligned", "_compiled", "_family", "_layouts", "_places", "_records", "_short", "_wants", "kernel", "numbers",
         "options", "programs",
     )  # fmt: skip
 
@@ -123,7 +133,7 @@ class Launch:
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
         self._layouts, self.numbers = tuple(layouts), tuple(numbers)
-        self._rows: list[Any] | None = None  # of a resized one, what its layouts will have, if someone asks for them
+        self._places: tuple[Any, ...] | None = None  # of a resized one, what its layouts will have, if someone asks
         self._records = any(isinstance(x, Record) for x in self._layouts)
         self._family: _Family | None = None
         self._wants: tuple | None = None
@@ -133,29 +143,42 @@ class Launch:
 
     @property
     def layouts(self) -> tuple[Any, ...]:
-        if self._rows is not None:
-            pairs = zip(self._layouts, self._rows, strict=True)
-            self._layouts = tuple([x if row is None else placed(x, row) for x, row in pairs])
-            self._rows = None
+        if self._places is not None and self._family is not None:
+            triples = zip(self._layouts, self._family.places or (), strict=True)
+            self._layouts = tuple([placed(x, places, self._places) for x, places in triples])
+            self._places = None
         return self._layouts
 
-    def resized(self, programs: int, places: Places, numbers: tuple[Any, ...]) -> Launch:
+    def resized(
+        self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...]
+    ) -> Launch | _Short:  # fmt: skip
         """The same for other sizes: tensors lie elsewhere, and integers differ among those numbers that are no
         constants.
 
-        places: of each layout, None where it stays as it is. Of their strides those are 1, or multiples of 16, that
-        were before, and all numbers are of 32 bits where they were.
+        given: how tensors lie, `place` after `place`, and `ENDS`; places: of each layout where its tensor's begins, the
+        same each time, None where a layout stays as it is. Of their strides those are 1, or multiples of 16, that were
+        before, which axes are of size 1 stays, and all numbers are of 32 bits where they were.
         """
         family = self._family
         if family is None:
             family = self._family = _Family(self)
+        if family.places is None:
+            family.place(places, given)
+        short = family.short.get(family.codes(numbers))
+        if short is None:
+            return self._resized(programs, given, numbers)
+        if short.origin is None:
+            short.origin = self, given
+            short.shared.place(family.places)
+        return short.resized(programs, given, numbers)
+
+    def _resized(self, programs: int, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
+        family = self._family
+        assert family is not None
         new = object.__new__(Launch)
         new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, family
-        new.programs, new.numbers, new._layouts = programs, numbers, family.layouts
-        new._rows = rows = family.rows(places)
-        new._wants, new._aligned, new._compiled = None, (), None
-        short = family.short.get(family.codes(numbers))
-        new._short = None if short is None else short.resized(programs, rows, numbers)
+        new.programs, new.numbers, new._layouts, new._places = programs, numbers, family.layouts, given
+        new._wants, new._aligned, new._compiled, new._short = None, (), None, None
         return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -221,6 +244,29 @@ class Launch:
                     self._family.short.setdefault(self._family.codes(self.numbers), self._short)
 
 
+def resized_launches(
+    bases: Sequence[tuple[Launch, Places]], made: dict[tuple, list[Any]], kind: tuple, given: tuple[Any, ...],
+    sizes: Sequence[tuple[int, tuple[Any, ...]]],
+) -> list[Any]:  # fmt: skip
+    """`Launch.resized` of all launches of a pass, each with its places; sizes: programs and numbers of each.
+
+    made: those that were made of the same, by ``kind``, in which `kinds` of all integers are that differ.
+    """
+    known = made.get(kind)
+    if known is not None:
+        return [x.resized(programs, given, numbers) for x, (programs, numbers) in zip(known, sizes, strict=True)]
+    triples = zip(bases, sizes, strict=True)
+    found = [x.resized(programs, places, given, numbers) for (x, places), (programs, numbers) in triples]
+    if all(isinstance(x, _Short) for x in found):
+        made[kind] = found
+    return found
+
+
+def kinds(integers: Sequence[int]) -> tuple[int, ...]:
+    """Of each integer of 32 bits what Triton looks at: whether it is 1, and whether 16 divides it."""
+    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+
+
 class _Family:
     """What a launch and those that are resized from it have in common: all that they want but their integers.
 
@@ -250,29 +296,15 @@ class _Family:
                 elif members:
                     self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
         self.layouts = layouts
-        self._strided = [n for n, x in enumerate(layouts) if isinstance(x, Strided)]
-        self._boxed = [n for n, x in enumerate(layouts) if not isinstance(x, (Strided, Record)) and x is not POINTER]
-        self._records = [n for n, x in enumerate(layouts) if isinstance(x, Record)]
+        self.places: list[Any] | None = None  # see `place`
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
         wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
         self.number = _families.setdefault(wants, len(_families))
         self.short: dict[tuple[int, ...], _Short] = {}
 
-    def rows(self, places: Any) -> list[Any]:
-        """By layout, where there is a place: strides of a `Strided`, a descriptor's shape and strides."""
-        rows: list[Any] = [None] * len(self.layouts)
-        for n in self._strided:
-            place = places[n]
-            if place is not None:
-                rows[n] = place.row() if 1 in place[0] else place[1]
-        for n in self._boxed:
-            place = places[n]
-            if place is not None:
-                rows[n] = place.box() if 1 in place[0] else place[:2]
-        for n in self._records:
-            if places[n] is not None:
-                rows[n] = [None if x is None else x.row() for x in places[n]]
-        return rows
+    def place(self, places: Places, given: Sequence[Any]) -> None:
+        """Say where layouts of resized ones begin; see `Launch.resized`."""
+        self.places = [places_of(x, begin, given) for x, begin in zip(self.layouts, places, strict=True)]
 
     def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
         """`_codes` of the integers among a launch's numbers."""
@@ -293,7 +325,7 @@ def _codes(integers: Sequence[int]) -> tuple[int, ...]:
     """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
     if integers and (max(integers) >= 2**31 or min(integers) < -(2**31)):
         return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
-    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+    return kinds(integers)
 
 
 def _kind(x: Any) -> Any:
@@ -383,160 +415,175 @@ class _Short:
     """Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
 
     The arguments are those that Triton's Python hands to it: an address for a pointer, a descriptor followed by its
-    shape and strides, any object for what was compiled in.
+    shape and strides, any object for what was compiled in. In the place of a tensor by pointer its strides wait for the
+    address; in that of a record those of its members.
     """
 
-    __slots__ = (
-        "_arguments",
-        "_descriptors",
-        "_device",
-        "_kernel",
-        "_launch",
-        "_places",
-        "_pointers",
-        "_programs",
-        "_records",
-        "_stream_of",
-        "_strided",
-    )  # fmt: skip
+    __slots__ = ("_arguments", "_descriptors", "_programs", "_whole", "origin", "shared")
 
     def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
-        # Each: its place in the arguments, which tensor it is, its `_mask`, and what else it takes.
-        self._pointers: list[tuple[int, int, int]] = []
-        self._strided: list[tuple[int, int, int, Sequence[int]]] = []
-        self._descriptors: list[tuple[int, int, _Descriptors]] = []
-        # Each: its place, and of its members which tensor, if any, the mask, and what goes with the address.
-        self._records: list[tuple[int, list[tuple[int | None, int, Any]]]] = []
+        shared = self.shared = _Shared(compiled, len(launch.numbers))
         arguments: list[Any] = []
         metadata = iter(compiled.metadata.tensordesc_meta or ())
         given = enumerate(tensors)
-        strided_layouts, descriptor_layouts, record_layouts = [], [], []
         for which, layout in enumerate(launch.layouts):
             at = len(arguments)
+            shared.places.append((which, at))
             if isinstance(layout, Record):
                 members = [(*next(given), of) for of in layout.layouts]
-                arguments.append(None)
-                self._records.append((at, [
-                    (None if x is None else n, _mask(x), None if of is POINTER else of[1:]) for n, x, of in members
-                ]))  # fmt: skip
-                record_layouts.append(which)
+                arguments.append(tuple([None if of is POINTER else of[1:] for _, _, of in members]))
+                shared.records.append((at, [(None if x is None else n, _mask(x)) for n, x, _ in members]))
                 continue
             n, x = next(given)
-            mask = _mask(x)
             if isinstance(layout, Strided):
-                arguments.append(layout)
+                arguments.append(layout if x is None else layout[1:])
                 if x is not None:
-                    self._strided.append((at, n, mask, layout[1:]))
-                    strided_layouts.append(which)
+                    shared.strided.append((at, n, _mask(x)))
             elif layout is POINTER:
                 arguments.append(None)
                 if x is not None:
-                    self._pointers.append((at, n, mask))
+                    shared.pointers.append((at, n, _mask(x)))
             else:
                 arguments += [None, *layout.shape, *layout.strides]
-                self._descriptors.append((at, n, _Descriptors(layout, next(metadata))))
-                descriptor_layouts.append(which)
-        self._places = strided_layouts, descriptor_layouts, record_layouts  # which layouts these are
+                shared.descriptors.append((at, n, len(shared.descriptors)))
+                shared.boxes.append(_Box.of(layout, next(metadata), at))
         self._arguments = [*arguments, *launch.numbers]
-        run = compiled.run
-        self._launch = run.launch
-        if self._descriptors:  # then it is a function around the launcher, which makes descriptors
-            self._launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
         self._programs = launch.programs
-        self._device, self._stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-        no_scratch, no_hooks = (None, None), (None, None, None)
-        self._kernel = (
-            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, compiled.packed_metadata,
-            *no_hooks,
-        )  # fmt: skip
+        self._descriptors: dict[int, Any] = {}  # those of the addresses seen last, by these and which one it is
+        self.origin: tuple[Launch, tuple[Any, ...]] | None = None  # of which it is resized, and how its tensors lie
+        self._whole: Launch | None = None
 
-    def resized(self, programs: int, rows: Sequence[Any], numbers: tuple[Any, ...]) -> _Short:
+    def resized(self, programs: int, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> _Short:
         """Of a launch that wants the same kernel; see `Launch.resized`."""
         new = object.__new__(_Short)
-        new._programs, new._places = programs, self._places
-        new._launch, new._kernel = self._launch, self._kernel
-        new._device, new._stream_of = self._device, self._stream_of
-        new._pointers, new._records = self._pointers, self._records
-        strided, descriptors, records = self._places
-        new._arguments = arguments = self._arguments[: -len(numbers)]
-        arguments += numbers
-        new._strided = found = self._strided.copy()
-        for i, which in enumerate(strided):
-            row = rows[which]
-            if row is not None:
-                at, n, mask, _ = found[i]
-                found[i] = at, n, mask, row
-        new._descriptors = boxes = self._descriptors.copy()
-        for i, which in enumerate(descriptors):
-            box = rows[which]
-            if box is not None:
-                at, n, kept = boxes[i]
-                shape, strides = box
-                arguments[at + 1 : at + 1 + 2 * len(shape)] = *shape, *strides
-                boxes[i] = at, n, kept.resized(shape, strides)
-        if records:
-            new._records = [
-                (at, members if rows[which] is None else [
-                    (place, mask, old if row is None else row)
-                    for (place, mask, old), row in zip(members, rows[which], strict=True)
-                ])
-                for (at, members), which in zip(self._records, records, strict=True)
-            ]  # fmt: skip
+        shared = new.shared = self.shared
+        new._programs, new._descriptors, new._whole = programs, {}, None
+        new.origin = self.origin[0], given  # type: ignore[index]
+        new._arguments = arguments = self._arguments.copy()
+        for begin, end, pick in shared.spans:
+            arguments[begin:end] = pick(given)
+        for at, pick in shared.rows:
+            arguments[at] = pick(given)
+        for at, picks in shared.members:
+            rows = zip(arguments[at], picks, strict=True)
+            arguments[at] = tuple([row if pick is None else pick(given) for row, pick in rows])
+        arguments[shared.numbers :] = numbers
         return new
+
+    def whole(self) -> Launch:
+        """Of a resized one: for launches that hooks watch, and addresses that the kernel was not compiled for."""
+        if self._whole is None:
+            assert self.origin is not None
+            base, given = self.origin
+            self._whole = base._resized(self._programs, given, tuple(self._arguments[self.shared.numbers :]))
+        return self._whole
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if _watched() or not self.launch(tensors):
+            self.whole()(*tensors)
 
     def launch(self, tensors: Sequence[Any]) -> bool:
         """False, and nothing done, where the kernel was compiled for another alignment."""
+        shared, kept = self.shared, self._descriptors
         arguments, odd = self._arguments.copy(), 0
-        for at, n, kept in self._descriptors:
-            address = tensors[n].data_ptr()
-            arguments[at] = kept.by_address.get(address) or kept.make(tensors[n], address)
-        for at, n, mask, strides in self._strided:
+        for at, n, which in shared.descriptors:
+            address = tensors[n].data_ptr()  # a multiple of 16, or no descriptor can be made
+            arguments[at] = kept.get(address + which) or self._describe(which, tensors[n], address)
+        for at, n, mask in shared.strided:
             address = tensors[n].data_ptr()
             odd |= address & mask
-            arguments[at] = (address, *strides)
-        for at, n, mask in self._pointers:
+            arguments[at] = (address, *arguments[at])
+        for at, n, mask in shared.pointers:
             arguments[at] = address = tensors[n].data_ptr()
             odd |= address & mask
-        for at, members in self._records:
+        for at, members in shared.records:
             found: list[Any] = []
-            for place, mask, strides in members:
-                begin = None if place is None else tensors[place].data_ptr()
+            for (n, mask), strides in zip(members, arguments[at], strict=True):
+                begin = None if n is None else tensors[n].data_ptr()
                 odd |= (begin or 0) & mask
                 found.append(begin if strides is None else (begin, *strides))
             arguments[at] = tuple(found)
         if odd:
             return False
-        self._launch(self._programs, 1, 1, self._stream_of(self._device), *self._kernel, *arguments)
+        shared.launch(self._programs, 1, 1, shared.stream_of(shared.device), *shared.kernel, *arguments)
         return True
 
-
-class _Descriptors:
-    """The TMA descriptors of one argument: they hold an address, and else only its layout."""
-
-    __slots__ = ("_box", "_fill", "_padding", "_shape", "_strides", "by_address")
-
-    def __init__(self, layout: Any, metadata: Any) -> None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        m = metadata
-        self.by_address: dict[int, Any] = {}
-        self._fill = driver.active.utils.fill_tma_descriptor
-        self._box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
-        self._shape, self._strides = layout.shape, layout.strides
-        self._padding = 1 if layout.padding == "nan" else 0
-
-    def resized(self, shape: Sequence[int], strides: Sequence[int]) -> _Descriptors:
-        new = object.__new__(_Descriptors)
-        new._fill, new._box, new._padding, new.by_address = self._fill, self._box, self._padding, {}
-        new._shape, new._strides = shape, strides
-        return new
-
-    def make(self, x: Tensor, address: int) -> Any:
-        """As Triton 3.6's make_tensordesc_arg does."""
+    def _describe(self, which: int, x: Tensor, address: int) -> Any:
+        """A TMA descriptor, which holds an address and else only a layout, as Triton 3.6's make_tensordesc_arg makes
+        it."""
         if not _thread.bound:
             _bind_context((x,))
-        descriptor = self._fill(address, *self._box, self._shape, self._strides, self._padding)
-        if len(self.by_address) >= _ADDRESSES:
-            self.by_address.clear()
-        self.by_address[address] = descriptor
+        box, padding, begin, middle, end = self.shared.boxes[which]
+        shape, strides = self._arguments[begin:middle], self._arguments[middle:end]
+        descriptor = self.shared.fill(address, *box, shape, strides, padding)
+        if len(self._descriptors) >= _ADDRESSES:
+            self._descriptors.clear()
+        self._descriptors[address + which] = descriptor
         return descriptor
+
+
+class _Box(NamedTuple):
+    """Of a descriptor what does not depend on sizes, and from where to where its shape and strides stand."""
+
+    box: tuple[Any, ...]
+    padding: int
+    begin: int
+    middle: int
+    end: int
+
+    @classmethod
+    def of(cls, layout: Any, metadata: Any, at: int) -> _Box:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        m, axes = metadata, len(layout.shape)
+        box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
+        return cls(box, 1 if layout.padding == "nan" else 0, at + 1, at + 1 + axes, at + 1 + 2 * axes)
+
+
+class _Shared:
+    """What launches of one kernel share: the kernel, and which arguments tensors and their layouts are."""
+
+    def __init__(self, compiled: CompiledKernel, numbers: int) -> None:
+        self.numbers = -numbers  # where they begin, from the end
+        # Each: its place in the arguments, which tensor it is, and its `_mask`; of a descriptor, the how manieth.
+        self.pointers: list[tuple[int, int, int]] = []
+        self.strided: list[tuple[int, int, int]] = []
+        self.descriptors: list[tuple[int, int, int]] = []
+        # Each: its place, and of its members which tensor, if any, and the mask.
+        self.records: list[tuple[int, list[tuple[int | None, int]]]] = []
+        self.boxes: list[_Box] = []
+        self.places: list[tuple[int, int]] = []  # which layout, and its place in the arguments
+        # What a resized one is filled by: arguments from .. to .., or one argument, or of a record each member, and
+        # what finds its numbers.
+        self.spans: list[tuple[int, int, Callable[..., Any]]] = []
+        self.rows: list[tuple[int, Callable[..., Any]]] = []
+        self.members: list[tuple[int, list[Callable[..., Any] | None]]] = []
+        run = compiled.run
+        self.fill = driver.active.utils.fill_tma_descriptor if compiled.metadata.tensordesc_meta else None
+        self.launch = run.launch
+        if compiled.metadata.tensordesc_meta:  # then it is a function around the launcher, which makes descriptors
+            self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+        self.device, self.stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+        no_scratch, no_hooks = (None, None), (None, None, None)
+        self.kernel = (
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, compiled.packed_metadata,
+            *no_hooks,
+        )  # fmt: skip
+
+    def place(self, places: list[Any]) -> None:
+        """Say how resized ones are filled; places: by layout, see `places_of`."""
+        spans: list[tuple[int, Indices]] = []
+        boxes = {at for at, *_ in self.descriptors}
+        for which, at in self.places:
+            found = places[which]
+            if found is None:
+                continue
+            if isinstance(found, list):
+                self.members.append((at, [None if x is None else itemgetter(*x) for x in found]))
+            elif at not in boxes:
+                self.rows.append((at, itemgetter(*found)))
+            elif spans and spans[-1][0] + len(spans[-1][1]) == at:
+                spans[-1] = spans[-1][0], joined(spans[-1][1], found)
+            else:
+                spans.append((at + 1, found))
+        self.spans = [(begin, begin + len(found), itemgetter(*found)) for begin, found in spans]

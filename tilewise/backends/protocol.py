@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tilewise.problem import Problem
+from tilewise.problem import Operand, Problem
 from tilewise.score.lengths import NO_LENGTHS, Lengths
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS, Parts
+from tilewise.score.terms import Band
 from tilewise.score.tile_tensors import NO_TILES, TileTensors
 
 Pass = Literal["forward", "backward"]
@@ -110,6 +111,39 @@ class Gradients(NamedTuple):
     toeplitz: Tensor | None = None
 
 
+class Structure(NamedTuple):
+    """A call apart from its lengths, see `tilewise.structure`, and what those decide.
+
+    key: equal for all calls of a structure. layouts: shape and strides of q, k and v, which have been read for the key;
+    then those of a backward's o, LSE, and their cotangents, of which that of the LSE may be missing.
+    """
+
+    key: tuple
+    queries: int
+    keys: int
+    layouts: tuple[tuple[int, ...], ...]
+
+
+def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: int | None) -> Problem:
+    """Of another call of the same structure, without the checks that it passes as that one did. lo, hi: its band."""
+    M, N = structure.queries, structure.keys
+    score = problem.score
+    if (score.band.lo, score.band.hi) != (lo, hi):
+        score = object.__new__(type(score))
+        score.__dict__.update(problem.score.__dict__, band=Band(lo, hi))
+    copy = object.__new__(Problem)
+    copy.__dict__.update(problem.__dict__, queries=M, keys=N, score=score)
+    for name in ("bias", "mask"):
+        x: Operand | None = getattr(problem, name)
+        if x is not None:
+            whole = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, x.cols if x.cols == 1 else N)
+            copy.__dict__[name] = whole
+    if problem.sink is not None:
+        x = problem.sink
+        copy.__dict__["sink"] = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, 1)
+    return copy
+
+
 Forward = Callable[[Inputs], Outputs]
 Backward = Callable[[Inputs, Outputs, Outputs], Gradients]  # of inputs, outputs and their cotangents
 
@@ -125,8 +159,8 @@ class Backend(Protocol):
 
     What it returns serves all tensors of the same layout, and its caller keeps it by that: shape, dtype, strides,
     device, and address modulo 16. Gradients that nobody needs are None. It may be ``resizable``: then its
-    ``resized(problem, ...)``, with the tensors as prepare takes them, serves another layout of the same
-    `tilewise.structure`, or is None where that one must be prepared.
+    ``resized(structure, lo, hi, ...)``, with the tensors as prepare takes them, serves another call of the same
+    `Structure`, whose band has these limits, or is None where that one must be prepared.
     """
 
     prepare: Mapping[Pass, Callable[..., Callable[..., Any]]]

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 
 from tilewise.score import dropout, tiles
-from tilewise.score.terms import START, Band, Score
+from tilewise.score.terms import START, Score
 
 T = TypeVar("T", bound=tuple)
 
@@ -100,11 +100,8 @@ def score_numbers(score: Score) -> dict[str, Any]:
     }
 
 
-def limited(terms: T, band: Band) -> T:
-    """The `Terms` of a backend with the limits of another band, which has the same ends."""
-    if band.unlimited:
-        return terms
-    lo, hi = tiles.limits(band)
+def limited(terms: T, lo: int, hi: int) -> T:
+    """The `Terms` of a backend with other limits, as `tiles.clipped` gives them, of a band that has the same ends."""
     at = type(terms)._fields.index("lo")  # type: ignore[attr-defined]
     return tuple.__new__(type(terms), (*terms[:at], lo, hi, *terms[at + 2 :]))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
-from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of, shift_of
+from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.score.integers import larger
 from tilewise.score.relative import Relative, hidden_band, window
@@ -90,9 +90,9 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
         band = band.both(hidden_band(relative))
     if not terms:
         return Slots(**found, band=band)
-    far = _far(toeplitz[0], terms[0], M, N)
-    for x, relative in zip(toeplitz[1:], terms[1:], strict=True):
-        far = far.both(_far(x, relative, M, N))
+    far = _far(toeplitz[0], M, N)
+    for x in toeplitz[1:]:
+        far = far.both(_far(x, M, N))
     return Slots(**found, toeplitz=toeplitz_sum(terms, sizes), band=band, far=far)
 
 
@@ -138,16 +138,9 @@ def _four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def _far(term: RelativeBias | T5Bias | Alibi, relative: Relative, M: int, N: int) -> Far:
-    """Of one Toeplitz term, and what it has for a call."""
-    known, shift = shift_of(term, M, N)
-    distances = relative.distances
-    if shift is not None or relative.buckets is not None:
-        return Far(-M, N)
-    if isinstance(term, Alibi):
-        return Far(-known, -known, linear=True)
-    beyond = 0 if distances.outside == "clamp" else 1
-    return Far(distances.lo - beyond, distances.hi + beyond)
+def _far(term: RelativeBias | T5Bias | Alibi, M: int, N: int) -> Far:
+    """Of one Toeplitz term for a call; where the device alone knows its positions, no distance is far."""
+    return term.far(M, N) or Far(-M, N)
 
 
 def toeplitz_sum(terms: list[Relative], sizes: Sizes) -> Relative:

@@ -28,7 +28,7 @@ from tilewise.bias.terms import (
     wide,
 )
 from tilewise.score.relative import Relative, gather
-from tilewise.score.terms import Distances, Outside
+from tilewise.score.terms import Distances, Far, Outside
 from tilewise.tensors import check_tensor
 
 # Elements to a row of 16 bytes in 16 bits, which autocast may make of any dtype.
@@ -124,6 +124,14 @@ class RelativeBias(Term):
         """`relative` of a single row, in float32 (float64)."""
         relative = self.relative(M, N, on="none")
         return relative._replace(values=wide(relative.values))
+
+    def far(self, M: int, N: int) -> Far | None:
+        """Where a single row for all needs no values; None where nobody knows it on the host."""
+        relative = self.relative(M, N, on="none")
+        if relative.shift is not None or relative.buckets is not None:
+            return None
+        beyond = 0 if self.outside == "clamp" else 1
+        return Far(relative.distances.lo - beyond, relative.distances.hi + beyond)
 
     def dense(self, sizes: Sizes) -> Tensor:
         relative = self.relative(sizes.M, sizes.N)

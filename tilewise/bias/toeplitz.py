@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.bias.autograd import is_node, vector_of
 from tilewise.bias.buckets import t5_buckets
 from tilewise.bias.constants import constant
 from tilewise.bias.terms import (
@@ -38,8 +39,138 @@ from tilewise.bias.terms import (
     wide,
 )
 from tilewise.score.integers import larger
-from tilewise.score.relative import Relative
-from tilewise.score.terms import Distances
+from tilewise.score.relative import Relative, overlap, window
+from tilewise.score.terms import Distances, Far
+
+
+class T5Rule(NamedTuple):
+    """How T5's vector follows from the table: a `autograd.Rule`.
+
+    Beyond ``last`` distances on either side one bucket goes on, of keys after the query in one that is not
+    bidirectional from 0 on.
+    """
+
+    buckets: int
+    bidirectional: bool
+    max_distance: int
+
+    @property
+    def most(self) -> int:
+        """A distance from which on all have the last bucket; `t5_buckets` may round by one, and two are allowed for."""
+        buckets = self.buckets // (2 if self.bidirectional else 1)
+        exact = buckets // 2
+        last = exact * (self.max_distance / exact) ** ((buckets - 1 - exact) / (buckets - exact))
+        return min(self.max_distance, math.ceil(last) + 2)
+
+    @property
+    def distances(self) -> Distances:
+        """Those that have a row of their own."""
+        most = self.most
+        return Distances("none", -most, most + (most if self.bidirectional else 0) + 1, outside="clamp")
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The row of the table for each distance."""
+        return t5_buckets(
+            distance, buckets=self.buckets, bidirectional=self.bidirectional, max_distance=self.max_distance
+        )
+
+    def rows(self, device: torch.device) -> Tensor:
+        """Those of `distances`, int64."""
+
+        def make() -> Tensor:
+            own = self.distances
+            return self.bucket(torch.arange(own.lo, own.hi + 1, device=device))
+
+        return constant(("t5", *self), device, make)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """(buckets, 2) int32: the first distance of each and the one after its last, which may be as good as infinite;
+        of a bucket without any they are the wrong way round."""
+
+        def make() -> Tensor:
+            rows, own = self.rows(device), self.distances
+            place = torch.arange(own.count, device=device)
+            has = rows == torch.arange(self.buckets, device=device)[:, None]
+            begin = torch.where(has, place, own.count).amin(1)
+            end = torch.where(has, place + 1, 0).amax(1)
+            begin = torch.where(begin == 0, -_INFINITE, begin + own.lo)
+            end = torch.where(end == own.count, _INFINITE, end + own.lo)
+            return torch.stack([begin, end], 1).to(torch.int32)
+
+        return constant(("t5 bounds", *self), device, make)
+
+    def composed(self, x: Tensor, first: int, width: int) -> Tensor:
+        values = _rows_of(wide(x), self.rows(x.device)).mT[None, :, None]
+        return window(Relative(values, self.distances), first, width)
+
+    def vector(self, x: Tensor, first: int, width: int) -> Tensor:
+        from tilewise.backends.vectors import table_vector
+
+        rows = self.rows(x.device)
+        count = rows.shape[0]
+        return table_vector(x, rows, -(count // 2) if self.bidirectional else 1 - count, first, width)
+
+    def gradient(self, gradient: Tensor, first: int, x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            from tilewise.backends.vectors import table_gradient
+
+            return table_gradient(gradient, self.bounds(x.device), first, x)
+        flat, rows = gradient[0, :, 0].mT, self.rows(x.device)
+        left, start, middle, _ = overlap(self.distances, first, flat.shape[0])
+        below, inside, above = flat.tensor_split((left, left + middle))
+        found = flat.new_zeros(x.shape).index_add_(0, rows[start : start + middle], inside)
+        # One bucket each, whose numbers are not added one by one.
+        most = self.buckets // 2 if self.bidirectional else self.buckets
+        for beyond, row in ((below, most - 1), (above, 2 * most - 1 if self.bidirectional else 0)):
+            if beyond.shape[0] > 0:
+                found[row] += beyond.sum(0)
+        return found.to(x.dtype)
+
+
+_INFINITE = 2**30  # no call has such a distance
+
+
+class AlibiRule(NamedTuple):
+    """The same of ALiBi's from slopes (B|1, H|1, 1, 1)."""
+
+    form: Literal["absolute", "signed"]
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        """What a slope is multiplied with."""
+        return distance if self.form == "signed" else -distance.abs()
+
+    def factors(self, first: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return constant(
+            ("alibi", first, width, self.form, dtype), device,
+            lambda: self.of_distance(first + torch.arange(width, device=device)).to(dtype),
+        )  # fmt: skip
+
+    def composed(self, x: Tensor, first: int, width: int) -> Tensor:
+        slopes = wide(_slopes_of_rows(x))
+        return slopes * self.factors(first, width, x.device, slopes.dtype)
+
+    def vector(self, x: Tensor, first: int, width: int) -> Tensor:
+        from tilewise.backends.vectors import slopes_vector
+
+        return slopes_vector(_two(x), first, width, self.form == "signed")
+
+    def gradient(self, gradient: Tensor, first: int, x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            from tilewise.backends.vectors import slopes_gradient
+
+            return slopes_gradient(gradient, first, _two(x), self.form == "signed").view(x.shape)
+        factors = self.factors(first, gradient.shape[3], x.device, gradient.dtype)
+        return (gradient * factors).sum(3).view(x.shape).to(x.dtype)
+
+
+def _two(slopes: Tensor) -> Tensor:
+    """(B|1, H|1)."""
+    return slopes if slopes.dim() == 2 else slopes[None]
+
+
+def _slopes_of_rows(slopes: Tensor) -> Tensor:
+    """(B|1, H|1, 1, 1)."""
+    return _two(slopes)[:, :, None, None]
 
 
 @pytree_node
@@ -77,29 +208,35 @@ class T5Bias(Term):
         check_starts(self, sizes.B)
         check_device(self, device)
 
+    @property
+    def of(self) -> Tensor:
+        """What the vector is made of."""
+        return self.table
+
+    @property
+    def rule(self) -> T5Rule:
+        return T5Rule(self.table.shape[0], self.bidirectional, self.max_distance)
+
     def buckets(self, distance: Tensor) -> Tensor:
         """The row of the table for each distance."""
-        return t5_buckets(
-            distance, buckets=self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
-        )
+        return self.rule.bucket(distance)
 
     def toeplitz(self, M: int, N: int) -> Relative:
-        """One row a head for the distances beyond which, on either side, one bucket goes on."""
-        most = self._last_change()
-        last = most if self.bidirectional else 0
-        device = self.table.device
-        key = ("t5", self.table.shape[0], self.bidirectional, self.max_distance)
-        rows = constant(key, device, lambda: self.buckets(torch.arange(-most, last + 1, device=device)))
-        values = _rows_of(wide(self.table), rows).mT[None, :, None]
+        """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already; or, where the device alone
+        knows positions or operations are looked at one by one, for the distances with a bucket of their own."""
+        rule = self.rule
         known, shift = shift_of(self, M, N)
-        return Relative(values, Distances("none", -most - known, most + last + 1, outside="clamp"), shift)
+        if shift is None and is_node(self.table) and M + N > 1:
+            vector = vector_of(rule, self.table, 1 - M + known, M + N - 1)
+            return Relative(vector, Distances("none", 1 - M, M + N - 1))
+        values = _rows_of(wide(self.table), rule.rows(self.table.device)).mT[None, :, None]
+        own = rule.distances
+        return Relative(values, Distances("none", own.lo - known, own.count, outside="clamp"), shift)
 
-    def _last_change(self) -> int:
-        """A distance from which on all have the last bucket; `t5_buckets` may round by one, and two are allowed for."""
-        buckets = self.table.shape[0] // (2 if self.bidirectional else 1)
-        exact = buckets // 2
-        last = exact * (self.max_distance / exact) ** ((buckets - 1 - exact) / (buckets - exact))
-        return min(self.max_distance, math.ceil(last) + 2)
+    def far(self, M: int, N: int) -> Far | None:
+        known, shift = shift_of(self, M, N)
+        own = self.rule.distances
+        return None if shift is not None else Far(own.lo - known, own.hi - known)
 
     def dense(self, sizes: Sizes) -> Tensor:
         distance = distances_of(self, sizes.M, sizes.N, self.table.device)[:, 0]
@@ -143,30 +280,37 @@ class Alibi(Term):
         check_starts(self, sizes.B)
         check_device(self, device)
 
+    @property
+    def of(self) -> Tensor:
+        """What the vector is made of."""
+        return self.slopes
+
+    @property
+    def rule(self) -> AlibiRule:
+        return AlibiRule(self.form)
+
     def toeplitz(self, M: int, N: int) -> Relative:
         """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already."""
         known, shift = shift_of(self, M, N)
-        width = larger(M + N - 1, 0)
-        slopes = wide(self._four())
-        first, device = 1 - M + known, slopes.device
-        if shift is None:
-            key = ("alibi", first, width, self.form, slopes.dtype)
-            signed = constant(key, device, lambda: self._signed(first + torch.arange(width, device=device)).to(slopes))
+        width, rule = larger(M + N - 1, 0), self.rule
+        first = 1 - M + known
+        if shift is None and is_node(self.slopes) and M + N > 1:
+            vector = vector_of(rule, self.slopes, first, width)
+        elif shift is None:
+            vector = rule.composed(self.slopes, first, width)
         else:
+            slopes, device = wide(_slopes_of_rows(self.slopes)), self.slopes.device
             distance = first + torch.arange(width, device=device) + shift.view(-1, 1, 1, 1)
-            signed = self._signed(distance).to(slopes.dtype)
-        return Relative(slopes * signed, Distances("none", 1 - M, width))
+            vector = slopes * rule.of_distance(distance).to(slopes.dtype)
+        return Relative(vector, Distances("none", 1 - M, width))
 
-    def _four(self) -> Tensor:
-        """The slopes (B|1, H|1, 1, 1)."""
-        slopes = self.slopes if self.slopes.dim() == 2 else self.slopes[None]
-        return slopes[:, :, None, None]
-
-    def _signed(self, distance: Tensor) -> Tensor:
-        return distance if self.form == "signed" else -distance.abs()
+    def far(self, M: int, N: int) -> Far | None:
+        known, shift = shift_of(self, M, N)
+        return None if shift is not None else Far(-known, -known, linear=True)
 
     def dense(self, sizes: Sizes) -> Tensor:
-        return self._four().double() * self._signed(distances_of(self, sizes.M, sizes.N, self.slopes.device))
+        distance = distances_of(self, sizes.M, sizes.N, self.slopes.device)
+        return _slopes_of_rows(self.slopes).double() * self.rule.of_distance(distance)
 
     def __repr__(self) -> str:
         return f"Alibi({', '.join([summary(self.slopes), self.form, *start_words(self)])})"

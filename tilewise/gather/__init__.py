@@ -18,21 +18,22 @@ import torch
 from torch import Tensor
 
 from tilewise.autograd import attention_op
-from tilewise.backends import Inputs
+from tilewise.backends import Inputs, has_triton
 from tilewise.call import Call
 from tilewise.gather.autograd import gather_rows
-from tilewise.gather.intervals import mask_of_intervals
-from tilewise.ops.runtime.eager import in_forward_mode
+from tilewise.ops.runtime.eager import in_forward_mode, is_eager
 from tilewise.ops.runtime.tools import exports_onnx
 from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band
-from tilewise.score.tiles import visible_pairs
+from tilewise.score.tile_tensors import TileTensors
+from tilewise.score.tiles import limits, visible_pairs
 from tilewise.tensors import is_dtensor
-from tilewise.tile_mask import Kept
+from tilewise.tile_mask import Kept, TileMask
 
 # FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
 WORTH = {"cpu": 1e7, "cuda": 1e11}
 CHUNK = 128  # queries, and gathered keys, come in multiples of it: tiles of kernels
+SPAN = 1  # a chunk has so many times as many queries as each keeps keys
 
 
 class Gather(NamedTuple):
@@ -84,7 +85,7 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     if p.bias is not None and p.bias.axes != "cols":
         return "the bias is not one of keys alone"
     keep = min(kept.keep, N)
-    rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
+    rows = min(-(-SPAN * keep // CHUNK) * CHUNK, M) if kept.causal else M
     chunks = -(-M // rows)
     # So many that q is not padded, which is a copy, if there are such.
     chunks = next((n for n in range(chunks, 2 * chunks) if M % (n * CHUNK) == 0), chunks)
@@ -121,26 +122,39 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
     assert tiles is not None
     assert tiles.begins is not None
     assert tiles.ends is not None
-    (B, _, M, _), (chunks, rows, _, masked) = q.shape, gather
-    begins, ends = _in_band(tiles.begins, tiles.ends, score.band)
-    keys = _kept_keys(begins, ends, gather)
-    found = None
-    if masked:
-        keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
-        batch = 1 if chunks == 1 and keys.shape[0] == 1 else B
-        lo, hi = (x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to))
-        found = mask_of_intervals(lo, hi, rows).tensors
+    B, _, M, _ = q.shape
+    chunks = gather.chunks
+    keys, found = of_chunks(tiles.begins, tiles.ends, score.band, gather, B)
     if bias is not None:
         wide = bias if bias.dtype == torch.float64 else bias.float()  # parts of its gradient are not rounded
         own = wide.mT if chunks == 1 else wide.mT.expand(B, -1, -1, -1)
-        bias = gather_rows(own, keys, gather.chunks).mT
+        bias = gather_rows(keys, chunks, own)[0].mT
     if sink is not None and chunks > 1:
         sink = _sink_of_chunks(sink, B, M, gather)
-    compact = Inputs(
-        _split(q, gather), gather_rows(k, keys, chunks), gather_rows(v, keys, chunks), bias, None, sink, tiles=found
-    )
+    k, v = gather_rows(keys, chunks, k, v)
+    compact = Inputs(_split(q, gather), k, v, bias, None, sink, tiles=found)
     o, lse = attention_op(compact, replace(score, band=Band()), *call[2:], return_lse=return_lse)
     return _joined(o, B, M, gather), None if lse is None else _joined(lse, B, M, gather)
+
+
+def of_chunks(
+    begins: Tensor, ends: Tensor, band: Band, gather: Gather, batch: int
+) -> tuple[Tensor, TileTensors | None]:
+    """The keys of each chunk, (B|1, H|1, chunks, cols), N where there is none; and, if not every query sees them all, a
+    mask of these for chunks along the batch."""
+    chunks, rows, _, masked = gather
+    batch = 1 if chunks == 1 and begins.shape[0] == 1 else batch
+    if begins.is_cuda and is_eager((begins, ends)) and has_triton():
+        from tilewise.backends import kept_keys
+
+        return kept_keys.keys_of_chunks(begins, ends, limits(band), gather, batch)
+    begins, ends = _in_band(begins, ends, band)
+    keys = _kept_keys(begins, ends, gather)
+    if not masked:
+        return keys, None
+    keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
+    lo, hi = (x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to))
+    return keys, TileMask.from_intervals(lo, hi, rows).tensors
 
 
 def _in_band(begins: Tensor, ends: Tensor, band: Band) -> tuple[Tensor, Tensor]:
@@ -178,6 +192,7 @@ def _in_order(keys: Tensor, begins: Tensor, ends: Tensor, gather: Gather) -> tup
     seen_from, seen_to = (
         (x.expand(-1, -1, chunks, -1).gather(-1, at) - first).clamp(0, rows) for x in (begins, ends)
     )  # fmt: skip
+    seen_from = torch.where(keys < begins.shape[3], seen_from, 0)
     seen_to = torch.where(keys < begins.shape[3], seen_to, 0)
     rank = torch.where(seen_from == 0, rows - seen_to, rows + seen_from)
     rank = torch.where(seen_to > seen_from, rank, 2 * rows + 1)

@@ -7,19 +7,32 @@ has recipes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import attention
-from tilewise.autocast import autocast
+from tilewise.autocast import autocast, autocast_somewhere
 from tilewise.integrations.windows import Edges, Windows, banded
+from tilewise.ops.runtime.eager import is_eager
+from tilewise.ops.runtime.prepared import Prepared
+from tilewise.ops.runtime.tools import exports_onnx
+from tilewise.ops.windows import Geometry
+from tilewise.ops.windows.autograd import WINDOWS, eager_windows, layouts, windowed
+from tilewise.ops.windows.config import fits, rows_merge
+from tilewise.plan import check_backend
 from tilewise.problem import DTYPES, broadcasts, check_flag
-from tilewise.tensors import check_tensor
+from tilewise.score.terms import check_numbers
+from tilewise.tensors import check_tensor, is_dtensor
 
+if TYPE_CHECKING:
+    from tilewise.ops.windows.launch import Windowed
+
+_STRIDED = torch.strided
 _TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels
 
 
@@ -215,19 +228,24 @@ def window_pair_attention(
         edges: "clip": what a window has outside the sequence is hidden. "shift": a window that would reach out of the
             sequence is moved inside, so that it has k_block keys where N is not below that.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
-        backend: as for `tilewise.attention`.
+        backend: as for `tilewise.attention`. "triton" has the kernels of windows, which None takes on a GPU; "hopper"
+            is `tilewise.attention`'s.
 
     Returns:
         (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
 
-    Copies: k and v once, of which windows are overlapping views, or with "shift" each window; q where N is no multiple
-    of the blocks that are computed together, or where B is above 1 and its heads and lengths do not lie as (H, N). On a
-    GPU and with "clip" as many blocks as have 128 queries are one block to a kernel, and the bias is copied to where
-    that reads it: of blocks of 32 and 128 four, with 1.75 times the bias's numbers. Else the bias is read as it is, or
-    copied where N is no multiple of q_block. Where B is above 1 and the bias has not all heads or lies in memory with
-    them last, this is up to B calls; else one, in which a mask of each sequence is repeated for each head. In the
-    gradients of k and v overlapping windows are summed in float32 (float64 for float64 inputs) and in one order, of
-    numbers in q's dtype.
+    On a GPU this is one kernel each way, for blocks of up to 64 queries and windows of up to 256 keys and 32 KiB, in 16
+    bits or float32. It copies nothing but a bias whose blocks do not lie one behind the other, and adds up the gradients
+    of k and v, and of a shared bias, in float32 and in one order.
+
+    Else it is `tilewise.attention`, and there are copies: k and v once, of which windows are overlapping views, or with
+    "shift" each window; q where N is no multiple of the blocks that are computed together, or where B is above 1 and
+    its heads and lengths do not lie as (H, N). On a GPU and with "clip" as many blocks as have 128 queries are one
+    block to a kernel, and the bias is copied to where that reads it: of blocks of 32 and 128 four, with 1.75 times the
+    bias's numbers. Else the bias is read as it is, or copied where N is no multiple of q_block. Where B is above 1 and
+    the bias has not all heads or lies in memory with them last, this is up to B calls; else one, in which a mask of
+    each sequence is repeated for each head. In the gradients of k and v overlapping windows are summed in float32
+    (float64 for float64 inputs) and in one order, of numbers in q's dtype.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -235,6 +253,11 @@ def window_pair_attention(
     Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 7; of the computation
     `tilewise.attention`.
     """
+    tensors = (q, k, v, pair_bias, mask)
+    key = _usual_key(tensors, (q_block, k_block, edges, scale, backend))
+    known = None if key is None else _usual_windows.get(key)
+    if known is not None:  # like an earlier one, which was checked
+        return eager_windows(known[0], q, k, v, pair_bias, mask, known[1])
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check(name, x, (4,), "(B, heads, length, head_dim)")
         if x.shape[:3] != q.shape[:3]:
@@ -255,7 +278,12 @@ def window_pair_attention(
             raise TypeError(f"mask: dtype must be bool (True = visible), got {mask.dtype}")
         _check_windows("mask", mask, (B,), (N,))
         _check_device("mask", mask, "q", q)
+    check_numbers(dropout_p=0.0, scale=scale)
+    check_backend(backend)
     q, k, v = autocast(q, k, v)  # before windows repeat them
+    geometry = Geometry(q_block, k_block, edges == "shift")
+    if _by_windows(q, k, v, pair_bias, geometry, backend):
+        return _windowed(q, k, v, pair_bias, mask, geometry, scale, key)
     count = 1 if pair_bias is None else _blocks_together(windows, q.device)
     if pair_bias is not None and count > 1:
         # A mask that the bias cannot hold goes beside it.
@@ -270,6 +298,58 @@ def window_pair_attention(
     k, v = windows.of(k, v)
     o = _attention_of_windows(q, k, v, windows, pair_bias, seen, {"scale": scale, "backend": backend})
     return o if o.shape[2] == N else o[:, :, :N]
+
+
+# --- by kernels of windows ---
+
+# A call that differs from an earlier one in nothing but its numbers: its arguments that are no tensors, and the layouts
+# of those that are, lead to what computes it.
+_usual_windows: Prepared[tuple[Windowed, tuple]] = Prepared()
+_NUMBERS = (float, int, type(None))
+
+
+def _usual_key(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | None:
+    """Of an eager call of plain tensors without autocast, all that decides how it is computed but the numbers."""
+    q, k, v, bias, mask = tensors
+    q_block, k_block, edges, scale, backend = arguments
+    if not (
+        q is not None and k is not None and v is not None
+        # no bool, and no other type, that equals a number of an earlier call
+        and type(q_block) is type(k_block) is int and type(edges) is str and type(scale) in _NUMBERS
+        and (backend is None or type(backend) is str)
+        and is_eager(tensors) and not autocast_somewhere()
+        and q.layout is k.layout is v.layout is _STRIDED
+        and (bias is None or bias.layout is _STRIDED) and (mask is None or mask.layout is _STRIDED)
+    ):  # fmt: skip
+        return None
+    return (*layouts(tensors), arguments)
+
+
+def _by_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometry, backend: str | None) -> bool:
+    """Whether the kernels of windows compute a call: of a GPU's, or in Triton's interpreter."""
+    asked = backend == "triton" or (q.is_cuda and backend in (None, "auto"))
+    return asked and fits(q, k, v, bias, geometry) and not is_dtensor(q) and not exports_onnx()
+
+
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, geometry: Geometry,
+    scale: float | None, key: tuple | None,
+) -> Tensor:  # fmt: skip
+    """By one launch each way. key: under which to remember how, see `_usual_key`."""
+    numbers = (1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale), *geometry)
+    if bias is not None and not rows_merge(bias):
+        bias, key = bias.contiguous(), None
+    tensors = (q, k, v, bias, mask)
+    if not is_eager(tensors):
+        o: Tensor = WINDOWS.watched(*tensors, *numbers)[0]
+        return o
+    run = windowed(*tensors, *numbers)
+    if key is not None:
+        _usual_windows.keep(key, (run, numbers))
+    return eager_windows(run, *tensors, numbers)
+
+
+# --- by `tilewise.attention` ---
 
 
 def _blocks_together(windows: Windows, device: torch.device) -> int:

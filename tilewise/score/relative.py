@@ -111,11 +111,14 @@ def window(relative: Relative, first: int, width: int) -> Tensor:
         if distances.outside == "clamp":
             return taken
         return torch.where(inside, taken, 0.0 if distances.outside == "zero" else -torch.inf)
-    left, start, middle, right = _overlap(distances, first, width)
-    inner = values.narrow(-1, start, middle)
+    left, start, middle, right = overlap(distances, first, width)
+    none_beyond = isinstance(left, int) and isinstance(right, int) and left == right == 0
+    # All of them as they are: a part's gradient would be copied into zeros.
+    whole = none_beyond and isinstance(middle, int) and middle == values.shape[-1]
+    inner = values if whole else values.narrow(-1, start, middle)
     if distances.reverse:
         inner = inner.flip(-1)
-    if isinstance(left, int) and isinstance(right, int) and left == right == 0:
+    if none_beyond:
         return inner
     return torch.cat([_beyond(relative, False, left), inner, _beyond(relative, True, right)], -1)
 
@@ -138,7 +141,7 @@ def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first:
         accumulator.add_(summed.sum_to_size(accumulator.shape))
         return
     gradient = gradient.sum_to_size(*accumulator.shape[:-1], width)
-    left, start, middle, right = _overlap(distances, first, width)
+    left, start, middle, right = overlap(distances, first, width)
     parts = gradient.split([left, middle, right], -1)
     inner = parts[1].flip(-1) if distances.reverse else parts[1]
     accumulator.narrow(-1, start, middle).add_(inner)
@@ -147,7 +150,7 @@ def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first:
             accumulator.narrow(-1, _end(relative, high), 1).add_(part.sum(-1, keepdim=True))
 
 
-def _overlap(distances: Distances, least: int, width: int) -> tuple[int, int, int, int]:
+def overlap(distances: Distances, least: int, width: int) -> tuple[int, int, int, int]:
     """Of ``width`` distances from ``least`` on: how many lie below those with an entry, the first entry of those inside
     and their number, how many lie above. Of integers that a compiler may not know yet."""
     left = smaller(larger(distances.lo - least, 0), width)

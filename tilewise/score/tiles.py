@@ -15,9 +15,25 @@ NO_HI = 1 << 30
 
 def limits(band: Band) -> tuple[int, int]:
     """``band`` as two integers, clipped to ±2³⁰."""
-    lo = NO_LO if band.lo is None else min(max(band.lo, NO_LO), NO_HI)
-    hi = NO_HI if band.hi is None else min(max(band.hi, NO_LO), NO_HI)
+    return clipped(band.lo, band.hi)
+
+
+def clipped(lo: int | None, hi: int | None) -> tuple[int, int]:
+    """The same of its limits."""
+    if lo is None:
+        lo = NO_LO
+    elif not NO_LO <= lo <= NO_HI:
+        lo = NO_LO if lo < 0 else NO_HI
+    if hi is None:
+        hi = NO_HI
+    elif not NO_LO <= hi <= NO_HI:
+        hi = NO_LO if hi < 0 else NO_HI
     return lo, hi
+
+
+def hides(M: int, N: int, lo: int | None, hi: int | None) -> bool:
+    """Whether a band with these limits leaves some of M·N (query, key) pairs out, which are not 0."""
+    return (hi is not None and hi < N - 1) or (lo is not None and lo > 1 - M)
 
 
 def key_tiles(row0, rows, N, lo, hi, BLOCK):

@@ -99,14 +99,73 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
     for j in tl.range(0, tl.minimum(c.AT_ONCE, key_count - first), num_stages=1, disable_licm=True):
         if tl.sum(tl.where(i == j, wanted.to(tl.int32), 0), 0) != 0:
             this = first + j
-            r, col = m * 64 + tl.arange(0, 64)[:, None], this * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]
-            inside = (r < rows) & (col < keys)
-            last_r, last_col = tl.minimum(r, rows - 1), tl.minimum(col, keys - 1)
-            seen = (inside & pairs(x, how, matrix, last_r, last_col, m * 64, this * c.BLOCK_N, rows, keys)).to(tl.int32)
-            _store_bits(bits, seen, bh, m, this, rows, keys, c)
-            some = tl.max(tl.max(seen, 1), 0)
-            all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
+            if how.LIES == "intervals":
+                some, all_ = _store_interval_bits(x, bits, matrix, bh, m, this, rows, keys, c)
+            else:
+                r, col = m * 64 + tl.arange(0, 64)[:, None], this * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]
+                inside = (r < rows) & (col < keys)
+                r, col = tl.minimum(r, rows - 1), tl.minimum(col, keys - 1)
+                seen = inside & pairs(x, how, matrix, r, col, m * 64, this * c.BLOCK_N, rows, keys)
+                seen = seen.to(tl.int32)
+                _store_bits(bits, seen, bh, m, this, rows, keys, c)
+                some = tl.max(tl.max(seen, 1), 0)
+                all_ = tl.min(tl.min(tl.where(inside, seen, 1), 1), 0)
             _store_state(states, some, all_, True, bh, m, this, row_count, key_count, c)
+
+
+@triton.jit
+def _store_interval_bits(x, bits, matrix, bh, m, n, rows, keys, c):
+    """`_store_bits` of intervals of queries, and whether a tile shows something, and everything. Words are made where
+    they are stored, without an array of pairs.
+
+    BY_KEYS: of a key's interval a word has a run of bits, which the numbers of its rows below both ends tell.
+    """
+    key_count, row_count = tl.cdiv(keys, c.BLOCK_N), tl.cdiv(rows, 64)
+    row0, key0 = m * 64, n * c.BLOCK_N
+    shown = tl.minimum(rows - row0, 64)
+    col = tl.arange(0, c.BLOCK_N)
+    begin, end = _interval(x, matrix, key0 + col, row0, keys)
+    inside = key0 + col < keys
+    some = tl.max((inside & (tl.maximum(begin, 0) < tl.minimum(end, shown))).to(tl.int32), 0)
+    all_ = tl.min((~inside | ((begin <= 0) & (end >= shown))).to(tl.int32), 0)
+    if c.BY_KEYS:
+        i = tl.arange(0, 2 * c.BLOCK_N)
+        key, two = key0 + i // 32 * 16 + i // 4 % 8, i % 4 * 2
+        begin, end = _interval(x, matrix, key, row0, keys)
+        word = _run(begin, end, two, shown)
+        begin, end = _interval(x, matrix, key + 8, row0, keys)
+        word |= _run(begin, end, two, shown) << 16
+        tile = (tl.cast(bh, tl.int64) * key_count + n) * row_count + m
+        tl.store(bits + tile * (2 * c.BLOCK_N) + i, word)
+    else:
+        r, w = tl.arange(0, 64), tl.arange(0, 4)
+        word = tl.zeros([64, 4], tl.int32)
+        for j in tl.range(0, c.BLOCK_N // 8, num_stages=1, loop_unroll_factor=4):
+            for i in tl.static_range(2):
+                four_begin, four_end = _interval(x, matrix, key0 + 8 * j + 2 * w + i, row0, keys)
+                seen = (r[:, None] >= four_begin[None, :]) & (r[:, None] < four_end[None, :])
+                word |= seen.to(tl.int32) << (2 * j + i)
+        at = bits + ((tl.cast(bh, tl.int64) * rows + row0 + r) * key_count + n)[:, None] * 4 + w[None, :]
+        tl.store(at, word, mask=(r < shown)[:, None])
+    return some, all_
+
+
+@triton.jit
+def _interval(x, matrix, key, row0, keys):
+    """From and up to which row of a tile keys are seen, counted from its first one; past the last key none."""
+    begin = tl.load(x.begins + matrix * keys + key, mask=key < keys, other=0)
+    end = tl.load(x.ends + matrix * keys + key, mask=key < keys, other=0)
+    return begin - row0, end - row0
+
+
+@triton.jit
+def _run(begin, end, two, shown):
+    """Sixteen bits, of rows 8 * j + two + i bit 2 * j + i: those from ``begin`` on and before ``end`` and ``shown``."""
+    first = tl.minimum(tl.maximum(begin, 0), shown)
+    last = tl.maximum(tl.minimum(end, shown), first)
+    before = first // 8 * 2 + tl.minimum(tl.maximum(first % 8 - two, 0), 2)
+    until = last // 8 * 2 + tl.minimum(tl.maximum(last % 8 - two, 0), 2)
+    return (1 << until) - (1 << before)
 
 
 @triton.jit

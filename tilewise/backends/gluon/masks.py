@@ -81,11 +81,11 @@ class MaskSummary:
             )
         else:
             count = matrices * chunks * -(-key_tiles // at_once)
-            # ptxas: with more registers fewer programs run at once; those of intervals spill nothing at this many.
-            most = {"maxnreg": 168} if how.LIES == "intervals" else {}
+            # Intervals: a warp makes its words by itself, and what several have in common is computed once.
+            warps = 1 if how.LIES == "intervals" else 4
             self.summarise = Launch(
                 tile_summary_kernel, count, (tile_layout(), POINTER, POINTER), (rows, p.keys, constants(how), c),
-                num_warps=4, **most,
+                num_warps=warps,
             )  # fmt: skip
         self.list = Launch(
             tile_list_kernel, matrices * programs, (POINTER, POINTER, POINTER),

@@ -30,9 +30,13 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def new_ring(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr):
-    """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it."""
-    return with_barriers(new_tiles(source, SLOTS, ROWS, COLS), SLOTS, READERS)
+def new_ring(
+    source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr,
+    WRITERS: gl.constexpr = 1,
+):  # fmt: skip
+    """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it, and full
+    when WRITERS have arrived, of which TMA is one."""
+    return with_barriers(new_tiles(source, SLOTS, ROWS, COLS), SLOTS, READERS, WRITERS)
 
 
 @gluon.jit
@@ -52,11 +56,11 @@ def new_ring_of_numbers(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def with_barriers(slots, SLOTS: gl.constexpr, READERS: gl.constexpr):
+def with_barriers(slots, SLOTS: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=WRITERS)
         mbarrier.init(empty.index(slot), count=READERS)
     return Ring(slots, full, empty)
 

@@ -164,11 +164,16 @@ def splits(problem: Problem, config: Config) -> int:
     run in waves: one on each multiprocessor, or twice as long two on each, which share its bandwidth. Four waves at
     most, so that the partial results stay small however long the keys are.
     """
+    return shared_by(problem, config, problem.queries, problem.keys, *limits(problem.score.band))
+
+
+def shared_by(problem: Problem, config: Config, queries: int, keys: int, lo: int, hi: int) -> int:
+    """The same, but for so many queries and keys and a band of these limits."""
     if not config.pack_gqa:
         return 1
     p = problem
-    units = p.batch * p.kv_heads * -(-p.queries * p.group // config.block_m)
-    begin, _, _, end = key_tiles(0, p.queries, p.keys, *limits(p.score.band), config.block_n)
+    units = p.batch * p.kv_heads * -(-queries * p.group // config.block_m)
+    begin, _, _, end = key_tiles(0, queries, keys, lo, hi, config.block_n)
     return best_splits(units, end - begin, _MULTIPROCESSORS.get(p.capability or (8, 0), 128))
 
 

@@ -24,7 +24,8 @@ from tilewise.backends import (
     sink_gradient,
 )
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, sink_layout, strided
+from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, place, sink_layout, strided
+from tilewise.backends.protocol import Structure
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.tile_mask import tile_how, tile_layout
@@ -66,7 +67,14 @@ from tilewise.backends.triton.parts import (
     parts_layout,
 )
 from tilewise.backends.triton.reductions import is_summed
-from tilewise.backends.triton.resized import forward_programs, ragged, resized_backward, resized_forward
+from tilewise.backends.triton.resized import (
+    ResizedForward,
+    forward_places,
+    forward_programs,
+    ragged,
+    resized_backward,
+    resized_forward,
+)
 from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
@@ -130,7 +138,7 @@ class Forward:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
-        self.shares = shares = splits(problem, config)
+        shares = splits(problem, config)
         self.choices = ragged(problem, config)
         lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
@@ -142,21 +150,21 @@ class Forward:
             problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
         )
         sizes = _sizes(problem)._replace(splits=shares)
-        value = None if problem.totals is None else 0.0  # of rows that no sequence has
         o = target = empty_output(q, problem.value_dim, "meta")
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32, device="meta")
-        self.empty_o = _allocation(o, q.device, value)
-        self.empty_lse = _allocation(lse, q.device, None if value is None else -torch.inf)
-        self.merge = None
+        self.layout_o = o.shape, o.stride()
+        self.merge, self.shared = None, None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
-            share_lse = lse.new_empty((shares * problem.batch, *lse.shape[1:]))
-            self.empty_shares = allocation(target, q.device), allocation(share_lse, q.device)
+            self.shared = place(target.shape, target.stride(), 4)
             self.merge = Launch(
-                merge_kernel, lse.numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
+                merge_kernel, q[..., 0].numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
+        # For `resized`.
         self.resizable = not lists and parts is None and problem.totals is None and problem.tile_mask is None
+        self.group, self.banded = problem.group, not problem.score.band.unlimited
+        self.made: dict[tuple, list[Any]] = {}
+        self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.main = Launch(
             forward_kernel,
             forward_programs(problem, config, shares),
@@ -175,21 +183,28 @@ class Forward:
             num_stages=config.num_stages,
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
+        self.bases = forward_places(self, inputs)
 
-    def resized(self, problem: Problem, inputs: Inputs) -> Forward | None:
+    def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> ResizedForward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
-        return resized_forward(self, problem, inputs)
+        return resized_forward(self, structure, lo, hi, inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        with device_of(inputs.q):
-            o, lse = self.empty_o(), self.empty_lse()
+        q = inputs.q
+        with device_of(q):
+            o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
+            lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
+            if self.problem.totals is not None:  # rows that no sequence has
+                o.zero_()
+                lse.fill_(-torch.inf)
             mask, (_, lists, _) = flat_and_lists(self.masked, inputs.mask, inputs.tiles, NO_LISTS)
             try:
                 parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
-                if self.merge is None:
+                if self.merge is None or self.shared is None:
                     self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, lse)
                 else:
-                    shares, share_lse = (empty() for empty in self.empty_shares)
+                    shares = torch.empty(self.shared[:4], dtype=torch.float32, device=q.device)
+                    share_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=q.device)
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, share_lse)
                     self.merge(shares, share_lse, o, lse, inputs.sink)
             except OutOfResources as error:
@@ -347,10 +362,11 @@ class Backward:
         self.part_gradients = {name: ordered(x, name) for name, x in ordered_parts.items()}
 
     def resized(
-        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
-    ) -> Backward | None:
+        self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
+        cotangents: Outputs, needs: Needs,
+    ) -> Backward | None:  # fmt: skip
         """The same."""
-        return resized_backward(self, problem, inputs, outputs, cotangents)
+        return resized_backward(self, structure, lo, hi, inputs, outputs, cotangents)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         try:

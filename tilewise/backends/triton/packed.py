@@ -20,7 +20,7 @@ from tilewise.backends.triton.tensors import ProblemSizes, Starts
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
 
-_NONE = (None,)
+NO_LENGTHS = (None,)
 READ = tl.constexpr(128)  # offsets that are read at a time
 
 
@@ -32,7 +32,7 @@ def lengths_layout(lengths: Lengths | None) -> Any:
 def flat_lengths(lengths: Lengths | None, bias: Tensor | None) -> tuple:
     """For a `Launch`."""
     if lengths is None:
-        return _NONE
+        return NO_LENGTHS
     if lengths.pairs is not None and bias is not None:
         lengths = _inside(lengths, lengths.pairs, bias.shape[3])
     return tuple([None if x is None else x.contiguous() for x in lengths])

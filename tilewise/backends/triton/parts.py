@@ -15,7 +15,7 @@ from tilewise.backends.triton.tensors import broadcast
 from tilewise.problem import Problem
 from tilewise.score.parts import DIFFERENTIABLE, Parts
 
-_NONE = (None,)
+NO_PARTS = (None,)
 _LISTS = ("query_shift", "key_shift", "query_buckets", "key_buckets")  # one axis, read from the first on
 
 
@@ -104,7 +104,7 @@ def parts_layout(parts: Parts | None, gradients: dict[str, Tensor] | None = None
 def flat_parts(parts: Parts | None) -> tuple[Tensor | None, ...]:
     """For a `Launch`."""
     if parts is None:
-        return _NONE
+        return NO_PARTS
     dense = {name: x.contiguous() for name in _LISTS if (x := getattr(parts, name)) is not None}
     return parts._replace(**dense)
 

@@ -6,21 +6,31 @@ from functools import partial
 from typing import Any
 
 import torch
+from triton import OutOfResources
 
-from tilewise.backends import Inputs, Outputs, gradient_strides, output_layout
-from tilewise.backends.launcher import Place
+from tilewise.backends import Inputs, Outputs, device_of, gradient_strides, output_layout
+from tilewise.backends.launcher import ENDS, PLACE, Launch, Places, kinds, place, resized_launches
+from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import limited
-from tilewise.backends.triton.config import Config, splits
+from tilewise.backends.triton.config import Config, shared_by
 from tilewise.backends.triton.masks import lists_pay
-from tilewise.backends.triton.packed import tile_count
+from tilewise.backends.triton.packed import NO_LENGTHS, tile_count
+from tilewise.backends.triton.parts import NO_PARTS
+from tilewise.backends.triton.tensors import ProblemSizes
 from tilewise.problem import Problem
+from tilewise.score import tiles
 
 
 def forward_programs(problem: Problem, config: Config, shares: int) -> int:
     """Of a forward."""
     if problem.totals is not None:
         return tile_count(problem, problem.totals[0], config.block_m) * problem.heads
-    rows, heads = problem.queries, problem.heads
+    return _programs(problem, problem.queries, config, shares)
+
+
+def _programs(problem: Problem, queries: int, config: Config, shares: int) -> int:
+    """The same of a call that is no packed batch, but for so many queries."""
+    rows, heads = queries, problem.heads
     if config.pack_gqa:
         rows, heads = rows * problem.group, problem.kv_heads
     return -(-rows // config.block_m) * problem.batch * shares * heads
@@ -29,49 +39,134 @@ def forward_programs(problem: Problem, config: Config, shares: int) -> int:
 def ragged(problem: Problem, config: Config) -> tuple[bool, bool]:
     """What depends on lengths in `Constexprs`, of a problem without parts whose mask needs no lists: RAGGED_M and
     RAGGED_N."""
-    rows = problem.queries * (problem.group if config.pack_gqa else 1)
-    packed = problem.totals is not None
-    return packed or rows % config.block_m != 0, packed or problem.keys % config.block_n != 0
+    if problem.totals is not None:
+        return True, True
+    return _ragged(problem.queries, problem.keys, problem.group, config)
 
 
-def resized_forward(run: Any, problem: Problem, inputs: Inputs) -> Any:
+def _ragged(queries: int, keys: int, group: int, config: Config) -> tuple[bool, bool]:
+    rows = queries * group if config.pack_gqa else queries
+    return rows % config.block_m != 0, keys % config.block_n != 0
+
+
+# --- forward ---
+
+# Where tensors begin among how they lie: q, k, v and o; the sums of shares; bias, mask and sink, those that are there.
+_Q, _K, _V, _O, _SHARES, _MORE = (PLACE * n for n in range(6))
+
+
+def forward_places(run: Any, inputs: Inputs) -> list[tuple[Launch, Places]]:
+    """The launches of a `launch.Forward`, with their places; see `Launch.resized`."""
+    more = iter(range(_MORE, _MORE + 3 * PLACE, PLACE))
+    bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
+    if run.merge is None:
+        return [(run.main, (_Q, _K, _V, bias, mask, sink, None, None, None, None, _O, None))]
+    main = (_Q, _K, _V, bias, mask, None, None, None, None, None, _SHARES, None)
+    return [(run.main, main), (run.merge, (None, None, _O, None, sink))]
+
+
+def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
     """A `launch.Forward` for other lengths than ``run``'s; None where these ask for something else that is compiled
     in."""
-    config, q, sink = run.config, inputs.q, inputs.sink
-    shares = splits(problem, config)
-    if (shares > 1) != (run.shares > 1) or ragged(problem, config) != run.choices or lists_pay(problem, config):
+    _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
+    problem, config = run.problem, run.config
+    group, first, last = run.group, *tiles.clipped(lo, hi)
+    shares = shared_by(problem, config, M, N, first, last)
+    if (shares > 1) != (run.merge is not None) or _ragged(M, N, group, config) != run.choices:
         return None
-    new = object.__new__(type(run))
-    new.__dict__.update(run.__dict__)
-    new.problem, new.shares = problem, shares
-    o, device = Place(*output_layout(q, problem.value_dim), q.element_size()), q.device
-    batch, heads, rows, row = o.shape
-    lse = (batch, heads, rows), (heads * rows, rows, 1)
-    new.empty_o = partial(torch.empty_strided, o.shape, o.strides, dtype=q.dtype, device=device)
-    new.empty_lse = partial(torch.empty_strided, *lse, dtype=torch.float32, device=device)
+    if inputs.mask is not None and lists_pay(resized_problem(problem, structure, lo, hi), config):
+        return None
+    o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
+    batch, heads, _, value_dim = o_shape
+    shared = (
+        shares * batch, heads, M, value_dim, heads * M * value_dim, M * value_dim, value_dim, 1,
+        (value_dim + 3) // 4 * 4,
+    )  # fmt: skip
+    wide, value_wide = run.widths
+    given = (
+        *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
+        *o_shape, *o_strides, value_wide, *shared, *_more(inputs), *ENDS,
+    )  # fmt: skip
     terms, sizes, c = run.main.numbers
-    sizes = sizes._replace(queries=problem.queries, keys=problem.keys, splits=shares)
-    sink_row = None if sink is None else Place.of(sink[..., None])
-    target = o
-    if run.merge is not None:
-        target = Place((shares * batch, heads, rows, row), (heads * rows * row, rows * row, row, 1), 4)
-        parts = (target.shape, target.strides), ((shares * batch, heads, rows), lse[1])
-        new.empty_shares = tuple([
-            partial(torch.empty_strided, *x, dtype=torch.float32, device=device) for x in parts
-        ])  # fmt: skip
-        new.merge = run.merge.resized(batch * heads * rows, (None, None, o, None, sink_row), (sizes, c))
-    places = [None if x is None else Place.of(x) for x in inputs[:5]]
-    new.main = run.main.resized(
-        forward_programs(problem, config, shares),
-        (*places, sink_row if shares == 1 else None, None, None, None, None, target, None),
-        (limited(terms, problem.score.band), sizes, c),
-    )
-    return new
+    before, after = sizes[:3], sizes[9:]
+    sizes = tuple.__new__(ProblemSizes, (*before, M, N, *sizes[5:8], shares, *after))
+    if run.banded:
+        terms = limited(terms, first, last)
+    programs = _programs(problem, M, config, shares)
+    launches = [(programs, (terms, sizes, c)), (batch * heads * M, (sizes, c))]
+    found = resized_launches(run.bases, run.made, kinds((M, N, shares, first, last)), given, launches[: len(run.bases)])
+    return ResizedForward(run, structure, (lo, hi), layout_o, shared if len(found) > 1 else None, found)
 
 
-def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Any:
+def _more(inputs: Inputs) -> tuple[int, ...]:
+    """How bias, mask and sink lie, which hardly any call has."""
+    _, _, _, bias, mask, sink, *_ = inputs
+    found: tuple[int, ...] = ()
+    if bias is not None:
+        found += place(bias.shape, bias.stride(), bias.element_size())
+    if mask is not None:
+        found += place(mask.shape, mask.stride(), mask.element_size())
+    if sink is not None:
+        found += place((*sink.shape, 1), (*sink.stride(), 1), 1)
+    return found
+
+
+class ResizedForward:
+    """A `launch.Forward` for other lengths."""
+
+    __slots__ = ("band", "layout_o", "main", "merge", "of", "other", "shared", "structure")
+
+    def __init__(
+        self, of: Any, structure: Structure, band: Any, layout_o: Any, shared: Any, launches: list[Any]
+    ) -> None:  # fmt: skip
+        self.of, self.structure, self.band, self.layout_o, self.shared = of, structure, band, layout_o, shared
+        self.main, self.merge = launches[0], launches[1] if shared is not None else None
+        self.other: Any = None  # with smaller tiles
+
+    @property
+    def problem(self) -> Problem:
+        return resized_problem(self.of.problem, self.structure, *self.band)
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        if self.other is not None:
+            return self.other(inputs)
+        q, k, v, bias, mask, sink, _, seed, *_ = inputs
+        try:
+            with device_of(q):
+                device, (shape, strides) = q.device, self.layout_o
+                o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
+                lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+                if self.shared is None:
+                    self.main(q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, lse)
+                else:
+                    sums = torch.empty(self.shared[:4], dtype=torch.float32, device=device)
+                    sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
+                    self.main(q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, sum_lse)
+                    self.merge(sums, sum_lse, o, lse, sink)
+        except OutOfResources:  # as it was when a `Forward` met it, which looks for smaller tiles
+            self.other = type(self.of)(self.problem, inputs)
+            return self.other(inputs)
+        return Outputs(o, lse)
+
+
+def _limited(terms: Any, problem: Problem) -> Any:
+    band = problem.score.band
+    return terms if band.unlimited else limited(terms, *tiles.limits(band))
+
+
+# --- backward ---
+
+_DO, _OUT, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(3, 9))
+_ACCUM, _DLSE = _STATS + 4, _STATS + 10
+
+
+def resized_backward(
+    run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
+    cotangents: Outputs,
+) -> Any:  # fmt: skip
     """The same of a `launch.Backward`."""
-    p, config, (q, k, v, *_), (do, dlse) = problem, run.config, inputs, cotangents
+    p, config = resized_problem(run.problem, structure, lo, hi), run.config
+    (q, k, v, *_), (do, dlse) = inputs, cotangents
     if ragged(p, config) != run.choices:
         return None
     new = object.__new__(type(run))
@@ -83,35 +178,44 @@ def resized_backward(run: Any, problem: Problem, inputs: Inputs, outputs: Output
     empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
     accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
     new.empty_stats = partial(empty, (p.batch, p.heads, padded), (p.heads * padded, padded, 1))
-    made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
+    made = [(x.shape, gradient_strides(x.shape, x.stride())) for x in (q, k, v)]
     *gradients, accumulator = run.empty_gradients
     new.empty_gradients = [
-        None if make is None else partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device)
+        None if make is None else partial(torch.empty_strided, *x, dtype=q.dtype, device=device)
         for make, x in zip(gradients, made, strict=True)
     ]
     new.empty_gradients.append(None if accumulator is None else partial(empty, *accum))
-    given = [Place.of(x) for x in (q, k, v, do)]
-    dlse_row = None if dlse is None else Place.of(dlse[..., None])
+    given: tuple[Any, ...] = ()
+    for x in (q, k, v, do, outputs.o):
+        given += place(x.shape, x.stride(), x.element_size())
+    for shape, strides in made:
+        given += place(shape, strides, q.element_size())
+    given += (heads, padded, padded, 1, *accum[0], *accum[1])
+    if dlse is not None:
+        given += place((*dlse.shape, 1), (*dlse.stride(), 1), 4)
+    given += ENDS
     new.preprocess = run.preprocess.resized(
         row_programs,
-        (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
+        (_OUT, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
+        given,
         (sizes, *run.preprocess.numbers[1:]),
     )
     if run.finite is not None:
-        new.finite = run.finite.resized(key_programs, (*given[1:3], None), (sizes, *run.finite.numbers[1:]))
+        new.finite = run.finite.resized(key_programs, (_K, _V, None), given, (sizes, *run.finite.numbers[1:]))
     if run.main is not None:
         terms, _, c = run.main.numbers
-        stats_row = Place((heads, padded), (padded, 1), 4)
-        written = [None if make is None else x for make, x in zip(gradients[1:], made[1:], strict=True)]
-        own = (*given[1:3], None, *written)
+        written = [None if make is None else x for make, x in zip(gradients[1:], (_DK, _DV), strict=True)]
+        own = (_K, _V, None, *written)
+        accumulated = None if accumulator is None else _ACCUM
         new.main = run.main.resized(
             key_programs,
-            (*given, stats_row, stats_row, None, None, None, None, None, None, own, Place(*accum, 4), None),
-            (limited(terms, problem.score.band), sizes, c),
+            (_Q, _K, _V, _DO, _STATS, _STATS, *(None,) * 6, own, accumulated, None),
+            given,
+            (_limited(terms, p), sizes, c),
         )
     if run.postprocess is not None:
         terms, _, c = run.postprocess.numbers
         new.postprocess = run.postprocess.resized(
-            row_programs, (None, made[0], None), (limited(terms, problem.score.band), sizes, c)
+            row_programs, (None, _DQ, None), given, (_limited(terms, p), sizes, c)
         )
     return new

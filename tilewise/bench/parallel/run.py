@@ -88,14 +88,15 @@ class _Run:
         self.say = say if self.team.rank == 0 else lambda words: None
         self.device, kind = self.team.device, self.team.device.type
         self.todo, self.crew = chosen(options, kind, self.team.size)
-        self.silent_mesh = measure.silent(mesh)
+        self.own_mesh, self.silent_mesh = measure.quick_lanes(mesh), measure.silent(mesh)
         self.checked: dict[tuple[ParallelCase, str], Row] = {}
         name = torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
         self.say(f"calibration on {self.team.size} × {name}")
         self.results = Results(
             **origin(self.device, options.commit),
             settings={"cases": list(options.cases), "providers": list(options.providers), "budget": options.budget,
-                      "quick": options.quick, "rounds": _ROUNDS[kind], "load_balancer": BALANCER},
+                      "quick": options.quick, "rounds": _ROUNDS[kind], "load_balancer": BALANCER,
+                      "nccl": measure.NCCL if kind == "cuda" else None},
             ranks=self.team.size,
             devices=self.team.all(name),
             calibration=calibrate(Clock(self.device, 0.2), list({case.dtype: 0 for case in self.todo})),
@@ -165,6 +166,9 @@ class _Run:
 
     # --- one provider on one case ---
 
+    def _mesh(self, provider: Provider) -> DeviceMesh:
+        return self.own_mesh if provider.ours else self.team.mesh
+
     def _prepared(self, case: ParallelCase, provider: Provider) -> _Found:
         """Declined, or right on a short sequence."""
         reason = provider.declines(case, self.team.mesh)
@@ -189,7 +193,7 @@ class _Run:
         begin = time.perf_counter()
         mine, part = self._shards(case, provider, whole), self._part(case, provider, do)
         with provider.context(case, self.team.mesh):
-            found = _results(measure.step_of(lambda x: provider.prepare(case, x, self.team.mesh), mine, part))
+            found = _results(measure.step_of(lambda x: provider.prepare(case, x, self._mesh(provider)), mine, part))
         right, near = ([self._part(case, provider, x) for x in y] for y in (right, near))
         now.row = replace(now.row, errors=measure.errors(case, found, right), first_call_s=time.perf_counter() - begin)
         allowed = measure.errors(case, near, right)
@@ -221,7 +225,7 @@ class _Run:
             return
         before = measure.held(self.device)
         x, do = case.draw(self.device, 1 + team.rank, team.size)
-        step = measure.step_of(lambda x: provider.prepare(case, x, team.mesh), x, do)
+        step = measure.step_of(lambda x: provider.prepare(case, x, self._mesh(provider)), x, do)
         seconds = _SECONDS[self.device.type]
         with provider.context(case, team.mesh):
             taken = measure.samples(step, self.device, seconds, meet=team.meet, agreed=lambda n: min(team.all(n)))

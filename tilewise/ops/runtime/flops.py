@@ -31,6 +31,22 @@ def _attention_backward(*arguments: Any, out_val: Any = None) -> int:
     return 2 * _scores(named) * (3 * named["q"].shape[3] + 2 * named["v"].shape[3])
 
 
+def _window_attention(*arguments: Any, out_val: Any = None) -> int:
+    named = _named("window_attention", arguments)
+    return 2 * _windows(named) * (named["q"].shape[3] + named["v"].shape[3])
+
+
+def _window_attention_backward(*arguments: Any, out_val: Any = None) -> int:
+    named = _named("window_attention_backward", arguments)
+    return 2 * _windows(named) * (3 * named["q"].shape[3] + 2 * named["v"].shape[3])
+
+
+def _windows(named: dict[str, Any]) -> int:
+    """Scores of blocks and their windows, whole ones."""
+    B, H, N, _ = named["q"].shape
+    return B * H * -(-N // named["q_block"]) * named["q_block"] * named["k_block"]
+
+
 def _named(name: str, arguments: Sequence[Any]) -> dict[str, Any]:
     schema = getattr(torch.ops.tilewise, name).default._schema
     return {x.name: value for x, value in zip(schema.arguments, arguments, strict=False)}
@@ -50,7 +66,13 @@ def _matmul(a: Shape, b: Shape, *others: Any, **more: Any) -> int:
     return 2 * prod(torch.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * a[-1] * b[-1]
 
 
-_FORMULAS: dict[str, Any] = {"attention": _attention, "attention_backward": _attention_backward, "matmul": _matmul}
+_FORMULAS: dict[str, Any] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "matmul": _matmul,
+    "window_attention": _window_attention,
+    "window_attention_backward": _window_attention_backward,
+}
 
 
 def tell(names: Sequence[str]) -> None:

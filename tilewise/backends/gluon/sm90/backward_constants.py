@@ -52,6 +52,7 @@ class BackwardConstants(NamedTuple):
     ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
     DEFERRED_RELEASE: Any  # what has been added counts a step later
     RAGGED: Any  # the last tile of keys reaches past their end
+    HIDES_END: Any  # what is past it has to be hidden: a band that ends with the last key does so anyway
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
     HEAD_SWIZZLE: Any  # see backward_scheduler.head_and_tile
     KEY_STAGES: Any

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, gradient_strides
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
@@ -22,7 +21,7 @@ from tilewise.backends.gluon.sm90.config import (
     BackwardConfig,
     backward_config,
     backward_width,
-    head_swizzle,
+    band_of,
     most_registers,
 )
 from tilewise.backends.gluon.sm90.dbias import (
@@ -47,17 +46,26 @@ from tilewise.backends.gluon.sm90.dq_accum import (
     packed_postprocess_kernel,
     postprocess_kernel,
 )
-from tilewise.backends.gluon.sm90.launch import hides, multiprocessors
+from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiprocessors
+from tilewise.backends.gluon.sm90.resized import (
+    ResizedBackward,
+    backward_places,
+    band_hides_end,
+    choices,
+    leaves_queries_out,
+    resized_backward,
+    runs_beside,
+    sized,
+)
 from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
 from tilewise.backends.gluon.sm90.toeplitz_gradient import ToeplitzGradient
-from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Place, Record, constants, strided
-from tilewise.backends.score import limited
+from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided
+from tilewise.backends.protocol import Structure
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
@@ -82,9 +90,12 @@ class Backward:
                 self.values = PackedValues(problem, parts.query, config.block_m)
             bias = self.values.like
         self.problem, self.needs, self.row_list = problem, needs, None
-        width, block_m, block_n = backward_width(problem), config.block_m, config.block_n
+        self.width = width = backward_width(problem)
+        block_m, block_n = config.block_m, config.block_n
+        self.multiprocessors = multiprocessors(q.device)
+        self.widths = place(q.shape, (), q.element_size())[-1], place(v.shape, (), q.element_size())[-1]
         self.block_m, self.dq_stored, self.lanes = block_m, config.dq_stored, config.lanes > 1
-        self.zeroes_dq = self.dq_stored and _leaves_queries_out(problem)
+        self.zeroes_dq = self.dq_stored and problem.totals is None and leaves_queries_out(*band_of(problem))
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
@@ -115,10 +126,8 @@ class Backward:
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
         counted = counters(sizes, groups, p.deterministic, ring is not None)
-        counts = torch.empty(counted, dtype=torch.int32, device="meta")
-        self.empty_stats, self.empty_dq_accum, self.empty_counts, self.empty_dq, self.empty_dk, self.empty_dv = (
-            allocation(x, q.device) for x in (stats, dq_accum, counts, dq, dk, dv)
-        )
+        self.sizes = stats.shape[0], counted, dq_accum.shape[0]
+        self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
         if p.mask is not None:
             self.summary = MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True)
@@ -133,17 +142,19 @@ class Backward:
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         # For what `resized` knows of: q, k and v and their gradients.
+        self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
+        self.dynamic, self.programs = dynamic, programs
+        self.made: dict[tuple, list[Any]] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
-        self.choices = _choices(problem, config, work_tiles, programs)
+        self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
             self.row_list = TileList(p, block_m, dq, self.dvalues)
             self.key_list = TileList(p, block_n, dk, dv, by_keys=True)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
-        self.pairs = None
+        self.toeplitz = None
         if toeplitz is not None:
-            self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale)
-            self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
+            self.toeplitz = ToeplitzGradient(problem, toeplitz, 1.0 / p.score.scale, sizes, terms, c, row_programs)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             packed_preprocess_kernel if packed else preprocess_kernel,
@@ -203,14 +214,18 @@ class Backward:
             self.reduce_group = Launch(
                 dbias_reduce_kernel, last * pieces, dbias_tiles, (groups - last, pieces, terms, sizes, c), num_warps=2
             )  # fmt: skip
-        beside = _beside(work_tiles, programs) and not packed
-        self.after = Launch(
-            packed_postprocess_kernel if packed else postprocess_kernel,
-            row_programs,
-            (POINTER, strided(dq), POINTER),
-            (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
-            num_warps=4 * config.warpgroups,
-            launch_pdl=beside,
+        beside = runs_beside(work_tiles, programs) and not packed
+        self.after = (
+            None
+            if self.dq_stored
+            else Launch(
+                packed_postprocess_kernel if packed else postprocess_kernel,
+                row_programs,
+                (POINTER, strided(dq), POINTER),
+                (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
+                num_warps=4 * config.warpgroups,
+                launch_pdl=beside,
+            )
         )
         if self.lanes:
             self.after = Launch(
@@ -220,54 +235,17 @@ class Backward:
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
+        self.bases = backward_places(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
 
     def resized(
-        self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
-    ) -> Backward | None:
+        self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
+        cotangents: Outputs, needs: Needs,
+    ) -> ResizedBackward | None:  # fmt: skip
         """For other lengths; None where these ask for something else that is compiled in."""
-        p, config, (q, k, v, *_), (do, dlse) = problem, self.config, inputs, cotangents
-        sizes, groups = _sizes(p, config, q.device)
-        work_tiles, programs = sizes.key_tiles * p.kv_heads * p.batch, multiprocessors(q.device) * config.programs
-        if _choices(p, config, work_tiles, programs) != self.choices:
-            return None
-        new = object.__new__(Backward)
-        new.__dict__.update(self.__dict__)
-        new.problem, device = p, q.device
-        new.zeroes_dq = self.dq_stored and _leaves_queries_out(p)
-        width, block_m, row_programs = backward_width(p), config.block_m, sizes.row_tiles * p.heads * p.batch
-        counted = counters(sizes, groups, p.deterministic, reduces=False)
-        stats, cols = 2 * block_m * row_programs, DQ_COLS.value
-        accum = 0 if self.dq_stored else row_programs * block_m * width // cols, cols
-        empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
-        new.empty_stats = partial(empty, (stats,), (1,))
-        new.empty_dq_accum = partial(empty, accum, (cols, 1))
-        new.empty_counts = partial(torch.empty_strided, (counted,), (1,), dtype=torch.int32, device=device)
-        given = [Place.of(x) for x in (q, k, v, do)]
-        made = [Place(x.shape, gradient_strides(x), x.element_size()) for x in (q, k, v)]
-        new.empty_dq, new.empty_dk, new.empty_dv = (
-            partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device) for x in made
-        )
-        dlse_row = None if dlse is None else Place.of(dlse[..., None])
-        value_dim, _, _, *switches = self.before.numbers
-        new.before = self.before.resized(
-            row_programs,
-            (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
-            (value_dim, sizes, counted, *switches),
-        )
-        accum_row = Place(accum, (cols, 1), 4) if config.dq_by_tma else None
-        dq_row = made[0] if self.dq_stored else accum_row
-        terms, _, c = self.main.numbers
-        new.main = self.main.resized(
-            min(programs, work_tiles) if c.DYNAMIC.value else work_tiles,
-            (*given, None, Place((stats,), (1,), 4), dq_row, *made[1:], *(None,) * 7),
-            (limited(terms, p.score.band), sizes, c),
-        )
-        head_dim, scale, _, *more = self.after.numbers
-        new.after = self.after.resized(row_programs, (None, made[0], None), (head_dim, scale, sizes, *more))
-        return new
+        return resized_backward(self, structure, lo, hi)
 
     def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:
         if not config.dq_by_tma:
@@ -297,10 +275,13 @@ class Backward:
         do, dlse = cotangents
         needs = self.needs
         with device_of(q):
-            stats, counts = self.empty_stats(), self.empty_counts()
-            # where dQ is no sum the kernel wants a pointer, which it does not follow
-            dq_accum = stats if self.dq_stored else self.empty_dq_accum()
-            dq, dk, dv = self.empty_dq(), self.empty_dk(), self.empty_dv()
+            device, (stats_size, counted, accum) = q.device, self.sizes
+            stats = torch.empty(stats_size, dtype=torch.float32, device=device)
+            counts = torch.empty(counted, dtype=torch.int32, device=device)
+            dq_accum = stats  # where dQ is no sum the kernel wants a pointer, which it does not follow
+            if not self.dq_stored:
+                dq_accum = torch.empty((accum, DQ_COLS.value), dtype=torch.float32, device=device)
+            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=device) for x in self.layouts]
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
             if self.row_list is not None and lengths is not None:
@@ -320,9 +301,8 @@ class Backward:
                 elif self.adds and isinstance(self.values, PackedValues):
                     dbias = self.values.empty_gradient(values, rows_listed[0])
             dtoeplitz, pairs = None, None
-            if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
-                pairs = self.pairs(parts.toeplitz)
-                dtoeplitz = self.toeplitz.begin(lse, pairs, stats)
+            if self.toeplitz is not None and parts is not None and parts.toeplitz is not None and lse is not None:
+                pairs, dtoeplitz = self.toeplitz.begin(parts.toeplitz, lse, stats)
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
@@ -339,12 +319,12 @@ class Backward:
                 known.group_lists,
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
-            found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
+            found = (dbias if ring is None else ring) if self.toeplitz is None else dtoeplitz
             if self.lanes:
                 found = dq
             leaves = dq if self.dq_stored else dq_accum
             self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
-            if not self.dq_stored:  # next, because it begins while `main` still runs
+            if self.after is not None:  # next, because it begins while `main` still runs
                 self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
@@ -357,7 +337,7 @@ class Backward:
                 dbias = self.sparse_sum.result(known.states, dbias)
             elif needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
-            if dtoeplitz is not None:
+            if self.toeplitz is not None and dtoeplitz is not None:
                 dtoeplitz = self.toeplitz.end(dtoeplitz)
             dsink = None
             if self.sink_gradient is not None and sink is not None and lse is not None:
@@ -380,24 +360,9 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
         sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
         return sizes, 0
-    row_tiles, key_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
     batch = broadcast.batch if config.lanes > 1 else p.batch
-    groups = key_tiles * p.kv_heads * batch // broadcast.programs
-    # A group has about ended when one starts that is as many groups later as a GPU runs at once.
-    lag = -(-multiprocessors(device) * config.programs * config.lanes // broadcast.programs)
-    ring = min(2 * lag + 2, groups)
-    # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
-    # start that is as much later as a GPU runs at once, and one more; `backward_scheduler.head_and_tile` may mix some
-    # heads.
-    heads = batch * p.kv_heads
-    none_later = config.dq_stored or broadcast.batch * broadcast.heads > 1
-    zeroed = heads if none_later else -(-lag // key_tiles) + 1
-    zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
-    if config.lanes > 1:  # heads take turns: those of a group have ended when as many groups later one more has begun
-        zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes
-    sizes = BackwardSizes(batch, p.kv_heads, p.group, p.queries, p.keys, row_tiles, key_tiles, broadcast.batch,
-                          broadcast.heads, ring, lag, min(zeroed, heads))  # fmt: skip
-    return sizes, groups
+    shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
+    return sized(config, shape, p.queries, p.keys, multiprocessors(device))
 
 
 def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> int:
@@ -426,30 +391,15 @@ def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
     return found
 
 
-def _leaves_queries_out(problem: Problem) -> bool:
-    """Whether a query of a call that is no packed batch may see no key, so that no tile of keys visits its tile."""
-    if problem.totals is not None:
-        return False
-    lo, hi = problem.score.band.lo, problem.score.band.hi
-    return (hi is not None and hi < 0) or (lo is not None and problem.queries - 1 + lo > problem.keys - 1)
+def _ragged(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether the last tile of keys may reach past their end."""
+    return problem.totals is not None or problem.keys % config.block_n != 0
 
 
-def _choices(problem: Problem, config: BackwardConfig, work_tiles: int, programs: int) -> tuple[Any, ...]:
-    """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts."""
-    return (
-        problem.keys <= config.block_n,  # which dQ is stored by: not by the tile that these lengths would get
-        problem.keys % config.block_n != 0,
-        hides(problem),
-        head_swizzle(problem) if problem.deterministic else 0,
-        work_tiles > programs,
-        _beside(work_tiles, programs),
-    )
-
-
-def _beside(work_tiles: int, programs: int) -> bool:
-    """Whether the postprocess begins beside the last programs of the main kernel, unless they are most of it: what
-    waits disturbs them."""
-    return work_tiles >= 4 * programs
+def _hides_end(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether keys past the end are hidden by a comparison of their own."""
+    queries, keys = (0, 0) if problem.totals is not None else (problem.queries, problem.keys)
+    return _ragged(problem, config) and not band_hides_end(queries, keys, problem.score.band.hi)
 
 
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
@@ -492,7 +442,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         ADDS=adds(problem),
         ORDERED=problem.deterministic and not config.dq_stored,
         DEFERRED_RELEASE=config.deferred_release and not config.dq_stored,
-        RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
+        RAGGED=_ragged(problem, config),
+        HIDES_END=_hides_end(problem, config),
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,

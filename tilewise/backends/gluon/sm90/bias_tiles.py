@@ -85,20 +85,15 @@ def release_o(rings, n, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The bias of one tile of scores as it is stored, of a shape that broadcasts to [64, BLOCK_N]; 0 for none."""
+    """The bias of one tile of scores, of a shape that broadcasts to [64, BLOCK_N], as it is stored; of keys, whose K
+    has come, in the units of the scores; 0 for none."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
         slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
         wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
         bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
     elif c.BIAS == "cols":
-        n0 = entry.n * c.BLOCK_N
-        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, S))
-        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
-        first = tile.seq.first_key + n0
-        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1 + gl.cast(first, gl.int64) * x.bias.stride3
-        at = at + cols.to(gl.int64) * x.bias.stride3
-        bias = gl.load(at, mask=cols < tile.seq.keys - n0, other=0.0)[None, :]
+        bias = rings.bias.slots.index(slot_of(rings.k, step)).load(gl.SliceLayout(0, S))[None, :]
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias
@@ -123,7 +118,10 @@ def skip_bias(rings, step, c, WARPGROUP: gl.constexpr):
 def start_of(bias, terms, c):
     """What the accumulator of Q·Kᵀ starts from."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    if c.BIAS_FIRST and c.SCALE_IN_Q:
+    if c.BIAS_FIRST and c.BIAS == "cols":
+        start, _ = gl.broadcast(bias, gl.zeros([64, c.BLOCK_N], gl.float32, S))
+        return start
+    elif c.BIAS_FIRST and c.SCALE_IN_Q:
         return widened(bias)
     elif c.BIAS_FIRST:
         return in_units(bias, terms.inverse)

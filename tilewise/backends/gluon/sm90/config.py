@@ -9,6 +9,8 @@ import torch
 
 from tilewise.backends.gluon.values import ends
 from tilewise.problem import Problem
+from tilewise.score.terms import Band
+from tilewise.score.tiles import visible_pairs
 
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
@@ -85,32 +87,42 @@ def _scales_exactly(problem: Problem) -> bool:
     return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
 
-def sees_few(problem: Problem) -> bool:
-    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64)."""
-    return problem.pairs // max(1, problem.batch * problem.heads * problem.queries) < 2048
+def sees_few(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
+    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64).
+
+    lo, hi: the limits of the band.
+    """
+    return keys < 2048 or visible_pairs(queries, keys, Band(lo, hi)) // max(1, queries) < 2048
+
+
+def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
+    """Queries and keys, and the limits of the band."""
+    return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
 def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = problem.bias_itemsize
+    # A bias along the keys or the queries has no tiles: beside one all is as without.
+    along_keys = problem.bias is not None and problem.bias.axes == "cols"
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
-    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a bias along the keys takes registers,
-    # which a softcap or the masks of a band need too: half the keys.
+    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a softcap takes registers beside any: half
+    # the keys.
     band, capped = not problem.score.band.unlimited, problem.score.transformed
     masked = problem.mask is not None
-    plain = problem.bias is None and not masked
-    crowded = problem.bias is not None and (capped or (band and not bias))
+    plain = not bias and not masked
+    crowded = capped and (bias > 0 or along_keys)
     # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
     # computes while the other waits for its bias.
     small = d == 32 and bias > 0 and not masked and not capped
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
-    three = three and not (band and sees_few(problem))
-    in_registers = not (three or small) and (d < 128 or (d == 128 and (problem.bias is None or bias > 0)))
+    three = three and not (band and sees_few(*band_of(problem)))
+    in_registers = not (three or small) and d <= 128
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
-    by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
+    by_rows = d == 64 and not bias and problem.mask is not None and problem.mask.rows > 1
     in_registers = in_registers and not by_rows
     apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
     # A bias by distance whose range ends: most tiles of long rows have none, as if there was no bias.
@@ -125,9 +137,9 @@ def forward_config(problem: Problem) -> Config:
         q_stages=1 if d == 256 or in_registers else 2,
         stages=3 if d == 64 and band and not bias and not three else 2,
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
-        bias_first=bias > 0 and not capped,
+        bias_first=(bias > 0 or along_keys) and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
-        lazy=(problem.bias is None or ends_below) if d >= 128 else not small,
+        lazy=(not bias or ends_below) if d >= 128 else not small,
         dynamic=band or masked or problem.totals is not None,  # whose tiles the host does not count
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
@@ -206,15 +218,16 @@ def backward_width(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
-def head_swizzle(problem: Problem) -> int:
-    """Of the backward. A band makes tiles of keys unlike: the longest of eight heads come first, so that the last to
-    run are short. Where order matters each program follows the one before it by a step or two, and of several heads
-    several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache together."""
+def head_swizzle(problem: Problem, queries: int) -> int:
+    """Of the backward, for so many queries. A band makes tiles of keys unlike: the longest of eight heads come first,
+    so that the last to run are short. Where order matters each program follows the one before it by a step or two, and
+    of several heads several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache
+    together."""
     least = 1 if problem.score.band.unlimited else 8
     if not problem.deterministic:
         return least
     width = backward_width(problem)
-    head = problem.group * problem.queries * width * (2 * problem.dtype.itemsize + 4)
+    head = problem.group * queries * width * (2 * problem.dtype.itemsize + 4)
     fit = 1 << max(1, L2_CACHE // head).bit_length() - 1
     return min(max(fit, least), 32 if width <= 64 else 16)  # more are slower (H200)
 
@@ -251,7 +264,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
     tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
-    swizzle = head_swizzle(problem)
+    swizzle = head_swizzle(problem, problem.queries)
     later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype
     shared = tile and bias is not None and not problem.broadcast_group(bias).single
@@ -293,14 +306,11 @@ def backward_config(problem: Problem) -> BackwardConfig:
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile
     # a quarter; a softcap or a bias of the keys would spill (H200).
-    # A Toeplitz bias, in loops of its own, needs what registers the next K·Qᵀ and K would have.
-    far = problem.score.toeplitz
-    diagonals = problem.parts is not None and far is not None and ("toeplitz" in problem.parts.grads or far.linear)
     tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys or words)
     # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
     # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
     d64 = d == 64 and not tile
-    ahead = d64 and not diagonals and (programs == 1 or not along_keys)
+    ahead = d64 and (programs == 1 or not along_keys)
     single = problem.keys <= block_n and (problem.totals is not None or _dense_stores(problem))
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = masked and (apart or capped) and d == 128 and not wide
@@ -311,8 +321,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), m_subtiles=2 if tall else 1,
         # Worth 3 % at 128 and at 64 in subtiles; beside a bias tile it would spill there (H200).
         peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
-        k_in_registers=(d64 and not diagonals) or (d == 32 and bias is None and not masked),
-        v_in_registers=d64 and not tall and not diagonals and (programs == 2 or not along_keys),
+        k_in_registers=d64 or (d == 32 and bias is None and not masked),
+        v_in_registers=d64 and not tall and (programs == 2 or not along_keys),
         key_stages=1 if d == 128 or tile else 2, dq_stored=single and d != 32,
         dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
         head_swizzle=swizzle, deferred_release=later,

@@ -51,6 +51,7 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
 )
 from tilewise.backends.gluon.sm90.dropout import dropped
 from tilewise.backends.gluon.sm90.forward_masks import banded, mask_words, masked
+from tilewise.backends.gluon.sm90.key_bias import load_bias_of_keys
 from tilewise.backends.gluon.sm90.softmax import (
     changed_rows,
     changed_rows_once_summed,
@@ -181,6 +182,8 @@ def load(x, rings, terms, sizes, c):
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
             at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
             fill_at(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, at)
+            if c.BIAS == "cols":
+                load_bias_of_keys(x, rings, slot_of(rings.k, step), tile, n0, terms, c)
             fill_at(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, at)
             step += 1
         if c.DYNAMIC:
@@ -197,7 +200,7 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
     compares before the product is there, and packs the outcomes into words.
     """
     ADDS: gl.constexpr = (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST
-    s, _ = score_tile(s, bias, terms, ADDS, True)
+    s, _ = score_tile(s, bias, terms, ADDS, c.BIAS == "matrix")
     if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
         if entry.partial:
             n0 = entry.n * c.BLOCK_N
@@ -257,6 +260,8 @@ def attend(
     COUNTED: gl.constexpr = c.RANGE_LO or c.RANGE_HI or c.O_IN_BIAS
     nth = taken if COUNTED else step
     shift = None
+    if FIRST and c.BIAS == "cols":
+        wait_full(rings.k, k_slot, use_of(rings.k, step))
     if TOEPLITZ and BIASED:
         start = near_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
     elif TOEPLITZ:
@@ -268,7 +273,7 @@ def attend(
         start = start_of(bias, terms, c)
     else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
-    if FIRST:
+    if FIRST and c.BIAS != "cols":
         wait_full(rings.k, k_slot, use_of(rings.k, step))
 
     # QK, and PV of the tile before
@@ -497,11 +502,16 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, lse, tile_coun
     """
     x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
-    k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS)
+    OF_KEYS: gl.constexpr = c.BIAS == "cols"
+    k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)
     v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
     bias_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.BIAS == "matrix":
         bias_ring = new_ring(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
+    elif OF_KEYS:
+        BIAS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        of_keys = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.BLOCK_N], BIAS_LAYOUT)
+        bias_ring = Ring(of_keys, ABSENT, ABSENT)
     if c.O_IN_Q:
         stage = q_ring.slots
     elif c.O_IN_BIAS:

@@ -58,7 +58,7 @@ def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
                 )
                 seen = (words.expand_dims(1).expand_dims(3).expand_dims(5) >> bit) & 1
                 p = gl.convert_layout(gl.where(seen != 0, in_words(p), 0.0).reshape(p.shape), S, assert_trivial=True)
-            elif c.RAGGED:
+            elif c.HIDES_END:
                 p = gl.where(cols < work_tile.seq.keys - work_tile.n0, p, 0.0)
     return p
 

@@ -32,19 +32,34 @@ MOST = tl.constexpr(3.4028234663852886e38)
 def pairs_kernel(vector, pairs, count, inverse, heads):
     """Of each entry of a `Strided` vector (B, H, 1, count) and the next a word, both times ``inverse``; a finite one
     stays finite."""
+    write_pairs(tl.program_id(0), vector, pairs, None, count, inverse, heads)
+
+
+@triton.jit
+def write_pairs(pid, vector, pairs, gradient, count, inverse, heads):
+    """A block of them; and zeros for a gradient that has as many places, or None."""
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
-    row = tl.program_id(0) // blocks
+    row = pid // blocks
+    place = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    entry = place - PAD
+    low = scaled_entry(vector, row, entry, (entry >= 0) & (entry < count), inverse, heads)
+    entry += 1
+    high = scaled_entry(vector, row, entry, (entry >= 0) & (entry < count), inverse, heads)
+    low = low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
+    to = tl.cast(row, tl.int64) * width + place
+    tl.store(pairs + to, (low | (high << 32)).to(tl.int64), mask=place < width)
+    if gradient is not None:
+        tl.store(gradient + to, tl.zeros([BLOCK], tl.float32), mask=place < width)
+
+
+@triton.jit
+def scaled_entry(vector, row, entry, inside, inverse, heads):
+    """Of the ``row``-th of a vector's rows; 0 where it is not inside."""
     at = vector.pointer + tl.cast(row // heads, tl.int64) * vector.stride0
     at += tl.cast(row % heads, tl.int64) * vector.stride1
-    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    entry = place - PAD
-    low = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
-    entry += 1
-    high = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
-    low = _scaled(low.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = _scaled(high.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
-    tl.store(pairs + tl.cast(row, tl.int64) * width + place, (low | (high << 32)).to(tl.int64), mask=place < width)
+    return _scaled(tl.load(at + entry.to(tl.int64) * vector.stride3, mask=inside, other=0.0).to(tl.float32), inverse)
 
 
 @triton.jit
@@ -61,8 +76,8 @@ class Pairs:
         B, H, _, count = vector.shape
         width = count + 2 * PAD.value
         self.empty = allocation(torch.empty(B * H, width, dtype=torch.int64, device="meta"), vector.device)
-        programs = B * H * triton.cdiv(width, BLOCK.value)
-        self.launch = Launch(pairs_kernel, programs, (strided(vector), POINTER), (count, inverse, H), num_warps=4)
+        self.programs, self.numbers = B * H * triton.cdiv(width, BLOCK.value), (count, inverse, H)
+        self.launch = Launch(pairs_kernel, self.programs, (strided(vector), POINTER), self.numbers, num_warps=4)
 
     def __call__(self, vector: Tensor) -> Tensor:
         pairs = self.empty()

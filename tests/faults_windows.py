@@ -1,0 +1,50 @@
+"""Faults of the kernels of windows: see faults.py."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+KERNELS = "integrations/test_window_kernels.py::"
+
+WINDOWS = [
+    Fault(
+        "ops/windows/autograd.py", "(x.shape, x.stride(), x.dtype, x.device)", "(x.shape, x.dtype, x.device)",
+        "tensors that lie otherwise are read as those of an earlier call",
+        f"{KERNELS}test_calls_that_differ_in_one_thing",
+    ),
+    Fault(
+        "ops/windows/autograd.py", "for x in tensors], precision)", "for x in tensors], None)",
+        "products of float32 are rounded as an earlier call wanted them",
+        f"{KERNELS}test_precision_is_part_of_a_call",
+    ),
+    Fault(
+        "integrations/evoformer.py", "type(q_block) is type(k_block) is int and", "",
+        "a bool passes for an earlier call's number",
+        f"{KERNELS}test_equal_arguments_of_another_type",
+    ),
+    Fault(
+        "ops/windows/launch.py", "ALONE=self._readers == 1", "ALONE=True",
+        "the gradient of a shared bias is that of one sample",
+        f"{KERNELS}test_windows",
+    ),
+    Fault(
+        "ops/windows/backward.py", "past // c.Q_BLOCK + 1", "past // c.Q_BLOCK + 2",
+        "keys get no gradient of the first block that sees them",
+        f"{KERNELS}test_windows",
+    ),
+    Fault(
+        "ops/windows/backward.py", "_finite(do_tile), dv_acc", "do_tile, dv_acc",
+        "a cotangent's NaN reaches keys that its query does not see",
+        f"{KERNELS}test_what_is_seen_comes_through",
+    ),
+    Fault(
+        "ops/windows/forward.py", 'seen &= added != -float("inf")', "pass",
+        "NaN in a key that only the bias hides comes through",
+        f"{KERNELS}test_what_is_hidden_stays_out",
+    ),
+    Fault(
+        "ops/windows/forward.py", 'top = tl.where(top == -float("inf"), 0.0, top)', "pass",
+        "queries that see nothing get NaN",
+        f"{KERNELS}test_windows",
+    ),
+]  # fmt: skip

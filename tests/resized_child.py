@@ -1,0 +1,130 @@
+"""What resized launches hand over, in a child process of `aot_compilers.Compilers`: see test_launcher.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+BRAIN = torch.bfloat16
+HEADS, LONGEST = 4, 700
+
+
+def laid(layout: str, n: int, dim: int, batch: int = 2) -> Tensor:
+    """(batch, HEADS, n, dim): dense, heads last, in a cache or a longer one, or with gaps between rows."""
+    if layout == "heads last":
+        return torch.zeros(batch, n, HEADS, dim, dtype=BRAIN).transpose(1, 2)
+    if layout == "cache":
+        return torch.zeros(batch, HEADS, LONGEST, dim, dtype=BRAIN)[:, :, :n]
+    if layout == "longer cache":
+        return torch.zeros(batch, HEADS, LONGEST + 100, dim, dtype=BRAIN)[:, :, :n]
+    if layout == "wide":
+        return torch.zeros(batch, HEADS, n, 2 * dim, dtype=BRAIN)[..., :dim]
+    return torch.zeros(batch, HEADS, n, dim, dtype=BRAIN)
+
+
+def resized_arguments(
+    backend: str, calls: list[tuple[str, str, int, int]], more: dict[str, bool]
+) -> tuple[list[tuple[Any, Any]], int]:
+    """Of each call, one after the other, what its forward and backward hand to the launcher in C, and what they do
+    where no call came before; and how many launches were resized without asking for a kernel.
+
+    calls: layouts of q and of k and v, M and N. more: batch, and whether it is causal, has a bias and a sink. Triton
+    3.6 compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
+    """
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    from tilewise import attention, call, dispatch
+    from tilewise.backends import launcher
+    from tilewise.problem import Problem
+
+    class Driver(nvidia.CudaDriver):
+        def __init__(self) -> None:
+            self.utils = SimpleNamespace(fill_tma_descriptor=lambda address, *given: ("map", address, *given))
+            self.get_current_device = self.get_current_stream = lambda *_: 0
+
+    def ask(self: launcher.Launch, tensors: Any, wants: tuple) -> Any:
+        """In the place of a compiled kernel one that writes down what it gets."""
+        metas, signature, name = [], {}, self.kernel.__name__
+        for n, x in enumerate(self.layouts):
+            signature[n] = "*bf16"
+            if hasattr(x, "block_shape"):
+                signature[n] = "tensordesc<bf16[64,64]>"
+                box = list(x.block_shape)
+                metas.append({"swizzle": 3, "elem_size": 2, "elem_type": 5, "block_size": box, "fp4_padded": False})
+        run = object.__new__(nvidia.CudaLauncher)
+        launch = lambda *args: log.append((name, args[0], args[4], *args[13:]))  # noqa: E731
+        run.launch = nvidia.wrap_handle_tensordesc(launch, signature, metas)
+        run.launch_cooperative_grid, run.launch_pdl = False, False
+        metadata = SimpleNamespace(tensordesc_meta=metas, global_scratch_size=0, profile_scratch_size=0)
+        return launcher._kernels.setdefault(
+            wants, SimpleNamespace(metadata=metadata, run=run, function=str(wants), packed_metadata=())
+        )
+
+    log: list[tuple] = []
+    of = Problem.of.__func__  # type: ignore[attr-defined]
+
+    def on_hopper(cls: Any, *given: Any, **options: Any) -> Problem:
+        return dataclasses.replace(of(cls, *given, **options), device="cuda", capability=(9, 0))
+
+    def step(x: list[Tensor], options: dict[str, Any]) -> list[Any]:
+        log.clear()
+        o = attention(*x, **options, causal=more["causal"], backend=backend)
+        do = torch.zeros(o.shape, dtype=BRAIN)
+        torch.autograd.grad(o, x, do)
+        known = {y.data_ptr(): name for name, y in (*zip("qkv", x, strict=True), *options.items(), ("do", do))}
+        return [named(args, known) for args in log]
+
+    def forget() -> None:
+        for prepared in (dispatch.forwards, dispatch.backwards, dispatch.structures, call.usual_calls, call.structures):
+            prepared.clear()
+
+    found, batch = [], 1 if more["single"] else 2
+    with (
+        mock.patch.object(driver, "_active", Driver()),
+        mock.patch.object(Problem, "of", classmethod(on_hopper)),
+        mock.patch.object(launcher.Launch, "_ask", ask),
+        mock.patch.object(launcher, "_kernels", {}),
+        mock.patch.object(launcher, "_has_short_way", return_value=True),
+        mock.patch.object(launcher._thread, "bound", True),
+        mock.patch.object(launcher._Short, "resized", autospec=True, side_effect=launcher._Short.resized) as resized,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        made = []
+        for q_layout, layout, M, N in calls:
+            x = [laid(q_layout, M, 64, batch), laid(layout, N, 64, batch), laid(layout, N, 64, batch)]
+            options: dict[str, Any] = {}
+            if more["bias"]:
+                options["bias"] = torch.zeros(1, HEADS, M, 16 * -(-N // 16), dtype=BRAIN)[..., :N]
+            if more["sink"]:
+                options["sink"] = torch.zeros(HEADS, dtype=BRAIN)
+            made.append(([y.requires_grad_() for y in x], options))
+        forget()
+        for x, options in made:
+            step(x, options)
+        for name in ("forwards", "backwards"):  # structures stay, with what was prepared first
+            getattr(dispatch, name).clear()
+        call.usual_calls.clear()
+        resized.reset_mock()
+        after = [step(x, options) for x, options in made]
+        count = resized.call_count
+        for (x, options), mine in zip(made, after, strict=True):
+            forget()
+            for _ in range(2):  # the first asks for kernels
+                alone = step(x, options)
+            found.append((mine, alone))
+    return found, count
+
+
+def named(x: Any, known: dict[int, str]) -> Any:
+    """Addresses by what lies there, or as a word; constants by their values."""
+    if isinstance(x, (tuple, list)):
+        return [named(y, known) for y in x]
+    if isinstance(x, int) and not isinstance(x, bool):
+        return known.get(x, "made by the call") if x >= 2**40 else x
+    return x if isinstance(x, (float, str, type(None), bool)) else str(x)

@@ -1,0 +1,182 @@
+"""Backwards that were prepared for some lengths, for others: of calls without a bias, a mask and packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.backends import Gradients, Inputs, Outputs, device_of, gradient_strides
+from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
+from tilewise.backends.gluon.sm90.config import BackwardConfig, head_swizzle
+from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
+from tilewise.backends.launcher import ENDS, PLACE, Launch, Places, kinds, place, resized_launches
+from tilewise.backends.protocol import Structure, resized_problem
+from tilewise.backends.score import limited
+from tilewise.problem import Problem
+from tilewise.score import tiles
+
+
+def sized(
+    config: BackwardConfig, shape: tuple[int, ...], queries: int, keys: int, multiprocessors: int
+) -> tuple[BackwardSizes, int]:
+    """Sizes, and how many groups of programs there are.
+
+    shape: batch, key/value heads, query heads of each; of a bias that is shared the batch elements, key/value heads and
+    programs of a group, or 1. With lanes, which are a group, the batch is filled up to a multiple of them.
+    """
+    batch, kv_heads, group, broadcast_batch, broadcast_heads, broadcast_programs = shape
+    row_tiles, key_tiles, heads = -(-queries // config.block_m), -(-keys // config.block_n), batch * kv_heads
+    groups = key_tiles * heads // broadcast_programs
+    # A group has about ended when one starts that is as many groups later as a GPU runs at once.
+    lag = -(-multiprocessors * config.programs * config.lanes // broadcast_programs)
+    ring = min(2 * lag + 2, groups)
+    # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
+    # start that is as much later as a GPU runs at once, and one more; `backward_scheduler.head_and_tile` may mix some
+    # heads.
+    none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
+    zeroed = heads if none_later else -(-lag // key_tiles) + 1
+    zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
+    if config.lanes > 1:  # heads take turns: those of a group have ended when as many groups later one more has begun
+        zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes
+    found = (
+        batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ring, lag,
+        min(zeroed, heads),
+    )  # fmt: skip
+    return tuple.__new__(BackwardSizes, found), groups
+
+
+def choices(
+    problem: Problem, config: BackwardConfig, always_hides: bool, queries: int, keys: int, lo: int | None,
+    hi: int | None, work_tiles: int, programs: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts; of these
+    lengths and limits of the band, not its own."""
+    return (
+        keys <= config.block_n,  # which dQ is stored by: not by the tile that these lengths would get
+        keys % config.block_n != 0,
+        band_hides_end(queries, keys, hi),
+        always_hides or tiles.hides(queries, keys, lo, hi),
+        head_swizzle(problem, queries) if problem.deterministic else 0,
+        work_tiles > programs,
+        runs_beside(work_tiles, programs),
+    )
+
+
+def band_hides_end(queries: int, keys: int, hi: int | None) -> bool:
+    """Whether the last query, and so each, sees no key past the last; queries past the last have probabilities of 0."""
+    return hi is not None and hi <= keys - queries
+
+
+def runs_beside(work_tiles: int, programs: int) -> bool:
+    """Whether the postprocess begins beside the last programs of the main kernel, unless they are most of it: what
+    waits disturbs them."""
+    return work_tiles >= 4 * programs
+
+
+def leaves_queries_out(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
+    """Whether a query of a call that is no packed batch may see no key, so that no tile of keys visits its tile."""
+    return (hi is not None and hi < 0) or (lo is not None and queries - 1 + lo > keys - 1)
+
+
+# Where tensors begin among how they lie: the last are of one and two axes.
+_Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(9))
+_ACCUM, _DLSE = _STATS + 2, _STATS + 6
+
+
+def backward_places(run: Any, has_dlse: bool) -> list[tuple[Launch, Places]]:
+    """The launches of a `backward_launch.Backward`, with their places; see `Launch.resized`."""
+    leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
+    before = (_O, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
+    main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, *(None,) * 7)
+    found: list[tuple[Launch, Places]] = [(run.before, before), (run.main, main)]
+    return found if run.dq_stored else [*found, (run.after, (None, _DQ, None))]
+
+
+def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | None) -> ResizedBackward | None:
+    """A `backward_launch.Backward` for other lengths than ``run``'s; None where these ask for something else that is
+    compiled in."""
+    _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *more) = structure
+    config, stored, before, main = run.config, run.dq_stored, run.before.numbers, run.main.numbers
+    terms, base, c = main
+    sizes, groups = sized(config, (*base[:3], 1, 1, 1), M, N, run.multiprocessors)
+    heads, programs = base.batch * base.kv_heads, run.programs
+    work_tiles = sizes.key_tiles * heads
+    if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, programs) != run.choices:
+        return None
+    block_m, width, cols = config.block_m, run.width, DQ_COLS.value
+    row_programs = sizes.row_tiles * heads * base.group
+    counted = counters(sizes, groups, run.problem.deterministic, reduces=False)
+    stats, accum = 2 * block_m * row_programs, 0 if stored else row_programs * block_m * width // cols
+    dv_strides = gradient_strides(v_shape, v_strides)
+    same = k_strides == v_strides and k_shape == v_shape
+    dk_strides = dv_strides if same else gradient_strides(k_shape, k_strides)
+    same = q_strides == k_strides and q_shape == k_shape
+    dq_strides = dk_strides if same else gradient_strides(q_shape, q_strides)
+    o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
+    wide, value_wide = run.widths
+    given = (
+        *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
+        *o_shape, *o_strides, value_wide, *do_shape, *do_strides, value_wide,
+        *q_shape, *dq_strides, wide, *k_shape, *dk_strides, wide, *v_shape, *dv_strides, value_wide,
+        stats, 1, accum, cols, cols, 1,
+    )  # fmt: skip
+    if dlse:
+        given += place((*dlse[0], 1), (*dlse[1], 1), 4)
+    given += ENDS
+    first, last = tiles.clipped(lo, hi)
+    if run.banded:
+        terms = limited(terms, first, last)
+    launches = [
+        (row_programs, (before[0], sizes, counted, *before[3:])),
+        (min(programs, work_tiles) if run.dynamic else work_tiles, (terms, sizes, c)),
+    ]
+    if not stored:
+        head_dim, scale, _, *rest = run.after.numbers
+        launches.append((row_programs, (head_dim, scale, sizes, *rest)))
+    found = resized_launches(run.bases, run.made, kinds((*sizes, counted, first, last)), given, launches)
+    zeroes = stored and leaves_queries_out(M, N, lo, hi)
+    made = (q_shape, dq_strides), (k_shape, dk_strides), (v_shape, dv_strides)
+    return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), made, zeroes, found)
+
+
+class ResizedBackward:
+    """A `backward_launch.Backward` for other lengths."""
+
+    __slots__ = ("after", "band", "before", "layouts", "main", "of", "sizes", "structure", "zeroes_dq")
+
+    def __init__(
+        self, of: Any, structure: Structure, band: Any, sizes: tuple[int, int, int], layouts: Any, zeroes_dq: bool,
+        launches: list[Any],
+    ) -> None:  # fmt: skip
+        self.of, self.structure, self.band = of, structure, band
+        self.sizes, self.layouts, self.zeroes_dq = sizes, layouts, zeroes_dq
+        self.before, self.main = launches[0], launches[1]
+        self.after = launches[2] if len(launches) > 2 else None
+
+    @property
+    def problem(self) -> Problem:
+        return resized_problem(self.of.problem, self.structure, *self.band)
+
+    def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+        q, k, v, _, _, _, _, seed, *_ = inputs
+        (o, lse), (do, dlse), (stats_size, counted, accum) = outputs, cotangents, self.sizes
+        with device_of(q):
+            device, dtype, wide = q.device, q.dtype, torch.float32
+            stats = torch.empty(stats_size, dtype=wide, device=device)
+            counts = torch.empty(counted, dtype=torch.int32, device=device)
+            dq, dk, dv = [torch.empty_strided(*x, dtype=dtype, device=device) for x in self.layouts]
+            if self.after is None:  # dQ is no sum: the kernel wants a pointer, which it does not follow
+                sums, leaves, pointer = None, dq, stats
+                if self.zeroes_dq:
+                    dq.zero_()
+            else:
+                sums = leaves = pointer = torch.empty((accum, DQ_COLS.value), dtype=wide, device=device)
+            self.before(o, do, lse, dlse, None, stats, sums, counts)
+            self.main(
+                q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None, counts, None
+            )  # fmt: skip
+            if self.after is not None:
+                self.after(sums, dq, counts)
+        needs = self.of.needs
+        return Gradients(dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, None)
