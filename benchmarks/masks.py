@@ -18,7 +18,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tilewise import gather
 from tilewise.bench import cases, packed
 from tilewise.bench.cases import AnyCase
 from tilewise.bench.providers import providers
@@ -162,10 +161,8 @@ def main() -> None:
     parser.add_argument(
         "--cases", default="", metavar="WORD", help="only what has this in its name, as kept, documents"
     )
-    parser.add_argument("--span", type=int, default=gather.SPAN, help="of gathered keys, see tilewise.gather.SPAN")
     parser.add_argument("--kernels", action="store_true", help="only list the kernels of dynamic masks")
     arguments = parser.parse_args()
-    gather.SPAN = arguments.span
     if arguments.kernels:
         word = arguments.cases or "kept"
         for case in {case.name: case for todo, _ in PARTS for case in todo if word in case.name}.values():

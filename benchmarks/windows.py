@@ -110,6 +110,10 @@ def main() -> None:
                 for which, step in zip(("forward", "backward"), steps(case, x, "auto"), strict=True):
                     report(f"{samples} samples, {warps}, {which}", step, clock)
             launch.tiles_of = config.tiles_of
+            for launch.PROGRAMS in (1024, 1 << 30) if samples > 1 else ():
+                forget()
+                report(f"{samples} samples, {launch.PROGRAMS} programs, forward", steps(case, x, "auto")[0], clock)
+            launch.PROGRAMS = config.PROGRAMS
             forget()
 
 

@@ -142,16 +142,6 @@ MASKS = [
         "test_gather.py::test_the_kernels_of_chunks_are_their_twins",
     ),
     Fault(
-        "backends/kept_keys.py", "if (first == 0) | (", "if (",
-        "queries that see nothing visit keys that nobody has written",
-        "test_gather.py::test_rows_of_tiles_without_keys_are_left_out",
-    ),
-    Fault(
-        "backends/kept_keys.py", "first = pid % blocks * BLOCK_R // TILE * TILE", "first = pid % blocks * BLOCK_R",
-        "in a tile beside keys stands what nobody has written",
-        "test_gather.py::test_rows_of_tiles_without_keys_are_left_out",
-    ),
-    Fault(
         "backends/kept_keys.py", "here = chosen & (place < cols)", "here = chosen",
         "a mask that was changed writes past its room",
         "test_gather.py::test_the_kernels_of_chunks_are_their_twins",

@@ -1,4 +1,4 @@
-"""Faults of the kernels of windows: see faults.py."""
+"""Faults of the kernels of windows, and of calls that are remembered with their leading dimensions: see faults.py."""
 
 from __future__ import annotations
 
@@ -46,5 +46,15 @@ WINDOWS = [
         "ops/windows/forward.py", 'top = tl.where(top == -float("inf"), 0.0, top)', "pass",
         "queries that see nothing get NaN",
         f"{KERNELS}test_windows",
+    ),
+    Fault(
+        "call.py", "and inputs.sink is None and _is_usual(folded, None)", "and _is_usual(folded, None)",
+        "a sink has no gradient in the second call with more leading dimensions",
+        "test_leading.py::test_usual_calls_that_are_not_one_view",
+    ),
+    Fault(
+        "call.py", "layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()", "layouts(*inputs[:5]), False",
+        "a door does not follow the determinism that is asked for later",
+        "integrations/test_evoformer.py::test_pair_bias_of_a_call_like_an_earlier_one",
     ),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from helpers import DROPOUT_SEED, Case, Results, Tensors, rows_of, run, tensors, visible
@@ -81,12 +81,20 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     outputs = Outputs(run(case, "oracle", inputs=x).o, lse)
     cotangents = Outputs(x.do, dlse)
     launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
-    stats, dq_accum = (buffer().fill_(float("nan")) for buffer in (launch.empty_stats, launch.empty_dq_accum))
-    counts = launch.empty_counts().fill_(-1)
+    stats, dq_accum, counts = _working_memory(launch)
     launch.before(outputs.o, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, dq_accum, counts)
     lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
     delta = (outputs.o.double() * x.do.double()).sum(-1)
     return lse2.flatten(2), minus_delta.flatten(2), delta, dq_accum.view(case.B * case.kv_heads, -1), counts
+
+
+def _working_memory(launch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows' statistics, the sum of dQ and counters of a backward, with nothing of use in them."""
+    from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
+
+    stats, counted, accum = launch.sizes
+    counts = torch.full((counted,), -1, dtype=torch.int32)
+    return torch.full((stats,), float("nan")), torch.full((accum, DQ_COLS.value), float("nan")), counts
 
 
 def sink_gradient(case: Case) -> tuple[Tensor, Results]:
@@ -98,7 +106,7 @@ def sink_gradient(case: Case) -> tuple[Tensor, Results]:
     exact = run(case, "oracle", inputs=x)
     outputs, cotangents = Outputs(exact.o, exact.lse), Outputs(x.do, x.dlse)
     launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None, True))
-    stats, dq_accum, counts = launch.empty_stats().fill_(float("nan")), launch.empty_dq_accum(), launch.empty_counts()
+    stats, dq_accum, counts = _working_memory(launch)
     launch.before(exact.o, x.do, exact.lse, x.dlse, None, stats, dq_accum, counts)
     found = launch.sink_gradient(inputs.sink, exact.lse, stats)
     return found, exact

@@ -116,6 +116,20 @@ def tiles_of_heads(x: Call, by_keys: bool, block: int = 64) -> tuple[Tensor, Ten
     return found, out
 
 
+def lists_of_a_backward(x: Call) -> list[tuple[Tensor, ...]]:
+    """For queries, then for keys, what one kernel makes and what `TileList` makes: a list and two tensors that it
+    zeroes in part."""
+    from tilewise.backends.gluon.packed import BothLists, TileList
+
+    problem, inputs = x.read()
+    q, k = inputs.q, inputs.k
+    rows, keys = [[torch.full_like(like, torch.nan) for _ in range(4)] for like in (q, k)]
+    row_list, key_list = BothLists(problem, 64, 128, q, q, k, k)(inputs.lengths, *rows[:2], *keys[:2])
+    expected_rows, _ = TileList(problem, 64, q, q)(inputs.lengths, *rows[2:])
+    expected_keys, _ = TileList(problem, 128, k, k, by_keys=True)(inputs.lengths, *keys[2:])
+    return [(row_list, *rows[:2]), (expected_rows, *rows[2:]), (key_list, *keys[:2]), (expected_keys, *keys[2:])]
+
+
 def _box(layout: Any, x: Tensor, at: list[int]) -> list[tuple[int, slice, slice]]:
     """Where TMA finds the rows of a box in the memory ``x`` of a descriptor's tensor: (row, columns, elements)."""
     *_, rows, cols = layout.block_shape
@@ -154,7 +168,7 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
     layout = ragged(run.values.like, c.BLOCK_M.value, c.BLOCK_N.value)
     dvalues = torch.full(run.dvalues.shape, torch.nan, dtype=HALF).transpose(1, 2).contiguous().transpose(1, 2)
     with poisoned_memory():
-        tile_list, _ = run.row_list(inputs.lengths, inputs.q.clone(), dvalues)
+        tile_list, _ = run.lists(inputs.lengths, inputs.q.clone(), dvalues, inputs.k.clone(), inputs.v.clone())
         laid = run.values.laid_out(values, tile_list)
         gradient = run.values.empty_gradient(values, tile_list)
     assert laid.isnan().any()

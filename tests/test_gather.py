@@ -155,21 +155,6 @@ def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("D", [8, 40, 200])
-def test_rows_of_tiles_without_keys_are_left_out(interpreter, D):
-    """What is visited is there: rows of tiles of 128 places that have a key, zeros beside it, and the first tile."""
-    x = torch.randn(1, 2, 50, D, generator=torch.Generator().manual_seed(D))
-    keys = torch.full((1, 2, 2, 400), 50, dtype=torch.int32)
-    for c, h, n in ((0, 0, 0), (0, 1, 128), (1, 0, 129), (1, 1, 400)):
-        keys[0, h, c, :n] = torch.arange(n) % 50
-    taken = interpreter(kept_keys_child.taken, x, keys)
-    for c, h, until in ((0, 0, 128), (0, 1, 128), (1, 0, 256), (1, 1, 400)):
-        named = keys[0, h, c, :until]
-        expected = torch.where((named < 50)[:, None], x[0, h][named.clamp(max=49)], 0.0)
-        assert torch.equal(taken[c, h, :until], expected)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("shape", "N", "way", "band"),
     [

@@ -58,6 +58,19 @@ def test_each_tile_and_head_comes_once(interpreter, lengths, by_keys):
     assert int(found[0]) * hopper_packed_child.HEADS == len(expected)
 
 
+@pytest.mark.parametrize("lengths", [SHORT, USED], ids=["short", "used"])
+def test_a_backward_makes_both_lists_at_once(interpreter, lengths):
+    rows, expected_rows, keys, expected_keys = interpreter(hopper_packed_child.lists_of_a_backward, Call(lengths))
+    for found, expected in ((rows, expected_rows), (keys, expected_keys)):
+        entries = 8 + 8 * int(expected[0][0])
+        used = torch.arange(entries) % 8 < 6  # of an entry; and of the head, which is all written
+        used[:8] = True
+        assert torch.equal(found[0][:entries][used], expected[0][:entries][used])
+        for tensor, right in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(tensor, right, rtol=0, atol=0, equal_nan=True)
+    assert lengths.past == 0 or all((x == 0).any() and x.isnan().any() for x in rows[1:])
+
+
 def test_offsets_that_are_none(interpreter):
     """Whatever stands in them, a tile lies inside its tensors, and rows that no sequence has are zero."""
     lengths = Lengths((70, 70, 70), (33, 33, 33))

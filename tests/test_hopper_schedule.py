@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem, TileOperand
+from tilewise.problem import Operand, Problem
 from tilewise.score import tiles
 from tilewise.score.terms import Band, Score
 
@@ -32,13 +32,13 @@ def plain(monkeypatch):
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
 
 
-def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128, tile_mask=None):
-    """What the kernel knows: terms, sizes and what is compiled; of a mask by tiles the order alone, not its lists."""
+def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
+    """What the kernel knows: terms, sizes and what is compiled."""
     shape = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
     problem = Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
         head_dim=D, value_dim=D, score=Score(0.1, None, band), bias_grad=False, deterministic=False,
-        bias=None if bias is None else Operand(torch.bfloat16, *(shape[axis] for axis in bias)), tile_mask=tile_mask,
+        bias=None if bias is None else Operand(torch.bfloat16, *(shape[axis] for axis in bias)),
     )  # fmt: skip
     config = forward_config(problem)
     sizes = launch._sizes(problem, config, programs)
@@ -77,16 +77,6 @@ def test_the_longest_come_first(B, H, M, band):
     for n in range(groups):
         counts = [t.count for t in order[n * tiles_at_once : (n + 1) * tiles_at_once if n + 1 < groups else None]]
         assert counts == sorted(counts, reverse=True)
-
-
-@pytest.mark.parametrize(("bias", "few"), [("11mn", True), ("1hmn", False), ("b1mn", True)])
-def test_few_heads_at_once_read_a_bias_beside_a_mask_by_tiles(bias, few):
-    """Without one all heads that share a bias come one after the other; with one their keys and values would not stay
-    in the cache until the next tile of queries wants them."""
-    for tile_mask in (None, TileOperand(128, 128, "bits")):
-        terms, sizes, c = known(1, 16, 16, 16384, 16384, Band(), bias, tile_mask=tile_mask)
-        heads = {tile_scheduler.work_tile_at.fn(t, None, terms, sizes, c).h for t in range(128)}
-        assert len(heads) == (1 if not few else 3 if tile_mask else 16)
 
 
 @pytest.mark.parametrize("band", [CAUSAL, Band(None, 63), Band(None, 65), Band(None, 400), Band(None, -70)], ids=str)

@@ -133,6 +133,7 @@ ROOMS = {
         *READING,
     },
     "tilewise.leading": {
+        "tilewise.backends",
         "tilewise.bias",
         "tilewise.call",
         "tilewise.problem",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise
-from tilewise import TileMask, attention, leading
+from tilewise import TileMask, api, attention, leading
 from tilewise.bias import RelativeBias, alibi, t5_bias
 
 B, N, H, M, K, D = 2, 3, 4, 5, 7, 6
@@ -53,8 +53,6 @@ def check(ours, theirs, tolerance=1e-10):
 
 def count_calls(monkeypatch):
     """How many 4-dimensional calls there have been, by their batch sizes."""
-    from tilewise import api
-
     calls, read = [], api.read_call
 
     def counted(q, *args, **kwargs):
@@ -322,3 +320,51 @@ def test_errors_of_terms():
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r"RelativeBias.values: shape \(6, 4, 5, 3\) is not .* = \(1, 4\|1, 5\|1, 3\)"):
         attention(q, k, v, bias=RelativeBias(torch.zeros(B * N, H, M, 3), lo=-1))
+
+
+# --- a call like an earlier one ---
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_usual_call_is_not_folded_again(masked, monkeypatch):
+    """Other numbers in tensors that lie as earlier ones did, where leading dimensions are one as they stand."""
+    mask = torch.arange(K) < K - 1 if masked else None
+    mask = None if mask is None else mask.expand(B, N, 1, 1, K).contiguous()
+    inputs, others = ([*qkv(seed=seed), *tensors((1, 1, H, M, K), seed=seed)] for seed in (1, 2))
+    ours = lambda q, k, v, bias: attention(q, k, v, bias=bias, mask=mask, return_lse=True)  # noqa: E731
+    value_and_gradients(ours, inputs)
+    theirs = value_and_gradients(lambda *x: formula(*x, mask), others)
+    monkeypatch.setattr(api, "attention_of_leading", None)
+    check(value_and_gradients(ours, others), theirs)
+    leaves = [x.requires_grad_() for x in others]
+    o = attention(*leaves[:3], bias=leaves[3], mask=mask)
+    check([o], theirs[:1])
+    assert o.shape == (B, N, H, M, D)
+    (grad,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(grad.sum(), leaves[0])
+    for unusual in ({"causal": True}, {"bias": leaves[3][0]}, {"softcap": 1.0}, {"return_lse": True, "backend": "cpu"}):
+        with pytest.raises(TypeError, match="NoneType"):
+            attention(*leaves[:3], **{"bias": leaves[3], "mask": mask, **unusual})
+
+
+def test_usual_calls_that_are_not_one_view(monkeypatch):
+    """A bias that is shared along one dimension takes a call for each index of the other, the second time too; a sink
+    has its gradient then."""
+    inputs = [*qkv(), *tensors((B, 1, H, M, K))]
+    ours = lambda q, k, v, bias: attention(q, k, v, bias=bias, return_lse=True)  # noqa: E731
+    found = [value_and_gradients(ours, inputs) for _ in range(2)]
+    for x in found:
+        check(x, value_and_gradients(formula, inputs))
+    sinks = [*qkv(), *tensors((H,))]
+    ours_of_sinks = lambda q, k, v, sink: attention(q, k, v, sink=sink, return_lse=True)  # noqa: E731
+    for _ in range(2):
+        check(
+            value_and_gradients(ours_of_sinks, sinks),
+            value_and_gradients(lambda q, k, v, s: formula(q, k, v, sink=s), sinks),
+        )
+    calls = []
+    attend = api.attention_of_leading
+    monkeypatch.setattr(api, "attention_of_leading", lambda *x, **more: calls.append(1) or attend(*x, **more))
+    ours(*inputs)
+    assert calls == [1]

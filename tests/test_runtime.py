@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from tilewise import attention, call, matmul, scaled_dot_product_attention, sdpa, softmax
 from tilewise.ops.runtime import prepared
 from tilewise.ops.runtime.prepared import Prepared
+from tilewise.ops.windows import autograd  # noqa: F401  # registers its operators
 
 TERMS = (
     "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "

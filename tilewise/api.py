@@ -179,7 +179,7 @@ def attention(
             return split if return_lse else split[0]
     try:
         if isinstance(q, Tensor) and q.dim() > 4:
-            return attention_of_leading(attention, q, k, v, **options, return_lse=return_lse)
+            return attention_of_leading(attention, q, k, v, **options, return_lse=return_lse, arguments=arguments)
         call = read_call(q, k, v, **options)
     except TypeError:
         if is_symbolic(q, k, v, bias, mask, sink):

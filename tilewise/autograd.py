@@ -89,17 +89,19 @@ def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of `Inputs.flat`."""
     asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
-    grads = _by_operator(ctx, do, dlse, [asked[name] for name in Needs._fields])
+    grads = _by_operator(ctx.saved_tensors, ctx.terms, do, dlse, [asked[name] for name in Needs._fields])
     named = dict(zip(Needs._fields, grads, strict=True))
     return tuple(named.get(name) for name in INPUT_NAMES)
 
 
-def _by_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: list[bool]) -> tuple[Tensor | None, ...]:
+def _by_operator(
+    saved: Sequence[Any], terms: Terms, do: Tensor | None, dlse: Tensor | None, needs: list[bool]
+) -> tuple[Tensor | None, ...]:
     """`Gradients` by the operator; as many as ``needs``, the first ones or all."""
     if do is None and dlse is None:
         return (None,) * len(needs)
-    *given, o, lse = ctx.saved_tensors
-    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, *ctx.terms, [*Needs(*needs)])
+    *given, o, lse = saved
+    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, *terms, [*Needs(*needs)])
     return tuple(g if need else None for g, need in zip(grads, needs, strict=False))
 
 
@@ -136,7 +138,7 @@ class _EagerAttention(torch.autograd.Function):
         needs = ctx.needs_input_grad[:-1]
         count = len(needs)
         if not is_eager_backward(do, dlse):
-            return *_by_operator(ctx, do, dlse, list(needs)), None
+            return *_by_operator(ctx.saved_tensors, ctx.terms, do, dlse, list(needs)), None
         if do is None and dlse is None:
             return (None,) * (count + 1)
         call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*needs)
@@ -147,7 +149,64 @@ class _EagerAttention(torch.autograd.Function):
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
 
+class _EagerFolded(torch.autograd.Function):
+    """``q, k, v, bias, call -> o`` or ``o, lse`` of tensors with more leading dimensions than a batch. What computes
+    them takes views, of which autograd need not know; call is (inputs, terms, what computes them, the views' shapes,
+    return_lse)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        inputs, terms, run, shapes, return_lse = arguments[-1]
+        o, lse = _run_folded(inputs, run, shapes)
+        ctx.terms, ctx.shapes = terms, shapes
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:6], o, lse)
+        return _unfolded(inputs.q, o, lse if return_lse else None)
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
+        if do is None and dlse is None:
+            return (None,) * 5
+        *given, o, lse = ctx.saved_tensors
+        saved = *_folded(given, ctx.shapes), o, lse
+        do = None if do is None else do.reshape(o.shape)
+        dlse = None if dlse is None else dlse.reshape(lse.shape)
+        needs = Needs(*ctx.needs_input_grad[:4])
+        call = do, dlse, saved, ctx.terms, needs
+        if not is_eager_backward(do, dlse):
+            grads: Sequence[Tensor | None] = _by_operator(saved, ctx.terms, do, dlse, list(needs))
+        elif profiler._is_profiler_enabled:
+            grads = recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
+        else:
+            grads = _gradients(*call)
+        pairs = zip(grads, given[:4], strict=False)
+        return *(None if grad is None else grad.view(x.shape) for grad, x in pairs), None
+
+    jvp = staticmethod(ATTENTION.refuse_tangents)
+
+
+def _folded(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
+    pairs = zip(tensors, shapes, strict=True)
+    return [x if x is None or x.shape == shape else x.view(shape) for x, shape in pairs]
+
+
+def _run_folded(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
+    inputs = Inputs(*_folded(inputs[:6], shapes))  # type: ignore[arg-type]
+    if profiler._is_profiler_enabled:
+        found: tuple[Tensor, Tensor | None] = recorded("tilewise::attention", inputs.tensors(), run, inputs)
+        return found
+    return run(inputs)
+
+
+def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
+    """o with the leading dimensions of q, or o and the lse."""
+    lead = q.shape[:-3]
+    o = o.view(*lead, *o.shape[1:])
+    return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
+
+
 _apply = apply_of(_EagerAttention)
+_apply_folded = apply_of(_EagerFolded)
 
 
 def attention_op(
@@ -174,4 +233,17 @@ def eager_attention(
     q, k, v, bias, _, sink, parts, *_ = inputs
     more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
     found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, return_lse))
+    return found if return_lse else (found, None)
+
+
+def eager_folded(
+    inputs: Inputs, terms: Terms, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`eager_attention` of inputs with more leading dimensions: ``run`` takes their views of these ``shapes``."""
+    q, k, v, bias = inputs[:4]
+    if is_differentiated((q, k, v, bias)):
+        found = _apply_folded(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
+    else:
+        o, lse = _run_folded(inputs, run, shapes)
+        found = _unfolded(q, o, lse if return_lse else None)
     return found if return_lse else (found, None)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast
-from tilewise.autograd import eager_attention
+from tilewise.autocast import autocast, autocast_somewhere
+from tilewise.autograd import eager_attention, eager_folded
 from tilewise.backends import Inputs, address
 from tilewise.bias.autograd import Rule, is_node, vector_of
 from tilewise.bias.canonical import Slots, canonical
@@ -246,9 +246,18 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 # --- remember ---
 
+
+class Folded(NamedTuple):
+    """A call with more leading dimensions than a batch: what computes it takes views of these shapes."""
+
+    terms: Terms
+    run: Forward
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors of `Inputs` to the sink; () where there is none
+
+
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
-usual_calls: Prepared[tuple[Terms, Forward]] = Prepared()
+usual_calls: Prepared[tuple[Terms, Forward] | Folded] = Prepared()
 # Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
 vectors: Prepared[tuple[Rule, int, int]] = Prepared()
 # And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
@@ -273,7 +282,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
     if known is None:
-        if term is not None:
+        if term is not None or inputs.q.dim() != 4:
             return None
         if inputs.sink is not None:
             if inputs.sink.dim() not in (1, 3):
@@ -283,8 +292,11 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
         if known is None:
             return None
         usual_calls.keep(key, known)
+    elif type(known) is Folded:
+        return eager_folded(inputs, *known, return_lse)
     elif inputs.sink is not None:
         inputs = _with_rows(inputs)
+    assert len(known) == 2
     if term is not None:
         made = vectors.get(key)
         if made is None:
@@ -368,6 +380,43 @@ def _remember_vector(inputs: Inputs, arguments: tuple, terms: Terms, parts: Part
     vectors.keep(key, (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
+def remember_folded(inputs: Inputs, folded: Inputs, arguments: tuple) -> None:
+    """After a call with more leading dimensions that went well; ``folded``: the views that a usual call was given."""
+    if _is_usual(inputs, None) and inputs.sink is None and _is_usual(folded, None):
+        known = usual_calls.get(_usual_key(folded, None, arguments))
+        if known is not None and not known[0].dropout:
+            shapes = tuple([() if x is None else tuple(x.shape) for x in folded[:6]])
+            usual_calls.keep(_usual_key(inputs, None, arguments), Folded(*known[:2], shapes))
+
+
+def usual_door(name: str, inputs: Inputs) -> tuple | None:
+    """The key, among those of `usual_calls`, of a call of ``attention`` by a door that changes the shapes of its bias
+    and mask alone; None where such a call is read anew."""
+    q, k, v, bias, mask = inputs[:5]
+    if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
+        return None
+    for x in (q, k, v, bias, mask):
+        if x is not None and (x.layout is not _STRIDED or x.is_nested):
+            return None
+    return name, layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()
+
+
+def usual_door_call(key: tuple, inputs: Inputs) -> Tensor | None:
+    """o of a call like one that `remember_door` was told of."""
+    known = usual_calls.get(key)
+    return eager_folded(inputs, *known, False)[0] if type(known) is Folded else None
+
+
+def remember_door(key: tuple, inputs: Inputs) -> None:
+    """After a call of ``attention(q, k, v, bias=, mask=)`` that went well; inputs: what it was given."""
+    if _is_usual(inputs, None):
+        known = usual_calls.get(_usual_key(inputs, None, (False, key[2], None, 0.0)))
+        if type(known) is Folded:
+            usual_calls.keep(key, known)
+        elif known is not None:
+            usual_calls.keep(key, Folded(*known[:2], tuple([() if x is None else tuple(x.shape) for x in inputs[:6]])))
+
+
 def _with_rows(inputs: Inputs) -> Inputs:
     """``inputs`` of a call that was checked, with a sink of heads as `sink_of_rows` gives it."""
     sink = inputs.sink
@@ -381,8 +430,8 @@ def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
         and is_eager(inputs[:6] if tiles is None else (*inputs[:6], *tiles.tensors))
         and (tiles is None or tiles.kept is None)  # how kept keys are found is decided where a call is read
         and q.layout is k.layout is v.layout is _STRIDED
-        and (bias is None or (bias.dim() == 4 and bias.layout is _STRIDED))
-        and (mask is None or (mask.dim() == 4 and mask.layout is _STRIDED))
+        and (bias is None or (bias.dim() == q.dim() and bias.layout is _STRIDED))
+        and (mask is None or (mask.dim() == q.dim() and mask.layout is _STRIDED))
         and (sink is None or sink.layout is _STRIDED)
     )  # fmt: skip
 

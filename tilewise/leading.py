@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
-from tilewise.call import Bias, Mask, Seed
+from tilewise.call import Bias, Mask, Seed, remember_folded
 from tilewise.problem import Sizes, check_broadcast, check_sink
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
 from tilewise.tile_mask import tile_mask_of
@@ -20,14 +21,16 @@ Size = tuple[int, ...]
 
 def attention_of_leading(
     attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, mask: Mask, sink: Tensor | None,
-    dropout_p: float, dropout_seed: Seed, return_lse: bool, **options: Any,
+    dropout_p: float, dropout_seed: Seed, return_lse: bool, arguments: tuple | None, **options: Any,
 ) -> Any:  # fmt: skip
     """``attend``, which takes (B, H, M, D), of q (..., H, M, D): arguments, results and errors of `tilewise.attention`.
 
     No tensor is copied or expanded. One call computes all where each tensor's leading dimensions merge into one by a
     view, in their own order or in that of q's memory: where it is full along all of them, or along none. Else some
-    dimensions are taken apart, those that make the fewest calls.
+    dimensions are taken apart, those that make the fewest calls. arguments: under which ``attend`` remembers a call, or
+    None where it does not.
     """
+    whole: Any = (q, k, v, bias, mask, sink)
     lead = _check_qkv(q, k, v)
     H, M, N = q.shape[-3], q.shape[-2], k.shape[-2]
     limits = _Limits(lead, Sizes(1, H, k.shape[-3], M, N))
@@ -52,6 +55,9 @@ def attention_of_leading(
                 dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, **options,
             )
         )  # fmt: skip
+    if arguments is not None and way.in_order and _are_tensors(bias, mask):
+        folded: Any = (q, k, v, terms[0], mask, sink)
+        remember_folded(Inputs(*whole), Inputs(*folded), arguments)
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
@@ -68,6 +74,11 @@ class _Way(NamedTuple):
     @property
     def calls(self) -> int:
         return _product([self.lead[i] for i in self.split])
+
+    @property
+    def in_order(self) -> bool:
+        """One call, in which the leading dimensions are one as they stand."""
+        return not self.split and self.merged == tuple(range(len(self.merged)))
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """Views (batch or 1, ...) of ``x``, for each call."""
@@ -167,6 +178,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Size:
         if tuple(x.shape[:-3]) != lead:
             raise ValueError(f"{name}: leading dimensions must equal q's {lead}, got shape {tuple(x.shape)}")
     return lead
+
+
+def _are_tensors(bias: Any, mask: Any) -> bool:
+    """No terms and no masks by tiles; nothing is one too."""
+    return all(x is None or isinstance(x, Tensor) for x in (bias, mask))
 
 
 def _has_leading(x: object, n: int) -> bool:

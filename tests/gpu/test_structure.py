@@ -112,7 +112,8 @@ def test_windows(backend, B, mask, N, dtype):
 
 @pytest.mark.parametrize("edges", ["clip", "shift"])
 @pytest.mark.parametrize(
-    ("q_block", "k_block", "D"), [(32, 128, 16), (32, 128, 48), (16, 64, 64), (24, 100, 8), (64, 192, 32)]
+    ("q_block", "k_block", "D"),
+    [(32, 128, 16), (32, 128, 48), (16, 64, 64), (24, 100, 8), (32, 200, 32), (64, 192, 32)],
 )
 @pytest.mark.parametrize("bias", [(1, 2), (3, 1), (3, 2)])
 def test_windows_of_other_sizes(bias, q_block, k_block, D, edges):
@@ -152,6 +153,22 @@ def test_windows_are_one_launch_each_way():
         torch.cuda.synchronize()
     events = [e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert sorted(events) == ["backward_kernel", "forward_kernel"]
+
+
+def test_windows_at_other_addresses():
+    """A bias at addresses that are and are not multiples of 16 bytes, between its calls, and gradients on a stream."""
+    inputs = atoms(1, 352)
+    size = inputs[3].numel()
+    (numbers,) = drawn((size + 8,))
+    stream = torch.cuda.Stream()
+    for n in (0, 1, 8, 3, 0):
+        bias = numbers[n : n + size].view(inputs[3].shape)
+        with torch.cuda.stream(stream if n else torch.cuda.current_stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            found = gradients(window_pair_attention_of(None), [*inputs[:3], bias], torch.ones_like(inputs[0]))
+        torch.cuda.synchronize()
+        again = gradients(window_pair_attention_of(None), [*inputs[:3], bias.clone()], torch.ones_like(inputs[0]))
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 
 
 def test_windows_compile():

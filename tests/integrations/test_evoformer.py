@@ -16,6 +16,7 @@ from tilewise.integrations.evoformer import (
     triangle_attention,
     window_pair_attention,
 )
+from tilewise.ops.runtime.prepared import Prepared
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -220,6 +221,43 @@ def test_pair_bias_is_not_repeated(monkeypatch):
     q, k, v, bias = tensors((1, 5, H, S, D), (1, 5, H, S, D), (1, 5, H, S, D), (1, H, S, S))
     attention_pair_bias(q, k, v, bias)
     assert seen == [((1, 1, H, S, S), bias.data_ptr(), q.shape)]
+
+
+@pytest.mark.parametrize("lead", [(1, 3), (2,)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_pair_bias_of_a_call_like_an_earlier_one(lead, masked, monkeypatch):
+    """Other numbers in tensors that lie as earlier ones did: nobody is asked again, until something differs."""
+    monkeypatch.setattr(tilewise.call, "usual_calls", Prepared())
+    shape = (*lead, H, S, D)
+    inputs, others = (tensors(shape, shape, shape, (lead[0], H, S, S), seed=seed) for seed in (3, 4))
+    mask = torch.arange(S) < S - 1 if masked else None
+    mask = None if mask is None else mask.expand(lead[0], S).contiguous()
+    value_and_gradients(lambda *x: attention_pair_bias(*x, mask), inputs)
+    whole = None if mask is None else mask.view(lead[0], *[1] * len(lead), 1, S)
+    bias = (slice(None), None) if len(lead) == 2 else ()
+    theirs = value_and_gradients(lambda q, k, v, b: formula(q, k, v, b[bias], whole), others)
+    with monkeypatch.context() as patched:
+        patched.setattr(evoformer, "attention", None)
+        check(value_and_gradients(lambda *x: attention_pair_bias(*x, mask), others), theirs)
+        with torch.no_grad():
+            check([attention_pair_bias(*others, mask)], theirs[:1])
+        more = torch.ones(lead[0], S, dtype=torch.bool) if mask is None else None
+        turned = others[3].mT.contiguous().mT
+        for call in (
+            lambda: attention_pair_bias(*others, more),
+            lambda: attention_pair_bias(*others, mask, scale=0.5),
+            lambda: attention_pair_bias(*others[:3], turned, mask),
+        ):
+            with pytest.raises(TypeError, match="NoneType"):
+                call()
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(TypeError, match="NoneType"):
+                attention_pair_bias(*others, mask)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    with pytest.raises(TypeError, match="mask: dtype must be bool"):
+        attention_pair_bias(*others, torch.ones(lead[0], S))
 
 
 # --- in the Triton kernels ---

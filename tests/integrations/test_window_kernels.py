@@ -311,7 +311,7 @@ def test_the_operators(interpreter):
 @pytest.mark.parametrize(
     ("changes", "geometry"),
     [
-        ({}, (128, 256)),
+        ({}, (64, 128)),
         ({}, (32, 512)),
         ({"dtype": torch.float64}, (32, 128)),
         ({"D": 256}, (32, 128)),

@@ -38,16 +38,13 @@ def _take_rows(
     block_r = max(8192 // block_d, 1)
     programs = B * chunks * H * triton.cdiv(cols, block_r)
     of_batch = heads * chunks * cols if batch > 1 else 0
-    numbers = (H, N, D, chunks, cols, of_batch, H // heads, block_r, block_d, max(block_r, TILE))
+    numbers = (H, N, D, chunks, cols, of_batch, H // heads, block_r, block_d)
     return Launch(take_rows_kernel, programs, (x, POINTER, POINTER), numbers, num_warps=4)
 
 
 def take_rows(x: Tensor, keys: Tensor) -> Tensor:
-    """Of x (B, H, N, D) the rows that ``keys`` (B|1, H'|1, chunks, cols) name: (B · chunks, H, cols, D). H' divides H.
-
-    N and above name none, and come last: 0 in a tile of 128 places in which there is a key, and in the first one; those
-    of others, which nobody sees in whole, stay as the memory is.
-    """
+    """Of x (B, H, N, D) the rows that ``keys`` (B|1, H'|1, chunks, cols) name, 0 for N and above: (B · chunks, H, cols,
+    D). H' divides H."""
     B, H, _, D = x.shape
     chunks, cols = keys.shape[2:]
     with device_of(x):
@@ -60,10 +57,9 @@ def take_rows(x: Tensor, keys: Tensor) -> Tensor:
 
 @triton.jit
 def take_rows_kernel(
-    x, keys, found, heads, count, dim, chunks, cols, of_batch, group, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """One program a block of rows of one head of a chunk; it leaves out those of a tile without a key."""
+    x, keys, found, heads, count, dim, chunks, cols, of_batch, group, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """One program a block of rows of one head of a chunk."""
     blocks = tl.cdiv(cols, BLOCK_R)
     pid = tl.program_id(0)
     r, row = pid % blocks * BLOCK_R + tl.arange(0, BLOCK_R), pid // blocks
@@ -71,13 +67,11 @@ def take_rows_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = (r < cols)[:, None] & (d < dim)[None, :]
     at_keys = keys + tl.cast(b, tl.int64) * of_batch + tl.cast(h // group * chunks + c, tl.int64) * cols
-    first = pid % blocks * BLOCK_R // TILE * TILE
-    if (first == 0) | (tl.load(at_keys + first) < count):
-        key = tl.load(at_keys + r, mask=r < cols, other=count)
-        at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-        at = at + key[:, None] * x.stride2 + d[None, :] * x.stride3
-        value = tl.load(at, mask=inside & (key < count)[:, None], other=0.0)
-        tl.store(found + (tl.cast(row, tl.int64) * cols + r[:, None]) * dim + d[None, :], value, mask=inside)
+    key = tl.load(at_keys + r, mask=r < cols, other=count)
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    at = at + key[:, None] * x.stride2 + d[None, :] * x.stride3
+    value = tl.load(at, mask=inside & (key < count)[:, None], other=0.0)
+    tl.store(found + (tl.cast(row, tl.int64) * cols + r[:, None]) * dim + d[None, :], value, mask=inside)
 
 
 @lru_cache(256)

@@ -33,7 +33,6 @@ from tilewise.tile_mask import Kept, TileMask
 # FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
 WORTH = {"cpu": 1e7, "cuda": 1e11}
 CHUNK = 128  # queries, and gathered keys, come in multiples of it: tiles of kernels
-SPAN = 1  # a chunk has so many times as many queries as each keeps keys
 
 
 class Gather(NamedTuple):
@@ -85,7 +84,7 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     if p.bias is not None and p.bias.axes != "cols":
         return "the bias is not one of keys alone"
     keep = min(kept.keep, N)
-    rows = min(-(-SPAN * keep // CHUNK) * CHUNK, M) if kept.causal else M
+    rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
     chunks = -(-M // rows)
     # So many that q is not padded, which is a copy, if there are such.
     chunks = next((n for n in range(chunks, 2 * chunks) if M % (n * CHUNK) == 0), chunks)

@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 
 from tilewise import attention
 from tilewise.autocast import autocast, autocast_somewhere
+from tilewise.backends import Inputs
+from tilewise.call import remember_door, usual_door, usual_door_call
 from tilewise.integrations.windows import Edges, Windows, banded
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
@@ -165,6 +167,11 @@ def attention_pair_bias(
     Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 24; of the computation
     `tilewise.attention`.
     """
+    given = Inputs(q, k, v, pair_bias, mask)
+    key = usual_door("attention_pair_bias", given) if scale is None else None
+    found = None if key is None else usual_door_call(key, given)
+    if found is not None:
+        return found
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check(name, x, (4, 5), "(B, samples, heads, length, head_dim) or (B, heads, length, head_dim)")
     check_tensor("pair_bias", pair_bias)
@@ -179,7 +186,10 @@ def attention_pair_bias(
         raise ValueError(f"pair_bias: shape {tuple(pair_bias.shape)} does not broadcast to {lead}")
     if mask is not None:
         mask = _mask_of_keys(mask, lead)
-    return attention(q, k, v, bias=bias, mask=mask, scale=scale)
+    o = attention(q, k, v, bias=bias, mask=mask, scale=scale)
+    if key is not None:
+        remember_door(key, Inputs(q, k, v, bias, mask))
+    return o
 
 
 def _mask_of_keys(mask: Tensor, full: tuple[int, ...]) -> Tensor:
@@ -229,14 +239,14 @@ def window_pair_attention(
             sequence is moved inside, so that it has k_block keys where N is not below that.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         backend: as for `tilewise.attention`. "triton" has the kernels of windows, which None takes on a GPU; "hopper"
-            is `tilewise.attention`'s.
+            has none.
 
     Returns:
         (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
 
-    On a GPU this is one kernel each way, for blocks of up to 64 queries and windows of up to 256 keys and 32 KiB, in 16
-    bits or float32. It copies nothing but a bias whose blocks do not lie one behind the other, and adds up the gradients
-    of k and v, and of a shared bias, in float32 and in one order.
+    On a GPU this is one kernel each way, for blocks of up to 32 queries and windows of up to 256 keys and 32 KiB, in
+    16 bits or float32. It copies nothing but a bias whose blocks do not lie one behind the other, and adds up the
+    gradients of k and v, and of a shared bias, in float32 and in one order.
 
     Else it is `tilewise.attention`, and there are copies: k and v once, of which windows are overlapping views, or with
     "shift" each window; q where N is no multiple of the blocks that are computed together, or where B is above 1 and
@@ -310,7 +320,7 @@ _NUMBERS = (float, int, type(None))
 
 def _usual_key(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | None:
     """Of an eager call of plain tensors without autocast, all that decides how it is computed but the numbers."""
-    q, k, v, bias, mask = tensors
+    q, k, v = tensors[:3]
     q_block, k_block, edges, scale, backend = arguments
     if not (
         q is not None and k is not None and v is not None
@@ -318,10 +328,11 @@ def _usual_key(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | 
         and type(q_block) is type(k_block) is int and type(edges) is str and type(scale) in _NUMBERS
         and (backend is None or type(backend) is str)
         and is_eager(tensors) and not autocast_somewhere()
-        and q.layout is k.layout is v.layout is _STRIDED
-        and (bias is None or bias.layout is _STRIDED) and (mask is None or mask.layout is _STRIDED)
     ):  # fmt: skip
         return None
+    for x in tensors:
+        if x is not None and (x.layout is not _STRIDED or x.is_nested):
+            return None
     return (*layouts(tensors), arguments)
 
 

@@ -128,7 +128,24 @@ def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, 
     lengths: `Lengths` of pointers. x, y: `Strided`, or y None, tensors of queries, or of keys. lse: (1, H, T), float32,
     or None.
     """
-    pid = tl.program_id(0)
+    _list_tiles(tl.program_id(0), tl.num_programs(0), lengths, tile_list, x, y, lse, sizes, SEQUENCES, BLOCK, BY_KEYS)
+
+
+@triton.jit
+def both_lists_kernel(lengths, row_list, key_list, x, values, k, v, row_sizes, key_sizes, SEQUENCES: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """`tiles_kernel` of queries, whose tensors are x and values, and in as many programs more of keys, k and v."""
+    pid, programs = tl.program_id(0), tl.num_programs(0) // 2
+    if pid < programs:
+        _list_tiles(pid, programs, lengths, row_list, x, values, None, row_sizes, SEQUENCES, BLOCK_M, False)
+    else:
+        _list_tiles(pid - programs, programs, lengths, key_list, k, v, None, key_sizes, SEQUENCES, BLOCK_N, True)
+
+
+@triton.jit
+def _list_tiles(pid, programs, lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+                BY_KEYS: tl.constexpr):  # fmt: skip
+    """`tiles_kernel`'s program ``pid`` of ``programs``."""
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
     q0, k0, queries, keys = _sequences(lengths, n, sizes.batch, sizes)
     mine, length = (keys, queries) if BY_KEYS else (queries, keys)
@@ -158,7 +175,7 @@ def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, 
         tl.store(to + 4, keys, mask=inside)
         tl.store(to + 5, n, mask=inside)
     if not (BY_KEYS and lengths.used_k is not None):
-        _zero_between(lengths, x, y, lse, sizes, SEQUENCES, BY_KEYS)
+        _zero_between(pid, programs, lengths, x, y, lse, sizes, SEQUENCES, BY_KEYS)
 
 
 @triton.jit
@@ -172,10 +189,9 @@ def _rows_of(lengths, n, sizes, BY_KEYS: tl.constexpr):
 
 
 @triton.jit
-def _zero_between(lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: tl.constexpr):
+def _zero_between(pid, programs, lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: tl.constexpr):
     """Zero the rows of x and y that no sequence has, and give them an LSE of -inf: between two, of which there are none
     if offsets and longest lengths are right, and after the last, which all programs do together."""
-    pid = tl.program_id(0)
     total, heads = (sizes.total_keys, sizes.kv_heads) if BY_KEYS else (sizes.total_queries, sizes.heads)
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
     begins, _ = _rows_of(lengths, n, sizes, BY_KEYS)
@@ -184,7 +200,7 @@ def _zero_between(lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: t
     for i in range(0, tl.max(gap, 0)):
         _zero(x, y, lse, ends + i, i < gap, total, heads, sizes)
     _, end = _rows_of(lengths, sizes.batch - 1 + tl.arange(0, 1), sizes, BY_KEYS)
-    for first in range(tl.sum(end, 0) + pid * SEQUENCES, total, tl.num_programs(0) * SEQUENCES):
+    for first in range(tl.sum(end, 0) + pid * SEQUENCES, total, programs * SEQUENCES):
         rows = first + tl.arange(0, SEQUENCES)
         _zero(x, y, lse, rows, rows < total, total, heads, sizes)
 
@@ -217,18 +233,10 @@ class TileList:
     """
 
     def __init__(self, problem: Problem, block: int, x: Tensor, y: Tensor | None = None, by_keys: bool = False):
-        assert problem.totals is not None
-        self.most = problem.totals[by_keys] // block + problem.batch  # tiles of one head
-        self.shape = LIST_HEAD.value + ENTRY.value * self.most
-        sizes = ListSizes(
-            problem.batch, self.most, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads,
-            x.shape[3], 0 if y is None else y.shape[3],
-        )  # fmt: skip
-        programs = -(-problem.batch // SEQUENCES.value) + 31  # more than sequences ask for zero rows
+        self.shape, sizes = _list_sizes(problem, block, x, y, by_keys)
         self.make = Launch(
-            tiles_kernel, programs,
-            (Record(Lengths, (POINTER,) * 4), POINTER, strided(x), POINTER if y is None else strided(y), POINTER),
-            (sizes, SEQUENCES.value, block, by_keys), num_warps=4,
+            tiles_kernel, _list_programs(problem), (_POINTERS, POINTER, strided(x), _strided_if(y), POINTER),
+            (sizes, SEQUENCES.value, block, by_keys), num_warps=8,
         )  # fmt: skip
 
     def __call__(
@@ -236,5 +244,57 @@ class TileList:
     ) -> tuple[Tensor, Tensor]:
         """The list, and the semaphore in it."""
         tile_list = torch.empty(self.shape, dtype=torch.int32, device=x.device)
-        self.make(*[None if x is None else x.contiguous() for x in lengths], tile_list, x, y, lse)
+        self.make(*_contiguous(lengths), tile_list, x, y, lse)
         return tile_list, tile_list[SEMAPHORE:]
+
+
+class BothLists:
+    """Makes the lists of a backward, of queries and of keys, at once.
+
+    x, values: of queries; k, v: of keys, as for `TileList`.
+    """
+
+    def __init__(
+        self, problem: Problem, block_m: int, block_n: int, x: Tensor, values: Tensor | None, k: Tensor, v: Tensor
+    ):
+        of_rows, of_keys = _list_sizes(problem, block_m, x, values, False), _list_sizes(problem, block_n, k, v, True)
+        self.shapes = of_rows[0], of_keys[0]
+        self.make = Launch(
+            both_lists_kernel, 2 * _list_programs(problem),
+            (_POINTERS, POINTER, POINTER, strided(x), _strided_if(values), strided(k), strided(v)),
+            (of_rows[1], of_keys[1], SEQUENCES.value, block_m, block_n), num_warps=8,
+        )  # fmt: skip
+
+    def __call__(
+        self, lengths: Lengths, x: Tensor, values: Tensor | None, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The list of tiles of queries, and that of keys."""
+        row_list, key_list = (torch.empty(shape, dtype=torch.int32, device=x.device) for shape in self.shapes)
+        self.make(*_contiguous(lengths), row_list, key_list, x, values, k, v)
+        return row_list, key_list
+
+
+_POINTERS = Record(Lengths, (POINTER,) * 4)
+
+
+def _strided_if(x: Tensor | None) -> Any:
+    return POINTER if x is None else strided(x)
+
+
+def _contiguous(lengths: Lengths) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in lengths]
+
+
+def _list_programs(problem: Problem) -> int:
+    return -(-problem.batch // SEQUENCES.value) + 31  # more than sequences ask for zero rows
+
+
+def _list_sizes(problem: Problem, block: int, x: Tensor, y: Tensor | None, by_keys: bool) -> tuple[int, ListSizes]:
+    """How many numbers a list has, and what its kernel must know."""
+    assert problem.totals is not None
+    most = problem.totals[by_keys] // block + problem.batch  # tiles of one head
+    sizes = ListSizes(
+        problem.batch, most, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads,
+        x.shape[3], 0 if y is None else y.shape[3],
+    )  # fmt: skip
+    return LIST_HEAD.value + ENTRY.value * most, sizes

@@ -11,9 +11,13 @@ from torch import Tensor
 from tilewise.backends import has_triton
 from tilewise.ops.windows import Geometry
 
-MOST_QUERIES, MOST_KEYS = 64, 256  # of a block and its window, each a side of one tile
+# Of a block and its window, each a side of one tile. Of 64 rows Hopper's own products are laid out, by which 8 warps
+# compute them twice.
+MOST_QUERIES, MOST_KEYS = 32, 256
 MOST_BYTES = 32768  # of a window's keys, which lie in shared memory as a whole, and of its values
-PROGRAMS = 1024  # of a forward, before each gets more than one of those that share a bias: some two a place of an H200
+PROGRAMS = (
+    4096  # of a forward, before each gets more than one of those that share a bias: some eight a place of an H200
+)
 
 
 class Tiles(NamedTuple):

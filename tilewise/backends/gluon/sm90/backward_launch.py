@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
-from tilewise.backends.gluon.packed import TileList
+from tilewise.backends.gluon.packed import BothLists
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import score_terms
@@ -89,7 +89,7 @@ class Backward:
             else:
                 self.values = PackedValues(problem, parts.query, config.block_m)
             bias = self.values.like
-        self.problem, self.needs, self.row_list = problem, needs, None
+        self.problem, self.needs, self.lists = problem, needs, None
         self.width = width = backward_width(problem)
         block_m, block_n = config.block_m, config.block_n
         self.multiprocessors = multiprocessors(q.device)
@@ -148,8 +148,7 @@ class Backward:
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
-            self.row_list = TileList(p, block_m, dq, self.dvalues)
-            self.key_list = TileList(p, block_n, dk, dv, by_keys=True)
+            self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
         self.toeplitz = None
@@ -284,9 +283,10 @@ class Backward:
             dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=device) for x in self.layouts]
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
-            if self.row_list is not None and lengths is not None:
+            if self.lists is not None and lengths is not None:
                 dquery = None if self.dvalues is None else torch.empty_like(self.dvalues, device=q.device)
-                rows_listed, (key_list, _) = self.row_list(lengths, dq, dquery)[:1], self.key_list(lengths, dk, dv)
+                row_list, key_list = self.lists(lengths, dq, dquery, dk, dv)
+                rows_listed = (row_list,)
                 if self.gaps:  # keys that do not count
                     dk.zero_()
                     dv.zero_()

@@ -308,18 +308,10 @@ class Raster(NamedTuple):
 
 
 def raster(problem: Problem) -> Raster:
-    """`Problem.raster_order`, but of a mask by tiles few heads at once, also where all share a bias; and tiles of one
-    head beside a bias that batch elements share where the L2 cache has room for all of that and not for the head's keys
-    and values.
-
-    Tiles of queries that visit the same tiles of keys one after the other read those of all heads together with the
-    bias. Where they visit different ones, keys and values of all heads do not stay in the L2 cache until the next
-    tile of queries wants them: those of a few do, and the bias is read as many times as there are such few. And in the
-    order of the batch every tile of queries would read keys and values that do not stay from memory again.
-    """
+    """`Problem.raster_order`, but tiles of one head also beside a bias that batch elements share, where the L2 cache
+    has room for all of that and not for the head's keys and values: in the order of the batch every tile of queries
+    would read these from memory again."""
     p, bias, order = problem, problem.bias, problem.raster_order
-    if p.tile_mask is not None and order == "heads":
-        return Raster("longest", 0, 0)
     if order != "batch" or bias is None or p.totals is not None or p.parts is not None:
         return Raster(order, 0, 0)
     key_bytes = p.batch * (p.head_dim + p.value_dim) * p.dtype.itemsize
