@@ -265,6 +265,39 @@ def test_order_of_the_forward(length, head_dim, changes, order):
 
 
 @pytest.mark.parametrize(
+    ("changes", "lanes"),
+    [
+        ({}, 3),
+        ({"batch": 32, "keys": 1024}, 3),
+        ({"batch": 31, "keys": 8192}, 1),
+        ({"batch": 42}, 1),  # too few work tiles
+        ({"queries": 512, "keys": 512}, 1),
+        ({"queries": 767}, 1),
+        ({"keys": 760}, 1),
+        ({"bias_grad": False}, 1),
+        ({"deterministic": True}, 1),
+        ({"mask": Operand(torch.bool, 768, 1, 1, 768)}, 1),
+        ({"head_dim": 64, "value_dim": 64}, 1),
+        ({"score": Score(0.1, None, Band(None, 0))}, 1),
+        ({"score": Score(0.1, 5.0, Band())}, 1),
+    ],
+    ids=str,
+)
+def test_batch_elements_side_by_side(changes, lanes):
+    sizes = {"batch": 768, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
+    sizes |= {"bias_grad": True, **changes}
+    problem = of(0.1, torch.bfloat16, bias=Operand(torch.bfloat16, 1, 4, sizes["queries"], sizes["keys"]))
+    problem = dataclasses.replace(problem, **sizes)
+    assert backward_config(problem).lanes == lanes
+    for bias in (
+        Operand(torch.float32, 1, 4, sizes["queries"], sizes["keys"]),
+        Operand(torch.bfloat16, sizes["batch"], 4, sizes["queries"], sizes["keys"]),
+        Operand(torch.bfloat16, 1, 4, 1, sizes["keys"]),
+    ):
+        assert backward_config(dataclasses.replace(problem, bias=bias)).lanes == 1
+
+
+@pytest.mark.parametrize(
     ("batch", "changes", "parts"),
     [
         (768, {}, {"statistics of rows": 18, "dq_accum": 6.75, "float32 dBias": 9}),  # three lanes
