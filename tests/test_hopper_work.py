@@ -211,7 +211,7 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
             done = at - heads
             assert count == len(added[done]) == tiles
             assert finished[done][-1][0] == n
-            assert max(added[done]) // c.LANES < n // c.LANES  # lanes are one program
+            assert max(added[done]) // c.LANES < n // c.LANES - 132  # programs that run at once; lanes are one of them
         for at in counted:
             zeroed.setdefault(at, []).append(n)
         waited.clear()
