@@ -102,7 +102,7 @@ FAULTS = [
         "test_structure.py::test_a_new_length_is_what_it_would_be_without_others",
     ),
     Fault(
-        "structure.py", "0 if usual else _codes(", "0 if True else _codes(",
+        "structure.py", "0 if usual else _codes((*q_strides", "0 if True else _codes((*q_strides",
         "what is prepared for contiguous rows reads others",
         "test_structure.py::test_another_structure",
     ),

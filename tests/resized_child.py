@@ -30,8 +30,8 @@ def laid(layout: str, n: int, dim: int, batch: int = 2) -> Tensor:
 def resized_arguments(
     backend: str, calls: list[tuple[str, str, int, int]], more: dict[str, bool]
 ) -> tuple[list[tuple[Any, Any]], int]:
-    """Of each call, one after the other, what its forward and backward hand to the launcher in C, and what they do
-    where no call came before; and how many launches were resized without asking for a kernel.
+    """Of each call, one after the other, what its forward and backward hand to the launcher in C, and then, watched by
+    hooks, to Triton; what they do where no call came before; and how many launches were resized.
 
     calls: layouts of q and of k and v, M and N. more: batch, and whether it is causal, has a bias and a sink. Triton
     3.6 compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
@@ -62,9 +62,7 @@ def resized_arguments(
         run.launch = nvidia.wrap_handle_tensordesc(launch, signature, metas)
         run.launch_cooperative_grid, run.launch_pdl = False, False
         metadata = SimpleNamespace(tensordesc_meta=metas, global_scratch_size=0, profile_scratch_size=0)
-        return launcher._kernels.setdefault(
-            wants, SimpleNamespace(metadata=metadata, run=run, function=str(wants), packed_metadata=())
-        )
+        return launcher._kernels.setdefault(wants, Compiled(name, str(wants), metadata, run))
 
     log: list[tuple] = []
     of = Problem.of.__func__  # type: ignore[attr-defined]
@@ -72,13 +70,26 @@ def resized_arguments(
     def on_hopper(cls: Any, *given: Any, **options: Any) -> Problem:
         return dataclasses.replace(of(cls, *given, **options), device="cuda", capability=(9, 0))
 
+    class Compiled:
+        def __init__(self, name: str, wants: str, metadata: Any, run: Any) -> None:
+            self.name, self.function, self.metadata, self.run, self.packed_metadata = name, wants, metadata, run, ()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            """The way of launches that hooks watch."""
+            return lambda *args: log.append((self.name, grid[0], self.function, *args))
+
     def step(x: list[Tensor], options: dict[str, Any]) -> list[Any]:
         log.clear()
+        for watched in (False, True):
+            with mock.patch.object(launcher, "_watched", return_value=watched):
+                known = one_step(x, options)
+        return [named(args, known) for args in log]
+
+    def one_step(x: list[Tensor], options: dict[str, Any]) -> dict[int, str]:
         o = attention(*x, **options, causal=more["causal"], backend=backend)
         do = torch.zeros(o.shape, dtype=BRAIN)
         torch.autograd.grad(o, x, do)
-        known = {y.data_ptr(): name for name, y in (*zip("qkv", x, strict=True), *options.items(), ("do", do))}
-        return [named(args, known) for args in log]
+        return {y.data_ptr(): name for name, y in (*zip("qkv", x, strict=True), *options.items())}
 
     def forget() -> None:
         for prepared in (dispatch.forwards, dispatch.backwards, dispatch.structures, call.usual_calls, call.structures):
@@ -123,6 +134,10 @@ def resized_arguments(
 
 def named(x: Any, known: dict[int, str]) -> Any:
     """Addresses by what lies there, or as a word; constants by their values."""
+    if isinstance(x, Tensor):
+        x = x.data_ptr()
+    if hasattr(x, "block_shape"):
+        x = x.base, x.shape, x.strides, x.block_shape
     if isinstance(x, (tuple, list)):
         return [named(y, known) for y in x]
     if isinstance(x, int) and not isinstance(x, bool):

@@ -76,8 +76,7 @@ def structure_of(
             shape, dtype, device, steps, begin = x
             if len(shape) != 4 or shape[2] not in (1, M) or shape[3] not in (1, N) or max(steps) >= _WIDE:
                 return None
-            b, h, m, n = shape
-            key += (b, h, m == 1, n == 1, dtype, device, _broadcast_codes(shape, steps), begin)
+            key += (*shape[:2], shape[2] == 1, shape[3] == 1, dtype, device, _broadcast_codes(shape, steps), begin)
         if sink is not None:
             shape, dtype, device, steps, begin = sink
             if len(shape) != 3 or shape[2] not in (1, M):
@@ -89,22 +88,22 @@ def structure_of(
         if o is None or lse is None or do is None:
             return None
         for shape, dtype, device, steps, begin in (o, do):
-            s, t, u, v = steps
-            bits = s | t | u
-            if shape[2] != M or (bits | v) >= _WIDE:
+            b, h, m, d = steps
+            bits = b | h | m
+            if shape[2] != M or (bits | d) >= _WIDE:
                 return None
-            usual = v == 1 and not bits & 15 and s and t and u
-            key += (shape[:2], shape[3], dtype, device, 0 if usual else _codes(steps), t < u, begin)
+            usual = d == 1 and not bits & 15 and b and h and m
+            key += (shape[:2], shape[3], dtype, device, 0 if usual else _codes(steps), h < m, begin)
         for x in (lse, dlse):
             if x is None:
                 key += (None,)
                 continue
             shape, dtype, device, steps, begin = x
-            s, t, u = steps
-            if shape[2] != M or (s | t | u) >= _WIDE:
+            b, h, m = steps
+            if shape[2] != M or (b | h | m) >= _WIDE:
                 return None
             # That of a forward has no gaps and is read by pointer alone.
-            whole = x is lse and s == heads * M and t == M and u == 1
+            whole = x is lse and b == heads * M and h == M and m == 1
             key += (shape[:2], dtype, device, 0 if whole else _codes(steps), begin)
         found = (*found, o[0], o[3], lse[0], lse[3], do[0], do[3])
         if dlse is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 
@@ -79,6 +80,17 @@ def test_alignment_in_turns(backend):
         for bias in biases:
             o = attention(q, k, v, bias=bias, backend=backend)
             torch.testing.assert_close(o, attention(q, k, v, bias=bias.clone(), backend=backend))
+
+
+@both_backends
+def test_alignment_of_new_lengths(backend):
+    """The same where each call has a length that was not there before, which a pass is resized for."""
+    numbers = normal(1000)
+    for n, first in zip(range(131, 171, 2), itertools.cycle((0, 1, 8, 3, 0)), strict=False):
+        q, k, v = (normal(1, 2, n, 64) for _ in range(3))
+        bias = numbers[first : first + n].view(1, 1, 1, n)
+        o = attention(q, k, v, bias=bias, backend=backend)
+        torch.testing.assert_close(o, attention(q, k, v, bias=bias.clone(), backend=backend))
 
 
 @both_backends
@@ -161,6 +173,17 @@ def test_hooks_see_every_launch(backend):
         knobs.runtime.launch_enter_hook.remove(enter)
     assert names == ["forward_kernel"] * 3
     assert all(torch.equal(o, expected) for o in found)
+    for n in (131, 133, 135):  # the last are resized
+        x = [normal(1, 2, n, 64) for _ in range(3)]
+        expected = attention(*x, backend=backend)
+        knobs.runtime.launch_enter_hook.add(enter)
+        names.clear()
+        try:
+            found = attention(*x, backend=backend)
+        finally:
+            knobs.runtime.launch_enter_hook.remove(enter)
+        assert names == ["forward_kernel"]
+        assert torch.equal(found, expected)
 
 
 @both_backends

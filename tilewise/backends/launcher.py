@@ -144,7 +144,7 @@ class Launch:
     @property
     def layouts(self) -> tuple[Any, ...]:
         if self._places is not None and self._family is not None:
-            triples = zip(self._layouts, self._family.places or (), strict=True)
+            triples = zip(self._layouts, self._family.places, strict=True)
             self._layouts = tuple([placed(x, places, self._places) for x, places in triples])
             self._places = None
         return self._layouts
@@ -162,7 +162,7 @@ class Launch:
         family = self._family
         if family is None:
             family = self._family = _Family(self)
-        if family.places is None:
+        if not family.places:
             family.place(places, given)
         short = family.short.get(family.codes(numbers))
         if short is None:
@@ -296,7 +296,7 @@ class _Family:
                 elif members:
                     self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
         self.layouts = layouts
-        self.places: list[Any] | None = None  # see `place`
+        self.places: list[Any] = []  # of a resized one's layouts, see `place`
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
         wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
         self.number = _families.setdefault(wants, len(_families))
@@ -498,8 +498,8 @@ class _Short:
             odd |= address & mask
         for at, members in shared.records:
             found: list[Any] = []
-            for (n, mask), strides in zip(members, arguments[at], strict=True):
-                begin = None if n is None else tensors[n].data_ptr()
+            for (which_tensor, mask), strides in zip(members, arguments[at], strict=True):
+                begin = None if which_tensor is None else tensors[which_tensor].data_ptr()
                 odd |= (begin or 0) & mask
                 found.append(begin if strides is None else (begin, *strides))
             arguments[at] = tuple(found)
@@ -559,7 +559,7 @@ class _Shared:
         self.rows: list[tuple[int, Callable[..., Any]]] = []
         self.members: list[tuple[int, list[Callable[..., Any] | None]]] = []
         run = compiled.run
-        self.fill = driver.active.utils.fill_tma_descriptor if compiled.metadata.tensordesc_meta else None
+        self.fill: Any = driver.active.utils.fill_tma_descriptor if compiled.metadata.tensordesc_meta else None
         self.launch = run.launch
         if compiled.metadata.tensordesc_meta:  # then it is a function around the launcher, which makes descriptors
             self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]

@@ -120,7 +120,8 @@ class ResizedForward:
         self, of: Any, structure: Structure, band: Any, layout_o: Any, shared: Any, launches: list[Any]
     ) -> None:  # fmt: skip
         self.of, self.structure, self.band, self.layout_o, self.shared = of, structure, band, layout_o, shared
-        self.main, self.merge = launches[0], launches[1] if shared is not None else None
+        self.main: Any = launches[0]
+        self.merge: Any = None if shared is None else launches[1]
         self.other: Any = None  # with smaller tiles
 
     @property

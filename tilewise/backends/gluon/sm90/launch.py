@@ -149,7 +149,7 @@ class Forward:
         terms, _, c = self.main.numbers
         if self.banded:
             terms = limited(terms, first, last)
-        launches = [(min(sizes.tiles, self.programs), (terms, sizes, c))]
+        launches: list[tuple[int, tuple[Any, ...]]] = [(min(sizes.tiles, self.programs), (terms, sizes, c))]
         if self.repair is not None:
             d, dv, terms, _, r = self.repair.numbers
             if self.banded:
