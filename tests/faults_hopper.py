@@ -252,4 +252,42 @@ HOPPER = [
         "the softmax reads scores before their product is done",
         "test_hopper_aot.py",
     ),
+    Fault(
+        "backends/gluon/sm90/backward_lanes.py", "gl.where(lane < present, found, 0.0)", "found",
+        "what lies where a lane has no batch element is added to dBias",
+        "test_hopper_lanes.py",
+    ),
+    Fault(
+        "backends/gluon/sm90/backward_lanes.py", "release(lanes[lane].shared.ds_ring, slot)",
+        "release(lanes[0].shared.ds_ring, slot)",
+        "lanes wait for ever for room for their dS",
+        "test_hopper_lanes.py",
+    ),
+    Fault(
+        "backends/gluon/sm90/dq_accum.py", " & (b < batch)", "",
+        "dQ of batch elements that are not there is written",
+        "test_hopper_dq_accum.py::test_earlier_heads_are_finished_and_their_places_zeroed",
+    ),
+    Fault(
+        "backends/gluon/sm90/backward_scheduler.py", "return work_tile.hk * sizes.batch + work_tile.b",
+        "return work_tile.b * sizes.kv_heads + work_tile.hk",
+        "a head of lanes waits for programs of another",
+        "test_hopper_work.py::test_heads_of_lanes_take_turns_in_the_sum_of_dq",
+    ),
+    Fault(
+        "backends/gluon/sm90/resized.py", "zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes",
+        "zeroed = -(-lag // key_tiles) * config.lanes",
+        "programs of lanes wait for heads that others are at work on",
+        "test_hopper_work.py::test_heads_of_lanes_take_turns_in_the_sum_of_dq",
+    ),
+    Fault(
+        "backends/gluon/sm90/launch.py", "if shared <= L2_CACHE // 2 <", "if shared <= L2_CACHE <",
+        "a bias that does not stay in the L2 cache is read from memory for every batch element",
+        "test_hopper_config.py::test_order_of_the_forward",
+    ),
+    Fault(
+        "backends/gluon/sm90/config.py", "min(p.queries, p.keys) >= LANES_FROM", "p.keys >= LANES_FROM",
+        "short work tiles wait for their lanes",
+        "test_hopper_config.py::test_batch_elements_side_by_side",
+    ),
 ]  # fmt: skip

@@ -264,6 +264,18 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
             assert counted[0] or not case.deterministic
 
 
+@pytest.mark.parametrize(("triton", "spilled"), [("3.6.0", 4), ("installed", 4)])
+def test_batch_elements_side_by_side(compilers, triton, spilled):
+    """A program of the pair bias has three: no ring of dS, and no sum of dQ for all heads."""
+    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn")
+    codes = compilers.compile(compile_hopper_case, triton, 90, case, True)
+    assert [code.kernel.name for code in codes] == ["preprocess_kernel", "lanes_kernel", "last_heads_kernel"]
+    hold_hopper(codes, spilled)
+    assert codes[1].wgmma == 3 * (2 * 2 + 2 * 4 + 4)
+    assert codes[1].kernel.registers == 128  # of all 512 threads, before they are handed out
+    assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 16
+
+
 @pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}], ids=str)
 def test_a_backward_whose_keys_are_one_tile(compilers, terms):
     """dQ leaves as what it is: no sum, and nothing after it."""

@@ -15,6 +15,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.backends.gluon.sm90 import backward_launch, launch
 from tilewise.backends.gluon.sm90.config import backward_config, forward_config
 
@@ -240,3 +241,91 @@ def test_dq_is_no_sum_where_all_keys_are_one_tile(changes, stored):
         problem = dataclasses.replace(problem, batch=60)
         sizes, _ = backward_launch._sizes(problem, config, torch.device("meta"))
         assert sizes.zeroed == problem.batch * problem.kv_heads
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "changes", "order"),
+    [
+        (256, 32, {}, "batch"),  # K and V of a head, of all batch elements, stay in the L2 cache
+        (768, 32, {}, "tiles"),
+        (2048, 32, {}, "batch"),  # the bias does not
+        (768, 32, {"mask": Operand(torch.bool, 768, 1, 1, 768)}, "tiles"),
+        (768, 32, {"bias": Operand(torch.bfloat16, 768, 4, 768, 768)}, "tiles"),
+        (768, 32, {"bias": Operand(torch.bfloat16, 768, 1, 768, 768)}, "heads"),
+        (768, 32, CAUSAL, "longest"),
+    ],
+)
+def test_order_of_the_forward(length, head_dim, changes, order):
+    bias = Operand(torch.bfloat16, 1, 4, length, length)
+    sizes = {"batch": length, "heads": 4, "kv_heads": 4, "queries": length, "keys": length}
+    sizes |= {"head_dim": head_dim, "value_dim": head_dim}
+    problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, **changes})
+    assert launch.raster(problem).at(length, length) == order
+    assert order == problem.raster_order or (order, problem.raster_order) == ("tiles", "batch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "lanes"),
+    [
+        ({}, 3),
+        ({"batch": 32, "keys": 1024}, 3),
+        ({"batch": 31, "keys": 8192}, 1),
+        ({"batch": 42}, 1),  # too few work tiles
+        ({"queries": 512, "keys": 512}, 1),
+        ({"queries": 767}, 1),
+        ({"keys": 760}, 1),
+        ({"bias_grad": False}, 1),
+        ({"deterministic": True}, 1),
+        ({"mask": Operand(torch.bool, 768, 1, 1, 768)}, 1),
+        ({"head_dim": 64, "value_dim": 64}, 1),
+        ({"score": Score(0.1, None, Band(None, 0))}, 1),
+        ({"score": Score(0.1, 5.0, Band())}, 1),
+    ],
+    ids=str,
+)
+def test_batch_elements_side_by_side(changes, lanes):
+    sizes = {"batch": 768, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
+    sizes |= {"bias_grad": True, **changes}
+    problem = of(0.1, torch.bfloat16, bias=Operand(torch.bfloat16, 1, 4, sizes["queries"], sizes["keys"]))
+    problem = dataclasses.replace(problem, **sizes)
+    assert backward_config(problem).lanes == lanes
+    for bias in (
+        Operand(torch.float32, 1, 4, sizes["queries"], sizes["keys"]),
+        Operand(torch.bfloat16, sizes["batch"], 4, sizes["queries"], sizes["keys"]),
+        Operand(torch.bfloat16, 1, 4, 1, sizes["keys"]),
+    ):
+        assert backward_config(dataclasses.replace(problem, bias=bias)).lanes == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes", "parts"),
+    [
+        (768, {}, {"statistics of rows": 18, "dq_accum": 6.75, "float32 dBias": 9}),  # three lanes
+        (768, {"deterministic": True}, {"dq_accum": 288, "ring of dS": 76.5, "float32 dBias": 9}),
+        (768, {"mask": Operand(torch.bool, 768, 1, 1, 768)}, {"dq_accum": 288, "ring of dS": 76.5}),
+        (4, {}, {"dq_accum": 1.5, "ring of dS": 18, "float32 dBias": 0}),
+        (8, {"bias": Operand(torch.bfloat16, 8, 4, 768, 768)}, {"dq_accum": 3, "ring of dS": 0, "float32 dBias": 0}),
+    ],
+    ids=str,
+)
+def test_working_memory_is_what_is_allocated(batch, changes, parts):
+    sizes = {"batch": batch, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
+    bias = Operand(torch.bfloat16, 1, 4, 768, 768)
+    problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, "bias_grad": True, **changes})
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, bias, mask = meta(batch, 4, 768, 32), meta(*problem.bias.shape), problem.mask and meta(*problem.mask.shape)
+    outputs = Outputs(q, meta(batch, 4, 768, dtype=torch.float32))
+    made = backward_launch.Backward(
+        problem, Inputs(q, q, q, bias, mask), outputs, Outputs(q, None), Needs(True, True, True, True, False)
+    )
+    found = backward_launch.working_memory(problem, q.device)
+    stats, _, rows_of_sum = made.sizes
+    assert found["statistics of rows"] == 4 * stats
+    assert found["dq_accum"] == 4 * backward_launch.DQ_COLS.value * rows_of_sum
+    assert found.get("ring of dS", 0) == (made.empty_ring().nbytes if made.empty_ring else 0)
+    dbias = made.empty_dbias(device="meta")
+    assert found.get("float32 dBias", 0) == (dbias.nbytes if dbias.dtype == torch.float32 else 0)
+    assert {name: found.get(name, 0) / 2**20 for name in parts} == parts

@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
-from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce, producers
+from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce, dq_accum, producers
 from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
 
 
@@ -31,18 +31,19 @@ def plain(monkeypatch):
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "group_of", "heads_at_once", "key_tile", "groups_per_broadcast", "groups", "done_at"):
+    for name in ("head_and_tile", "group_of", "heads_at_once", "key_tile", "groups_per_broadcast", "groups", "done_at",
+                 "head_of", "row_tile"):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
     for module, name in ((dbias_reduce, "ROWS"), (dbias_reduce, "COLS")):
         monkeypatch.setattr(module, name, getattr(module, name).value)
 
 
-def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None):
+def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None, D=64):
     sizes = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
     b, h, m, n = (sizes[axis] for axis in bias)
     return Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
-        head_dim=64, value_dim=64, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
+        head_dim=D, value_dim=D, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
         bias=Operand(torch.bfloat16, b, h, m, n),
         mask=None if mask is None else Operand(torch.bool, *(sizes[axis] for axis in mask)),
     )  # fmt: skip
@@ -50,7 +51,7 @@ def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None):
 
 def kernel_arguments(p):
     """``(terms, sizes, c)`` with plain numbers in place of constants of the compiler."""
-    c = backward_launch._compiled(p, config.backward_config(p), 64, False)
+    c = backward_launch._compiled(p, config.backward_config(p), p.head_dim, False)
     sizes, groups = backward_launch._sizes(p, config.backward_config(p), torch.device("meta"))
     lo, hi = tiles.limits(p.score.band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
@@ -171,6 +172,63 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
             some = True
             assert max(programs[head - sizes.zeroed]) < min(programs[head])
     assert some
+
+
+@pytest.mark.parametrize(("B", "Hkv", "N"), [(43, 4, 776), (300, 1, 768), (32, 2, 4000), (32, 1, 8000)])
+def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
+    """A head's place in the ring is zero when its programs add to it: those of lower numbers have finished the dQ of
+    the head that had it, which programs of yet lower numbers have added up."""
+    finished: dict[int, list] = {}  # by head, which program finished which part
+    waited, counted = [], []
+    monkeypatch.setattr(dq_accum, "head_and_tile", scheduler.head_and_tile)
+    monkeypatch.setattr(dq_accum, "counters_at", scheduler.counters_at.fn)
+    monkeypatch.setattr(dq_accum, "wait_count", lambda at, count: waited.append((at, count)))
+    monkeypatch.setattr(dq_accum, "count_up", counted.append)
+    monkeypatch.setattr(
+        dq_accum, "finish_head", lambda nth, part, parts, *_: finished.setdefault(nth, []).append((n, part, parts))
+    )
+    monkeypatch.setattr(dq_accum, "gl", SimpleNamespace(program_id=lambda _: n))
+    x = SimpleNamespace(dq=None, k=SimpleNamespace(shape=[0] * 4))
+    p = problem(B, 2 * Hkv, Hkv, 780, N, "1hmn", D=32)
+    terms, sizes, c = kernel_arguments(p)
+    heads, tiles = sizes.batch * Hkv, sizes.key_tiles
+    assert c.LANES == 3
+    assert sizes.zeroed < B * Hkv  # places, which the preprocess zeroes
+    seen = set()
+    added: dict[int, list[int]] = {}  # by head, the programs that add to it
+    zeroed: dict[int, list[int]] = {}  # by head, those that zero its place
+    for n in range(tiles * heads):
+        w = scheduler.work_tile_of.fn(n // c.GROUP_PROGRAMS, n % c.GROUP_PROGRAMS, terms, sizes, c)
+        head = scheduler.head_of(w, sizes, c)
+        first = head % sizes.zeroed * sizes.group * sizes.row_tiles
+        assert scheduler.tile_of_sum.fn(w, w.hk * sizes.group + 1, 2, sizes, c) == first + sizes.row_tiles + 2
+        added.setdefault(head, []).append(n)
+        if w.b < B:  # of a lane without a batch element nothing is stored
+            seen.add((w.b, w.hk, w.n0))
+        dq_accum.finish_earlier_head.fn(n, x, None, 0, terms, sizes, c)
+        if waited:
+            ((at, count),) = waited
+            done = at - heads
+            assert count == len(added[done]) == tiles
+            assert finished[done][-1][0] == n
+            assert max(added[done]) // c.LANES < n // c.LANES - 132  # programs that run at once; lanes are one of them
+        for at in counted:
+            zeroed.setdefault(at, []).append(n)
+        waited.clear()
+        counted.clear()
+    assert set(added) == set(range(heads))
+    assert seen == {*itertools.product(range(B), range(Hkv), range(0, N, c.BLOCK_N))}
+    for head, programs in added.items():
+        if head >= sizes.zeroed:
+            assert len(zeroed[head]) == tiles
+            assert max(zeroed[head]) // c.LANES < min(programs) // c.LANES
+            assert [program for program, *_ in finished[head - sizes.zeroed]] == zeroed[head]
+    for n in range(sizes.zeroed // 2 * sizes.group * sizes.row_tiles):  # noqa: B007
+        dq_accum.last_heads_kernel.fn(None, None, None, None, None, terms, sizes, c)
+    assert set(finished) == set(range(heads))
+    for found in finished.values():
+        (parts,) = {parts for *_, parts in found}
+        assert sorted(part for _, part, _ in found) == list(range(parts))
 
 
 def test_only_programs_in_the_order_of_their_heads_zero_sums(monkeypatch):

@@ -14,7 +14,7 @@ from tilewise.backends.gluon import RAGGED_ROWS
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
-from tilewise.quantities import count
+from tilewise.quantities import count, quantity
 
 
 def declines_device(device: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
@@ -190,14 +190,29 @@ def _declines_values_backward(problem: Problem, values: Operand) -> str | None:
 
 
 def tiles(problem: Problem) -> str:
-    from tilewise.backends.gluon.sm90.config import forward_config
+    from tilewise.backends.gluon.sm90.config import backward_config, forward_config
 
     c = forward_config(as_matrix(problem))
     scheduler = "a dynamic tile scheduler" if c.dynamic else "a grid-stride loop over the tiles"
-    return (
+    forward = (
         f"{c.block_m} queries x {c.block_n} keys, {count(c.warpgroups, 'consumer warpgroup')}, "
         f"{count(c.stages, 'stage')}, persistent programs with {scheduler}"
     )
+    if (
+        not problem.bias_grad
+        or problem.totals is not None
+        or problem.parts is not None
+        or declines(problem, "backward")
+    ):
+        return forward
+    from tilewise.backends.gluon.sm90.backward_launch import working_memory
+
+    device = torch.device(problem.device if torch.cuda.is_available() else "meta")  # or a plan for a GPU elsewhere
+    parts = working_memory(problem, device)
+    named = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in parts.items() if size)
+    lanes = backward_config(problem).lanes
+    beside = f" of {lanes} batch elements side by side" if lanes > 1 else ""
+    return f"{forward}; the backward's programs{beside} take {quantity(sum(parts.values()), 'B')} of memory: {named}"
 
 
 def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:

@@ -23,8 +23,10 @@ class BackwardConstants(NamedTuple):
     K_IN_REGISTERS: Any
     V_IN_REGISTERS: Any
     WARPS: Any  # that compute
+    LANES: Any  # batch elements of a program, see backward_lanes; else 1
     SHARES_KEYS: Any  # both warpgroups have the same keys
     LOADING_REGISTERS: Any
+    COMPUTING_REGISTERS: Any  # of lanes
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
@@ -39,7 +41,7 @@ class BackwardConstants(NamedTuple):
     FAR_HI: Any
     DTOEPLITZ: Any  # its gradient is wanted
     GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", or "share" where tiles share an element; of cols "sum"; by distance "add"
+    DBIAS: Any  # "none"; of a matrix "store", "reduce" or "lanes"; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -47,9 +48,9 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
     place_of,
-    row_tile,
     step_of,
     tile_list_of,
+    tile_of_sum,
     work_tile_at,
     work_tile_count,
 )
@@ -149,6 +150,7 @@ class Shared(NamedTuple):
     dbias: Any
     added: Any
     factors: Any  # see `toeplitz_gradient.new_factors`
+    ds_ring: Any  # barriers of dS of a lane, which others read too
 
 
 class State(NamedTuple):
@@ -189,10 +191,13 @@ def process_query_tile(
     else:
         do_slot = slot_of(rows.do_ring, step)
     m0 = m * c.BLOCK_M
-    tile_of_head = row_tile(work_tile, h, m, sizes)
+    tile_of_head = tile_of_sum(work_tile, h, m, sizes, c)
     q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    if c.BIAS == "matrix" and not c.BIAS_APART:  # noqa: SIM108  (one branch is compiled)
+    if c.LANES > 1:
+        ds_slot = slot_of(shared.ds_ring, step)
+        tile = shared.ds.index(ds_slot)
+    elif c.BIAS == "matrix" and not c.BIAS_APART:
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
     else:
         tile = shared.ds.index(0)
@@ -278,6 +283,8 @@ def process_query_tile(
         if c.DBIAS == "add":
             keep_entries(ds, rows.bias, corner, i, terms, c)
         ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
+        if c.LANES > 1:
+            mbarrier.wait(shared.ds_ring.empty.index(ds_slot), (use_of(shared.ds_ring, step) & 1) ^ 1)
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
@@ -294,6 +301,9 @@ def process_query_tile(
     # step before) before the refill of their slot.
     warps_barrier()
     fence_async_shared()
+    if c.LANES > 1:  # dS is there, and all warps have read the bias
+        mbarrier.arrive(shared.ds_ring.full.index(ds_slot), count=1)
+        release(rows.bias_ring, slot_of(rows.bias_ring, step))
     bias_b = work_tile.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
@@ -369,7 +379,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
-        wait_zeroed(work_tile, counters, sizes)
+        wait_zeroed(work_tile, counters, sizes, c)
     if c.DBIAS == "reduce":
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
@@ -383,7 +393,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
     shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
-                    shared.factors)  # fmt: skip
+                    shared.factors, shared.ds_ring)  # fmt: skip
 
     steps = step
     if not c.MASK:
@@ -543,11 +553,11 @@ def backward_kernel(
     bits_slots = ABSENT
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring)
+    rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
     factors = ABSENT
     if c.DTOEPLITZ and (c.FAR_LO or c.FAR_HI):
         factors = new_factors(q.dtype, c)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, factors)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, factors, ABSENT)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         index_ring = new_ring_of_numbers(2, 3)

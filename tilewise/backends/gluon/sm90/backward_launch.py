@@ -15,6 +15,7 @@ from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preproc
 from tilewise.backends.gluon.score import score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
+from tilewise.backends.gluon.sm90.backward_lanes import lanes_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import (
     BackwardConfig,
@@ -39,7 +40,12 @@ from tilewise.backends.gluon.sm90.dbias_reduce import (
     group_list_kernel,
     pieces_of_tile,
 )
-from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS, packed_postprocess_kernel, postprocess_kernel
+from tilewise.backends.gluon.sm90.dq_accum import (
+    DQ_COLS,
+    last_heads_kernel,
+    packed_postprocess_kernel,
+    postprocess_kernel,
+)
 from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiprocessors
 from tilewise.backends.gluon.sm90.resized import (
     ResizedBackward,
@@ -88,7 +94,7 @@ class Backward:
         block_m, block_n = config.block_m, config.block_n
         self.multiprocessors = multiprocessors(q.device)
         self.widths = place(q.shape, (), q.element_size())[-1], place(v.shape, (), q.element_size())[-1]
-        self.block_m, self.dq_stored = block_m, config.dq_stored
+        self.block_m, self.dq_stored, self.lanes = block_m, config.dq_stored, config.lanes > 1
         self.zeroes_dq = self.dq_stored and problem.totals is None and leaves_queries_out(*band_of(problem))
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
@@ -101,10 +107,10 @@ class Backward:
         toeplitz = None if parts is None else parts.toeplitz
         stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
         stats = torch.empty(stats_of_tile * row_programs, dtype=torch.float32, device="meta")
+        sum_tiles = _sum_heads(problem, config, sizes) * p.group * sizes.row_tiles
         dq_accum = torch.empty(
-            0 if self.dq_stored else row_programs * block_m * width // DQ_COLS.value, DQ_COLS.value,
-            dtype=torch.float32, device="meta",
-        )  # fmt: skip
+            sum_tiles * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
+        )
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         self.empty_dbias = bias_gradient_allocation(problem, bias)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
@@ -166,11 +172,11 @@ class Backward:
             (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
-        dbias_tiles = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
+        dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None else None), POINTER, POINTER]
         if ring is not None:
             dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
-            backward_kernel,
+            lanes_kernel if self.lanes else backward_kernel,
             min(programs, work_tiles) if dynamic else work_tiles,
             (
                 box(q, block_m, width),
@@ -182,7 +188,9 @@ class Backward:
                 box(dq, block_m, width) if self.dq_stored else self._sum_of_dq(dq_accum, config, width),
                 box(dk, block_n, width),
                 box(dv, block_n, width),
-                POINTER
+                strided(dq)
+                if self.lanes
+                else POINTER
                 if c.DBIAS.value == "sum" or toeplitz is not None
                 else box(dbias if ring is None else ring, block_m, block_n),
                 Record(Given, (POINTER, POINTER)),
@@ -192,7 +200,7 @@ class Backward:
             (terms, sizes, c),
             num_warps=4 * config.warpgroups,
             launch_pdl=True,
-            **most_registers(config.programs, config.warpgroups + 1),
+            **most_registers(config.programs, config.lanes * config.warpgroups + 1),
         )
         self.list_groups = self.reduce_group = None
         if ring is not None and p.mask is not None:  # which of its tiles are stored
@@ -218,6 +226,14 @@ class Backward:
                 launch_pdl=beside,
             )
         )
+        if self.lanes:
+            self.after = Launch(
+                last_heads_kernel,
+                sum_tiles // 2,
+                (POINTER, strided(dq), POINTER),
+                (p.batch, p.head_dim, terms, sizes, c),
+                num_warps=1,
+            )
         self.bases = backward_places(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
@@ -304,10 +320,13 @@ class Backward:
             if key_list is not None:
                 tile_list = key_list
             dbias_tiles = (
-                dq_accum if ring is None else ring, None if ring is None else dbias, counts, known.group_lists
+                dq_accum if ring is None else ring, dbias if self.lanes or ring is not None else None, counts,
+                known.group_lists,
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
             found = (dbias if ring is None else ring) if self.toeplitz is None else dtoeplitz
+            if self.lanes:
+                found = dq
             leaves = dq if self.dq_stored else dq_accum
             self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
             if self.after is not None:  # next, because it begins while `main` still runs
@@ -346,8 +365,35 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
         sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
         return sizes, 0
-    shape = p.batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
+    batch = broadcast.batch if config.lanes > 1 else p.batch
+    shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
     return sized(config, shape, p.queries, p.keys, multiprocessors(device))
+
+
+def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> int:
+    """How many key/value heads the sum of dQ has room for."""
+    if config.lanes > 1:
+        return sizes.zeroed
+    if config.dq_stored:
+        return 0
+    return problem.kv_heads * (1 if problem.totals is not None else problem.batch)
+
+
+def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
+    """Bytes that the backward of a dense call takes beside its inputs and its gradients, by part."""
+    p, config = as_matrix(problem), backward_config(as_matrix(problem))
+    sizes, _ = _sizes(p, config, device)
+    tiles = p.group * sizes.row_tiles
+    found = {
+        "statistics of rows": 2 * config.block_m * tiles * p.kv_heads * p.batch * 4,
+        "dq_accum": _sum_heads(p, config, sizes) * tiles * config.block_m * backward_width(p) * 4,
+    }
+    if p.bias is not None and reduction(p) == "reduce":
+        tile = config.block_m * config.block_n * p.bias.dtype.itemsize
+        found["ring of dS"] = sizes.ring * broadcast_group(p).programs * tiles * tile
+    if p.bias is not None and adds(p) and p.bias.dtype != torch.float32:
+        found["float32 dBias"] = p.bias.batch * p.bias.heads * p.bias.rows * p.bias.cols * 4
+    return found
 
 
 def _ragged(problem: Problem, config: BackwardConfig) -> bool:
@@ -379,8 +425,10 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         K_IN_REGISTERS=config.k_in_registers,
         V_IN_REGISTERS=config.v_in_registers,
         WARPS=4 * config.warpgroups,
+        LANES=config.lanes,
         SHARES_KEYS=config.shares_keys,
         LOADING_REGISTERS=config.loading_registers,
+        COMPUTING_REGISTERS=config.computing_registers,
         BIAS="none" if axes == "rows" else axes,
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,

@@ -166,6 +166,25 @@ def row_tile(work_tile, h, m, sizes):
 
 
 @gluon.jit
+def head_of(work_tile, sizes, c):
+    """The number of a work tile's key/value head among all: of their counters, and of their place in the sum of dQ."""
+    if c.LANES > 1:  # in the order in which they come
+        return work_tile.hk * sizes.batch + work_tile.b
+    else:
+        return work_tile.b * sizes.kv_heads + work_tile.hk
+
+
+@gluon.jit
+def tile_of_sum(work_tile, h, m, sizes, c):
+    """The place of a tile of queries in the sum of dQ."""
+    if c.LANES > 1:  # heads take turns in it
+        head = head_of(work_tile, sizes, c) % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
+        return head * sizes.row_tiles + m
+    else:
+        return row_tile(work_tile, h, m, sizes)
+
+
+@gluon.jit
 def group_before(group, sizes, c):
     """The group before, of those that share its bias, and the same tile of keys, which has a lower number; -1 for
     none."""

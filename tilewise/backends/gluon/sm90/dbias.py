@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.gluon.sm90.config import LANES, has_lanes
 from tilewise.problem import Problem
 
 MOST_PROGRAMS = 8
@@ -40,11 +41,16 @@ def reduction(problem: Problem) -> str:
         return "sum"
     if problem.score.query is not None:
         return "add"
+    if has_lanes(problem):
+        return "lanes"
     return "store" if problem.broadcast_group(bias).single else "reduce"
 
 
 def broadcast_group(problem: Problem) -> BroadcastGroup:
+    """Where a program has lanes, these are a group; the last lanes of a head may have no batch element."""
     bias = problem.bias
+    if has_lanes(problem):
+        return BroadcastGroup(-(-problem.batch // LANES) * LANES, 1, LANES)
     if bias is None or bias_axes(problem) != "matrix":
         return BroadcastGroup(1, 1, 1)
     group = problem.broadcast_group(bias)
@@ -54,7 +60,7 @@ def broadcast_group(problem: Problem) -> BroadcastGroup:
 def adds(problem: Problem) -> bool:
     """Whether more programs share an element of dBias than a group has: groups then add to a float32 sum."""
     found = broadcast_group(problem)
-    return reduction(problem) == "reduce" and found.batch * found.heads > found.programs
+    return reduction(problem) in ("reduce", "lanes") and found.batch * found.heads > found.programs
 
 
 def sums_sparsely(problem: Problem) -> bool:

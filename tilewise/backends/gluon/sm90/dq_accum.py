@@ -34,6 +34,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     done_at,
     entry_at,
     head_and_tile,
+    head_of,
     row_tile,
     tile_list_of,
     work_tile_at,
@@ -122,9 +123,68 @@ def zero_ahead(tile_index, dq_accum, counts, sizes, c):
 
 
 @gluon.jit
-def wait_zeroed(work_tile, counters, sizes):
+def place_in_strip(n):
+    """Row and column of the ``n``-th element of a strip of 16 rows and 8 columns of the sum, see `as_rows`."""
+    return n // 16 + n // 2 % 2 * 8, n // 4 % 4 * 2 + n % 2
+
+
+@gluon.jit
+def finish_head(head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c):
+    """One of some parts of dQ = scale · sum of a key/value head, see `backward_scheduler.head_of`, by one warp; ZEROES:
+    its place for the head that has it next. dq: `Strided`; lanes past its ``batch`` elements have none."""
+    gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
+    STRIP: gl.constexpr = 128  # elements that one warp has next to each other
+    IN: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    EIGHTS: gl.constexpr = c.BLOCK_D // 8
+    b, hk = head % sizes.batch, head // sizes.batch
+    within = gl.arange(0, STRIP, IN)
+    row, col = place_in_strip(within)
+    for g in range(sizes.group):
+        to = dq.pointer + gl.cast(b, gl.int64) * dq.stride0 + gl.cast(hk * sizes.group + g, gl.int64) * dq.stride1
+        tile = (head % sizes.zeroed * sizes.group + g) * sizes.row_tiles  # as of `tile_of_sum`
+        at = dq_accum + gl.cast(tile, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
+        strips = (sizes.row_tiles * c.WARPS - part + parts - 1) // parts
+        for n in range(strips * EIGHTS):
+            rows, eight = part + n // EIGHTS * parts, n % EIGHTS  # sixteen rows, eight columns
+            strip = (rows // c.WARPS * EIGHTS + eight) * c.WARPS + rows % c.WARPS
+            place = at + gl.cast(strip, gl.int64) * STRIP + within
+            found = gl.load(place)
+            if ZEROES:
+                gl.store(place, gl.zeros([STRIP], gl.float32, IN))
+            inside = (row < sizes.queries - rows * 16) & (col < dim - eight * 8) & (b < batch)
+            gl.store(to + (row + rows * 16).to(gl.int64) * dq.stride2 + (col + eight * 8),
+                     (found * terms.scale).to(dq.pointer.dtype.element_ty), mask=inside)  # fmt: skip
+
+
+@gluon.jit
+def finish_earlier_head(tile_index, x, dq, counts, terms, sizes, c):
+    """Where heads take turns in the sum of dQ, as those of lanes: a work tile's part of a head's dQ whose programs have
+    ended, or nearly, and zeros in its place. Half of the ring's heads are between the two, and half have that time to
+    be finished in."""
+    group, member = tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS
+    head, tile = head_and_tile(group, sizes, c)
+    earlier = head * c.GROUP_PROGRAMS + member - sizes.zeroed // 2
+    if earlier >= 0:
+        counters = counters_at(counts, sizes, c)
+        wait_count(counters.done + earlier, sizes.key_tiles)
+        finish_head(earlier, tile, sizes.key_tiles, x.dq, dq, x.k.shape[0], x.k.shape[3], True, terms, sizes, c)
+        if earlier + sizes.zeroed < sizes.batch * sizes.kv_heads:
+            count_up(counters.zeroed + earlier + sizes.zeroed)
+
+
+@gluon.jit
+def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
+    """dQ of the heads that no later program has finished: one program for each tile of queries. counts: of nothing, as
+    `postprocess_kernel` has them."""
+    tiles = sizes.group * sizes.row_tiles
+    head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + gl.program_id(0) // tiles
+    finish_head(head, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
+
+
+@gluon.jit
+def wait_zeroed(work_tile, counters, sizes, c):
     """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
-    head = work_tile.b * sizes.kv_heads + work_tile.hk
+    head = head_of(work_tile, sizes, c)
     if head >= sizes.zeroed:
         wait_count(counters.zeroed + head, sizes.key_tiles)
 
@@ -192,7 +252,7 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
     if c.DQ_BY_TMA:
         work_tile = work_tile_at(tile_index, x, terms, sizes, c)
         counters = counters_at(counts, sizes, c)
-        wait_zeroed(work_tile, counters, sizes)
+        wait_zeroed(work_tile, counters, sizes, c)
         for g in range(sizes.group):
             h = work_tile.hk * sizes.group + g
             head = row_tile(work_tile, h, 0, sizes)

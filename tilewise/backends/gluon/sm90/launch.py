@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,15 @@ from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.score import LOG2E, score_terms
-from tilewise.backends.gluon.sm90.config import Config, band_of, forward_config, most_registers, padded, sees_few
+from tilewise.backends.gluon.sm90.config import (
+    L2_CACHE,
+    Config,
+    band_of,
+    forward_config,
+    most_registers,
+    padded,
+    sees_few,
+)
 from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
@@ -48,7 +56,7 @@ class Forward:
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
         problem = as_matrix(problem)
-        self.config = config = forward_config(problem)
+        self.config, self.raster = (config := forward_config(problem)), raster(problem)
         self.values: Sheared | PackedValues | None = None
         if parts is not None and parts.query is not None and problem.score.query is not None:
             if problem.totals is None:
@@ -156,13 +164,14 @@ class Forward:
         found = () if bias is None else place(bias.shape, bias.stride(), bias.element_size())
         return found if sink is None else found + place((*sink.shape, 1), (*sink.stride(), 1), 1)
 
-    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool, ...]:
+    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool | str, ...]:
         """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
         return (
             N % self.config.block_n != 0,
             self.always_hides or tiles.hides(M, N, lo, hi),
             self.banded and sees_few(M, N, lo, hi),
             tiles_of_rows > self.programs,
+            self.raster.at(M, N),
         )
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -279,11 +288,34 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         MASK_ROWS=mask is not None and mask.rows > 1,
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER=problem.raster_order,
+        ORDER=raster(problem).at(problem.queries, problem.keys),
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
     )
     return constants(values)
+
+
+class Raster(NamedTuple):
+    """Which tiles of scores run side by side, at any lengths."""
+
+    order: str  # as of `Problem.raster_order`
+    key_bytes: int  # of a head's keys and values in all batch elements, for each key; 0 where that does not matter
+    pair_bytes: int  # of the bias that these share, for each query and key
+
+    def at(self, queries: int, keys: int) -> str:
+        shared = self.pair_bytes * queries * keys
+        return "tiles" if shared <= L2_CACHE // 2 < self.key_bytes * keys else self.order
+
+
+def raster(problem: Problem) -> Raster:
+    """`Problem.raster_order`, but tiles of one head also beside a bias that batch elements share, where the L2 cache
+    has room for all of that and not for the head's keys and values: in the order of the batch every tile of queries
+    would read these from memory again."""
+    p, bias, order = problem, problem.bias, problem.raster_order
+    if order != "batch" or bias is None or p.totals is not None or p.parts is not None:
+        return Raster(order, 0, 0)
+    key_bytes = p.batch * (p.head_dim + p.value_dim) * p.dtype.itemsize
+    return Raster(order, key_bytes, bias.batch * bias.heads * bias.dtype.itemsize)
 
 
 def _repair(problem: Problem, config: Config) -> RepairConstants:

@@ -28,6 +28,7 @@ class Rows(NamedTuple):
     bias: Any
     bits: Any
     do_ring: Any  # barriers of dO and delta
+    bias_ring: Any  # barriers of the bias, where lanes share it
 
 
 @gluon.jit
@@ -63,6 +64,8 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c):
 def first_start_of(rows, step, needed, corner, terms, c):
     """Wait for the tiles of a step; `start_of` its first subtile."""
     wait_full(rows.ring, slot_of(rows.ring, step), use_of(rows.ring, step), needed)
+    if c.LANES > 1:
+        wait_full(rows.bias_ring, slot_of(rows.bias_ring, step), use_of(rows.bias_ring, step), needed)
     return start_of(rows, step, corner, 0, terms, c)
 
 

@@ -23,13 +23,13 @@ def sized(
     """Sizes, and how many groups of programs there are.
 
     shape: batch, key/value heads, query heads of each; of a bias that is shared the batch elements, key/value heads and
-    programs of a group, or 1.
+    programs of a group, or 1. With lanes, which are a group, the batch is filled up to a multiple of them.
     """
     batch, kv_heads, group, broadcast_batch, broadcast_heads, broadcast_programs = shape
     row_tiles, key_tiles, heads = -(-queries // config.block_m), -(-keys // config.block_n), batch * kv_heads
     groups = key_tiles * heads // broadcast_programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
-    lag = -(-multiprocessors * config.programs // broadcast_programs)
+    lag = -(-multiprocessors * config.programs * config.lanes // broadcast_programs)
     ring = min(2 * lag + 2, groups)
     # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
     # start that is as much later as a GPU runs at once, and one more; `backward_scheduler.head_and_tile` may mix some
@@ -37,6 +37,8 @@ def sized(
     none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
+    if config.lanes > 1:  # heads take turns: those of a group have ended when as many groups later one more has begun
+        zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes
     found = (
         batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ring, lag,
         min(zeroed, heads),

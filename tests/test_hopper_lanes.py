@@ -1,0 +1,215 @@
+"""Batch elements side by side in a program of the Hopper backward: the roles of its warps, run as Python threads with
+barriers that work as the hardware's do, see test_hopper_roles; and what comes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from test_hopper_roles import Barrier, Roles
+from test_hopper_work import kernel_arguments, plain, problem
+
+from tilewise.backends.gluon.pipeline import Ring
+from tilewise.backends.gluon.sm90 import backward_lanes, config, producers
+from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
+
+__all__ = ["plain"]  # a fixture of all tests here too
+
+LANES, OTHERS = ["lane 0", "lane 1", "lane 2"], ["loads", "fetches", "adds"]
+STAGES = 2
+
+
+class Arrivals(Barrier):
+    """An mbarrier of several arrivals."""
+
+    def __init__(self, count):
+        self.arrivals, self.count = 0, count
+
+    @property
+    def phase(self):
+        return self.arrivals // self.count
+
+    @phase.setter
+    def phase(self, value):
+        self.arrivals += value - self.phase
+
+
+class Slots:
+    def __init__(self, made):
+        self.made = made
+
+    def index(self, slot):
+        return self.made[slot]
+
+
+def ring(full=1, empty=1):
+    barriers = ([Arrivals(n) for _ in range(STAGES)] for n in (full, empty))
+    return Ring(Slots([{} for _ in range(STAGES)]), *map(Slots, barriers))
+
+
+class Tile:
+    """A tile of shared memory."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def reshape(self, shape):
+        return Tile(self.values.reshape(shape))
+
+    def slice(self, start, length):
+        return Tile(self.values[start : start + length])
+
+    def load(self, _):
+        return self.values
+
+
+def new_lane():
+    ds_ring, k_ring, v_ring, rows = ring(), ring(), ring(), ring(full=4)
+    stored = Ring(None, Slots([Arrivals(1) for _ in range(STAGES)]), None)
+    stats, do = Slots([None] * 2 * STAGES), Slots([None] * STAGES)
+    ds = Slots([Tile(torch.zeros(1, 1, 64, 64)) for _ in range(STAGES)])
+    shared = SimpleNamespace(k=k_ring.slots, v=v_ring.slots, ds=ds, ds_ring=ds_ring)
+    return SimpleNamespace(
+        rows=SimpleNamespace(ring=rows, do=do, stats=stats, bias_ring=None), k_ring=k_ring, v_ring=v_ring,
+        dq_ring=SimpleNamespace(stored=stored), shared=shared,
+    )  # fmt: skip
+
+
+def ds_of(b, h, m, n0):
+    """Small integers, whose sums are exact, alike for no two tiles."""
+    generator = torch.Generator().manual_seed(hash((b, h, m, n0)) % 2**31)
+    return torch.randint(-99, 99, (64, 64), generator=generator).float()
+
+
+@pytest.mark.parametrize("late", [*LANES, *OTHERS])
+@pytest.mark.parametrize(
+    ("batch", "group", "taken"), [(258, 1, [0, 1, 4, 700]), (257, 2, [429, 430, 431]), (257, 1, [427])]
+)
+def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
+    """The lanes of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
+    without a batch element; a role that is late keeps nobody waiting for ever."""
+    monkeypatch.setattr(config, "LANES_FROM", 100)  # shorter ones have the same roles
+    roles = Roles(late)
+    roles.waits_for = dict.fromkeys([*LANES, *OTHERS])
+    terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, 260, "1hmn", D=32))
+    assert c.LANES == 3
+    c.KEY_STAGES = STAGES
+    count = sizes.key_tiles * sizes.kv_heads * sizes.batch
+    numbers, indices = iter([*taken, count]), ring(empty=5)
+    bias_ring, lanes = ring(empty=c.LANES), tuple(new_lane() for _ in LANES)
+    for lane in lanes:
+        lane.rows.bias_ring = bias_ring
+    dbias = torch.zeros(4 * group, 150, 260)
+    finished, done, stored = [], [], []
+
+    def tma_load(source, at, barrier, slot):
+        if slot is not None:
+            slot["holds"] = (source.name, *at)
+        roles.arrive(barrier, 1)
+
+    def next_tile_index(_, t, *__):
+        slot = t % STAGES
+        roles.wait(indices.full.index(slot), t // STAGES & 1)
+        found = indices.slots.index(slot)["holds"]
+        roles.arrive(indices.empty.index(slot), 1)
+        return found
+
+    def hand_out_tile_index(_, t, tile_index):
+        roles.wait(indices.empty.index(t % STAGES), (t // STAGES & 1) ^ 1)
+        indices.slots.index(t % STAGES)["holds"] = tile_index
+        roles.arrive(indices.full.index(t % STAGES), 1)
+
+    def fill_at(to, slot, use, source, at):
+        roles.wait(to.empty.index(slot), (use & 1) ^ 1)
+        tma_load(source, at, to.full.index(slot), to.slots.index(slot))
+
+    def atomic_add(to, values, mask, sem):
+        dbias.view(-1)[to[mask]] += values[mask]
+
+    gl = SimpleNamespace(
+        static_range=range, to_tensor=lambda x: x, cast=lambda x, _: x, int64=torch.int64, float32=torch.float32,
+        arange=lambda begin, end, _: torch.arange(begin, end), zeros=lambda shape, *_: torch.zeros(shape),
+        where=lambda c, x, y: x if c else torch.full_like(x, y), atomic_add=atomic_add,
+        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None,
+    )  # fmt: skip
+    barriers = SimpleNamespace(arrive=roles.arrive, wait=roles.wait, expect=lambda *_: None)
+    stubs = {
+        "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "ROWS": 8, "next_tile_index": next_tile_index,
+        "hand_out_tile_index": hand_out_tile_index, "fill_at": fill_at, "fetch_tile_index": lambda _: next(numbers),
+        "slot_of": lambda _, n: n % STAGES, "use_of": lambda _, n: n // STAGES,
+        "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
+        "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use & 1),
+        "work_tile_count": lambda *_: count, "box_of": lambda first, queries, b, h, row, c, col=0: [b, h, row, col],
+        "work_tile_at": lambda n, *_: scheduler.work_tile_of.fn(n // c.LANES, n % c.LANES, terms, sizes, c),
+        "row_tile": scheduler.row_tile, "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None, done=0),
+        "finish_earlier_head": lambda n, *_: finished.append(n),
+        "head_of": scheduler.head_of, "count_stored": done.append,
+        "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
+        **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
+        "tile_of_lane": backward_lanes.tile_of_lane.fn, "load_step": backward_lanes.load_step.fn,
+        **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys")},
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        for module in (backward_lanes, producers):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stub)
+
+    def source(name):
+        return SimpleNamespace(name=name, block_type=SimpleNamespace(nbytes=0), shape=[batch])
+
+    x = SimpleNamespace(**{name: source(name) for name in ("q", "k", "v", "do", "bias", "stats")}, dk="dk", dv="dv")
+    computed = []
+
+    def computes(which):
+        lane, step, nth = lanes[which], 0, 0
+        tile_index = next_tile_index(0, nth)
+        while tile_index * c.LANES < count:
+            w, slot = stubs["work_tile_at"](tile_index * c.LANES + which), nth % STAGES
+            for of, name in ((lane.k_ring, "k"), (lane.v_ring, "v")):
+                roles.wait(of.full.index(slot), nth // STAGES & 1)
+                assert of.slots.index(slot)["holds"] == (name, w.b, w.hk, w.n0, 0)
+            for g, m in itertools.product(range(group), reversed(range(sizes.row_tiles))):
+                slot, phase, h = step % STAGES, step // STAGES & 1, w.hk * group + g
+                roles.wait(lane.rows.ring.full.index(slot), phase)
+                roles.wait(bias_ring.full.index(slot), phase)
+                assert lane.rows.ring.slots.index(slot)["holds"] == ("q", w.b, h, 64 * m, 0)
+                assert bias_ring.slots.index(slot)["holds"] == ("bias", 0, h, 64 * m, w.n0)
+                roles.wait(lane.shared.ds_ring.empty.index(slot), phase ^ 1)
+                lane.shared.ds.made[slot] = Tile(ds_of(w.b, h, m, w.n0)[None, None])
+                roles.arrive(lane.shared.ds_ring.full.index(slot), 1)
+                roles.arrive(bias_ring.empty.index(slot), 1)
+                roles.arrive(lane.rows.ring.empty.index(slot), 1)
+                step += 1
+            computed.append(w)
+            roles.arrive(lane.dq_ring.stored.full.index(nth % STAGES), 1)
+            nth += 1
+            tile_index = next_tile_index(tile_index, nth)
+
+    strides = SimpleNamespace(pointer=0, stride1=150 * 260, stride2=260)
+    given = (None, 0, terms, sizes, c)
+    roles.run(**{
+        **{name: lambda which=which: computes(which) for which, name in enumerate(LANES)},
+        "loads": lambda: backward_lanes.load_lanes.fn(x, lanes, *given),
+        "fetches": lambda: backward_lanes.fetch_and_store.fn(x, lanes, None, *given),
+        "adds": lambda: backward_lanes.add_lanes.fn(x, lanes, strides, None, terms, sizes, c),
+    })  # fmt: skip
+    wanted = [n * c.LANES + lane for n in taken for lane in range(c.LANES)]
+    assert finished == wanted
+    assert done == [w.hk * sizes.batch + w.b for w in map(stubs["work_tile_at"], wanted)]
+    assert len(computed) == len(wanted)
+    assert len(stored) == 2 * len(wanted)
+    expected = torch.zeros(4 * group, 192, 320)
+    for w in computed:
+        for g, m in itertools.product(range(group), range(sizes.row_tiles)):
+            h = w.hk * group + g
+            if w.b < batch:
+                expected[h, 64 * m : 64 * m + 64, w.n0 : w.n0 + 64] += ds_of(w.b, h, m, w.n0)
+    assert torch.equal(dbias, expected[:, :150, :260])
+    assert (batch == 258) == all(w.b < batch for w in computed)
