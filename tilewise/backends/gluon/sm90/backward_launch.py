@@ -13,7 +13,7 @@ from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
-from tilewise.backends.gluon.score import score_terms
+from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
@@ -121,6 +121,7 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        weight = kept_weight(problem)
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
@@ -153,7 +154,7 @@ class Backward:
                 POINTER,
                 *rows_listed,
             ),
-            (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
+            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
         dbias_tiles = [POINTER, strided(None if ring is None else dbias), POINTER, POINTER]
@@ -206,7 +207,7 @@ class Backward:
         )
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
-            self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
+            self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))
 
     def resized(
         self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
@@ -235,11 +236,11 @@ class Backward:
             partial(torch.empty_strided, x.shape, x.strides, dtype=q.dtype, device=device) for x in made
         )
         dlse_row = None if dlse is None else Place.of(dlse[..., None])
-        value_dim, _, _, *switches = self.before.numbers
+        value_dim, _, _, *more = self.before.numbers
         new.before = self.before.resized(
             row_programs,
             (Place.of(outputs.o), given[3], None, dlse_row, None, None, None, None),
-            (value_dim, sizes, counted, *switches),
+            (value_dim, sizes, counted, *more),
         )
         accum_row = Place(accum, (cols, 1), 4) if config.dq_by_tma else None
         dq_row = made[0] if self.dq_stored else accum_row

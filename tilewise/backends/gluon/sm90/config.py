@@ -252,8 +252,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = problem.bias_itemsize == 4
-    loops = not band.unlimited or problem.score.toeplitz is not None
-    words = bool(problem.score.dropout) and loops  # of dropout, in more than one
+    words = bool(problem.score.dropout) and problem.score.toeplitz is not None  # of dropout, in loops of its own
     plain = band.lo is None and not (capped or masked or along_keys or words)  # subtiles fit
     # Of a packed batch of short sequences a larger tile is mostly empty, and there are as many as sequences and heads:
     # more programs side by side.

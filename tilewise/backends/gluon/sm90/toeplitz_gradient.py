@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gluon.score import kept_weight
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
 from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, anew, diagonal_of, line_above, line_below, words
@@ -45,7 +46,7 @@ class FarSums(NamedTuple):
 
 
 @triton.jit
-def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, c, BLOCK: tl.constexpr):
+def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, weight, c, BLOCK: tl.constexpr):
     """For each tile of queries the LSE in base 2 less what lies below the near distances, and less what lies above; as
     `preprocess_kernel` has it. lse: (B, H, M)."""
     pid = tl.program_id(0)
@@ -60,12 +61,15 @@ def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, c, BLOCK: tl.con
     diagonal = pairs + tl.cast(head, tl.int64) * width + (sizes.queries - 1 + PAD)
     at = stats + tl.cast(pid, tl.int64) * (2 * BLOCK) + tl.arange(0, BLOCK)
     left_out = tl.abs(natural) > COARSE
+    base2 = natural * LOG2E
+    if weight is not None:
+        base2 -= tl.log2(weight)
     if c.FAR_LO:
         below = tl.load(diagonal + terms.far_lo).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(at, tl.where(left_out, float("inf"), natural * LOG2E - below * exponent))
+        tl.store(at, tl.where(left_out, float("inf"), base2 - below * exponent))
     if c.FAR_HI:
         above = tl.load(diagonal + terms.far_hi).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(at + BLOCK, tl.where(left_out, float("inf"), natural * LOG2E - above * exponent))
+        tl.store(at + BLOCK, tl.where(left_out, float("inf"), base2 - above * exponent))
 
 
 class ToeplitzGradient:
@@ -77,7 +81,7 @@ class ToeplitzGradient:
         self.dtype, self.wanted = vector.dtype, c.DTOEPLITZ.value
         self.stats = None
         if c.TOEPLITZ.value == "number" and (c.FAR_LO.value or c.FAR_HI.value):
-            numbers = (sizes, terms, terms.exponent, c, c.BLOCK_M.value)
+            numbers = (sizes, terms, terms.exponent, kept_weight(problem), c, c.BLOCK_M.value)
             self.stats = Launch(far_stats_kernel, programs, (POINTER, POINTER, POINTER), numbers, num_warps=4)
 
     def begin(self, lse: Tensor, pairs: Tensor, stats: Tensor) -> Tensor | None:
