@@ -99,6 +99,7 @@ class ForwardConstants(NamedTuple):
     SUMS_BY_THREAD: Any
     PEELED: Any
     SKIPS_HIDDEN: Any
+    DROPOUT_BORDERS: Any
     PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
     O_IN_Q: Any
     O_IN_BIAS: Any
@@ -303,9 +304,11 @@ def attend(
         release_o(rings, nth - 1, c, WARPGROUP)
     dropped = None
     if words is not None:  # under QK, and not before the other warpgroup may issue its own
-        border(step)
+        if c.DROPOUT_BORDERS > 1:
+            border(step)
         dropped = dropped_groups(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
-        border(step)
+        if c.DROPOUT_BORDERS > 0:
+            border(step)
         s, dropped = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending, dropped))
     else:
         s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
