@@ -20,34 +20,37 @@ from tilewise.backends.gluon.sm90 import backward_launch, launch
 
 F, B = launch.forward_config, backward_launch.backward_config
 THREE = {"warpgroups": 3, "registers": (160, 32), "q_in_registers": False, "q_stages": 2}
+SHARED = {"q_in_registers": False}
 FORWARDS = {
-    "forward, no borders": (0, {}, {}),
-    "border after words": (1, {}, {}),
-    "borders around words": (2, {}, {}),
-    "three warpgroups": (2, THREE, {}),
-    "three, no borders": (0, THREE, {}),
-    "three of 64 keys": (2, THREE | {"block_n": 64}, {}),
-    "Q from shared": (2, {"q_in_registers": False}, {}),
+    "as is": (0, {}, {}),
+    "borders": (3, {}, {}),
+    "Q shared": (0, SHARED, {}),
+    "no turns": (4, {}, {}),
+    "no turns, Q shared": (4, SHARED, {}),
+    "late turns": (16, {}, {}),
+    "late turns, borders": (19, {}, {}),
+    "no Philox": (8, {}, {}),
+    "no Philox, Q shared": (8, SHARED, {}),
+    "not lazy": (0, {"lazy": False}, {}),
+    "of 64 keys": (0, SHARED | {"block_n": 64}, {}),
 }
 TWO = {"block_m": 64, "m_subtiles": 1, "programs": 2, "block_n": 64, "warpgroups": 1, "v_in_registers": True}
 BACKWARDS = {
-    "backward as is": (2, {}, {}),
-    "K from shared": (2, {}, {"k_in_registers": False}),
-    "two programs": (2, {}, TWO),
-    "queries of 64": (2, {}, {"block_m": 64, "m_subtiles": 1}),
-    "not ahead": (2, {}, {"ahead": False}),
+    "backward as is": (0, {}, {}),
+    "K from shared": (0, {}, {"k_in_registers": False}),
+    "two programs": (0, {}, TWO),
 }
 
 
 def wanted(name: str, D: int, causal: bool) -> bool:
-    if name in ("borders around words", "backward as is") or (D, causal) == (64, False):
+    if D == 64 and not causal:
         return True
-    if D == 64:
-        return name in ("forward, no borders", "two programs", "three warpgroups")
-    return name in ("forward, no borders", "border after words") or (not causal and name == "Q from shared")
+    if not causal:
+        return name in FORWARDS or name == "backward as is"
+    return name in ("as is", "Q shared") or (name in BACKWARDS and D == 64) or name == "backward as is"
 
 
-def timed(steps: dict, rounds: int = 7, each: int = 8) -> dict:
+def timed(steps: dict, rounds: int = 5, each: int = 6) -> dict:
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     found: dict = {name: [] for name in steps}
     for step in steps.values():

@@ -71,11 +71,14 @@ def _dropped_bits(word, terms):
 
 
 @gluon.jit
-def dropped_bits(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
+def dropped_bits(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms, FEW: gl.constexpr = False):
     """`_dropped_bits` of the two words of each group, [rows / 16, 8, columns / 16, 8]: of query i, of query i + 8; the
     lower bit is of key j, the higher of key j + 8."""
     c0, c1 = counters(none, words, m0, n0, TRANSPOSED, terms)
-    x0, x1 = philox2x32(c0, c1, words.key)
+    if FEW:
+        x0, x1 = c0 * 0x9E3779B9 ^ c1, c1 * 0x9E3779B9 ^ c0
+    else:
+        x0, x1 = philox2x32(c0, c1, words.key)
     return _dropped_bits(x0, terms), _dropped_bits(x1, terms)
 
 
@@ -86,7 +89,7 @@ def dropped_groups(words, m0, n0, terms, c):
     LAYOUT: gl.constexpr = accumulator(64, c.BLOCK_N)
     none = gl.zeros([64, c.BLOCK_N], gl.uint32, LAYOUT)
     if terms.IN_GROUPS:
-        x0, x1 = dropped_bits(none, words, m0, n0, False, terms)
+        x0, x1 = dropped_bits(none, words, m0, n0, False, terms, c.DROPOUT_BORDERS & 8)
     else:
         rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]

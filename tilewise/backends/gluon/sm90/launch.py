@@ -209,7 +209,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         SUMS_BY_THREAD=config.sums_by_thread,
         PEELED=config.peeled,
         SKIPS_HIDDEN=config.skips_hidden,
-        DROPOUT_BORDERS=DROPOUT_BORDERS,
+        DROPOUT_BORDERS=DROPOUT_BORDERS if problem.score.dropout else 0,
         PAIRS=loops or bool(problem.score.dropout),
         O_IN_Q=config.o_in_q,
         O_IN_BIAS=config.o_in_bias,
