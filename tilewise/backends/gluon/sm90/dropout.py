@@ -4,9 +4,10 @@ A thread of wgmma's result owns all four scores of a group, in a tile as in a tr
 j, j + 8. Its two words are made once, and the two numbers of 16 bits that each has are compared at once: the result of
 a subtraction has a bit for each, 15 and 31, set where a probability is dropped.
 
-Nothing of this needs the scores: a forward does it while the tensor cores are at Q·Kᵀ. What is left to do is a mask and
-an AND for two probabilities, rounded and packed. In the backward a probability that is dropped has its sign turned: P
-is needed with dropout for dV, where rounding takes what is negative to 0, and without for dS; a sign costs no register.
+Nothing of this needs the scores: a forward asks for it before it waits for Q·Kᵀ, and ptxas mixes it with exponentials.
+What is left to do is a mask and an AND for two probabilities, rounded and packed. In the backward a probability that is
+dropped has its sign turned: P is needed with dropout for dV, where rounding takes what is negative to 0, and without
+for dS; a sign costs no register.
 """
 
 from __future__ import annotations
@@ -71,14 +72,11 @@ def _dropped_bits(word, terms):
 
 
 @gluon.jit
-def dropped_bits(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms, FEW: gl.constexpr = False):
+def dropped_bits(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
     """`_dropped_bits` of the two words of each group, [rows / 16, 8, columns / 16, 8]: of query i, of query i + 8; the
     lower bit is of key j, the higher of key j + 8."""
     c0, c1 = counters(none, words, m0, n0, TRANSPOSED, terms)
-    if FEW:
-        x0, x1 = c0 * 0x9E3779B9 ^ c1, c1 * 0x9E3779B9 ^ c0
-    else:
-        x0, x1 = philox2x32(c0, c1, words.key)
+    x0, x1 = philox2x32(c0, c1, words.key)
     return _dropped_bits(x0, terms), _dropped_bits(x1, terms)
 
 
@@ -89,7 +87,7 @@ def dropped_groups(words, m0, n0, terms, c):
     LAYOUT: gl.constexpr = accumulator(64, c.BLOCK_N)
     none = gl.zeros([64, c.BLOCK_N], gl.uint32, LAYOUT)
     if terms.IN_GROUPS:
-        x0, x1 = dropped_bits(none, words, m0, n0, False, terms, c.DROPOUT_BORDERS & 8)
+        x0, x1 = dropped_bits(none, words, m0, n0, False, terms)
     else:
         rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]

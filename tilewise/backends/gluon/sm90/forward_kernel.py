@@ -24,7 +24,6 @@ from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
-    border,
     fetch_tile_index,
     fill_at,
     new_ring,
@@ -99,7 +98,6 @@ class ForwardConstants(NamedTuple):
     SUMS_BY_THREAD: Any
     PEELED: Any
     SKIPS_HIDDEN: Any
-    DROPOUT_BORDERS: Any
     PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
     O_IN_Q: Any
     O_IN_BIAS: Any
@@ -281,16 +279,14 @@ def attend(
         wait_full(rings.k, k_slot, use_of(rings.k, step))
 
     # QK, and PV of the tile before
-    if not c.DROPOUT_BORDERS & 4:
-        warp_scheduler_barrier_sync(WARPGROUP)
+    warp_scheduler_barrier_sync(WARPGROUP)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
     if not FIRST:
         wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
         v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
-    if not c.DROPOUT_BORDERS & 4 and not c.DROPOUT_BORDERS & 16:
-        warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
+    warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
     # its fence and barrier cost least where the warpgroup waits anyway
@@ -305,15 +301,9 @@ def attend(
     if FIRST and c.O_IN_BIAS:
         release_o(rings, nth - 1, c, WARPGROUP)
     dropped = None
-    if words is not None:  # under QK, and not before the other warpgroup may issue its own
-        if c.DROPOUT_BORDERS & 2:
-            border(step)
+    if words is not None:  # no border behind it: among the exponentials ptxas finds room for most of it
         dropped = dropped_groups(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
-        if c.DROPOUT_BORDERS & 1:
-            border(step)
-        s, dropped = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending, dropped))
-    else:
-        s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
+    s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     release(rings.k, k_slot)
 
     # softmax
@@ -326,8 +316,6 @@ def attend(
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
     wait_full(rings.k, slot_of(rings.k, step + 1), use_of(rings.k, step + 1), i + 1 < tile.count)
-    if c.DROPOUT_BORDERS & 16:
-        warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
 
     # the end of PV
     o = state.o
@@ -398,7 +386,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     step = 0
     taken = gl.to_tensor(0)
-    if WARPGROUP == c.WARPGROUPS - 1 and not c.DROPOUT_BORDERS & 4:
+    if WARPGROUP == c.WARPGROUPS - 1:
         warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
     t = 0
     tile_index = gl.program_id(0)

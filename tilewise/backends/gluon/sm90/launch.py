@@ -29,9 +29,6 @@ from tilewise.problem import Problem
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
-DROPOUT_BORDERS = 2  # for the comparison of benchmarks/dropout_turns.py alone
-
-
 class Forward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
@@ -209,7 +206,6 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         SUMS_BY_THREAD=config.sums_by_thread,
         PEELED=config.peeled,
         SKIPS_HIDDEN=config.skips_hidden,
-        DROPOUT_BORDERS=DROPOUT_BORDERS if problem.score.dropout else 0,
         PAIRS=loops or bool(problem.score.dropout),
         O_IN_Q=config.o_in_q,
         O_IN_BIAS=config.o_in_bias,
