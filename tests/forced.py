@@ -41,11 +41,13 @@ def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float
         return check(case, "triton", device)
 
 
-def check_origin(backend: str, origin: dropout.Origin, deterministic: bool, device: str = "cpu") -> None:
+def check_origin(
+    backend: str, origin: dropout.Origin, deterministic: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
     """A part of a call drops what the whole one does: against float64, by the generator's own numbers."""
     generator = torch.Generator().manual_seed(3)
-    q, do = (torch.randn(2, 4, 19, 16, generator=generator).to(device) for _ in range(2))
-    k, v = (torch.randn(2, 2, 35, 16, generator=generator).to(device) for _ in range(2))
+    q, do = (torch.randn(2, 4, 19, 16, generator=generator).to(device, dtype) for _ in range(2))
+    k, v = (torch.randn(2, 2, 35, 16, generator=generator).to(device, dtype) for _ in range(2))
     leaves, seed = [x.requires_grad_() for x in (q, k, v)], torch.tensor([2**40 + 1, 7], device=device)
     score = replace(Score.of(Band(hi=16), 16, dropout_p=0.3), origin=origin)
     assert Terms.of(score, False, backend).score == score
@@ -57,6 +59,8 @@ def check_origin(backend: str, origin: dropout.Origin, deterministic: bool, devi
     s = (q.double() @ k.double().repeat_interleave(2, 1).mT / 4).masked_fill(j - i > 16, -torch.inf)
     p = torch.softmax(s, -1) * torch.where(kept, dropout.weight(score.dropout), 0.0)
     expected = p @ v.double().repeat_interleave(2, 1)
-    torch.testing.assert_close(o.double(), expected, rtol=1e-4, atol=1e-5)
+    # A probability that is wrongly dropped or kept is worth a tenth and more.
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(o.double(), expected, **near)
     found, wanted = (torch.autograd.grad((x * do).sum(), leaves) for x in (o, expected))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, **near)

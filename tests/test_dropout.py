@@ -55,6 +55,25 @@ def number(seed: int, offset: int, b: int, h: int, i: int, j: int) -> int:
     return x[i // 8 % 2] >> 16 * (j // 8 % 2) & 0xFFFF
 
 
+@pytest.mark.parametrize("threshold", [1, 6554, 32767, 32768, 32769, 58982, 65535, 65536])
+def test_two_numbers_at_once(threshold):
+    """As Hopper's kernels compare them: every number beside the least, the greatest and those around the threshold."""
+    pytest.importorskip("triton")
+    from tilewise.backends.gluon.score import dropout_bounds
+
+    terms = dropout_bounds(Score(1.0, None, Band(), dropout=threshold))
+    bound, minuend = (terms[name] % 2**32 for name in ("bound", "minuend"))
+    extreme = torch.maximum if terms["MOSTLY"].value else torch.minimum
+    numbers = torch.arange(65536)
+    for beside in {0, threshold - 1, threshold % 65536, 65535}:
+        for low, high in ((numbers, torch.tensor(beside)), (torch.tensor(beside), numbers)):
+            low, high = torch.broadcast_tensors(low, high)
+            either = extreme(low, torch.tensor(bound & 0xFFFF)), extreme(high, torch.tensor(bound >> 16))
+            bits = minuend - (either[0] | either[1] << 16)
+            assert torch.equal(bits >> 15 & 1, (low < threshold).long())
+            assert torch.equal(bits >> 31 & 1, (high < threshold).long())
+
+
 PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
 VECTORS = [  # Random123's tests/kat_vectors: rounds, counter, key, words
     (7, [0, 0], [0], "257a3673 cd26be2a"),

@@ -64,9 +64,9 @@ SINKS = [
 DROPOUT = [
     ("3.6.0", replace(USUAL, dropout_p=0.1), 2 * (8 + 8) * 2, 0, False),
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (4 + 8) * 3, 0, False),
-    ("3.6.0", replace(USUAL, D=256, dropout_p=0.1, causal=True), 2 * (16 + 4) * 3, 44, False),
-    ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * (8 + 8) * 2, 36, False),
-    ("3.6.0", replace(USUAL, dropout_p=0.1, bias="1hmn"), 2 * (8 + 8) * 2, 4, False),
+    ("3.6.0", replace(USUAL, D=256, dropout_p=0.1, causal=True), 2 * (16 + 4) * 3, 40, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * (8 + 8) * 2, 0, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1, bias="1hmn"), 2 * (8 + 8) * 2, 0, False),
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four
 # for each of dV and dK (of 64 queries) and eight for dQ (of 128 keys; four where programs share a multiprocessor and
@@ -176,14 +176,14 @@ BACKWARDS = [
 ]
 # With dropout: delta of a subtile's queries stays beside dP, and the numbers of its words in the loop.
 DROPOUT_BACKWARDS = [
-    ("3.6.0", replace(USUAL, dropout_p=0.1), 2 * 8 + 2 * 4 + 8, 16, False),
-    ("3.6.0", replace(USUAL, dropout_p=0.1, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 76, False),
-    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1), 2 * (2 * 4 + 2 * 4) + 8 + 4, 68, False),
-    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * 4 + 2 * 4 + 4 + 4, 4, False),
-    ("3.6.0", replace(USUAL, D=32, dropout_p=0.1), 2 * 2 + 2 * 4 + 4, 88, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1), 2 * 8 + 2 * 4 + 8, 0, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 56, False),
+    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0, False),
+    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (2 * (2 * 4 + 2 * 4) + 8) + 4, 4, False),
+    ("3.6.0", replace(USUAL, D=32, dropout_p=0.1), 2 * 2 + 2 * 4 + 4, 20, False),
     ("3.6.0", replace(USUAL, D=256, dropout_p=0.1), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0, False),
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0, False),
-    ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * 8 + 2 * 4 + 8, 40, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * 8 + 2 * 4 + 8, 0, False),
 ]
 # Case, bytes that may spill with Triton 3.8 and with 3.9, where they need more. They are numbers of the warps that move
 # data, which have no product in their loops, or are read once a tile; beside a softcap some of a tile spills, as it

@@ -159,8 +159,18 @@ def test_the_backward_has_it_too(terms, backend):
 
 @pytest.mark.parametrize("origin", [(48, 0, 0), (5, 16, 3), (32, 27, 2)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_parts_of_a_call(origin, deterministic):
-    check_origin("triton", dropout.Origin(*origin), deterministic, "cuda")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_a_call(backend, origin, deterministic):
+    dtype = HALF if backend == "hopper" else FLOAT
+    check_origin(backend, dropout.Origin(*origin), deterministic, "cuda", dtype)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("p", [1 / 65536, 0.5, 0.5 + 1 / 65536, 0.9, 65535 / 65536])
+def test_any_share_on_hopper(p):
+    """Numbers are compared another way from a half on."""
+    found = dropped(1, 2, 200, 300, D=64, dropout_p=p, backend="hopper")
+    assert torch.equal(found.cpu(), ~dropout_mask(Case(B=1, H=2, M=200, N=300, dropout_p=p)))
 
 
 def test_drawn_seeds():

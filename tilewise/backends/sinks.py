@@ -17,10 +17,10 @@ class SinkGradient:
         sink: (B|1, H|1, M|1); lse: (B, H, M), of whose sizes and strides this is told.
         tile, between, first: where the backward's preprocess has left delta: for each head one tile of ``tile`` numbers
             after the other, ``between`` numbers from one to the next, from the number ``first`` on.
-        negative: those numbers are -delta.
+        factor: of those numbers, to be delta.
     """
 
-    def __init__(self, sink: Tensor, lse: Tensor, tile: int, between: int, first: int, *, negative: bool) -> None:
+    def __init__(self, sink: Tensor, lse: Tensor, tile: int, between: int, first: int, *, factor: float = 1.0) -> None:
         B, H, M = lse.shape
         batch, heads, queries = sink.shape
         self.block = min(triton.next_power_of_2(M), 1024 if queries > 1 else 4096)
@@ -31,7 +31,7 @@ class SinkGradient:
             sink_gradient_kernel,
             programs,
             (sink_layout(sink), POINTER, POINTER, sink_layout(found)),
-            (B, H, M, batch, heads, tile, between, first, padded, -1.0 if negative else 1.0, queries > 1, self.block),
+            (B, H, M, batch, heads, tile, between, first, padded, factor, queries > 1, self.block),
             num_warps=max(1, self.block // 512),
         )
 
@@ -43,7 +43,7 @@ class SinkGradient:
 
 @triton.jit
 def sink_gradient_kernel(sink, lse, delta, dsink, batch, heads, queries, sinks_batch, sinks_heads, tile, between,
-                         first, padded, sign, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                         first, padded, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One program the rows of one sink, or, with ROWS, the sinks of a block of queries.
 
     A row whose LSE is -inf has a sink of -inf, and nothing of it: hence the lowest finite LSE in its place.
@@ -67,7 +67,7 @@ def sink_gradient_kernel(sink, lse, delta, dsink, batch, heads, queries, sinks_b
             found = tl.load(lse + row * queries + m, mask=inside, other=float("inf"))
             at = delta + first + row * padded + (m // tile) * between + m % tile
             p = tl.exp(value.to(tl.float32) - tl.where(found == -float("inf"), -3.4028234663852886e38, found))
-            total -= sign * p * tl.load(at, mask=inside, other=0.0)
+            total -= factor * p * tl.load(at, mask=inside, other=0.0)
     if ROWS:
         m = own * BLOCK + tl.arange(0, BLOCK)
         at = dsink.pointer + at_dsink + m.to(tl.int64) * dsink.stride2

@@ -22,7 +22,7 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 @triton.jit
 def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, tile_list, value_dim, sizes, counters,
-                             BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
+                             weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """`preprocess_kernel` of a packed batch: one program for each tile of the list and head. dq_accum: None where dQ is
     no sum."""
@@ -31,12 +31,12 @@ def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, ti
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
         place = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
-        _statistics(o, do, lse, dlse, bias, stats, dq_accum, 0, h, place, tile * BLOCK_M, seq,
-                    value_dim, sizes, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+        _statistics(o, do, lse, dlse, bias, stats, dq_accum, h, place, tile * BLOCK_M, seq,
+                    value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
-def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters,
+def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters, weight,
                       BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_D: tl.constexpr):  # fmt: skip
     """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ of the first
@@ -46,15 +46,16 @@ def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim
     So does a row whose LSE is beyond COARSE, as where all keys have the most negative finite bias: probabilities
     cannot be told from such an LSE, would be off by any factor and could overflow into the gradients of the keys.
     A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
+    weight: of what dropout keeps, or None. The LSE is less by its logarithm, so that probabilities have it, and delta
+    is divided by it, for delta times a probability has none.
     o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
     BLOCK_M·BLOCK_D). counts: (counters,), int32. float32 but o, do and the bias.
     """
     _zero_counters(counts, counters)
     pid = tl.program_id(0)
-    heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
     row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
-    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh // heads, bh % heads, pid, row0, seq, value_dim, sizes,
+    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, pid, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -66,11 +67,12 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, seq, value_dim, sizes,
+def _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. place: among the tiles of all heads."""
-    bh = b * (sizes.kv_heads * sizes.group) + h
+    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among tiles of all heads."""
+    heads = sizes.kv_heads * sizes.group
+    b, h = bh // heads, bh % heads
     within = row0 + tl.arange(0, BLOCK_M)
     inside = within < seq.queries
     rows, end = seq.first_query + within, seq.first_query + seq.queries
@@ -92,6 +94,9 @@ def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, seq,
         at = bias.pointer + tl.cast(b, tl.int64) * bias.stride0 + tl.cast(h // BIAS_GROUP, tl.int64) * bias.stride1
         constant = tl.load(at + rows.to(tl.int64) * bias.stride2, mask=inside, other=0.0).to(tl.float32)
         base2 = (natural - constant) * LOG2E
+    if weight is not None:
+        base2 -= tl.log2(weight)
+        delta /= weight
     at_stats = stats + tl.cast(place, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
     tl.store(at_stats, tl.where(left_out, float("inf"), base2))

@@ -15,9 +15,11 @@ from tilewise.backends.gluon.toeplitz import far_numbers
 from tilewise.backends.gluon.values import range_numbers
 from tilewise.backends.score import dropout_numbers, score_numbers
 from tilewise.problem import Problem
-from tilewise.score import tiles
+from tilewise.score import dropout, tiles
+from tilewise.score.terms import Score
 
 LOG2E = 1.4426950408889634
+HALF = dropout.NUMBERS // 2
 key_tiles = gluon.jit(tiles.key_tiles)
 query_tiles = gluon.jit(tiles.query_tiles)
 
@@ -37,6 +39,10 @@ class Terms(NamedTuple):
     threshold: float | None = None  # of dropout, as in Triton's `Terms`
     weight: float | None = None
     origin: Any = None
+    bound: Any = None  # of two numbers at once, see `dropout_bounds`
+    minuend: Any = None
+    MOSTLY: Any = None
+    IN_GROUPS: Any = None  # rows i and i + 8 of a tile are of a group of dropout, and so are columns
     column: Any = gl.constexpr(0)  # of a bias by distance: where key 0 stands in its values, see `relative`
     first: Any = gl.constexpr(0)  # the least distance with an entry
     range_lo: Any = gl.constexpr(0)  # and which have one
@@ -55,9 +61,38 @@ def score_terms(problem: Problem) -> Terms:
         inverse=1.0 if capped else 1.0 / score.scale,
         **score_numbers(score),
         **dropout_numbers(score),
+        **dropout_bounds(score),
         **range_numbers(problem),
         **far_numbers(problem),
     )
+
+
+def dropout_bounds(score: Score) -> dict[str, Any]:
+    """By which a kernel compares the two numbers of 16 bits in a word to the threshold T, from 1 to 65536: `minuend`
+    less `extreme(number, bound)` has bits 15 and 31 where the number below is less. Nothing where there is no dropout.
+
+    In each half b - min(x, b) with b = T + 32767, for which T has to be at most 32768; else, MOSTLY, the complement of
+    max(x, b) - b with b = T - 32768. Either has 16 bits, of which the highest is asked for, so no half borrows.
+    """
+    threshold, at = score.dropout, score.origin
+    if not threshold:
+        return {}
+    mostly = threshold > HALF
+    bound = threshold - HALF if mostly else threshold + HALF - 1
+    word = bound << 16 | bound
+    return {"bound": _signed(word), "minuend": _signed(word - mostly), "MOSTLY": gl.constexpr(mostly),
+            "IN_GROUPS": gl.constexpr(at.query % 16 == at.key % 16 == 0)}  # fmt: skip
+
+
+def _signed(word: int) -> int:
+    """A word as int32 has it."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def kept_weight(problem: Problem) -> float | None:
+    """What probabilities have in a backward with dropout beside what they are; None without. Where nothing is kept any
+    will do, and 1 divides."""
+    return dropout.weight(problem.score.dropout) or 1.0 if problem.score.dropout else None
 
 
 @gluon.jit

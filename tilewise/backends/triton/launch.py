@@ -331,9 +331,7 @@ class Backward:
             )
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None and problem.totals is None:
-            self.sink_gradient = SinkGradient(
-                sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0, negative=False
-            )
+            self.sink_gradient = SinkGradient(sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0)
 
         # For what `resized` knows of: q, k and v and their gradients, dQ summed up.
         self.resizable = (

@@ -235,7 +235,8 @@ def process_query_tile(
         if i + 1 < c.M_SUBTILES and not READS:
             next_start = start_of(rows, step, corner, i + 1, terms, c)
             s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
-            next_lse = lse_of(rows, step, i + 1, c)
+            if words is None:
+                next_lse = lse_of(rows, step, i + 1, c)
             border(steps)
 
         # softmax, under dP
@@ -249,14 +250,14 @@ def process_query_tile(
         if c.SHARES_KEYS:
             # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
             p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
-            p_queries.permute((1, 0)).store(kept_of(p, words).to(DTYPE))
+            p_queries.permute((1, 0)).store(kept_of(p, words, DTYPE))
             warps_barrier()
             fence_async_shared()
             # dV behind dP, and under it dS
             dv = warpgroup_mma(p_queries.permute((1, 0)), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp_pending,))
         else:
-            p_operand = gl.convert_layout(kept_of(p, words).to(DTYPE), OPERAND, assert_trivial=True)
+            p_operand = gl.convert_layout(kept_of(p, words, DTYPE), OPERAND, assert_trivial=True)
             border(steps)
             if i + 1 < c.M_SUBTILES and not READS:
                 dp, p = warpgroup_mma_wait(1, deps=(dp_pending, p))
@@ -294,6 +295,8 @@ def process_query_tile(
             lse = lse_of(rows, step, i + 1, c)
             s, dp_pending = warpgroup_mma_wait(0, deps=(s_pending, dp_pending))
         elif i + 1 < c.M_SUBTILES:
+            if words is not None:  # not before: registers are full
+                next_lse = lse_of(rows, step, i + 1, c)
             start, lse = next_start, next_lse
             s = warpgroup_mma_wait(2, deps=(s_pending,))
     # dS is about to be read through the async proxy; after the barrier, where there is less left to wait for. The fence
@@ -480,10 +483,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
 
     # dK and dV leave through the shared memory of K and V
     warps_barrier()  # the other warpgroup may still read them
-    dv = state.dv
-    if terms.weight is not None:
-        dv *= terms.weight
-    v_tile.store(dv.to(DTYPE))
+    v_tile.store(state.dv.to(DTYPE))
     k_tile.store((state.dk * terms.scale).to(DTYPE))
     signal_stored(dq_ring, slot, c)
     return step

@@ -12,7 +12,7 @@ from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import BothLists
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
-from tilewise.backends.gluon.score import score_terms
+from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
 from tilewise.backends.gluon.sm90.backward_lanes import lanes_kernel
@@ -136,6 +136,7 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        weight = kept_weight(problem)
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
@@ -169,7 +170,7 @@ class Backward:
                 POINTER,
                 *rows_listed,
             ),
-            (p.value_dim, sizes, counted, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
+            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
         dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None else None), POINTER, POINTER]
@@ -237,7 +238,7 @@ class Backward:
         self.bases = backward_places(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
-            self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, negative=True)
+            self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))
 
     def resized(
         self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,

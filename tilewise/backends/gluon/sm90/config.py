@@ -124,6 +124,9 @@ def forward_config(problem: Problem) -> Config:
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
     by_rows = d == 64 and not bias and problem.mask is not None and problem.mask.rows > 1
     in_registers = in_registers and not by_rows
+    # Words of dropout take their registers: ptxas has to hold some to compute several at a time (H200, D=128).
+    if d == 128 and problem.score.dropout and problem.bias is None:
+        in_registers = False
     apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
     # A bias by distance whose range ends: most tiles of long rows have none, as if there was no bias.
     ends_below = ends(problem).lo
@@ -292,8 +295,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
     # dimensions half the keys.
     wide = problem.bias_itemsize == 4
-    loops = not band.unlimited or problem.score.toeplitz is not None
-    words = bool(problem.score.dropout) and loops  # of dropout, in more than one
+    words = bool(problem.score.dropout) and problem.score.toeplitz is not None  # of dropout, in loops of its own
     plain = band.lo is None and not (capped or masked or along_keys or words)  # subtiles fit
     # Of a packed batch of short sequences a larger tile is mostly empty, and there are as many as sequences and heads:
     # more programs side by side.

@@ -49,7 +49,7 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
     start_in_range,
     start_of,
 )
-from tilewise.backends.gluon.sm90.dropout import dropped
+from tilewise.backends.gluon.sm90.dropout import dropped_groups, dropped_pairs
 from tilewise.backends.gluon.sm90.forward_masks import banded, mask_words, masked
 from tilewise.backends.gluon.sm90.key_bias import load_bias_of_keys
 from tilewise.backends.gluon.sm90.softmax import (
@@ -99,6 +99,7 @@ class ForwardConstants(NamedTuple):
     SUMS_BY_THREAD: Any
     PEELED: Any
     SKIPS_HIDDEN: Any
+    PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
     O_IN_Q: Any
     O_IN_BIAS: Any
     Q_IN_REGISTERS: Any
@@ -213,14 +214,20 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def rounded(p, DTYPE: gl.constexpr, c):
-    """P in the dtype of V; with SIDES_APART neighbours of two columns as one word, [64, BLOCK_N / 2].
+def rounded(p, dropped, DTYPE: gl.constexpr, c):
+    """P in the dtype of V; with several loops or dropout neighbours of two columns as one word, [64, BLOCK_N / 2].
 
     Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
+    ``dropped``: of `dropped_groups`, or None.
     """
-    if c.PEELED or c.RANGE_LO or c.FAR_LO or c.FAR_HI:
+    if c.PAIRS:
         low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
         KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
+        if dropped is not None:
+            return gl.inline_asm_elementwise(
+                f"{{ .reg .b32 x; cvt.rn.{KIND}.f32 x, $2, $1; lop3.b32 $0, x, $3, 0, 0x30; }}", "=r,f,f,r",
+                [low, high, dropped_pairs(dropped, low, c)], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
         return gl.inline_asm_elementwise(
             f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -232,7 +239,7 @@ def rounded(p, DTYPE: gl.constexpr, c):
 @gluon.jit
 def times_v(p, v, o, c):
     """Issue o + P·V; ``p``: of `rounded`."""
-    if c.PEELED or c.RANGE_LO or c.FAR_LO or c.FAR_HI:
+    if c.PAIRS:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
         p = gl.join(p, p).reshape([64, c.BLOCK_N])
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
@@ -298,6 +305,9 @@ def attend(
             taken += 1
     if FIRST and c.O_IN_BIAS:
         release_o(rings, nth - 1, c, WARPGROUP)
+    dropped = None
+    if words is not None:  # no border behind it: among the exponentials ptxas finds room for most of it
+        dropped = dropped_groups(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     release(rings.k, k_slot)
 
@@ -305,8 +315,6 @@ def attend(
     HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols" or TOEPLITZ
     s = scores(s, start if c.BIAS_FIRST else bias, bits, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
     p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES, shift)
-    if words is not None:
-        p_next = dropped(p_next, words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms)
     changed = 0
     if c.SUMS_BY_THREAD:
         changed = changed_rows_once_summed(alpha, l_i)
@@ -323,7 +331,7 @@ def attend(
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
     # rounded after PV has read the old P: one set of registers for both, and no copies
-    return State(m_i, l_i, o, rounded(p_next, x.q.dtype, c), taken)
+    return State(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, c), taken)
 
 
 @gluon.jit

@@ -258,6 +258,8 @@ def _looks(sizes: ForwardSizes, r: RepairConstants) -> int:
 
 def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstants:
     bias, mask = problem.bias, problem.mask
+    range_, far = range_constants(problem), toeplitz_constants(problem, 2 * config.block_n)
+    loops = config.peeled or range_["RANGE_LO"] or far["FAR_LO"] or far["FAR_HI"]
     values = ForwardConstants(
         BLOCK_N=config.block_n,
         BLOCK_D=padded(problem.head_dim),
@@ -271,6 +273,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         SUMS_BY_THREAD=config.sums_by_thread,
         PEELED=config.peeled,
         SKIPS_HIDDEN=config.skips_hidden,
+        PAIRS=loops or bool(problem.score.dropout),
         O_IN_Q=config.o_in_q,
         O_IN_BIAS=config.o_in_bias,
         Q_IN_REGISTERS=config.q_in_registers,
@@ -280,8 +283,8 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         BIAS=bias_axes(problem),
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
-        **range_constants(problem),
-        **toeplitz_constants(problem, 2 * config.block_n),
+        **range_,
+        **far,
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,

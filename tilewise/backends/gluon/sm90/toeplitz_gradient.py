@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from tilewise.backends.gluon.score import kept_weight
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
 from tilewise.backends.gluon.sm90.toeplitz_tiles import (
@@ -52,8 +53,8 @@ FACTORS = tl.constexpr(8)  # columns, of which the smallest product has so many
 
 
 @triton.jit
-def begin_kernel(vector, lse, pairs, gradient, stats, count, inverse, heads, pair_programs, sizes, terms, exponent, c,
-                 BLOCK: tl.constexpr):  # fmt: skip
+def begin_kernel(vector, lse, pairs, gradient, stats, count, inverse, heads, pair_programs, sizes, terms, exponent,
+                 weight, c, BLOCK: tl.constexpr):  # fmt: skip
     """`write_pairs`, with the zeros of a gradient or None; then, for each tile of queries, the LSE in base 2 that far
     tiles take, first below the near distances, then above, as `preprocess_kernel` has it. Of a number that is the LSE
     less the number; of a line less what it changes from the tile's first query on. lse: (B, H, M)."""
@@ -61,11 +62,11 @@ def begin_kernel(vector, lse, pairs, gradient, stats, count, inverse, heads, pai
     if pid < pair_programs:
         write_pairs(pid, vector, pairs, gradient, count, inverse, heads)
     elif c.FAR_LO or c.FAR_HI:
-        _far_stats(pid - pair_programs, vector, lse, stats, inverse, heads, sizes, terms, exponent, c, BLOCK)
+        _far_stats(pid - pair_programs, vector, lse, stats, inverse, heads, sizes, terms, exponent, weight, c, BLOCK)
 
 
 @triton.jit
-def _far_stats(tile, vector, lse, stats, inverse, vector_heads, sizes, terms, exponent, c, BLOCK: tl.constexpr):
+def _far_stats(tile, vector, lse, stats, inverse, vector_heads, sizes, terms, exponent, weight, c, BLOCK: tl.constexpr):
     heads = sizes.kv_heads * sizes.group
     bh, within = tile // sizes.row_tiles, tl.arange(0, BLOCK)
     rows = tile % sizes.row_tiles * BLOCK + within
@@ -75,12 +76,15 @@ def _far_stats(tile, vector, lse, stats, inverse, vector_heads, sizes, terms, ex
         row += bh // heads * (heads // c.TOEPLITZ_GROUP)
     at = stats + tl.cast(tile, tl.int64) * (2 * BLOCK) + within
     left_out = tl.abs(natural) > COARSE
+    base2 = natural * LOG2E
+    if weight is not None:
+        base2 -= tl.log2(weight)
     if c.FAR_LO:
         less = _of_queries(vector, row, within, terms.far_lo, 1 - sizes.queries, inverse, vector_heads, sizes, c)
-        tl.store(at, tl.where(left_out, float("inf"), natural * LOG2E - less * exponent))
+        tl.store(at, tl.where(left_out, float("inf"), base2 - less * exponent))
     if c.FAR_HI:
         less = _of_queries(vector, row, within, terms.far_hi, sizes.keys - 1, inverse, vector_heads, sizes, c)
-        tl.store(at + BLOCK, tl.where(left_out, float("inf"), natural * LOG2E - less * exponent))
+        tl.store(at + BLOCK, tl.where(left_out, float("inf"), base2 - less * exponent))
 
 
 @triton.jit
@@ -108,12 +112,12 @@ class ToeplitzGradient:
         self.shape = B, H, 1, self.count + 2 * PAD.value
         self.dtype, self.wanted = vector.dtype, c.DTOEPLITZ.value
         self.pairs = Pairs(problem, vector, inverse)
-        far = c.FAR_LO.value or c.FAR_HI.value
+        far, weight = c.FAR_LO.value or c.FAR_HI.value, kept_weight(problem)
         self.launch = Launch(
             begin_kernel,
             self.pairs.programs + (tiles if far else 0),
             (strided(vector), POINTER, POINTER, POINTER, POINTER),
-            (*self.pairs.numbers, self.pairs.programs, sizes, terms, terms.exponent, c, c.BLOCK_M.value),
+            (*self.pairs.numbers, self.pairs.programs, sizes, terms, terms.exponent, weight, c, c.BLOCK_M.value),
             num_warps=4,
         )
 
