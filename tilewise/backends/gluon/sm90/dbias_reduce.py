@@ -185,8 +185,9 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
     """One of PARTS parts of a group's dBias: of each tile the same pieces."""
     SLOTS: gl.constexpr = slots.shape[0]
     EACH: gl.constexpr = pieces_of_tile(c.BLOCK_M, c.BLOCK_N) // PARTS
-    # 16 bytes of dBias a thread, next to those of its neighbours: each instruction of a warp writes whole sectors.
-    WIDTH: gl.constexpr = 128 // dbias_tiles.dbias.pointer.dtype.element_ty.primitive_bitwidth
+    # Of a float32 sum 16 bytes a thread, next to those of its neighbours: each instruction of a warp adds to whole
+    # sectors of 32 bytes.
+    WIDTH: gl.constexpr = 4 if c.ADDS else 8
     L: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
     place = group % sizes.ring * c.GROUP_PROGRAMS
@@ -201,9 +202,7 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
         _fetch(dbias_tiles, u, slots, full, place, work_tile, listed, part, sizes, EACH, c)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     cols = gl.arange(0, COLS, gl.SliceLayout(0, L))
-    # Rows of dBias have a multiple of 16 bytes, or this is declined: said, to write as many at a time.
-    at = dbias_tiles.dbias.pointer + gl.cast(work_tile.b, gl.int64) * (dbias_tiles.dbias.stride0 // WIDTH * WIDTH)
-    at += work_tile.n0 // WIDTH * WIDTH
+    at = dbias_tiles.dbias.pointer + gl.cast(work_tile.b, gl.int64) * dbias_tiles.dbias.stride0 + work_tile.n0
     total = gl.zeros([ROWS, COLS], gl.float32, L)
     m, g = work_tile.end - 1, 0
     for u in range(count):
@@ -226,12 +225,12 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
             row, col = _place_in_tile(j, part, EACH, c)
             row += m * c.BLOCK_M
             head = gl.cast((work_tile.hk * sizes.group + g) // c.BIAS_GROUP, gl.int64)
-            to = at + head * (dbias_tiles.dbias.stride1 // WIDTH * WIDTH) + col
-            to = to + (row + rows).to(gl.int64)[:, None] * (dbias_tiles.dbias.stride2 // WIDTH * WIDTH) + cols[None, :]
-            inside_cols = cols // WIDTH < (sizes.keys - work_tile.n0 - col) // WIDTH
-            inside = (rows < sizes.queries - row)[:, None] & inside_cols[None, :]
-            if c.ADDS:
-                gl.atomic_add(to, total, mask=inside, sem="relaxed")
+            to = at + head * dbias_tiles.dbias.stride1 + col
+            to = to + (row + rows).to(gl.int64)[:, None] * dbias_tiles.dbias.stride2 + cols[None, :]
+            inside = (rows < sizes.queries - row)[:, None] & (cols < sizes.keys - work_tile.n0 - col)[None, :]
+            if c.ADDS:  # rows of dBias have a multiple of 16 bytes, or this is declined: said, to add four at a time
+                inside = gl.max_constancy(inside, [1, WIDTH])
+                gl.atomic_add(gl.multiple_of(to, [1, 16]), total, mask=inside, sem="relaxed")
             else:
                 gl.store(to, total.to(dbias_tiles.dbias.pointer.dtype.element_ty), mask=inside)
             total = gl.zeros([ROWS, COLS], gl.float32, L)
