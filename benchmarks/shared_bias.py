@@ -41,7 +41,7 @@ CASES = {
     "pair": Case(512, 4, 512, 32),
     "tokens": Case(16, 16, 768, 48),
 }
-THREADS = "gl.BlockedLayout([1, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])"
+THREADS = "gl.BlockedLayout([8 // WIDTH, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])"
 
 
 def _forget() -> None:

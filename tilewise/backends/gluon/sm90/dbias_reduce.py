@@ -188,7 +188,7 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
     # Of a float32 sum 16 bytes a thread, next to those of its neighbours: each instruction of a warp adds to whole
     # sectors of 32 bytes.
     WIDTH: gl.constexpr = 4 if c.ADDS else 8
-    L: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([8 // WIDTH, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
     place = group % sizes.ring * c.GROUP_PROGRAMS
     if c.MASK:
