@@ -276,6 +276,15 @@ def test_batch_elements_side_by_side(compilers, triton, spilled):
     assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 16
 
 
+def test_dbias_is_added_in_fours(compilers):
+    """Where rows have a multiple of eight elements and not of sixteen, too."""
+    case = replace(USUAL, B=16, M=4104, N=4104, D=64, bias="1hmn")
+    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, case, True)
+    hold_hopper(codes, 0)
+    added = {code.kernel.name: code.kernel.instructions["added in fours"] for code in codes}
+    assert added["backward_kernel"] == added["dbias_reduce_kernel"] == 2
+
+
 @pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}], ids=str)
 def test_a_backward_whose_keys_are_one_tile(compilers, terms):
     """dQ leaves as what it is: no sum, and nothing after it."""

@@ -185,7 +185,10 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
     """One of PARTS parts of a group's dBias: of each tile the same pieces."""
     SLOTS: gl.constexpr = slots.shape[0]
     EACH: gl.constexpr = pieces_of_tile(c.BLOCK_M, c.BLOCK_N) // PARTS
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    # Of a float32 sum 16 bytes a thread, next to those of its neighbours: each instruction of a warp adds to whole
+    # sectors of 32 bytes.
+    WIDTH: gl.constexpr = 4 if c.ADDS else 8
+    L: gl.constexpr = gl.BlockedLayout([8 // WIDTH, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
     place = group % sizes.ring * c.GROUP_PROGRAMS
     if c.MASK:
@@ -225,8 +228,9 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
             to = at + head * dbias_tiles.dbias.stride1 + col
             to = to + (row + rows).to(gl.int64)[:, None] * dbias_tiles.dbias.stride2 + cols[None, :]
             inside = (rows < sizes.queries - row)[:, None] & (cols < sizes.keys - work_tile.n0 - col)[None, :]
-            if c.ADDS:
-                gl.atomic_add(to, total, mask=inside, sem="relaxed")
+            if c.ADDS:  # rows of dBias have a multiple of 16 bytes, or this is declined: said, to add four at a time
+                inside = gl.max_constancy(inside, [1, WIDTH])
+                gl.atomic_add(gl.multiple_of(to, [1, 16]), total, mask=inside, sem="relaxed")
             else:
                 gl.store(to, total.to(dbias_tiles.dbias.pointer.dtype.element_ty), mask=inside)
             total = gl.zeros([ROWS, COLS], gl.float32, L)
