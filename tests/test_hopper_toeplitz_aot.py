@@ -27,14 +27,14 @@ FORWARDS = [
 ]
 # The same of the backward.
 BACKWARDS = [
-    ("3.6.0", Toeplitz(), 140, 112),
-    ("installed", Toeplitz(), 140, 150),
+    ("3.6.0", Toeplitz(), 140, 152),
+    ("installed", Toeplitz(), 140, 160),
     ("3.6.0", CAUSAL, 92, 60),
-    ("3.6.0", ALIBI, 140, 180),
+    ("3.6.0", ALIBI, 140, 248),
     ("3.6.0", Toeplitz(grad=False), 3 * 40 + 4, 0),
     ("3.6.0", Toeplitz(D=128), 104, 64),
-    ("3.6.0", Toeplitz(dropout=6554), 72, 20),
-    ("3.6.0", Toeplitz(D=128, dropout=6554), 104, 188),
+    ("3.6.0", Toeplitz(dropout=6554), 72, 36),
+    ("3.6.0", Toeplitz(D=128, dropout=6554), 104, 264),
 ]
 
 
