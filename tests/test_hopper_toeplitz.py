@@ -27,6 +27,7 @@ from tilewise.backends.gluon.sm90 import (
     backward_launch,
     backward_scheduler,
     config,
+    diagonals,
     forward_kernel,
     launch,
     mask_tiles,
@@ -114,25 +115,29 @@ def plain(monkeypatch):
     gl.program_id = lambda axis: 0
     gl.join = lambda x, y: torch.stack([x, y], -1)
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile)
-    gl.zeros_like, gl.exp2, gl.float32 = torch.zeros_like, torch.exp2, FLOAT
+    gl.zeros_like, gl.exp2, gl.float32, gl.int32 = torch.zeros_like, torch.exp2, FLOAT, torch.int32
+    gl.static_range = range
     gl.sum = lambda x, axis: x.sum(axis)
-    for module in (tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score):
+    for module in (
+        tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score, diagonals,
+    ):  # fmt: skip
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    monkeypatch.setattr(toeplitz_gradient, "in_words", mask_tiles.in_words.fn)
+    for module in (toeplitz_gradient, toeplitz_tiles):
+        monkeypatch.setattr(module, "in_words", mask_tiles.in_words.fn)
     monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
-        toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words",
-        toeplitz_gradient: "near_queries place_of_lse on_line moved summed of_warps _halves _whole _one_on _turned "
-        "_goes_around _of_neighbours _shared _exchanged _index",
+        toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words _of_words",
+        toeplitz_gradient: "near_queries place_of_lse on_line moved summed of_warps",
+        diagonals: "_halves _whole one_on of_neighbours turned goes_around shared exchanged index_of",
     }
     for module, names in functions.items():
         for name in names.split():
             function = getattr(module, name)
             function = getattr(function, "fn", function)
-            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient):
+            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, diagonals):
                 if hasattr(user, name):
                     monkeypatch.setattr(user, name, function)
     for module in (toeplitz_tiles, toeplitz_gradient):
@@ -338,7 +343,8 @@ def from_lane(x, lane):
 def test_diagonals_of_near_tiles(monkeypatch):
     M, N, pad = 256, 384, toeplitz_tiles.PAD
     found, ds = torch.zeros(M + N - 1 + 2 * pad), torch.randint(-9, 9, (M, N)).float()
-    monkeypatch.setattr(toeplitz_gradient, "_from_lane", from_lane)
+    for module in (toeplitz_gradient, diagonals):
+        monkeypatch.setattr(module, "from_lane", from_lane)
     gl, added = toeplitz_gradient.gl, []
 
     def add(at, x, mask=True, **_):

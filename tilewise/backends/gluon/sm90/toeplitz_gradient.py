@@ -24,6 +24,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
+from tilewise.backends.gluon.sm90.diagonals import (
+    exchanged,
+    from_lane,
+    goes_around,
+    index_of,
+    of_neighbours,
+    one_on,
+    shared,
+    turned,
+)
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
 from tilewise.backends.gluon.sm90.toeplitz_tiles import (
     PAD,
@@ -270,31 +280,6 @@ def add_sums(sums, dvector, b, h, line, corner, sizes, c):
 
 
 @gluon.jit
-def _halves(x):
-    """Of [w, g, n, t, b] those at even and at odd places of n."""
-    x = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3], x.shape[4]])
-    return x.permute((0, 1, 2, 4, 5, 3)).split()
-
-
-@gluon.jit
-def _whole(even, odd):
-    """`_halves` backwards."""
-    odd = gl.convert_layout(odd, even.type.layout, assert_trivial=True)
-    x = gl.join(even, odd).permute((0, 1, 2, 5, 3, 4))
-    return x.reshape([x.shape[0], x.shape[1], 2 * x.shape[2], x.shape[4], x.shape[5]])
-
-
-@gluon.jit
-def _one_on(x):
-    """Of [w, g, 8, t, b] each at the place before, 0 at the last; and the first, [w, g, 1, t, b]."""
-    even, odd = _halves(x)
-    even2, odd2 = _halves(even)
-    even4, odd4 = _halves(even2)
-    even2 = _whole(odd4, gl.zeros_like(even4))
-    return _whole(odd, _whole(odd2, even2)), even4
-
-
-@gluon.jit
 def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     """dS of a transposed near subtile to the entries of its distances.
 
@@ -306,85 +291,22 @@ def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     gl.static_assert(ds.shape[1] == 64, "eight times eight queries")
     at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c) + corner
     near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
-    moved, first = _one_on(far)
     L: gl.constexpr = near.type.layout
-    near = _turned(near + gl.convert_layout(moved, L, assert_trivial=True))
-    first = _turned(first)
+    moved, first = one_on(far, 0.0)
+    near = turned(near + gl.convert_layout(moved, L, assert_trivial=True))
+    first = turned(first)
     # Of the place n distances -8 n and less belong to it, or, where they went once around, to the next.
-    later, head = _one_on(near)
-    later = gl.where(_goes_around(near), near, gl.convert_layout(later, L, assert_trivial=True))
-    around = _goes_around(first)
+    later, head = one_on(near, 0.0)
+    later = gl.where(goes_around(near), near, gl.convert_layout(later, L, assert_trivial=True))
+    around = goes_around(first)
     head = gl.where(around, first, gl.convert_layout(head, first.type.layout, assert_trivial=True))
     first = gl.where(around, 0.0, first)
-    later = _shared(_shared(_of_neighbours(later), 1), 2)
-    w, g, n, t = _index(later, 0), _index(later, 1), _index(later, 2), _index(later, 3)
+    later = shared(shared(of_neighbours(later), 1), 2)
+    w, g, n, t = index_of(later, 0), index_of(later, 1), index_of(later, 2), index_of(later, 3)
     gl.atomic_add(at + (16 * w + g - 8 * t - 8) + (0 - 32 * n), later, sem="relaxed", scope="gpu")
-    ends = _exchanged(_of_neighbours(head), _of_neighbours(first), 1)
-    lane = 4 * _index(ends, 1) + _index(ends, 3)
-    ends += _from_lane(ends, (lane ^ 2) + gl.zeros_like(ends).to(gl.int32))
-    w, g, t = _index(ends, 0), _index(ends, 1), _index(ends, 3)
+    ends = exchanged(of_neighbours(head), of_neighbours(first), 1)
+    lane = 4 * index_of(ends, 1) + index_of(ends, 3)
+    ends += from_lane(ends, (lane ^ 2) + gl.zeros_like(ends).to(gl.int32))
+    w, g, t = index_of(ends, 0), index_of(ends, 1), index_of(ends, 3)
     places = at + (16 * w + g + 8 * t) + gl.zeros_like(ends).to(gl.int32)
     gl.atomic_add(places, ends, mask=t + gl.zeros_like(ends).to(gl.int32) < 2, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def _turned(x):
-    """Of [w, g, n, t, b], of the distances g - 2 t - b - 8 n, those that are equal modulo 8 in one place of g."""
-    turn = 2 * _index(x, 3) + _index(x, 4)
-    lane = (_index(x, 1) + turn) % 8 * 4 + _index(x, 3)
-    return _from_lane(x, lane + gl.zeros_like(x).to(gl.int32))
-
-
-@gluon.jit
-def _goes_around(x):
-    """Which elements of `_turned` have come from behind the last place."""
-    return _index(x, 1) + 2 * _index(x, 3) + _index(x, 4) + gl.zeros_like(x).to(gl.int32) >= 8
-
-
-@gluon.jit
-def _of_neighbours(x):
-    """The sum over the last axis, of two that a thread has."""
-    even, odd = x.split()
-    return even + odd
-
-
-@gluon.jit
-def _shared(x, BIT: gl.constexpr):
-    """Of [w, g, n, t] half as many n: of two one, that to which t has the same bit, summed over two threads."""
-    even, odd = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3]]).permute((0, 1, 2, 4, 3)).split()
-    return _exchanged(even, odd, BIT)
-
-
-@gluon.jit
-def _exchanged(x, y, BIT: gl.constexpr):
-    """x, and in threads that have this bit of t y, summed over those that differ in it."""
-    has = (_index(x, 3) & BIT) + gl.zeros_like(x).to(gl.int32) != 0
-    lane = (4 * _index(x, 1) + _index(x, 3)) ^ BIT
-    return gl.where(has, y, x) + _from_lane(gl.where(has, x, y), lane + gl.zeros_like(x).to(gl.int32))
-
-
-@gluon.jit
-def _from_lane(x, lane):
-    """Each element as another thread of the warp has it."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _index(x, AXIS: gl.constexpr):
-    """The place of each element along an axis."""
-    RANK: gl.constexpr = len(x.shape)
-    index = gl.arange(0, x.shape[AXIS], _axis(x.type.layout, AXIS, RANK))
-    for other in gl.static_range(RANK):
-        if other != AXIS:
-            index = index.expand_dims(other)
-    return index
-
-
-@gluon.constexpr_function
-def _axis(layout, axis, rank):
-    for other in reversed(range(rank)):
-        if other != axis:
-            layout = gl.SliceLayout(other, layout)
-    return layout

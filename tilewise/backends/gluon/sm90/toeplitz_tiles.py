@@ -20,6 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends import allocation
+from tilewise.backends.gluon.sm90.diagonals import index_of, one_on
+from tilewise.backends.gluon.sm90.mask_tiles import in_words
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
@@ -142,25 +144,34 @@ def line_above(diagonal, terms, sizes, c):
 def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
     """The entries of a tile in the layout of ``like``; ``corner``: its first key minus its first query.
 
-    What of an address differs between the elements of a thread is a constant of each load, as in
-    `forward_masks.banded`.
+    What a thread has of one row stands eight columns further on in the other, eight rows before: half of the entries
+    and one more are loaded. What of an address differs between the elements of a thread is a constant of each load, as
+    in `forward_masks.banded`.
     """
-    R: gl.constexpr = like.shape[0]
-    C: gl.constexpr = like.shape[1]
-    first, _ = like.reshape([R, C // 8, 4, 2]).split()
-    L: gl.constexpr = first.type.layout
-    rows = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
-    eights = gl.arange(0, C // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
-    twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
-    if KEYS_IN_ROWS:
-        at = (diagonal + (corner - 1)) + (rows - 2 * twos) + (0 - 8 * eights)
+    _, later = in_words(like).permute((0, 2, 3, 4, 5, 1)).split()
+    at = diagonal + (corner + 7 if KEYS_IN_ROWS else corner - 8)
+    later = _of_words(at, 0, later, KEYS_IN_ROWS)
+    _, first = one_on(later, 0.0)
+    earlier, _ = one_on(later, _of_words(at, later.shape[2], first, KEYS_IN_ROWS))
+    found = gl.join(gl.convert_layout(earlier, later.type.layout, assert_trivial=True), later)
+    found = found.permute((0, 5, 1, 2, 3, 4)).reshape(like.shape)
+    return gl.convert_layout(found, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _of_words(at, N0: gl.constexpr, like, KEYS_IN_ROWS: gl.constexpr):
+    """In the layout of ``like`` [w, g, n, t, b], from the place ``N0`` of n on."""
+    one, _ = like.split()
+    w, g, n, t = index_of(one, 0), index_of(one, 1), index_of(one, 2), index_of(one, 3)
+    if KEYS_IN_ROWS:  # noqa: SIM108  (a column further on is a distance less)
+        at = (at + (16 * w + g - 2 * t)) + (0 - 8 * (n + N0))
     else:
-        at = (diagonal + corner) + (2 * twos - rows) + 8 * eights
+        at = (at + (2 * t - 16 * w - g)) + 8 * (n + N0)
     low, high = gl.inline_asm_elementwise(
         "mov.b64 {$0, $1}, $2;", "=f,=f,l", [gl.load(at)], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
     found = gl.join(high, low) if KEYS_IN_ROWS else gl.join(low, high)
-    return gl.convert_layout(found.reshape([R, C]), like.type.layout, assert_trivial=True)
+    return gl.convert_layout(found, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
