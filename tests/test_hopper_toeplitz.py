@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -26,6 +27,7 @@ from tilewise.backends.gluon.sm90 import (
     backward_launch,
     backward_scheduler,
     config,
+    diagonals,
     forward_kernel,
     launch,
     mask_tiles,
@@ -113,24 +115,29 @@ def plain(monkeypatch):
     gl.program_id = lambda axis: 0
     gl.join = lambda x, y: torch.stack([x, y], -1)
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile)
-    gl.zeros_like, gl.exp2, gl.float32 = torch.zeros_like, torch.exp2, FLOAT
+    gl.zeros_like, gl.exp2, gl.float32, gl.int32 = torch.zeros_like, torch.exp2, FLOAT, torch.int32
+    gl.static_range = range
     gl.sum = lambda x, axis: x.sum(axis)
-    for module in (tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score):
+    for module in (
+        tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score, diagonals,
+    ):  # fmt: skip
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    monkeypatch.setattr(toeplitz_gradient, "in_words", mask_tiles.in_words.fn)
+    for module in (toeplitz_gradient, toeplitz_tiles):
+        monkeypatch.setattr(module, "in_words", mask_tiles.in_words.fn)
     monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
-        toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
-        toeplitz_gradient: "near_queries place_of_lse on_line moved summed of_warps _halves _whole _one_on _places",
+        toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words _of_words",
+        toeplitz_gradient: "near_queries place_of_lse on_line moved summed of_warps",
+        diagonals: "_halves _whole one_on of_neighbours turned goes_around shared exchanged index_of",
     }
     for module, names in functions.items():
         for name in names.split():
             function = getattr(module, name)
             function = getattr(function, "fn", function)
-            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient):
+            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, diagonals):
                 if hasattr(user, name):
                     monkeypatch.setattr(user, name, function)
     for module in (toeplitz_tiles, toeplitz_gradient):
@@ -253,13 +260,24 @@ def test_the_entries_of_a_tile(monkeypatch):
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
 
 
-def test_a_tile_on_a_line():
+def test_a_tile_on_a_line(monkeypatch):
     c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
     line = toeplitz_tiles.Line(torch.tensor(3.0).as_subclass(Tile), torch.tensor(0.5).as_subclass(Tile), -20)
     distance = torch.arange(128) + 256 - (torch.arange(64)[:, None] + 640)
     expected = 3.0 + 0.5 * (distance + 20)
-    toeplitz_tiles.gl.float32 = FLOAT
-    start, shift = toeplitz_tiles.far_start(line, torch.tensor(640).as_subclass(Tile), 256, c)
+    gl, kept = toeplitz_tiles.gl, SimpleNamespace()
+    gl.float32, gl.bfloat16, gl.allocate_shared_memory = FLOAT, BRAIN, lambda *_: kept
+    kept.store = lambda x: setattr(kept, "permute", x.permute)
+    columns = toeplitz_tiles.new_columns.fn(c)
+    monkeypatch.setattr(
+        toeplitz_tiles, "warpgroup_mma", lambda a, b, start, use_acc, is_async: start + a.float() @ b.float()
+    )
+    for slope in (0.5, -math.pi / 3, 1e-3):
+        sloping = line._replace(slope=torch.tensor(slope).as_subclass(Tile))
+        start = torch.Tensor(toeplitz_tiles.far_start(sloping, columns, c))
+        torch.testing.assert_close(start, (slope * torch.arange(128)).expand(64, -1), rtol=2e-7, atol=0)
+    start = toeplitz_tiles.far_start(line, columns, c)
+    shift = toeplitz_tiles.far_shift(line, torch.tensor(640).as_subclass(Tile), 256, c)
     torch.testing.assert_close(torch.Tensor(start + shift[:, None]), expected, check_dtype=False)
     # The second subtile of a tile, whose LSE has what belongs to its queries.
     terms, s = SimpleNamespace(exponent=0.7), torch.randn(128, 64).as_subclass(Tile)
@@ -316,20 +334,32 @@ def test_sums_of_far_tiles(monkeypatch, kind, subtiles):
     torch.testing.assert_close(end * (1 - rows + 100), moment)
 
 
-def test_diagonals_of_near_tiles():
+def from_lane(x, lane):
+    """Of [w, g, n, t, ...], whose elements of one warp are those of equal w and one n, four threads a g."""
+    index = torch.meshgrid(*(torch.arange(size) for size in x.shape), indexing="ij")
+    return torch.Tensor(x)[(index[0], lane // 4, index[2], lane % 4, *index[4:])].as_subclass(Tile)
+
+
+def test_diagonals_of_near_tiles(monkeypatch):
     M, N, pad = 256, 384, toeplitz_tiles.PAD
     found, ds = torch.zeros(M + N - 1 + 2 * pad), torch.randint(-9, 9, (M, N)).float()
+    for module in (toeplitz_gradient, diagonals):
+        monkeypatch.setattr(module, "from_lane", from_lane)
+    gl, added = toeplitz_gradient.gl, []
 
-    def add(at, x, **_):
-        index, x = torch.broadcast_tensors(torch.as_tensor(at.at), x)
-        found.index_add_(0, index.reshape(-1), torch.Tensor(x).reshape(-1))
+    def add(at, x, mask=True, **_):
+        index, x, mask = torch.broadcast_tensors(torch.as_tensor(at.at), x, torch.as_tensor(mask))
+        index, mask = index.reshape(-1), mask.reshape(-1)
+        found.index_add_(0, index[mask], torch.Tensor(x).reshape(-1)[mask])
+        added.append(int(mask.sum()))
 
-    toeplitz_gradient.gl.atomic_add = add
+    gl.atomic_add, gl.static_range, gl.int32 = add, range, torch.int32
     sizes = SimpleNamespace(queries=M, keys=N, kv_heads=1, group=1)
     c = SimpleNamespace(TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False)
     for row, n0 in itertools.product(range(0, M, 64), range(0, N, 128)):
         tile = ds[row : row + 64, n0 : n0 + 128].T.clone().as_subclass(Tile)
         toeplitz_gradient.add_diagonals.fn(tile, Memory(found), 0, 0, n0 - row, sizes, c)
+    assert sum(added) == (M // 64) * (N // 128) * 8 * 80, "one for each distance of a warp, and one more"
     expected = torch.zeros(M + N - 1)
     index = torch.arange(N) - torch.arange(M)[:, None] + M - 1
     expected.index_add_(0, index.reshape(-1), ds.reshape(-1))

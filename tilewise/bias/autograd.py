@@ -42,7 +42,7 @@ def _has_kernels(x: Tensor) -> bool:
 def vector_of(rule: Rule, x: Tensor, first: int, width: int) -> Tensor:
     """A rule's vector of one distance or more, where `is_node`."""
     if is_differentiated((x,)):
-        return _apply(x, rule, first, width)  # type: ignore[no-any-return]
+        return _apply(x, rule, first, width)
     return _made(rule, x, first, width)
 
 
@@ -60,7 +60,7 @@ class _Vector(torch.autograd.Function):
         return _made(rule, x, first, width)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rule, first, like = ctx.rule, ctx.first, ctx.like
         if is_eager_backward(gradient):
             return rule.gradient(gradient, first, like), None, None, None

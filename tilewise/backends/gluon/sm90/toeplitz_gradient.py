@@ -25,6 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.gluon.score import kept_weight
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
+from tilewise.backends.gluon.sm90.diagonals import (
+    exchanged,
+    from_lane,
+    goes_around,
+    index_of,
+    of_neighbours,
+    one_on,
+    shared,
+    turned,
+)
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
 from tilewise.backends.gluon.sm90.toeplitz_tiles import (
     PAD,
@@ -274,63 +284,33 @@ def add_sums(sums, dvector, b, h, line, corner, sizes, c):
 
 
 @gluon.jit
-def _halves(x):
-    """Of [w, g, n, t, b] those at even and at odd places of n."""
-    x = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3], x.shape[4]])
-    return x.permute((0, 1, 2, 4, 5, 3)).split()
-
-
-@gluon.jit
-def _whole(even, odd):
-    """`_halves` backwards."""
-    odd = gl.convert_layout(odd, even.type.layout, assert_trivial=True)
-    x = gl.join(even, odd).permute((0, 1, 2, 5, 3, 4))
-    return x.reshape([x.shape[0], x.shape[1], 2 * x.shape[2], x.shape[4], x.shape[5]])
-
-
-@gluon.jit
-def _one_on(x):
-    """Of [w, g, 8, t, b] each at the place before, 0 at the last; and the first, [w, g, 1, t, b]."""
-    even, odd = _halves(x)
-    even2, odd2 = _halves(even)
-    even4, odd4 = _halves(even2)
-    even2 = _whole(odd4, gl.zeros_like(even4))
-    return _whole(odd, _whole(odd2, even2)), even4
-
-
-@gluon.jit
 def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     """dS of a transposed near subtile to the entries of its distances.
 
-    Of sixteen keys and eight queries a thread has four elements on three diagonals: of two it has the sum first.
+    A warp has sixteen keys and 64 queries, of which 1,024 pairs meet 79 distances. A thread adds up first what it has
+    of a diagonal, which leaves it two numbers in each of nine blocks of eight keys and eight queries. What lies on one
+    diagonal then comes to the threads of the distance modulo 8, and of these four share the distances between them: an
+    addition to memory for each number would be six times as many, several to a place.
     """
     gl.static_assert(ds.shape[1] == 64, "eight times eight queries")
-    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
+    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c) + corner
     near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
-    moved, first = _one_on(far)
     L: gl.constexpr = near.type.layout
-    near += gl.convert_layout(moved, L, assert_trivial=True)
-    gl.atomic_add(_places(at + corner, near), near, sem="relaxed", scope="gpu")
-    gl.atomic_add(_places(at + (corner + 8), first), first, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def _places(at, x):
-    """Where each element of [w, g, n, t, b] belongs, if the first of its subtile does ``at``. What differs between the
-    elements of a thread is a constant of each address."""
-    L: gl.constexpr = x.type.layout
-    w = gl.arange(0, x.shape[0], _axis(L, 0)).expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(4)
-    g = gl.arange(0, x.shape[1], _axis(L, 1)).expand_dims(0).expand_dims(2).expand_dims(3).expand_dims(4)
-    n = gl.arange(0, x.shape[2], _axis(L, 2)).expand_dims(0).expand_dims(1).expand_dims(3).expand_dims(4)
-    t = gl.arange(0, x.shape[3], _axis(L, 3)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(4)
-    b = gl.arange(0, x.shape[4], _axis(L, 4)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(3)
-    return (at + (16 * w + g - 2 * t)) + (0 - 8 * n - b)
-
-
-@gluon.constexpr_function
-def _axis(layout, axis):
-    """Of one axis of five."""
-    for other in reversed(range(5)):
-        if other != axis:
-            layout = gl.SliceLayout(other, layout)
-    return layout
+    moved, first = one_on(far, 0.0)
+    near = turned(near + gl.convert_layout(moved, L, assert_trivial=True))
+    first = turned(first)
+    # Of the place n distances -8 n and less belong to it, or, where they went once around, to the next.
+    later, head = one_on(near, 0.0)
+    later = gl.where(goes_around(near), near, gl.convert_layout(later, L, assert_trivial=True))
+    around = goes_around(first)
+    head = gl.where(around, first, gl.convert_layout(head, first.type.layout, assert_trivial=True))
+    first = gl.where(around, 0.0, first)
+    later = shared(shared(of_neighbours(later), 1), 2)
+    w, g, n, t = index_of(later, 0), index_of(later, 1), index_of(later, 2), index_of(later, 3)
+    gl.atomic_add(at + (16 * w + g - 8 * t - 8) + (0 - 32 * n), later, sem="relaxed", scope="gpu")
+    ends = exchanged(of_neighbours(head), of_neighbours(first), 1)
+    lane = 4 * index_of(ends, 1) + index_of(ends, 3)
+    ends += from_lane(ends, (lane ^ 2) + gl.zeros_like(ends).to(gl.int32))
+    w, g, t = index_of(ends, 0), index_of(ends, 1), index_of(ends, 3)
+    places = at + (16 * w + g + 8 * t) + gl.zeros_like(ends).to(gl.int32)
+    gl.atomic_add(places, ends, mask=t + gl.zeros_like(ends).to(gl.int32) < 2, sem="relaxed", scope="gpu")
