@@ -110,6 +110,9 @@ def forward_config(problem: Problem) -> Config:
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
     by_rows = d == 64 and problem.bias is None and problem.mask is not None and problem.mask.rows > 1
     in_registers = in_registers and not by_rows
+    # Words of dropout take their registers: ptxas has to hold some to compute several at a time (H200, D=128).
+    if d == 128 and problem.score.dropout and problem.bias is None:
+        in_registers = False
     apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
     # A bias by distance whose range ends: most tiles of long rows have none, as if there was no bias.
     ends_below = ends(problem).lo

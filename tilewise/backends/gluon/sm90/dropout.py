@@ -4,9 +4,10 @@ A thread of wgmma's result owns all four scores of a group, in a tile as in a tr
 j, j + 8. Its two words are made once, and the two numbers of 16 bits that each has are compared at once: the result of
 a subtraction has a bit for each, 15 and 31, set where a probability is dropped.
 
-Nothing of this needs the scores: a forward does it while the tensor cores are at Q·Kᵀ. What is left to do is a mask and
-an AND for two probabilities, rounded and packed. In the backward a probability that is dropped has its sign turned: P
-is needed with dropout for dV, where rounding takes what is negative to 0, and without for dS; a sign costs no register.
+Nothing of this needs the scores: a forward asks for it before it waits for Q·Kᵀ, and ptxas mixes it with exponentials.
+What is left to do is a mask and an AND for two probabilities, rounded and packed. In the backward a probability that is
+dropped has its sign turned: P is needed with dropout for dV, where rounding takes what is negative to 0, and without
+for dS; a sign costs no register.
 """
 
 from __future__ import annotations
