@@ -65,7 +65,7 @@ DROPOUT = [
     ("3.6.0", replace(USUAL, dropout_p=0.1), 2 * (8 + 8) * 2, 0, False),
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (4 + 8) * 3, 0, False),
     ("3.6.0", replace(USUAL, D=256, dropout_p=0.1, causal=True), 2 * (16 + 4) * 3, 40, False),
-    ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * (8 + 8) * 2, 4, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * (8 + 8) * 2, 0, False),
     ("3.6.0", replace(USUAL, dropout_p=0.1, bias="1hmn"), 2 * (8 + 8) * 2, 0, False),
 ]
 # Triton, case, wgmma in the backward kernel, bytes that may spill. A step takes D/16 of them for each of S and dP, four

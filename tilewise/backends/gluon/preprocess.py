@@ -31,7 +31,7 @@ def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, ti
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
         place = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
-        _statistics(o, do, lse, dlse, bias, stats, dq_accum, 0, h, place, tile * BLOCK_M, seq,
+        _statistics(o, do, lse, dlse, bias, stats, dq_accum, h, place, tile * BLOCK_M, seq,
                     value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -53,11 +53,10 @@ def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim
     """
     _zero_counters(counts, counters)
     pid = tl.program_id(0)
-    heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
     row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
-    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh // heads, bh % heads, pid, row0, seq, value_dim, sizes,
-                weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, pid, row0, seq, value_dim, sizes, weight,
+                BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -68,11 +67,12 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(o, do, lse, dlse, bias, stats, dq_accum, b, h, place, row0, seq, value_dim, sizes, weight,
+def _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. place: among the tiles of all heads."""
-    bh = b * (sizes.kv_heads * sizes.group) + h
+    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among tiles of all heads."""
+    heads = sizes.kv_heads * sizes.group
+    b, h = bh // heads, bh % heads
     within = row0 + tl.arange(0, BLOCK_M)
     inside = within < seq.queries
     rows, end = seq.first_query + within, seq.first_query + seq.queries
