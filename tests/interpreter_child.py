@@ -220,15 +220,16 @@ def turn_mask(case: Case) -> tuple[Results, Results, int]:
 
 
 def check_sink_gradient(shape: tuple[int, ...], M: int, tile: int, between: int, first: int) -> None:
-    """`SinkGradient` beside `backends.sink_gradient`; first: 0 of delta, else of -delta."""
+    """`SinkGradient` beside `backends.sink_gradient`; first: 0 of delta, else of -delta / 2.5."""
     from tilewise.backends import sink_gradient
     from tilewise.backends.sinks import SinkGradient
 
     generator = torch.Generator().manual_seed(0)
     sink, lse, minus_delta = (torch.randn(x, generator=generator) for x in (shape, (2, 3, M), (2, 3, M)))
     sink[:, 0, 0] = lse[:, : 3 // shape[1], 0] = -torch.inf  # rows that see nothing, no sink either
-    delta = torch.nn.functional.pad(minus_delta if first else -minus_delta, (0, -M % tile), value=torch.nan)
+    factor = -2.5 if first else 1.0
+    delta = torch.nn.functional.pad(-minus_delta / factor, (0, -M % tile), value=torch.nan)
     laid = torch.full((2, 3, -(-M // tile), between), torch.nan)
     laid[..., first : first + tile] = delta.unflatten(-1, (-1, tile))
-    found = SinkGradient(sink, lse, tile, between, first, negative=bool(first))(sink, lse, laid)
+    found = SinkGradient(sink, lse, tile, between, first, factor=factor)(sink, lse, laid)
     torch.testing.assert_close(found, sink_gradient(sink, lse, minus_delta), rtol=1e-4, atol=1e-4)

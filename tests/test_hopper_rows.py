@@ -82,10 +82,14 @@ def test_what_is_visible_is_not_hidden(interpreter, terms, value):
     torch.testing.assert_close(after.lse, before.lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bias", [None, "1hmn", "b1m1"])
-def test_what_the_backward_knows_of_a_row(interpreter, bias):
-    """A row that takes no part has probabilities exp2(-inf) = 0 and a delta of 0, whatever its cotangents."""
-    case = replace(USUAL, grads="qkvb", bias=bias, M=130)
+@pytest.mark.parametrize(
+    ("bias", "p"), [(None, 0.0), ("1hmn", 0.0), ("b1m1", 0.0), ("b1m1", 0.25), (None, 1.0)], ids=str
+)
+def test_what_the_backward_knows_of_a_row(interpreter, bias, p):
+    """A row that takes no part has probabilities exp2(-inf) = 0 and a delta of 0, whatever its cotangents. With dropout
+    probabilities have its weight, and delta is rid of it."""
+    case = replace(USUAL, grads="qkvb", bias=bias, M=130, dropout_p=p)
+    weight = 4 / 3 if p == 0.25 else 1.0
     generator = torch.Generator().manual_seed(1)
     lse, dlse = (10 * torch.randn(case.B, case.H, case.M, generator=generator) for _ in range(2))
     left_out = (-math.inf, torch.finfo(torch.bfloat16).min, torch.finfo(FLOAT).min, -1e9, 3e38)
@@ -95,9 +99,11 @@ def test_what_the_backward_knows_of_a_row(interpreter, bias):
     lse2, minus_delta, delta, dq_accum, counts = interpreter(hopper_child.prepare, case, lse, dlse)
     known = slice(len(left_out), case.M)
     constant = tensors(case).bias if bias == "b1m1" else torch.zeros(1, 1, case.M, 1)
-    expected = (lse.double() - constant[..., 0].double()) / math.log(2)
+    expected = (lse.double() - constant[..., 0].double()) / math.log(2) - math.log2(weight)
     torch.testing.assert_close(lse2[..., known].double(), expected[..., known], rtol=1e-6, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(minus_delta[..., known].double(), (dlse - delta)[..., known], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        minus_delta[..., known].double(), (dlse - delta)[..., known] / weight, rtol=1e-5, atol=1e-4
+    )
     for rows in (slice(0, len(left_out)), slice(case.M, None)):
         assert (lse2[..., rows] == math.inf).all()
         assert (minus_delta[..., rows] == 0).all()
@@ -125,7 +131,14 @@ def test_the_cast_begins_early_beside_few_of_many_programs(interpreter, batch, w
 
 
 @pytest.mark.parametrize(
-    "terms", [{"sink": "bhm"}, {"sink": "h", "causal": True, "M": 139, "sink_none": True}], ids=str
+    "terms",
+    [
+        {"sink": "bhm"},
+        {"sink": "h", "causal": True, "M": 139, "sink_none": True},
+        {"sink": "bhm", "dropout_p": 0.3},
+        {"sink": "h", "dropout_p": 1.0},
+    ],
+    ids=str,
 )
 def test_the_gradient_of_a_sink(interpreter, terms):
     """From the statistics of tiles that reach past the queries."""

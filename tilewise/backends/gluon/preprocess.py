@@ -70,7 +70,7 @@ def _zero_counters(counts, counters):
 def _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of one tile: rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among tiles of all heads."""
+    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among all tiles."""
     heads = sizes.kv_heads * sizes.group
     b, h = bh // heads, bh % heads
     within = row0 + tl.arange(0, BLOCK_M)
