@@ -288,7 +288,7 @@ FAULTS = [
         "test_hopper_rows.py::test_rows_are_computed_again",
     ),
     Fault(
-        "backends/sinks.py", "total -= sign * p", "total += sign * p",
+        "backends/sinks.py", "total -= factor * p", "total += factor * p",
         "the kernels' dsink has the wrong sign",
         "test_sinks.py::test_the_kernel_of_the_gradient_is_its_twin",
     ),
