@@ -83,11 +83,14 @@ class Windowed:
             float32_precision(q.dtype), MARK, any(map(_is_wide, (q, k, v, bias))),
         )  # fmt: skip
         device = q.device
-        shape, strides = output_layout(q, Dv)
+        shape, strides = output_layout(q.shape, q.stride(), Dv)
         self._o = _layout(shape, strides)
         self._new_o = partial(torch.empty_strided, shape, strides, dtype=q.dtype, device=device)
         self._new_stats = partial(torch.empty, (2, B, H, N), dtype=torch.float32, device=device)
-        like = [torch.empty_strided(x.shape, gradient_strides(x), dtype=x.dtype, device="meta") for x in (q, k, v)]
+        like = [
+            torch.empty_strided(x.shape, gradient_strides(x.shape, x.stride()), dtype=x.dtype, device="meta")
+            for x in (q, k, v)
+        ]
         self._gradients = [_layout(x.shape, x.stride()) for x in like]
         if bias is not None:
             like.append(torch.empty_like(bias, device="meta"))
