@@ -133,7 +133,7 @@ def peak_bytes(step: Step, device: torch.device, before: int) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-NCCL = {"is_high_priority_stream": True, "max_ctas": 8}  # as docs/distributed.md recommends
+MOST_CTAS = 8  # of a collective of NCCL, as docs/distributed.md recommends
 
 
 def quick_lanes(mesh: DeviceMesh) -> DeviceMesh:
@@ -141,8 +141,8 @@ def quick_lanes(mesh: DeviceMesh) -> DeviceMesh:
     call; other transports have no such choice."""
     if dist.get_backend(mesh.get_group()) != "nccl":
         return mesh
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=NCCL["is_high_priority_stream"])
-    options.config.max_ctas = NCCL["max_ctas"]
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MOST_CTAS
     return DeviceMesh.from_group(dist.new_group(pg_options=options), mesh.device_type)
 
 

@@ -96,7 +96,7 @@ class _Run:
             **origin(self.device, options.commit),
             settings={"cases": list(options.cases), "providers": list(options.providers), "budget": options.budget,
                       "quick": options.quick, "rounds": _ROUNDS[kind], "load_balancer": BALANCER,
-                      "nccl": measure.NCCL if kind == "cuda" else None},
+                      "max_ctas": measure.MOST_CTAS if kind == "cuda" else None},
             ranks=self.team.size,
             devices=self.team.all(name),
             calibration=calibrate(Clock(self.device, 0.2), list({case.dtype: 0 for case in self.todo})),
