@@ -2,8 +2,9 @@
 
     python benchmarks/toeplitz.py            all that the gates ask for, in about a minute
 
-Calls are what a user calls, the bias made anew each time, by CUDA events with a flushed L2 cache. ``--parts`` also says
-how long each kernel takes (torch's profiler). ``--kernels`` compares forms of the backward.
+Calls are what a user calls, the bias made anew each time, by CUDA events with a flushed L2 cache; "host" is how long one
+keeps the host. ``--parts`` also says how long each kernel takes (torch's profiler). ``--causal`` adds a causal case,
+``--kernels`` compares forms of the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tilewise
 from tilewise import dispatch
 from tilewise.backends.gluon.sm90 import backward_launch
 from tilewise.bench import terms
-from tilewise.bench.timing import Clock, calibrate
+from tilewise.bench.timing import Clock, calibrate, host_seconds
 from turns import in_turns, medians
 
 HEADS, DIM = 16, 64
@@ -107,13 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--causal", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.04)
     options = parser.parse_args()
     clock = Clock(torch.device("cuda"), options.seconds)
     found = calibrate(clock, ["bfloat16"])
     product, copy = found.matmul_flops["bfloat16"], found.copy_bytes_per_second
     print(f"cuBLAS {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
-    for batch, length, causal in ((4, 2048, False), (1, 8192, False), (1, 8192, True)):
+    for batch, length, causal in ((4, 2048, False), (1, 8192, False), *[(1, 8192, True)] * options.causal):
         calls = {name: Call(name, batch, length, causal) for name in ("none", "t5", "alibi")}
         many = dict(calls)
         if options.kernels:
@@ -125,6 +127,10 @@ def main() -> None:
                 ratio = times["none"] / seconds
                 print(f"S={length:5d} {'causal' if causal else 'full':6s} {what:8s} {name:24s} "
                       f"{1e3 * seconds:8.4f} ms {ratio:6.3f} of unbiased", flush=True)  # fmt: skip
+        if length == 2048:
+            for name, call in calls.items():
+                host = (1e6 * host_seconds(step, clock.device) for step in (call.forward, call.backward))
+                print(f"    host {name:6s} forward {next(host):6.1f} us, backward {next(host):6.1f} us", flush=True)
         if options.parts and not causal:
             for name in calls:
                 print(f"    {name} S={length}")
