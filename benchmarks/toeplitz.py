@@ -2,9 +2,9 @@
 
     python benchmarks/toeplitz.py            all that the gates ask for, in about a minute
 
-Calls are what a user calls, the bias made anew each time, by CUDA events with a flushed L2 cache; "host" is how long one
-keeps the host. ``--parts`` also says how long each kernel takes (torch's profiler). ``--causal`` adds a causal case,
-``--kernels`` compares forms of the backward.
+Calls are what a user calls, the bias made anew each time, by CUDA events with a flushed L2 cache; "host" is how long
+one keeps the host. ``--parts`` also says how long each kernel takes (torch's profiler). ``--causal`` adds a causal
+case, ``--kernels`` compares forms of the backward.
 """
 
 from __future__ import annotations

@@ -178,6 +178,8 @@ def test_the_forwards_loops(monkeypatch, p, dim):
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         assert BAND or not entry.partial
         assert BIASED or toeplitz == side_of(p, row, 64, n0, c.BLOCK_N)
+        if FIRST:
+            assert (not c.FAR_HI or side_of(p, row, 64, n0, c.BLOCK_N) != 1) == BIASED
         far += not BIASED
         visited.append((tile.h, row, n0))
         return state

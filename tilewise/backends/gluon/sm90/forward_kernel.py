@@ -416,7 +416,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
-        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
+        nothing = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
         words = None
         if x.seed is not None:
             words = stream(x.seed, tile.b, tile.h, terms)
@@ -429,7 +429,19 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         near, above, below = 0, 0, 0
         if c.TOEPLITZ != "none":
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
-        state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near)
+        if c.FAR_LO or c.FAR_HI:
+            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
+        above_at = first
+        if c.FAR_HI:
+            above_at = first_not_above(tile, first, terms, c, WARPGROUP)
+        if c.FAR_HI and above_at > first:
+            state = attend(
+                q, nothing, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, False, above
+            )
+        else:
+            state = attend(
+                q, nothing, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near
+            )
         step += 1
         rest = first + 1
         if c.PEELED:
@@ -441,8 +453,6 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
         begin, end = rest, tile.count
-        if c.FAR_LO or c.FAR_HI:
-            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
         if c.FAR_HI:
             begin = first_not_above(tile, rest, terms, c, WARPGROUP)
             for i in range(rest, begin):
