@@ -103,9 +103,8 @@ def test_the_kernels_are_the_definition(interpreter, rule, dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize(("heads", "dtype"), [(16, BRAIN), (1, FLOAT)])
-def test_compiled_kernels(compilers, heads, dtype):
-    kernels = compilers.compile(compile_vectors, "installed", 90, heads, dtype)
+def test_compiled_kernels(compilers):
+    kernels = compilers.compile(compile_vectors, "installed", 90, 16, BRAIN)
     assert [kernel.name for kernel in kernels] == [
         "table_vector_kernel", "table_gradient_kernel", "slopes_vector_kernel", "slopes_gradient_kernel",
     ]  # fmt: skip
