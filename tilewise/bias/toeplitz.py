@@ -44,10 +44,9 @@ from tilewise.score.terms import Distances, Far
 
 
 class T5Rule(NamedTuple):
-    """How T5's vector follows from the table: a `autograd.Rule`.
+    """How T5's vector follows from the table, an `autograd.Rule`.
 
-    Beyond ``last`` distances on either side one bucket goes on, of keys after the query in one that is not
-    bidirectional from 0 on.
+    Each bucket is an interval of distances, and beyond `distances` one goes on, on either side.
     """
 
     buckets: int
