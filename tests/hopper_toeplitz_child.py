@@ -88,8 +88,8 @@ def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
     return aot_child._codes(config.SHARED_MEMORY)
 
 
-def drawn(M: int, N: int, causal: bool, linear: bool = False) -> tuple[Problem, Inputs]:
-    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf, or a line each."""
+def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
+    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -100,12 +100,9 @@ def drawn(M: int, N: int, causal: bool, linear: bool = False) -> tuple[Problem, 
     distance = torch.arange(1 - M, N)
     below, above = vector[..., distance <= -3][..., :1], vector[..., distance >= 5][..., :1]
     below[:, 2] = -torch.inf
-    if linear:
-        below = below.nan_to_num(0, 0, 0) + 0.25 * (distance + 3)
-        above = above - 0.5 * (distance - 5)
     vector = torch.where(distance <= -3, below, torch.where(distance >= 5, above, vector))
     inputs = Inputs(q, k, v, None, None, None, Parts(toeplitz=vector))
-    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5, linear))
+    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5))
     return Problem.of(*inputs, score, part_grads=("toeplitz",)), inputs
 
 
@@ -123,37 +120,33 @@ def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)
 
 
-def words_in_memory(scale: float) -> tuple[Tensor, Tensor]:
-    """A vector (2, 3, 1, 700), of strides of its own, and what `pairs_kernel` makes of it, (6, width, 2)."""
+def words_in_memory(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A vector (2, 3, 1, 700), of strides of its own, what `pairs_kernel` makes of it, (6, width, 2), a gradient."""
     from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 
     problem, _ = drawn(40, 40, False)
     vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
     vector[0, 1, 0, :4] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])
-    words = Pairs(problem, vector, 1 / scale)(vector)
-    return vector.contiguous(), words.view(torch.float32).view(6, -1, 2)
+    pairs = Pairs(problem, vector, 1 / scale)
+    gradient = torch.full((2, 3, 1, pairs.empty().shape[1]), torch.nan)
+    words = pairs(vector, gradient)
+    return vector.contiguous(), words.view(torch.float32).view(6, -1, 2), gradient
 
 
-def begun(causal: bool, linear: bool) -> tuple[Any, ...]:
-    """The vector, the LSE, what a backward has of them before it runs, the words that a forward makes, and the
-    queries of a tile."""
+def far_stats(causal: bool) -> tuple[Any, ...]:
+    """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
     from tilewise.backends.gluon.sm90.backward_launch import Backward
 
-    problem, inputs = drawn(300, 900, causal, linear)
+    problem, inputs = drawn(300, 900, causal)
     lse = torch.randn(2, 4, 300)
     lse[1, 1, 7] = -torch.inf
     outputs = Outputs(inputs.q, lse)
     run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=True))
-    assert run.toeplitz is not None
+    assert run.pairs is not None
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz
     assert vector is not None
     stats, _, _ = run.buffers(inputs.q.device)
     stats.fill_(float("nan"))
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # so that what is not written is NaN
-    try:
-        pairs, gradient = run.toeplitz.begin(vector, lse, stats)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return vector, lse, pairs, gradient, stats, run.toeplitz.pairs(vector), run.block_m
+    run.toeplitz.begin(run.pairs, vector, lse, stats)
+    return lse, stats, vector[..., 0], vector[..., -1], run.block_m

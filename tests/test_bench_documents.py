@@ -49,10 +49,12 @@ def test_what_readme_says_in_words_is_in_the_results():
         ratios(biased, f"pair bias D32 S{length}", [which]) for length, which in ((768, "forward"), (256, "backward"))
     )
     assert f"{forward:.2f} of FlexAttention's forward at S=768, {backward:.2f} of its backward at S=256" in words
-    memory = []
-    for row in (row for row in biased.rows if row.provider == "tilewise-hopper" and row.case.startswith("pair bias")):
-        memory.append(row.memory_bytes / biased.best_other(row, "forward").memory_bytes)
-    assert f"{min(memory):.1f} to {max(memory):.1f} times its working memory" in words
+    ours = [row for row in biased.rows if row.provider == "tilewise-hopper" and row.case.startswith("pair bias")]
+    # From 768 on it has become less than that file says: CHANGELOG.
+    memory = [
+        row.memory_bytes / biased.best_other(row, "forward").memory_bytes for row in ours if "S768" not in row.case
+    ]
+    assert f"{min(memory):.1f} to {max(memory):.1f} times its working memory below S=768" in words
 
 
 def test_documents_hold_what_their_results_say():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -27,7 +26,6 @@ from tilewise.backends.gluon.sm90 import (
     backward_launch,
     backward_scheduler,
     config,
-    diagonals,
     forward_kernel,
     launch,
     mask_tiles,
@@ -115,29 +113,24 @@ def plain(monkeypatch):
     gl.program_id = lambda axis: 0
     gl.join = lambda x, y: torch.stack([x, y], -1)
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile)
-    gl.zeros_like, gl.exp2, gl.float32, gl.int32 = torch.zeros_like, torch.exp2, FLOAT, torch.int32
-    gl.static_range = range
+    gl.zeros_like, gl.exp2, gl.float32 = torch.zeros_like, torch.exp2, FLOAT
     gl.sum = lambda x, axis: x.sum(axis)
-    for module in (
-        tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score, diagonals,
-    ):  # fmt: skip
+    for module in (tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    for module in (toeplitz_gradient, toeplitz_tiles):
-        monkeypatch.setattr(module, "in_words", mask_tiles.in_words.fn)
+    monkeypatch.setattr(toeplitz_gradient, "in_words", mask_tiles.in_words.fn)
     monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
-        toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words _of_words",
-        toeplitz_gradient: "near_queries place_of_lse on_line moved summed of_warps",
-        diagonals: "_halves _whole one_on of_neighbours turned goes_around shared exchanged index_of",
+        toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
+        toeplitz_gradient: "near_queries place_of_lse on_line of_thread summed _halves _whole _one_on _places",
     }
     for module, names in functions.items():
         for name in names.split():
             function = getattr(module, name)
             function = getattr(function, "fn", function)
-            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, diagonals):
+            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient):
                 if hasattr(user, name):
                     monkeypatch.setattr(user, name, function)
     for module in (toeplitz_tiles, toeplitz_gradient):
@@ -178,8 +171,6 @@ def test_the_forwards_loops(monkeypatch, p, dim):
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         assert BAND or not entry.partial
         assert BIASED or toeplitz == side_of(p, row, 64, n0, c.BLOCK_N)
-        if FIRST:
-            assert (not c.FAR_HI or side_of(p, row, 64, n0, c.BLOCK_N) != 1) == BIASED
         far += not BIASED
         visited.append((tile.h, row, n0))
         return state
@@ -216,7 +207,8 @@ def test_the_backwards_loops(p, dim):
             if (c.FAR_LO, c.FAR_HI) == (True, True):
                 assert found == side
             at = toeplitz_gradient.place_of_lse(100, m, begin, end, sizes, c)
-            assert at == 100 + (found != 0) * (stride + (found == 1) * c.BLOCK_M)
+            moves = c.TOEPLITZ == "number" and found != 0
+            assert at == 100 + moves * (stride + (found == 1) * c.BLOCK_M)
 
 
 # --- what becomes of a tile ---
@@ -262,106 +254,47 @@ def test_the_entries_of_a_tile(monkeypatch):
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
 
 
-def test_a_tile_on_a_line(monkeypatch):
+def test_a_tile_on_a_line():
     c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
     line = toeplitz_tiles.Line(torch.tensor(3.0).as_subclass(Tile), torch.tensor(0.5).as_subclass(Tile), -20)
     distance = torch.arange(128) + 256 - (torch.arange(64)[:, None] + 640)
     expected = 3.0 + 0.5 * (distance + 20)
-    gl, kept = toeplitz_tiles.gl, SimpleNamespace()
-    gl.float32, gl.bfloat16, gl.allocate_shared_memory = FLOAT, BRAIN, lambda *_: kept
-    kept.store = lambda x: setattr(kept, "permute", x.permute)
-    columns = toeplitz_tiles.new_columns.fn(c)
-    monkeypatch.setattr(
-        toeplitz_tiles, "warpgroup_mma", lambda a, b, start, use_acc, is_async: start + a.float() @ b.float()
-    )
-    for slope in (0.5, -math.pi / 3, 1e-3):
-        sloping = line._replace(slope=torch.tensor(slope).as_subclass(Tile))
-        start = torch.Tensor(toeplitz_tiles.far_start(sloping, columns, c))
-        torch.testing.assert_close(start, (slope * torch.arange(128)).expand(64, -1), rtol=2e-7, atol=0)
-    start = toeplitz_tiles.far_start(line, columns, c)
-    shift = toeplitz_tiles.far_shift(line, torch.tensor(640).as_subclass(Tile), 256, c)
+    toeplitz_tiles.gl.float32 = FLOAT
+    start, shift = toeplitz_tiles.far_start(line, torch.tensor(640).as_subclass(Tile), 256, c)
     torch.testing.assert_close(torch.Tensor(start + shift[:, None]), expected, check_dtype=False)
-    # The second subtile of a tile, whose LSE has what belongs to its queries.
     terms, s = SimpleNamespace(exponent=0.7), torch.randn(128, 64).as_subclass(Tile)
     lse = torch.randn(64) - 60
-    corner = torch.tensor(256 - (640 - 64)).as_subclass(Tile)
-    known = (lse + 0.7 * 0.5 * (torch.arange(64) + 64)).as_subclass(Tile)
-    p = toeplitz_gradient.on_line(s, known, (line, None), corner, terms, c)
+    corner = torch.tensor(256 - 640).as_subclass(Tile)
+    p = toeplitz_gradient.on_line(s, lse.as_subclass(Tile), (line, None), corner, terms, c)
     torch.testing.assert_close(torch.Tensor(p).T, torch.exp2((torch.Tensor(s).T + expected) * 0.7 - lse[:, None]))
 
 
-class Slots(list):
-    """Of shared memory."""
-
-    def index(self, i):
-        return self[i]
-
-
-@pytest.mark.parametrize("subtiles", [1, 2])
-@pytest.mark.parametrize("kind", ["number", "line"])
-def test_sums_of_far_tiles(monkeypatch, kind, subtiles):
-    """What comes to the two entries is what all pairs would bring to the number, or to the line's beginning and end."""
-    kept = Slots(SimpleNamespace() for _ in range(subtiles))
-    for slot in kept:
-        slot.store = lambda x, slot=slot: setattr(slot, "permute", lambda order: torch.Tensor(x.float()).permute(order))
-    gl = toeplitz_gradient.gl
-    gl.allocate_shared_memory, gl.static_range, gl.int32 = lambda *_: kept, range, torch.int32
-    monkeypatch.setattr(toeplitz_gradient, "FACTORS", 8)
-    monkeypatch.setattr(toeplitz_gradient, "warpgroup_mma", lambda a, b, start, is_async: start + a @ b)
-    M, N, rows = 64 * subtiles, 128, 1024
-    c = SimpleNamespace(
-        TOEPLITZ=kind, TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False, BLOCK_M=M, BLOCK_N=N, SUBTILE_M=64, M_SUBTILES=subtiles,
-        WARPS=8,
-    )  # fmt: skip
-    factors = toeplitz_gradient.new_factors.fn(BRAIN, c)
-    n0, ds = 256, torch.randint(-9, 9, (N, rows)).float()
-    sums = toeplitz_gradient.no_sums.fn(c)
-    for m in reversed(range(rows // M)):
-        sums = toeplitz_gradient.moved(sums, c)
-        for i in range(subtiles):
-            first = m * M + i * 64
-            sums = toeplitz_gradient.summed(sums, ds[:, first : first + 64], factors, i, c).as_subclass(Tile)
-    found = torch.zeros(4000)
-    gl.atomic_add = lambda at, x, **_: found.index_add_(0, torch.Tensor(at.at).long().flatten(), x.flatten())
+def test_sums_of_far_tiles():
+    c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
+    ds = torch.randint(-9, 9, (128, 64)).float()
+    none = torch.zeros(8, 8, 4)
     line = toeplitz_tiles.Line(None, None, -100)
-    sizes = SimpleNamespace(queries=rows, keys=N, kv_heads=1, group=1)
-    corner, last = (torch.tensor(x).as_subclass(Tile) for x in (n0, 1 - rows))
-    toeplitz_gradient.add_sums.fn(sums, Memory(found), 0, 0, (line, last), corner, sizes, c)
-    zero = rows - 1 + toeplitz_tiles.PAD
-    begin, end = found[zero - 100], found[zero + 1 - rows]
-    assert begin + end == found.sum()
-    torch.testing.assert_close(begin + end, ds.sum())
-    distance = n0 + torch.arange(N)[:, None] - torch.arange(rows)
-    moment = (ds * (distance + 100)).sum() if kind == "line" else torch.tensor(0.0)
-    torch.testing.assert_close(end * (1 - rows + 100), moment)
+    sums = toeplitz_gradient.FarSums(none, none)
+    sums = toeplitz_gradient.summed(sums, ds.as_subclass(Tile), (line, None), -300, c)
+    distance = -300 + torch.arange(128)[:, None] - torch.arange(64)
+    assert sums.total.sum() == ds.sum()
+    assert sums.weighted.sum() == (ds * (distance + 100)).sum()
 
 
-def from_lane(x, lane):
-    """Of [w, g, n, t, ...], whose elements of one warp are those of equal w and one n, four threads a g."""
-    index = torch.meshgrid(*(torch.arange(size) for size in x.shape), indexing="ij")
-    return torch.Tensor(x)[(index[0], lane // 4, index[2], lane % 4, *index[4:])].as_subclass(Tile)
-
-
-def test_diagonals_of_near_tiles(monkeypatch):
+def test_diagonals_of_near_tiles():
     M, N, pad = 256, 384, toeplitz_tiles.PAD
     found, ds = torch.zeros(M + N - 1 + 2 * pad), torch.randint(-9, 9, (M, N)).float()
-    for module in (toeplitz_gradient, diagonals):
-        monkeypatch.setattr(module, "from_lane", from_lane)
-    gl, added = toeplitz_gradient.gl, []
 
-    def add(at, x, mask=True, **_):
-        index, x, mask = torch.broadcast_tensors(torch.as_tensor(at.at), x, torch.as_tensor(mask))
-        index, mask = index.reshape(-1), mask.reshape(-1)
-        found.index_add_(0, index[mask], torch.Tensor(x).reshape(-1)[mask])
-        added.append(int(mask.sum()))
+    def add(at, x, **_):
+        index, x = torch.broadcast_tensors(torch.as_tensor(at.at), x)
+        found.index_add_(0, index.reshape(-1), torch.Tensor(x).reshape(-1))
 
-    gl.atomic_add, gl.static_range, gl.int32 = add, range, torch.int32
+    toeplitz_gradient.gl.atomic_add = add
     sizes = SimpleNamespace(queries=M, keys=N, kv_heads=1, group=1)
     c = SimpleNamespace(TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False)
     for row, n0 in itertools.product(range(0, M, 64), range(0, N, 128)):
         tile = ds[row : row + 64, n0 : n0 + 128].T.clone().as_subclass(Tile)
         toeplitz_gradient.add_diagonals.fn(tile, Memory(found), 0, 0, n0 - row, sizes, c)
-    assert sum(added) == (M // 64) * (N // 128) * 8 * 80, "one for each distance of a warp, and one more"
     expected = torch.zeros(M + N - 1)
     index = torch.arange(N) - torch.arange(M)[:, None] + M - 1
     expected.index_add_(0, index.reshape(-1), ds.reshape(-1))
@@ -374,8 +307,9 @@ def test_diagonals_of_near_tiles(monkeypatch):
 
 
 def test_words_in_memory(interpreter):
-    """A finite entry stays finite in the units of the scores, whatever the strides of the vector."""
-    vector, words = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
+    """A finite entry stays finite in the units of the scores, whatever the strides of the vector; and the gradient that
+    comes along is 0 all over."""
+    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
     pad = toeplitz_tiles.PAD
     low, high = words[..., 0], words[..., 1]
     assert torch.equal(low[:, pad:-pad], (vector[:, :, 0] * 4).clamp(-3.4028234663852886e38, 3.4028234663852886e38)
@@ -383,28 +317,20 @@ def test_words_in_memory(interpreter):
     assert torch.equal(low[:, 1:], high[:, :-1])
     assert not low[:, :pad].any()
     assert not low[:, -pad:].any()
-
-
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_a_backward_begins_with(interpreter, causal, linear):
-    """The forward's words, zeros for the gradient, and the LSE of far tiles."""
-    vector, lse, pairs, gradient, stats, words, block = interpreter(hopper_toeplitz_child.begun, causal, linear)
-    assert torch.equal(pairs, words)
-    assert gradient.shape[-1] == words.shape[-1]
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_lse_of_far_tiles(interpreter, causal):
+    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal)
     B, H, M = lse.shape
     rows = -(-M // block)
     tiles_of = stats.view(2, B, H, rows, 2, block)[1].movedim(3, 0).reshape(2, B, H, rows * block)[..., :M]
-    flat = vector[:, :, 0]
-    for above, found in enumerate(tiles_of):
-        if causal and above:
+    for found, number in zip(tiles_of, (below, above), strict=True):
+        if causal and number is above:
             continue
-        of_queries = flat[..., -1:] if above else flat[..., :1]
-        if linear:  # a query further on lies a distance further down
-            of_queries = (0.5 if above else -0.25) * (torch.arange(M) % block)
-        expected = (lse - of_queries) * 1.4426950408889634
-        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf), rtol=1e-4, atol=1e-4)
+        expected = (lse - number) * 1.4426950408889634
+        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf))
 
 
 @pytest.mark.parametrize(("M", "N", "causal"), [(130, 90, False), (70, 130, True)])

@@ -171,6 +171,7 @@ def test_windows_at_other_addresses():
         assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # PyTorch's own use
 def test_windows_compile():
     torch._dynamo.reset()
     inputs = atoms(1, 333)

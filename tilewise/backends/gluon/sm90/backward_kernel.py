@@ -85,9 +85,7 @@ from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     add_sums,
     end_of_part,
     far_line,
-    moved,
     near_queries,
-    new_factors,
     no_sums,
     on_line,
     start_of_words,
@@ -149,7 +147,6 @@ class Shared(NamedTuple):
     ds: Any
     dbias: Any
     added: Any
-    factors: Any  # see `toeplitz_gradient.new_factors`
     ds_ring: Any  # barriers of dS of a lane, which others read too
 
 
@@ -161,7 +158,7 @@ class State(NamedTuple):
     s: Any  # K·Qᵀ of the next tile, if it comes ahead
     start: Any  # of the next tile, see `start_of`
     lse: Any  # of the next tile, if K·Qᵀ comes ahead
-    sums: Any  # of dS over the queries; of a Toeplitz bias see `no_sums`
+    sums: Any  # of dS over the queries; of a Toeplitz bias see `FarSums`
 
 
 @gluon.jit
@@ -210,10 +207,6 @@ def process_query_tile(
     corner = corner_of(m, work_tile, c)
     LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or c.DBIAS == "add"
 
-    SUMS: gl.constexpr = c.DTOEPLITZ and not NEAR  # of dS, by a product each
-    if SUMS:
-        sums = moved(sums, c)
-
     # QK of the first subtile, unless it came ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
     if READS and c.AHEAD:
@@ -241,7 +234,7 @@ def process_query_tile(
 
         # softmax, under dP
         if c.TOEPLITZ == "line" and not NEAR:
-            p, slope = on_line(s, lse, toeplitz, corner, terms, c), 1.0
+            p, slope = on_line(s, lse, toeplitz, corner - i * c.SUBTILE_M, terms, c), 1.0
         else:
             p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
@@ -271,13 +264,14 @@ def process_query_tile(
             dp_pending = begin_dp(rows, shared, do_slot, i + 1, terms, c)
         if i > 0:
             dk = warpgroup_mma(ds_operand, subtile_of(q, i - 1, c), dk, is_async=True)
-            if SUMS:
-                sums = summed(sums, ds_operand, shared.factors, i - 1, c)
         ds = softmax_gradient(p, dp, words, rows, do_slot, i, terms, c)
         if c.DBIAS == "sum":
             sums += sums_of(ds, c)
         if c.DTOEPLITZ and NEAR:
             add_diagonals(ds, x.dbias, work_tile.b, h, corner - i * c.SUBTILE_M, sizes, c)
+        elif c.DTOEPLITZ:
+            sums = summed(sums, ds, toeplitz, corner - i * c.SUBTILE_M, c)
+            border(steps)
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
@@ -322,13 +316,11 @@ def process_query_tile(
         dk = warpgroup_mma(ds_queries.permute((1, 0)), q, dk, is_async=True)
     else:
         dk = warpgroup_mma(ds_operand, subtile_of(q, c.M_SUBTILES - 1, c), dk, is_async=True)
-    if SUMS:
-        sums = summed(sums, ds_operand, shared.factors, c.M_SUBTILES - 1, c)
     if c.DQ_PARTS == 2:
         rest_pending = begin_dq(ds_queries, shared, 1, c)
     elif c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
-    BEHIND: gl.constexpr = 1 + c.AHEAD + SUMS  # products begun after dQ, or its first part
+    BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv,))
         release(rows.do_ring, do_slot)
@@ -348,12 +340,8 @@ def process_query_tile(
         send_part(dq_ring, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
-        if c.AHEAD and SUMS:
-            dk, sums, s = warpgroup_mma_wait(0, deps=(dk, sums, s_pending))
-        elif c.AHEAD:
+        if c.AHEAD:
             dk, s = warpgroup_mma_wait(0, deps=(dk, s_pending))
-        elif SUMS:
-            dk, sums = warpgroup_mma_wait(0, deps=(dk, sums))
         elif c.BIAS == "matrix":  # the next bias, under dK
             start = first_start_of(rows, step + 1, step + 1 < steps, next_corner(m, work_tile, c), terms, c)
             border(steps)
@@ -396,7 +384,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
     shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
-                    shared.factors, shared.ds_ring)  # fmt: skip
+                    shared.ds_ring)  # fmt: skip
 
     steps = step
     if not c.MASK:
@@ -444,8 +432,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                         )  # fmt: skip
                         step += 1
                     if c.DTOEPLITZ and part != 1:
-                        last = corner_of(near_end if part == 0 else work_tile.begin, work_tile, c)
-                        add_sums(state.sums, x.dbias, work_tile.b, h, at, last, sizes, c)
+                        add_sums(state.sums, x.dbias, work_tile.b, h, at, sizes, c)
                         state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
                     begin = end
         elif not c.PEELED:
@@ -554,10 +541,7 @@ def backward_kernel(
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
-    factors = ABSENT
-    if c.DTOEPLITZ and (c.FAR_LO or c.FAR_HI):
-        factors = new_factors(q.dtype, c)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, factors, ABSENT)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         index_ring = new_ring_of_numbers(2, 3)

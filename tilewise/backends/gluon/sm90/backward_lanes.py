@@ -78,7 +78,7 @@ def new_lane(q, k, v, do, stats, dq_accum, bias_ring, c):
     ds_ring = with_barriers(ds_slots, 2, 1)
     no_ring = Ring(ABSENT, ABSENT, ABSENT)
     rows = Rows(ring, do_slots, stats_slots, bias_ring.slots, ABSENT, no_ring, bias_ring)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ABSENT, ds_ring)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ds_ring)
     return Lane(rows, keys, values, new_dq_ring(dq_accum, c), shared)
 
 

@@ -59,6 +59,7 @@ from tilewise.backends.gluon.sm90.resized import (
 )
 from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
 from tilewise.backends.gluon.sm90.toeplitz_gradient import ToeplitzGradient
+from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
@@ -152,9 +153,10 @@ class Backward:
             self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
-        self.toeplitz = None
+        self.pairs = None
         if toeplitz is not None:
-            self.toeplitz = ToeplitzGradient(problem, toeplitz, 1.0 / p.score.scale, sizes, terms, c, row_programs)
+            self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale)
+            self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(
             packed_preprocess_kernel if packed else preprocess_kernel,
@@ -307,8 +309,8 @@ class Backward:
                 elif self.adds and isinstance(self.values, PackedValues):
                     dbias = self.values.empty_gradient(values, rows_listed[0])
             dtoeplitz, pairs = None, None
-            if self.toeplitz is not None and parts is not None and parts.toeplitz is not None and lse is not None:
-                pairs, dtoeplitz = self.toeplitz.begin(parts.toeplitz, lse, stats)
+            if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
+                pairs, dtoeplitz = self.toeplitz.begin(self.pairs, parts.toeplitz, lse, stats)
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
@@ -325,7 +327,7 @@ class Backward:
                 known.group_lists,
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
-            found = (dbias if ring is None else ring) if self.toeplitz is None else dtoeplitz
+            found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
             if self.lanes:
                 found = dq
             leaves = dq if self.dq_stored else dq_accum
@@ -343,7 +345,7 @@ class Backward:
                 dbias = self.sparse_sum.result(known.states, dbias)
             elif needs.bias and bias is not None:
                 dbias = bias_gradient(self.problem, bias, dbias, lse, dlse)
-            if self.toeplitz is not None and dtoeplitz is not None:
+            if dtoeplitz is not None:
                 dtoeplitz = self.toeplitz.end(dtoeplitz)
             dsink = None
             if self.sink_gradient is not None and sink is not None and lse is not None:

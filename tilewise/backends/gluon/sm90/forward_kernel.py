@@ -62,14 +62,12 @@ from tilewise.backends.gluon.sm90.softmax import (
 )
 from tilewise.backends.gluon.sm90.toeplitz_tiles import (
     diagonal_of,
-    far_shift,
     far_start,
     first_below,
     first_not_above,
     line_above,
     line_below,
     near_start,
-    new_columns,
 )
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import (
@@ -152,7 +150,6 @@ class Rings(NamedTuple):
     bias: Any
     o: Any
     tile_indices: Any
-    columns: Any  # see `toeplitz_tiles.new_columns`
 
 
 class State(NamedTuple):
@@ -275,21 +272,19 @@ def attend(
     if TOEPLITZ and BIASED:
         start = near_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
     elif TOEPLITZ:
-        shift = far_shift(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
+        start, shift = far_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
     elif STARTS and (c.RANGE_LO or c.RANGE_HI):
         start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
     elif STARTS:
         bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
-    if not STARTS:
+    else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     if FIRST and c.BIAS != "cols":
         wait_full(rings.k, k_slot, use_of(rings.k, step))
 
     # QK, and PV of the tile before
     warp_scheduler_barrier_sync(WARPGROUP)
-    if c.TOEPLITZ == "line" and not BIASED:
-        start = far_start(toeplitz, rings.columns, c)
     k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
     if not FIRST:
@@ -416,7 +411,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
-        nothing = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
+        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
         words = None
         if x.seed is not None:
             words = stream(x.seed, tile.b, tile.h, terms)
@@ -429,19 +424,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         near, above, below = 0, 0, 0
         if c.TOEPLITZ != "none":
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
-        if c.FAR_LO or c.FAR_HI:
-            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
-        above_at = first
-        if c.FAR_HI:
-            above_at = first_not_above(tile, first, terms, c, WARPGROUP)
-        if c.FAR_HI and above_at > first:
-            state = attend(
-                q, nothing, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, False, above
-            )
-        else:
-            state = attend(
-                q, nothing, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near
-            )
+        state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near)
         step += 1
         rest = first + 1
         if c.PEELED:
@@ -453,6 +436,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
         begin, end = rest, tile.count
+        if c.FAR_LO or c.FAR_HI:
+            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
         if c.FAR_HI:
             begin = first_not_above(tile, rest, terms, c, WARPGROUP)
             for i in range(rest, begin):
@@ -545,10 +530,7 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, lse, tile_coun
     if c.DYNAMIC:
         READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)
         index_ring = new_ring_of_numbers(2, READERS)
-    columns = ABSENT
-    if c.TOEPLITZ == "line" and (c.FAR_LO or c.FAR_HI):
-        columns = new_columns(c)
-    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, index_ring, columns)
+    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, index_ring)
     fence_async_shared()
     FEW: gl.constexpr = c.LOADING_REGISTERS
     MANY: gl.constexpr = c.COMPUTING_REGISTERS

@@ -2,9 +2,8 @@
 
 A program has one tile of keys; its tiles of queries, from the last to the first, lie below the near distances, then
 among them, then above (`tilewise.score.terms.Far`). Of a far tile the bias is in the LSE, which the loading warp takes
-from another place (`begin_kernel`); a line's share of the keys is added to it. dS of far tiles is summed by the tensor
-cores, as one more product of the operand of dK, with `new_factors`: an addition for each element would take registers
-that the next K·Qᵀ and K have. Once for each side of a program the sums are added to the two entries between which the
+from another place (`far_stats_kernel`), or a line. Its dS is summed up in the thread that has it, with a line a second
+time times its distance, and once for each side of a program the sums are added to the two entries between which the
 line runs: a number's gradient is their sum, and a line's is the same from there as from all of its entries. dS of a
 near tile is added along its diagonals, those of a thread first.
 
@@ -13,7 +12,7 @@ The gradient is float32, with `PAD` places before the first entry and behind the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,34 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.gluon.score import kept_weight
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes
-from tilewise.backends.gluon.sm90.diagonals import (
-    exchanged,
-    from_lane,
-    goes_around,
-    index_of,
-    of_neighbours,
-    one_on,
-    shared,
-    turned,
-)
 from tilewise.backends.gluon.sm90.mask_tiles import in_words
-from tilewise.backends.gluon.sm90.toeplitz_tiles import (
-    PAD,
-    Pairs,
-    anew,
-    diagonal_of,
-    line_above,
-    line_below,
-    scaled_entry,
-    words,
-    write_pairs,
-)
+from tilewise.backends.gluon.sm90.toeplitz_tiles import PAD, Pairs, anew, diagonal_of, line_above, line_below, words
 from tilewise.backends.gluon.sm90.wgmma import accumulator
-from tilewise.backends.launcher import POINTER, Launch, strided
+from tilewise.backends.launcher import POINTER, Launch
 from tilewise.problem import Problem
 from tilewise.score.terms import COARSE_LSE
 
@@ -56,86 +34,62 @@ LOG2E = tl.constexpr(1.4426950408889634)
 COARSE = tl.constexpr(COARSE_LSE)
 
 
-FACTORS = tl.constexpr(8)  # columns, of which the smallest product has so many
+class FarSums(NamedTuple):
+    """Of one side of a program and head: of what a thread has, [keys / 16, 8, 4]; dS, and dS times the distance from
+    where the line begins."""
+
+    total: Any
+    weighted: Any
 
 
-# --- before the kernel ---
+# --- the LSE of far tiles ---
 
 
 @triton.jit
-def begin_kernel(vector, lse, pairs, gradient, stats, count, inverse, heads, pair_programs, sizes, terms, exponent,
-                 weight, c, BLOCK: tl.constexpr):  # fmt: skip
-    """`write_pairs`, with the zeros of a gradient or None; then, for each tile of queries, the LSE in base 2 that far
-    tiles take, first below the near distances, then above, as `preprocess_kernel` has it. Of a number that is the LSE
-    less the number; of a line less what it changes from the tile's first query on. lse: (B, H, M)."""
+def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, weight, c, BLOCK: tl.constexpr):
+    """For each tile of queries the LSE in base 2 less what lies below the near distances, and less what lies above; as
+    `preprocess_kernel` has it. lse: (B, H, M)."""
     pid = tl.program_id(0)
-    if pid < pair_programs:
-        write_pairs(pid, vector, pairs, gradient, count, inverse, heads)
-    elif c.FAR_LO or c.FAR_HI:
-        _far_stats(pid - pair_programs, vector, lse, stats, inverse, heads, sizes, terms, exponent, weight, c, BLOCK)
-
-
-@triton.jit
-def _far_stats(tile, vector, lse, stats, inverse, vector_heads, sizes, terms, exponent, weight, c, BLOCK: tl.constexpr):
     heads = sizes.kv_heads * sizes.group
-    bh, within = tile // sizes.row_tiles, tl.arange(0, BLOCK)
-    rows = tile % sizes.row_tiles * BLOCK + within
+    bh = pid // sizes.row_tiles
+    rows = pid % sizes.row_tiles * BLOCK + tl.arange(0, BLOCK)
     natural = tl.load(lse + tl.cast(bh, tl.int64) * sizes.queries + rows, mask=rows < sizes.queries, other=float("inf"))
-    row = bh % heads // c.TOEPLITZ_GROUP
+    head = bh % heads // c.TOEPLITZ_GROUP
     if c.TOEPLITZ_BATCH:
-        row += bh // heads * (heads // c.TOEPLITZ_GROUP)
-    at = stats + tl.cast(tile, tl.int64) * (2 * BLOCK) + within
+        head += bh // heads * (heads // c.TOEPLITZ_GROUP)
+    width = sizes.queries + sizes.keys - 1 + 2 * PAD
+    diagonal = pairs + tl.cast(head, tl.int64) * width + (sizes.queries - 1 + PAD)
+    at = stats + tl.cast(pid, tl.int64) * (2 * BLOCK) + tl.arange(0, BLOCK)
     left_out = tl.abs(natural) > COARSE
     base2 = natural * LOG2E
     if weight is not None:
         base2 -= tl.log2(weight)
     if c.FAR_LO:
-        less = _of_queries(vector, row, within, terms.far_lo, 1 - sizes.queries, inverse, vector_heads, sizes, c)
-        tl.store(at, tl.where(left_out, float("inf"), base2 - less * exponent))
+        below = tl.load(diagonal + terms.far_lo).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(at, tl.where(left_out, float("inf"), base2 - below * exponent))
     if c.FAR_HI:
-        less = _of_queries(vector, row, within, terms.far_hi, sizes.keys - 1, inverse, vector_heads, sizes, c)
-        tl.store(at + BLOCK, tl.where(left_out, float("inf"), base2 - less * exponent))
-
-
-@triton.jit
-def _of_queries(vector, row, within, at, end, inverse, heads, sizes, c):
-    """What the bias of far distances, which lie between ``at`` and ``end``, has for the queries of a tile alone; the
-    slope is that of `toeplitz_tiles.line_of`."""
-    value = scaled_entry(vector, row, at + (sizes.queries - 1) + 0 * within, within >= 0, inverse, heads)
-    if c.TOEPLITZ == "line":
-        last = scaled_entry(vector, row, end + (sizes.queries - 1) + 0 * within, within >= 0, inverse, heads)
-        span = end - at
-        rise = (last - value) / tl.where(span == 0, 1, span).to(tl.float32)
-        slope = tl.where((span == 0) | (tl.abs(value) == float("inf")), 0.0, rise)
-        return -slope * within.to(tl.float32)
-    else:
-        return value
+        above = tl.load(diagonal + terms.far_hi).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(at + BLOCK, tl.where(left_out, float("inf"), base2 - above * exponent))
 
 
 class ToeplitzGradient:
     """Where the gradient of a vector comes together, and what comes before."""
 
-    def __init__(
-        self, problem: Problem, vector: Tensor, inverse: float, sizes: BackwardSizes, terms: Any, c: Any, tiles: int
-    ):
+    def __init__(self, problem: Problem, vector: Tensor, sizes: BackwardSizes, terms: Any, c: Any, programs: int):
         B, H, _, self.count = vector.shape
         self.shape = B, H, 1, self.count + 2 * PAD.value
         self.dtype, self.wanted = vector.dtype, c.DTOEPLITZ.value
-        self.pairs = Pairs(problem, vector, inverse)
-        far, weight = c.FAR_LO.value or c.FAR_HI.value, kept_weight(problem)
-        self.launch = Launch(
-            begin_kernel,
-            self.pairs.programs + (tiles if far else 0),
-            (strided(vector), POINTER, POINTER, POINTER, POINTER),
-            (*self.pairs.numbers, self.pairs.programs, sizes, terms, terms.exponent, weight, c, c.BLOCK_M.value),
-            num_warps=4,
-        )
+        self.stats = None
+        if c.TOEPLITZ.value == "number" and (c.FAR_LO.value or c.FAR_HI.value):
+            numbers = (sizes, terms, terms.exponent, kept_weight(problem), c, c.BLOCK_M.value)
+            self.stats = Launch(far_stats_kernel, programs, (POINTER, POINTER, POINTER), numbers, num_warps=4)
 
-    def begin(self, vector: Tensor, lse: Tensor, stats: Tensor) -> tuple[Tensor, Tensor | None]:
+    def begin(self, pairs_of: Pairs, vector: Tensor, lse: Tensor, stats: Tensor) -> tuple[Tensor, Tensor | None]:
         """The words of the vector and the gradient, all 0; and of far tiles the LSE behind the others in ``stats``."""
         found = torch.empty(self.shape, dtype=torch.float32, device=lse.device) if self.wanted else None
-        pairs = self.pairs.empty()
-        self.launch(vector, lse, pairs, found, stats[stats.shape[0] // 2 :])
+        pairs = pairs_of(vector, found)
+        if self.stats is not None:
+            self.stats(lse, pairs, stats[stats.shape[0] // 2 :])
         return pairs, found
 
     def end(self, found: Tensor) -> Tensor:
@@ -174,7 +128,7 @@ def end_of_part(PART: gl.constexpr, count, work_tile, near_begin, near_end, c):
 @gluon.jit
 def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
     """Where the loading warp finds the LSE of a tile of queries; ``at_stats``: of a near one."""
-    if c.FAR_LO or c.FAR_HI:
+    if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI):
         tiles = sizes.batch * sizes.kv_heads * sizes.group * sizes.row_tiles
         far = gl.where(m >= near_end, tiles * (2 * c.BLOCK_M), tiles * (2 * c.BLOCK_M) + c.BLOCK_M)
         at_stats += gl.where((m >= near_end) | (m < near_begin), far, 0)
@@ -202,12 +156,14 @@ def start_of_words(diagonal, corner, c):
 
 @gluon.jit
 def on_line(s, lse, line, corner, terms, c):
-    """P of a transposed far subtile whose bias lies on a line, of which the LSE has what belongs to queries;
-    ``corner``: the first key of its tile minus the first query."""
+    """P of a transposed far tile whose bias lies on a line; ``corner``: its first key minus its first query."""
+    S: gl.constexpr = s.type.layout
     value, slope, at = line[0]
     slope = anew(slope) * terms.exponent
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, s.type.layout)).to(gl.float32)
+    rows = gl.arange(0, s.shape[1], gl.SliceLayout(0, S)).to(gl.float32)
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S)).to(gl.float32)
     first = value * terms.exponent + slope * (corner - at).to(gl.float32)
+    lse += slope * rows
     return gl.exp2(s * terms.exponent + ((first + slope * cols)[:, None] - lse[None, :]))
 
 
@@ -215,102 +171,120 @@ def on_line(s, lse, line, corner, terms, c):
 
 
 @gluon.jit
-def new_factors(DTYPE: gl.constexpr, c):
-    """What dS of each far subtile is multiplied with, transposed [1, FACTORS, queries]: 1 in even columns, and in odd
-    ones, of which a line makes use, the place of a query in its tile."""
-    S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([FACTORS, c.SUBTILE_M], DTYPE)
-    L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [c.WARPS, 1], [1, 0])
-    factors = gl.allocate_shared_memory(DTYPE, [c.M_SUBTILES, FACTORS, c.SUBTILE_M], S)
-    column = gl.arange(0, FACTORS, gl.SliceLayout(1, L))[:, None]
-    query = gl.arange(0, c.SUBTILE_M, gl.SliceLayout(0, L))[None, :]
-    for i in gl.static_range(c.M_SUBTILES):
-        factors.index(i).store(gl.where(column % 2 == 0, 1, query + i * c.SUBTILE_M).to(DTYPE))
-    return factors
+def of_thread(ds):
+    """The sum of what each thread has of a transposed subtile."""
+    return gl.sum(gl.sum(gl.sum(in_words(ds), axis=5), axis=3), axis=1)
 
 
 @gluon.jit
 def no_sums(c):
-    """Of one side of a program and head, of each of its keys: what `FACTORS` columns of products come to."""
-    return gl.zeros([c.BLOCK_N, FACTORS], gl.float32, accumulator(c.BLOCK_N, FACTORS, c.WARPS))
-
-
-@gluon.jit
-def moved(sums, c):
-    """Places of queries are counted from the tile at hand, and the next is the one before: those of what is there are
-    a tile further on."""
+    S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
+    none = of_thread(gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S))
     if c.TOEPLITZ == "line":
-        total, weighted = sums.reshape([c.BLOCK_N, FACTORS // 2, 2]).split()
-        weighted += total * c.BLOCK_M
-        joined = gl.join(total, weighted).reshape([c.BLOCK_N, FACTORS])
-        return gl.convert_layout(joined, sums.type.layout, assert_trivial=True)
+        return FarSums(none, none)
     else:
-        return sums
+        return FarSums(none, 0)
 
 
 @gluon.jit
-def summed(sums, ds, factors, SUBTILE: gl.constexpr, c):
-    """Issue the product that adds a far subtile's dS, an operand."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.BLOCK_N, FACTORS, c.WARPS), 2)
-    ds = gl.convert_layout(ds, OPERAND, assert_trivial=True)
-    return warpgroup_mma(ds, factors.index(SUBTILE).permute((1, 0)), sums, is_async=True)
+def summed(sums, ds, line, corner, c):
+    """With dS of one more subtile; ``corner``: its first key minus its first query."""
+    own = anew(of_thread(ds))  # here, not where dS is needed no more
+    if c.TOEPLITZ == "line":
+        S: gl.constexpr = ds.type.layout
+        rows = gl.arange(0, ds.shape[1], gl.SliceLayout(0, S))[None, :]
+        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
+        # Of a distance what differs between the elements of a thread is a constant of each product.
+        within = (cols // 8 % 2 * 8 - rows // 8 * 8 - rows % 2).to(gl.float32)
+        L: gl.constexpr = own.type.layout
+        sixteens = gl.arange(0, c.BLOCK_N // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
+        keys = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+        queries = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+        first = (16 * sixteens + keys - 2 * queries + (corner - line[0].at)).to(gl.float32)
+        return FarSums(sums.total + own, sums.weighted + (of_thread(ds * within) + own * first))
+    else:
+        return FarSums(sums.total + own, 0)
 
 
 @gluon.jit
-def of_warps(x, c):
-    """Of a number for each key, which all columns have, what each sixteen of them come to."""
-    x = x.reshape([c.BLOCK_N // 16, 16, x.shape[1]])
-    return gl.sum(gl.sum(x, axis=2), axis=1) * (1.0 / x.shape[2])
+def of_warps(x):
+    """Of a `FarSums` the sum of each warp."""
+    return gl.sum(gl.sum(x, axis=2), axis=1)
 
 
 @gluon.jit
-def add_sums(sums, dvector, b, h, line, corner, sizes, c):
-    """Those of one side of a program and head to the entries between which its line runs. ``corner``: the first key
-    minus the first query of the tile that came last."""
+def add_sums(sums, dvector, b, h, line, sizes, c):
+    """Those of one side of a program and head to the entries between which its line runs."""
     at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
     begin, end = line[0].at, line[1]
-    total, weighted = sums.reshape([c.BLOCK_N, FACTORS // 2, 2]).split()
+    total = of_warps(sums.total)
+    at += gl.zeros_like(total).to(gl.int32)
     if c.TOEPLITZ == "line":
-        keys = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, total.type.layout))[:, None]
-        there = of_warps(total * (keys + (corner - begin)).to(gl.float32) - weighted, c)
         span = end - begin
-        there = there / gl.where(span == 0, 1, span).to(gl.float32)
-        total = of_warps(total, c) - there
-        at += gl.zeros_like(total).to(gl.int32)
+        there = of_warps(sums.weighted) / gl.where(span == 0, 1, span).to(gl.float32)
         gl.atomic_add(at + end, there, sem="relaxed", scope="gpu")
-    else:
-        total = of_warps(total, c)
-        at += gl.zeros_like(total).to(gl.int32)
+        total -= there
     gl.atomic_add(at + begin, total, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _halves(x):
+    """Of [w, g, n, t, b] those at even and at odd places of n."""
+    x = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3], x.shape[4]])
+    return x.permute((0, 1, 2, 4, 5, 3)).split()
+
+
+@gluon.jit
+def _whole(even, odd):
+    """`_halves` backwards."""
+    odd = gl.convert_layout(odd, even.type.layout, assert_trivial=True)
+    x = gl.join(even, odd).permute((0, 1, 2, 5, 3, 4))
+    return x.reshape([x.shape[0], x.shape[1], 2 * x.shape[2], x.shape[4], x.shape[5]])
+
+
+@gluon.jit
+def _one_on(x):
+    """Of [w, g, 8, t, b] each at the place before, 0 at the last; and the first, [w, g, 1, t, b]."""
+    even, odd = _halves(x)
+    even2, odd2 = _halves(even)
+    even4, odd4 = _halves(even2)
+    even2 = _whole(odd4, gl.zeros_like(even4))
+    return _whole(odd, _whole(odd2, even2)), even4
 
 
 @gluon.jit
 def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     """dS of a transposed near subtile to the entries of its distances.
 
-    A warp has sixteen keys and 64 queries, of which 1,024 pairs meet 79 distances. A thread adds up first what it has
-    of a diagonal, which leaves it two numbers in each of nine blocks of eight keys and eight queries. What lies on one
-    diagonal then comes to the threads of the distance modulo 8, and of these four share the distances between them: an
-    addition to memory for each number would be six times as many, several to a place.
+    Of sixteen keys and eight queries a thread has four elements on three diagonals: of two it has the sum first.
     """
     gl.static_assert(ds.shape[1] == 64, "eight times eight queries")
-    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c) + corner
+    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
     near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
+    moved, first = _one_on(far)
     L: gl.constexpr = near.type.layout
-    moved, first = one_on(far, 0.0)
-    near = turned(near + gl.convert_layout(moved, L, assert_trivial=True))
-    first = turned(first)
-    # Of the place n distances -8 n and less belong to it, or, where they went once around, to the next.
-    later, head = one_on(near, 0.0)
-    later = gl.where(goes_around(near), near, gl.convert_layout(later, L, assert_trivial=True))
-    around = goes_around(first)
-    head = gl.where(around, first, gl.convert_layout(head, first.type.layout, assert_trivial=True))
-    first = gl.where(around, 0.0, first)
-    later = shared(shared(of_neighbours(later), 1), 2)
-    w, g, n, t = index_of(later, 0), index_of(later, 1), index_of(later, 2), index_of(later, 3)
-    gl.atomic_add(at + (16 * w + g - 8 * t - 8) + (0 - 32 * n), later, sem="relaxed", scope="gpu")
-    ends = exchanged(of_neighbours(head), of_neighbours(first), 1)
-    lane = 4 * index_of(ends, 1) + index_of(ends, 3)
-    ends += from_lane(ends, (lane ^ 2) + gl.zeros_like(ends).to(gl.int32))
-    w, g, t = index_of(ends, 0), index_of(ends, 1), index_of(ends, 3)
-    places = at + (16 * w + g + 8 * t) + gl.zeros_like(ends).to(gl.int32)
-    gl.atomic_add(places, ends, mask=t + gl.zeros_like(ends).to(gl.int32) < 2, sem="relaxed", scope="gpu")
+    near += gl.convert_layout(moved, L, assert_trivial=True)
+    gl.atomic_add(_places(at + corner, near), near, sem="relaxed", scope="gpu")
+    gl.atomic_add(_places(at + (corner + 8), first), first, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _places(at, x):
+    """Where each element of [w, g, n, t, b] belongs, if the first of its subtile does ``at``. What differs between the
+    elements of a thread is a constant of each address."""
+    L: gl.constexpr = x.type.layout
+    w = gl.arange(0, x.shape[0], _axis(L, 0)).expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(4)
+    g = gl.arange(0, x.shape[1], _axis(L, 1)).expand_dims(0).expand_dims(2).expand_dims(3).expand_dims(4)
+    n = gl.arange(0, x.shape[2], _axis(L, 2)).expand_dims(0).expand_dims(1).expand_dims(3).expand_dims(4)
+    t = gl.arange(0, x.shape[3], _axis(L, 3)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(4)
+    b = gl.arange(0, x.shape[4], _axis(L, 4)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(3)
+    return (at + (16 * w + g - 2 * t)) + (0 - 8 * n - b)
+
+
+@gluon.constexpr_function
+def _axis(layout, axis):
+    """Of one axis of five."""
+    for other in reversed(range(5)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout

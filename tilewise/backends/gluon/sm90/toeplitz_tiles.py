@@ -17,11 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends import allocation
-from tilewise.backends.gluon.sm90.diagonals import index_of, one_on
-from tilewise.backends.gluon.sm90.mask_tiles import in_words
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
@@ -32,37 +29,25 @@ MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def pairs_kernel(vector, pairs, count, inverse, heads):
+def pairs_kernel(vector, pairs, gradient, count, inverse, heads):
     """Of each entry of a `Strided` vector (B, H, 1, count) and the next a word, both times ``inverse``; a finite one
-    stays finite."""
-    write_pairs(tl.program_id(0), vector, pairs, None, count, inverse, heads)
-
-
-@triton.jit
-def write_pairs(pid, vector, pairs, gradient, count, inverse, heads):
-    """A block of them; and zeros for a gradient that has as many places, or None."""
+    stays finite. And zeros for a gradient with as many places, or None."""
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
-    row = pid // blocks
-    place = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) // blocks
+    at = vector.pointer + tl.cast(row // heads, tl.int64) * vector.stride0
+    at += tl.cast(row % heads, tl.int64) * vector.stride1
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     entry = place - PAD
-    low = scaled_entry(vector, row, entry, (entry >= 0) & (entry < count), inverse, heads)
+    low = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
     entry += 1
-    high = scaled_entry(vector, row, entry, (entry >= 0) & (entry < count), inverse, heads)
-    low = low.to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
+    low = _scaled(low.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = _scaled(high.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
     to = tl.cast(row, tl.int64) * width + place
     tl.store(pairs + to, (low | (high << 32)).to(tl.int64), mask=place < width)
     if gradient is not None:
         tl.store(gradient + to, tl.zeros([BLOCK], tl.float32), mask=place < width)
-
-
-@triton.jit
-def scaled_entry(vector, row, entry, inside, inverse, heads):
-    """Of the ``row``-th of a vector's rows; 0 where it is not inside."""
-    at = vector.pointer + tl.cast(row // heads, tl.int64) * vector.stride0
-    at += tl.cast(row % heads, tl.int64) * vector.stride1
-    return _scaled(tl.load(at + entry.to(tl.int64) * vector.stride3, mask=inside, other=0.0).to(tl.float32), inverse)
 
 
 @triton.jit
@@ -79,12 +64,14 @@ class Pairs:
         B, H, _, count = vector.shape
         width = count + 2 * PAD.value
         self.empty = allocation(torch.empty(B * H, width, dtype=torch.int64, device="meta"), vector.device)
-        self.programs, self.numbers = B * H * triton.cdiv(width, BLOCK.value), (count, inverse, H)
-        self.launch = Launch(pairs_kernel, self.programs, (strided(vector), POINTER), self.numbers, num_warps=4)
+        programs = B * H * triton.cdiv(width, BLOCK.value)
+        layouts = strided(vector), POINTER, POINTER
+        self.launch = Launch(pairs_kernel, programs, layouts, (count, inverse, H), num_warps=4)
 
-    def __call__(self, vector: Tensor) -> Tensor:
+    def __call__(self, vector: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """gradient: what is to be zeroed, float32, contiguous, with a place for each word."""
         pairs = self.empty()
-        self.launch(vector, pairs)
+        self.launch(vector, pairs, gradient)
         return pairs
 
 
@@ -144,34 +131,25 @@ def line_above(diagonal, terms, sizes, c):
 def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
     """The entries of a tile in the layout of ``like``; ``corner``: its first key minus its first query.
 
-    What a thread has of one row stands eight columns further on in the other, eight rows before: half of the entries
-    and one more are loaded. What of an address differs between the elements of a thread is a constant of each load, as
-    in `forward_masks.banded`.
+    What of an address differs between the elements of a thread is a constant of each load, as in
+    `forward_masks.banded`.
     """
-    _, later = in_words(like).permute((0, 2, 3, 4, 5, 1)).split()
-    at = diagonal + (corner + 7 if KEYS_IN_ROWS else corner - 8)
-    later = _of_words(at, 0, later, KEYS_IN_ROWS)
-    _, first = one_on(later, 0.0)
-    earlier, _ = one_on(later, _of_words(at, later.shape[2], first, KEYS_IN_ROWS))
-    found = gl.join(gl.convert_layout(earlier, later.type.layout, assert_trivial=True), later)
-    found = found.permute((0, 5, 1, 2, 3, 4)).reshape(like.shape)
-    return gl.convert_layout(found, like.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _of_words(at, N0: gl.constexpr, like, KEYS_IN_ROWS: gl.constexpr):
-    """In the layout of ``like`` [w, g, n, t, b], from the place ``N0`` of n on."""
-    one, _ = like.split()
-    w, g, n, t = index_of(one, 0), index_of(one, 1), index_of(one, 2), index_of(one, 3)
-    if KEYS_IN_ROWS:  # noqa: SIM108  (a column further on is a distance less)
-        at = (at + (16 * w + g - 2 * t)) + (0 - 8 * (n + N0))
+    R: gl.constexpr = like.shape[0]
+    C: gl.constexpr = like.shape[1]
+    first, _ = like.reshape([R, C // 8, 4, 2]).split()
+    L: gl.constexpr = first.type.layout
+    rows = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
+    eights = gl.arange(0, C // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+    twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+    if KEYS_IN_ROWS:
+        at = (diagonal + (corner - 1)) + (rows - 2 * twos) + (0 - 8 * eights)
     else:
-        at = (at + (2 * t - 16 * w - g)) + 8 * (n + N0)
+        at = (diagonal + corner) + (2 * twos - rows) + 8 * eights
     low, high = gl.inline_asm_elementwise(
         "mov.b64 {$0, $1}, $2;", "=f,=f,l", [gl.load(at)], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
     found = gl.join(high, low) if KEYS_IN_ROWS else gl.join(low, high)
-    return gl.convert_layout(found, like.type.layout, assert_trivial=True)
+    return gl.convert_layout(found.reshape([R, C]), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -188,45 +166,22 @@ def anew(x):
 
 
 @gluon.jit
-def new_columns(c):
-    """The places of a tile's keys, [BLOCK_N, 16], in the columns that `far_start` multiplies with a slope."""
-    S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.BLOCK_N, 16], gl.bfloat16)
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    columns = gl.allocate_shared_memory(gl.bfloat16, [c.BLOCK_N, 16], S)
-    key = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, L))[:, None]
-    place = gl.arange(0, 16, gl.SliceLayout(0, L))[None, :]
-    columns.store(gl.where(place < 3, key, 0).to(gl.bfloat16))
-    return columns
-
-
-@gluon.jit
-def far_start(far, columns, c):
-    """Issue what the product of a far tile on a line starts from, the slope times the place of each key.
-
-    By the tensor cores: a multiplication for each score would stand between the softmax of one tile and the product of
-    the next. A slope is three numbers of bfloat16, 24 bits together, and the place of a key is one.
-    """
+def far_start(far, row0, n0, c):
+    """The same of a far tile, and what is added to each of its rows besides."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    L: gl.constexpr = accumulator(64, 16)
-    slope = anew(far.slope)
-    high = slope.to(gl.bfloat16).to(gl.float32)
-    middle = (slope - high).to(gl.bfloat16).to(gl.float32)
-    low = (slope - high) - middle
-    place = gl.arange(0, 16, gl.SliceLayout(0, L))[None, :] + gl.zeros([64, 16], gl.int32, L)
-    parts = gl.where(place == 0, high, gl.where(place == 1, middle, gl.where(place == 2, low, 0.0))).to(gl.bfloat16)
-    parts = gl.convert_layout(parts, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
-    none = gl.zeros([64, c.BLOCK_N], gl.float32, S)
-    return warpgroup_mma(parts, columns.permute((1, 0)), none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def far_shift(far, row0, n0, c):
-    """What is added to each row of a far tile."""
+    start = gl.zeros([64, c.BLOCK_N], gl.float32, S)
     shift = far.value
     if c.TOEPLITZ == "line":
-        rows = gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
+        parts = start.reshape([64, c.BLOCK_N // 8, 8])
+        L: gl.constexpr = parts.type.layout
+        eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+        within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+        slope = anew(far.slope)
+        parts += (8 * eights).to(gl.float32) * slope + within.to(gl.float32) * slope
+        start = gl.convert_layout(parts.reshape(start.shape), S, assert_trivial=True)
+        rows = gl.arange(0, 64, gl.SliceLayout(1, S))
         shift = (shift + far.slope * (n0 - row0 - far.at).to(gl.float32)) - far.slope * rows.to(gl.float32)
-    return shift
+    return start, shift
 
 
 @gluon.jit
