@@ -47,19 +47,20 @@ def keep_bias_of_keys(x, shared, work_tile, h, c):
 
 @gluon.jit
 def sums_of(ds, c):
-    """The sum of dS over the queries by thread, [keys, 4], which meet at the end; where warpgroups share the keys
-    [keys, 2], one for each."""
+    """The sum of dS over the queries by thread, [keys, 4], which meet at the end; [keys] where order matters; where
+    warpgroups share the keys [keys, 2], one for each."""
     if c.SHARES_KEYS:
         return gl.sum(ds.reshape([c.BLOCK_N, 2, c.SUBTILE_M // 2]), axis=2)
     else:
-        return sums_of_rows(ds, True)
+        return sums_of_rows(ds, not c.ORDERED)  # where order matters registers are fuller
 
 
 @gluon.jit
 def store_sums(sums, x, work_tile, h, sizes, c):
     """dBias of this program's keys by one head's queries, float32 (B, H, N), or (1, H, T) of a packed batch."""
     L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
-    sums = gl.convert_layout(gl.sum(sums, axis=1), L, assert_trivial=not c.SHARES_KEYS)
+    if c.SHARES_KEYS or not c.ORDERED:
+        sums = gl.convert_layout(gl.sum(sums, axis=1), L, assert_trivial=not c.SHARES_KEYS)
     cols = work_tile.n0 + gl.arange(0, c.BLOCK_N, L)
     head = (work_tile.b * sizes.kv_heads * sizes.group + h).to(gl.int64) * sizes.keys + work_tile.seq.first_key
     gl.store(x.dbias + head + cols, sums, mask=cols < work_tile.seq.keys)
