@@ -15,9 +15,7 @@ from tilewise.ops.windows import Geometry
 # compute them twice.
 MOST_QUERIES, MOST_KEYS = 32, 256
 MOST_BYTES = 32768  # of a window's keys, which lie in shared memory as a whole, and of its values
-PROGRAMS = (
-    4096  # of a forward, before each gets more than one of those that share a bias: some eight a place of an H200
-)
+PROGRAMS = 4096  # of a forward, before each has more than one of those that share a bias; eight a place of an H200
 
 
 class Tiles(NamedTuple):
