@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from vectors_child import by_kernels, compile_vectors
+from vectors_child import by_kernels
 
 from tilewise import attention, call
 from tilewise.bias import alibi, t5_bias
@@ -100,15 +100,6 @@ def test_the_kernels_are_the_definition(interpreter, rule, dtype):
         vector, found = interpreter(by_kernels, rule, x, first, width, gradient)
         torch.testing.assert_close(vector, by_definition(rule, x, first, width).float(), rtol=1e-6, atol=0)
         hold_gradient(found, rule, x, first, gradient, 8e-3 if dtype == BRAIN else 0)  # the interpreter cuts bfloat16
-
-
-@needs_triton
-def test_compiled_kernels(compilers):
-    kernels = compilers.compile(compile_vectors, "installed", 90, 16, BRAIN)
-    assert [kernel.name for kernel in kernels] == [
-        "table_vector_kernel", "table_gradient_kernel", "slopes_vector_kernel", "slopes_gradient_kernel",
-    ]  # fmt: skip
-    assert not any(kernel.spill_stores for kernel in kernels)
 
 
 class AsKernel:

@@ -18,6 +18,7 @@ from aot_compilers import minor_version
 from helpers import Case
 from ledger import covering
 from relative_helpers import Term
+from vectors_child import compile_vectors
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -389,3 +390,12 @@ def hold(kernels, tensor_cores, allowed):
         if kernel.name in (*MAIN_KERNELS, "diagonal_gradient_kernel") and not kernel.instructions[tensor_cores]:
             faults.append(f"{kernel.name}: no {tensor_cores}, but {kernel.instructions}")
     assert not faults, "\n".join(faults)
+
+
+def test_kernels_of_vectors(compilers):
+    """Of T5's table and ALiBi's slopes."""
+    kernels = compilers.compile(compile_vectors, "installed", 90, 16, torch.bfloat16)
+    assert [kernel.name for kernel in kernels] == [
+        "table_vector_kernel", "table_gradient_kernel", "slopes_vector_kernel", "slopes_gradient_kernel",
+    ]  # fmt: skip
+    assert not any(kernel.spill_stores for kernel in kernels)

@@ -1,5 +1,4 @@
-"""The kernels of windows in Triton's interpreter against the formula in float64: forward and every gradient; and
-compiled for GPUs that are not here."""
+"""The kernels of windows in Triton's interpreter against the formula in float64: forward and every gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import importlib.util
 
 import pytest
 import torch
-from aot_child import WindowCase, compile_windows
 from structure_helpers import check, check_rounded, formula, tensors, value_and_gradients
 from test_windows import dense, window_inputs
 
@@ -328,27 +326,3 @@ def test_others_are_calls_of_attention(changes, geometry, monkeypatch):
     usual = torch.empty(1, 2, 64, 32, dtype=BRAIN)
     assert config.fits(usual, usual, usual, None, Geometry(32, 128, False))
     assert not config.fits(q, q.to(changes.get("k", q.dtype)), q, bias, Geometry(*geometry, False))
-
-
-# --- ahead of time ---
-
-
-@pytest.mark.parametrize(
-    ("triton", "target", "case", "spills"),
-    [
-        ("3.6.0", 90, WindowCase(), (12, 140)),
-        ("3.6.0", 90, WindowCase(samples=16, heads_last=True, length=10241, shift=True), None),
-        ("installed", 90, WindowCase(head_dim=48), None),
-        ("installed", 80, WindowCase(), None),
-    ],
-)
-def test_compiled_kernels(compilers, triton, target, case, spills):
-    """One each way, which fit and spill no more than so many bytes: a ceiling, to be lowered and never raised."""
-    kernels = compilers.compile(compile_windows, triton, target, case)
-    assert [kernel.name for kernel in kernels] == ["forward_kernel", "backward_kernel"]
-    for kernel in kernels:
-        print(kernel)
-    found = tuple(kernel.spill_stores for kernel in kernels)
-    assert all(kernel.shared <= 48 * 1024 and not kernel.warnings for kernel in kernels)
-    assert all(kernel.instructions["mma.sync"] for kernel in kernels)
-    assert spills is None or all(x <= y for x, y in zip(found, spills, strict=True)), found
