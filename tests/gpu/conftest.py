@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +32,19 @@ def give_memory_back() -> Iterator[None]:
     """Several processes may share the device, and some tests need a good part of it."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def hopper_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each of Hopper's backwards that has run, a `Backward`."""
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
+
+    log: list[Any] = []
+    before = Backward.__call__
+
+    def watched(self: Any, *arguments: Any) -> Any:
+        log.append(self)
+        return before(self, *arguments)
+
+    monkeypatch.setattr(Backward, "__call__", watched)
+    return log

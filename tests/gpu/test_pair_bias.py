@@ -8,26 +8,10 @@ import pytest
 import torch
 from helpers import Case, check, run, tensors
 
-from tilewise.backends.gluon.sm90 import backward_launch
-
 PAIR = Case(B=45, H=4, M=768, N=768, D=32, bias="1hmn", dtype=torch.bfloat16)
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs compute capability 9.0", allow_module_level=True)
-
-
-@pytest.fixture
-def lanes(monkeypatch):
-    """Of each backward, how many batch elements a program had."""
-    log = []
-    before = backward_launch.Backward.__call__
-
-    def watched(self, *arguments):
-        log.append(self.config.lanes)
-        return before(self, *arguments)
-
-    monkeypatch.setattr(backward_launch.Backward, "__call__", watched)
-    return log
 
 
 @pytest.mark.parametrize(
@@ -45,15 +29,15 @@ def lanes(monkeypatch):
     ],
     ids=str,
 )
-def test_batch_elements_side_by_side(lanes, terms):
+def test_batch_elements_side_by_side(hopper_backwards, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
-    assert lanes == [3]
+    assert [made.config.lanes for made in hopper_backwards] == [3]
 
 
 @pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 760}, {"mask": "b11n"}], ids=str)
-def test_others_have_a_sum_each(lanes, terms):
+def test_others_have_a_sum_each(hopper_backwards, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
-    assert lanes == [1]
+    assert [made.config.lanes for made in hopper_backwards] == [1]
 
 
 def test_dbias_has_the_same_bits_where_that_is_asked_for():

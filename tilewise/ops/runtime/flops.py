@@ -7,7 +7,7 @@ the longest, as PyTorch takes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -19,26 +19,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 Shape = Sequence[int]
 
 
-def _attention(*arguments: Any, out_val: Any = None) -> int:
-    """S over the head dimension, O over the value dimension."""
-    named = _named("attention", arguments)
-    return 2 * _scores(named) * (named["q"].shape[3] + named["v"].shape[3])
+def _products(name: str, scores: Callable[[dict[str, Any]], int], head_dims: int, value_dims: int) -> Any:
+    """The formula of an operator that makes so many products of its scores over the head dimension, and over the value
+    dimension, whoever needs them: forward S and O, backward S, dQ and dK, and dP and dV."""
 
+    def formula(*arguments: Any, out_val: Any = None) -> int:
+        named = _named(name, arguments)
+        return 2 * scores(named) * (head_dims * named["q"].shape[3] + value_dims * named["v"].shape[3])
 
-def _attention_backward(*arguments: Any, out_val: Any = None) -> int:
-    """S, dQ and dK over the head dimension, dP and dV over the value dimension, whoever needs them."""
-    named = _named("attention_backward", arguments)
-    return 2 * _scores(named) * (3 * named["q"].shape[3] + 2 * named["v"].shape[3])
-
-
-def _window_attention(*arguments: Any, out_val: Any = None) -> int:
-    named = _named("window_attention", arguments)
-    return 2 * _windows(named) * (named["q"].shape[3] + named["v"].shape[3])
-
-
-def _window_attention_backward(*arguments: Any, out_val: Any = None) -> int:
-    named = _named("window_attention_backward", arguments)
-    return 2 * _windows(named) * (3 * named["q"].shape[3] + 2 * named["v"].shape[3])
+    return formula
 
 
 def _windows(named: dict[str, Any]) -> int:
@@ -67,11 +56,11 @@ def _matmul(a: Shape, b: Shape, *others: Any, **more: Any) -> int:
 
 
 _FORMULAS: dict[str, Any] = {
-    "attention": _attention,
-    "attention_backward": _attention_backward,
+    "attention": _products("attention", _scores, 1, 1),
+    "attention_backward": _products("attention_backward", _scores, 3, 2),
     "matmul": _matmul,
-    "window_attention": _window_attention,
-    "window_attention_backward": _window_attention_backward,
+    "window_attention": _products("window_attention", _windows, 1, 1),
+    "window_attention_backward": _products("window_attention_backward", _windows, 3, 2),
 }
 
 
