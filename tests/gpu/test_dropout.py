@@ -333,13 +333,13 @@ def test_compile(seed):
 def test_a_new_share_compiles_nothing():
     from tilewise.backends import launcher
 
-    x = [normal(1, 2, 256, 64) for _ in range(3)]
+    x = [normal(1, 2, 256, 56) for _ in range(3)]  # of no other test: a launch made for other lengths has their tiles
     step(x)
-    known = len(launcher._kernels)
+    known = set(launcher._kernels)
     for p in (0.1, 0.25, 0.5, 1 / 65536, 0.9):
         o = attention(*x, dropout_p=p)
         torch.autograd.grad(o, x, torch.ones_like(o))
-    assert len(launcher._kernels) == known
+    assert set(launcher._kernels) == known
 
 
 def test_more_than_two_to_the_31st_scores():

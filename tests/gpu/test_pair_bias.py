@@ -22,7 +22,7 @@ if torch.cuda.get_device_capability() != (9, 0):
         {"B": 44, "M": 833, "N": 776},
         {"B": 60, "Hkv": 2, "N": 1160},
         {"H": 8, "bias": "11mn"},
-        {"D": 24, "Dv": 16, "layout": "heads_last"},
+        {"D": 24, "Dv": 16},
         {"dtype": torch.float16, "lse": False},
         {"bias_hides": True, "planted": float("nan")},
         {"sink": "h"},
