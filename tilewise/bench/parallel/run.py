@@ -25,7 +25,7 @@ from tilewise.bench.run import UsageError, origin, provider_errors
 from tilewise.bench.timing import Clock, calibrate, summary
 
 _ROUNDS = {"cuda": 2, "cpu": 1}
-_SECONDS = {"cuda": 1.5, "cpu": 0.2}  # of each measurement
+_SECONDS = {"cuda": 0.8, "cpu": 0.2}  # of each measurement
 # How much further from the right answer than one process a rank may be, and what is always forgiven.
 _FACTOR, _SLACK = 2.0, {"bfloat16": 1e-3, "float32": 1e-6}
 
