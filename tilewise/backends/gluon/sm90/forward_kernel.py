@@ -499,9 +499,9 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         box = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c)
         tma_store(x.o, box, stage)
         if x.o_low is not None:  # the same way, once O has left
-            low, low_stage = low_bits(o, leaving), stage._reinterpret(gl.int16, stage.shape, x.o_low.layout)
+            low_stage = stage._reinterpret(gl.int16, stage.shape, x.o_low.layout)
             tma.store_wait(0)
-            low_stage.reshape([64, c.BLOCK_DV]).store(low)
+            low_stage.reshape([64, c.BLOCK_DV]).store(low_bits(o, leaving))
             fence_async_shared()
             tma_store(x.o_low, box, low_stage)
         if c.O_IN_Q:

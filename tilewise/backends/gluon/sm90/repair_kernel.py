@@ -96,10 +96,11 @@ def _matrix(b, h, sizes, r):
 
 
 @triton.jit
-def _repair(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
+def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
             m0):  # fmt: skip
-    """The rows of one tile whose LSE is NaN. seq: `SeqInfo` of a packed batch. sizes: of its sequence; lse_rows: of the
-    LSE."""
+    """The rows of one tile whose LSE is NaN. outputs: o and o_low. seq: `SeqInfo` of a packed batch. sizes: of its
+    sequence; lse_rows: of the LSE."""
+    o, o_low = outputs
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
@@ -219,7 +220,7 @@ def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, o_low, l
                         mine = m0 + tl.arange(0, r.BLOCK_M)
                         again = tl.load(row + seq.first_query + mine, mask=mine < seq.queries, other=0.0)
                         if tl.max((again != again).to(tl.int32), 0) != 0:
-                            _repair(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, seq,
+                            _repair(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms, seq,
                                     own, sizes.queries, r, 0, h, m0)  # fmt: skip
 
 
@@ -242,6 +243,6 @@ def repair_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, valu
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms,
+                    _repair(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms,
                             SeqInfo(0, 0, 0, 0, 0), sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads,
                             m0)  # fmt: skip
