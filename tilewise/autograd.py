@@ -240,6 +240,18 @@ def attention_op(
     return eager_attention(inputs, terms, forward_of(inputs, terms), return_lse)
 
 
+def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
+    """The same without a derivative, for who has a backward of its own: all that this one is given."""
+    terms = Terms.of(score, deterministic, backend)
+    if not is_eager(inputs.tensors()):
+        o, lse, o_low = ATTENTION.watched(*inputs.flat(), *terms)
+        return Outputs(o, lse, o_low if o_low.shape == o.shape else None)
+    run = forward_of(inputs, terms)
+    if profiler._is_profiler_enabled:
+        return Outputs(*recorded("tilewise::attention", inputs.tensors(), run, inputs))
+    return run(inputs)
+
+
 def eager_attention(
     inputs: Inputs, terms: Terms, run: Forward, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
