@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 LOWEST, HIGHEST = -(2**15), 2**15 - 1
+LOW_BYTES = 2
 
 
 def keeps_low_bits(dtype: torch.dtype, dropout: int) -> bool:
