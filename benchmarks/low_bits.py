@@ -3,8 +3,8 @@
     python benchmarks/low_bits.py
 
 Each line: dropout 0.1 in the Hopper kernels as they are, and with o rounded and nothing kept; milliseconds of a pass,
-and the share of the speed without. The values of both are compared with each other first, and those of rows that see one
-key with what they must be.
+and the share of the speed without. The values of both are compared with each other first, and those of rows that see
+one key with what they must be.
 """
 
 from __future__ import annotations
