@@ -176,9 +176,10 @@ def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, 
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     spoilt = old != old
     tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
+    at = _rows_at(o, b, h, seq, rows, value_dims)
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
     leaving = acc.to(o.pointer.dtype.element_ty)
-    tl.store(_rows_at(o, b, h, seq, rows, value_dims), leaving, mask=inside)
+    tl.store(at, leaving, mask=inside)
     if o_low is not None:
         tl.store(_rows_at(o_low, b, h, seq, rows, value_dims), low_bits(acc, leaving), mask=inside)
 
