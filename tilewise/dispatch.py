@@ -70,7 +70,9 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
     """What computes a backward, likewise."""
     found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
-    key = (found, terms, needs, None if outputs.o_low is None else layouts(outputs.o_low))
+    if outputs.o_low is not None:  # with dropout, and so of no structure
+        found += layouts(outputs.o_low)
+    key = (found, terms, needs)
     run = backwards.get(key)
     if run is None:
         structure, variants = _structure(inputs, found), None
