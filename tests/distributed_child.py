@@ -436,25 +436,6 @@ def check_dropout(mesh: DeviceMesh) -> None:
     assert not torch.equal(masks[0], other)
 
 
-def check_one_key(mesh: DeviceMesh) -> None:
-    """Beside dropout gradients of rows that see one key are 0, in 16 bits too: parts are merged, rows are traded and a
-    compiler's operator hands on what rounding takes of o."""
-    for method, balancer in itertools.product(METHODS, (None, "head_tail")):
-        torch.manual_seed(3)
-        x = [torch.randn(1, 4, 8, 16, dtype=torch.float16, requires_grad=True) for _ in range(3)]
-
-        def call(*x: torch.Tensor, more: dict[str, Any]) -> torch.Tensor:
-            return context_parallel_attention(
-                *x, mesh=mesh, causal=True, window=(0, 0), dropout_p=0.9, dropout_seed=(1, 2), **more
-            )
-
-        more = {"method": method, "load_balancer": balancer}
-        for f in (call, torch.compile(call, backend="eager", fullgraph=True))[: 1 if balancer else 2]:
-            dq, dk, dv = torch.autograd.grad((f(*x, more=more).float() * torch.arange(16.0)).sum(), x)
-            assert dv.abs().max() > 100, method
-            assert max(dq.abs().max(), dk.abs().max()) < 1e-2, (method, balancer, f is call)
-
-
 def check_hidden(mesh: DeviceMesh) -> None:
     """NaN in keys and values that the mask hides reaches nothing, and their gradients are 0."""
     torch.manual_seed(4)
@@ -553,7 +534,7 @@ def check_example(mesh: DeviceMesh) -> None:
 OTHERS = {
     "DTensors": check_dtensor, "meshes": check_meshes, "shard": check_shard, "explanation": check_explanation,
     "validation": check_validation, "autocast": check_autocast, "compiled": check_compiled, "recipe": check_recipe,
-    "dropout": check_dropout, "one key": check_one_key, "hidden NaN": check_hidden,
+    "dropout": check_dropout, "hidden NaN": check_hidden,
     "derivatives": check_derivatives, "forgotten": check_forgotten, "example": check_example,
 }  # fmt: skip
 
@@ -577,11 +558,14 @@ def _start(rank: int, size: int, store: str, timeout: float) -> DeviceMesh:
 
 def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
-    from distributed_packed import checks_of_packed  # which imports this module
+    from distributed_one_key import check_one_key  # these import this module
+    from distributed_packed import checks_of_packed
 
     found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()} | checks_of_packed(size)
     found |= {f"error: {name}": (check_error, name) for name in ERRORS}
     found |= triangle_child.CHECKS
+    if size == 2:
+        found["one key"] = (check_one_key,)
     return found | {
         name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes", "dropout")
     }
