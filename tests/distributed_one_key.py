@@ -29,3 +29,7 @@ def check_one_key(mesh: DeviceMesh) -> None:
             dq, dk, dv = torch.autograd.grad((f(*x, more=more).float() * torch.arange(16.0)).sum(), x)
             assert dv.abs().max() > 100, method
             assert max(dq.abs().max(), dk.abs().max()) < 1e-2, (method, balancer, f is call)
+
+
+def checks_of_one_key() -> dict[str, tuple]:
+    return {"one key": (check_one_key,)}
