@@ -212,7 +212,7 @@ def compile_case(
     element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
     from tilewise.backends.triton import config, launch
     from tilewise.score.dropout import Origin
     from tilewise.score.parts import DIFFERENTIABLE
@@ -225,7 +225,8 @@ def compile_case(
     _launched.clear()
     launch.Forward(problem, inputs)(inputs)
     if backward:
-        outputs, cotangents = Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
+        outputs = Outputs(o, lse, empty_low_bits(o, problem))
+        cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
         needs = Needs(
             True, True, True, inputs.bias is not None, case.sink is not None,
             **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
@@ -326,7 +327,7 @@ class Code(NamedTuple):
 def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> list[Code]:
     """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
     `compile_case`."""
-    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
     from tilewise.backends.gluon.sm90 import backward_launch, config, launch
 
     _launched.clear()
@@ -335,8 +336,8 @@ def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> 
         o = empty_output(inputs.q, case.value_dim)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
         needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
-        outputs = Outputs(o, lse)
-        backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+        outputs, cotangents = Outputs(o, lse, empty_low_bits(o, problem)), Outputs(o, lse)
+        backward_launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     else:
         launch.Forward(problem, inputs)(inputs)
     return _codes(config.SHARED_MEMORY)

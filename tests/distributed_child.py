@@ -558,14 +558,14 @@ def _start(rank: int, size: int, store: str, timeout: float) -> DeviceMesh:
 
 def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
-    from distributed_packed import checks_of_packed  # which imports this module
+    from distributed_one_key import checks_of_one_key  # these import this module
+    from distributed_packed import checks_of_packed
 
     found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()} | checks_of_packed(size)
     found |= {f"error: {name}": (check_error, name) for name in ERRORS}
-    found |= triangle_child.CHECKS
-    return found | {
-        name: (check,) for name, check in OTHERS.items() if size == 2 or name in ("shard", "meshes", "dropout")
-    }
+    found |= triangle_child.CHECKS | checks_of_one_key()
+    others = OTHERS if size == 2 else ("shard", "meshes", "dropout")
+    return found | {name: (OTHERS[name],) for name in others}
 
 
 def run(rank: int, size: int, store: str) -> None:

@@ -440,6 +440,21 @@ FAULTS = [
         "test_dropout.py::test_few_queries",
     ),
     Fault(
+        "backends/triton/forward_kernel.py", "o_low, low, b, at.head", "o_low, low * 0, b, at.head",
+        "D is made from an O of 16 bits",
+        "test_low_bits.py::test_triton",
+    ),
+    Fault(
+        "backends/cpu/tiled.py", "self.rows(outputs.o, rows, outputs.o_low)", "self.rows(outputs.o, rows)",
+        "D is made from an O of 16 bits",
+        "test_low_bits.py::test_cpu",
+    ),
+    Fault(
+        "backends/low_bits.py", "tl.minimum(tl.maximum(steps, LOWEST), HIGHEST)", "tl.maximum(steps, LOWEST)",
+        "what of a float16 that is nearly 0 does not fit comes back as another number",
+        "test_low_bits.py::test_numbers_come_back_in_triton",
+    ),
+    Fault(
         "backends/dropout.py", "(j & 8) == 0", "(i & 8) == 0",
         "the kernels' scores share numbers that the reference keeps apart",
         "test_dropout.py::test_triton",

@@ -129,6 +129,16 @@ HOPPER = [
         "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
     ),
     Fault(
+        "backends/gluon/preprocess.py", "o_tile = with_low_bits(o_tile, ", "o_tile + (",
+        "beside dropout D is made from an O of 16 bits",
+        "test_hopper_rows.py::test_what_the_backward_knows_of_a_row",
+    ),
+    Fault(
+        "backends/gluon/sm90/repair_kernel.py", "low_bits(acc, leaving)", "low_bits(acc, acc)",
+        "rows that are computed again lose what rounding takes of them",
+        "test_hopper_rows.py::test_rows_are_computed_again",
+    ),
+    Fault(
         "backends/gluon/sm90/repair_kernel.py", "(distance <= hi)", "(distance < hi)",
         "rows that are computed again do not see the last key of the band",
         "test_hopper_rows.py::test_rows_are_computed_again",

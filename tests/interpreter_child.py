@@ -209,14 +209,36 @@ def turn_mask(case: Case) -> tuple[Results, Results, int]:
     forward = Forward(problem, inputs)
     outputs = forward(inputs)
     backward = Backward(problem, inputs, outputs, cotangents, needs)
-    before = Results(*outputs, *backward(inputs, outputs, cotangents)[:5])
+    before = Results(*outputs[:2], *backward(inputs, outputs, cotangents)[:5])
     turned, results = 0, []
     for passed, arguments in ((forward, (inputs,)), (backward, (inputs, outputs, cotangents))):
         passed.masked = _Turned(passed.masked, passed.config, x.mask)
-        results += passed(*arguments)[:5]
+        results += passed(*arguments)[: 2 if passed is forward else 5]
         x.mask[:] = passed.masked.before
         turned += passed.masked.tiles
     return before, Results(*results), turned
+
+
+def low_bits_and_back(exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By the twins in Triton: the low bits of float32 numbers, and what becomes of those of ``dtype`` with them."""
+    from low_bits_kernel import low_bits_kernel
+
+    low, found = torch.empty_like(exact, dtype=torch.int16), torch.empty_like(exact)
+    low_bits_kernel[(1,)](exact, exact.to(dtype), low, found, len(exact), 32768)
+    return low, found
+
+
+def one_key_of_packed(tokens: int) -> tuple[Tensor, ...]:
+    """Gradients of a packed batch by the triton backend, in which each query sees one key, beside dropout 0.9."""
+    from tilewise import varlen_attention
+
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(tokens, 4, 16, generator=generator).half().requires_grad_() for _ in range(3)]
+    offsets = torch.tensor([0, 7, 7, 40, tokens - 5], dtype=torch.int32)
+    o = varlen_attention(
+        *x, offsets, offsets, tokens, tokens, window=(0, 0), dropout_p=0.9, dropout_seed=(1, 2), backend="triton"
+    )  # fmt: skip
+    return torch.autograd.grad((o.float() * torch.arange(16.0)).sum(), x)
 
 
 def check_sink_gradient(shape: tuple[int, ...], M: int, tile: int, between: int, first: int) -> None:

@@ -219,7 +219,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     for warpgroup in range(c.WARPGROUPS):
         for found in (filled, events, visited):
             found.clear()
-        x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None)
+        x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None, o_low=None)
         bias_tiles.load_bias.fn(x, MagicMock(), terms, sizes, c, warpgroup)
         forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
         check_ring(filled, events, c.BIAS_STAGES)

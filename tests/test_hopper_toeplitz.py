@@ -177,7 +177,7 @@ def test_the_forwards_loops(monkeypatch, p, dim):
 
     monkeypatch.setattr(forward_kernel, "attend", attend)
     for warpgroup in range(c.WARPGROUPS):
-        x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None)
+        x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None, o_low=None)
         forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
     assert len(visited) == len(set(visited))
     lo, hi = tiles.limits(p.score.band)

@@ -98,7 +98,7 @@ def test_a_profile_names_attention(door):
     o = torch.empty(2, 4, 5, 8)
     assert rows_of(lambda: door(q, k, v).sum().backward()) == [
         ("tilewise::attention", shapes(q, k, v, None, None, None)),
-        ("tilewise::attention_backward", shapes(o, None, q, k, v, None, None, None, o, o[..., 0])),
+        ("tilewise::attention_backward", shapes(o, None, q, k, v, None, None, None, o, o[..., 0], None)),
     ]
 
 

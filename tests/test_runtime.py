@@ -26,9 +26,9 @@ INPUTS = (
 WINDOWS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, float scale, int q_block, int k_block, bool shift"
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {
-    "attention": f"{INPUTS}, {TERMS}) -> (Tensor, Tensor)",
-    "attention_backward": f"Tensor? do, Tensor? dlse, {INPUTS}, Tensor o, Tensor lse, {TERMS}, bool[] needs) "
-    f"-> ({', '.join(['Tensor'] * 10)})",
+    "attention": f"{INPUTS}, {TERMS}) -> (Tensor, Tensor, Tensor)",
+    "attention_backward": f"Tensor? do, Tensor? dlse, {INPUTS}, Tensor o, Tensor lse, Tensor? o_low, {TERMS}, "
+    f"bool[] needs) -> ({', '.join(['Tensor'] * 10)})",
     "matmul": "Tensor a, Tensor b, Tensor? c, float alpha, float beta, SymInt[] summed, str backend) -> Tensor",
     "softmax": "Tensor x, float scale, Tensor? bias, Tensor? mask, int dim) -> Tensor",
     "softmax_backward": "Tensor dp, Tensor p, float scale, SymInt[]? bias_shape, ScalarType? bias_dtype, int dim, "

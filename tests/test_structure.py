@@ -70,7 +70,7 @@ def prepared(case: Case, backend: str, work: str, longest: int):
     problem = Problem.of(*inputs, terms.score, deterministic=terms.deterministic, irregular=names)
     problem = replace(problem, device="cuda", capability=(9, 0))
     tensors = (inputs, outputs, cotangents, NEEDS) if backward else (inputs,)
-    structure = structure_of(*layouts(*inputs[:6], *(*outputs, *cotangents) if backward else ()))
+    structure = structure_of(*layouts(*inputs[:6], *(*outputs[:2], *cotangents[:2]) if backward else ()))
     try:
         plan = make_plan(problem, backend)
     except ValueError:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import (
+    INPUT_NAMES,
+    Gradients,
+    Inputs,
+    Needs,
+    Outputs,
+    empty_low_bits,
+    empty_output,
+    lse_dtype,
+)
 from tilewise.dispatch import Forward, backward_of, describe, forward_of
 from tilewise.ops.runtime import plain
 from tilewise.ops.runtime.eager import apply_of, is_differentiated, is_eager, is_eager_backward
@@ -32,6 +41,7 @@ class _Cotangents(NamedTuple):
 class _Saved(NamedTuple):
     o: Tensor
     lse: Tensor
+    o_low: Tensor | None
 
 
 class _Wanted(NamedTuple):
@@ -41,15 +51,22 @@ class _Wanted(NamedTuple):
 # --- the operators, which the dispatcher calls ---
 
 
-def _forward(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor | None]:
-    o, lse = forward_of(inputs, terms)(inputs)
-    return o, lse
+# An operator returns tensors only: an empty one stands for bits of o that there are none of, and for a gradient that
+# nobody needs.
 
 
-def _forward_fake(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor]:
-    describe(inputs, terms)  # or its error
+def _forward(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
+    o, lse, o_low = forward_of(inputs, terms)(inputs)
+    return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
+
+
+def _forward_fake(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+    problem = describe(inputs, terms)  # or its error
     q = inputs.q
-    return empty_output(q, inputs.v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    o = empty_output(q, inputs.v.shape[3])
+    o_low = empty_low_bits(o, problem)
+    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
 
 
 def _backward(
@@ -58,7 +75,6 @@ def _backward(
     grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
     if grads.toeplitz is not None:  # which may be a part of a wider one
         grads = grads._replace(toeplitz=grads.toeplitz.contiguous())
-    # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
     return tuple(inputs.q.new_empty(0) if g is None else g for g in grads)
 
 
@@ -71,22 +87,23 @@ def _backward_fake(
 
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:
-    """``saved``: the inputs' tensors, o and lse. No cotangent of o is one of zeros."""
-    *given, o, lse = saved
-    inputs, outputs = Inputs(*given) if len(given) == 6 else Inputs.of(given), Outputs(o, lse)
+    """``saved``: the inputs' tensors and `Outputs`. No cotangent of o is one of zeros."""
+    *given, o, lse, o_low = saved
+    inputs = Inputs(*given) if len(given) == 6 else Inputs.of(given)
+    outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
     # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
     return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
 
 
-def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None]) -> None:
+def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     ctx.terms = terms
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs.tensors(), *output)
 
 
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     """The gradients of `Inputs.flat`."""
     asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
     grads = _by_operator(ctx.saved_tensors, ctx.terms, do, dlse, [asked[name] for name in Needs._fields])
@@ -100,8 +117,8 @@ def _by_operator(
     """`Gradients` by the operator; as many as ``needs``, the first ones or all."""
     if do is None and dlse is None:
         return (None,) * len(needs)
-    *given, o, lse = saved
-    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, *terms, [*Needs(*needs)])
+    *given, o, lse, o_low = saved
+    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, o_low, *terms, [*Needs(*needs)])
     return tuple(g if need else None for g, need in zip(grads, needs, strict=False))
 
 
@@ -110,7 +127,7 @@ def _plain(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 ATTENTION = Operator(
-    "attention", (Inputs, Terms), 2, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
+    "attention", (Inputs, Terms), 3, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
 )
 ATTENTION_BACKWARD = Operator(
     "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), len(Needs._fields), _backward, _backward_fake,
@@ -129,8 +146,8 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         inputs, terms, run, return_lse = arguments[-1]
-        o, lse = run(inputs)
-        _setup(ctx, inputs, terms, (o, lse))
+        o, lse, o_low = run(inputs)
+        _setup(ctx, inputs, terms, (o, lse, o_low))
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -160,15 +177,15 @@ class _EagerFolded(torch.autograd.Function):
         o, lse = _run_folded(inputs, run, shapes)
         ctx.terms, ctx.shapes = terms, shapes
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:6], o, lse)
+        ctx.save_for_backward(*inputs[:6], o, lse, None)
         return _unfolded(inputs.q, o, lse if return_lse else None)
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         if do is None and dlse is None:
             return (None,) * 5
-        *given, o, lse = ctx.saved_tensors
-        saved = *_folded(given, ctx.shapes), o, lse
+        *given, o, lse, _ = ctx.saved_tensors
+        saved = *_folded(given, ctx.shapes), o, lse, None
         do = None if do is None else do.reshape(o.shape)
         dlse = None if dlse is None else dlse.reshape(lse.shape)
         needs = Needs(*ctx.needs_input_grad[:4])
@@ -193,9 +210,9 @@ def _folded(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]])
 def _run_folded(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
     inputs = Inputs(*_folded(inputs[:6], shapes))  # type: ignore[arg-type]
     if profiler._is_profiler_enabled:
-        found: tuple[Tensor, Tensor | None] = recorded("tilewise::attention", inputs.tensors(), run, inputs)
-        return found
-    return run(inputs)
+        o, lse, _ = recorded("tilewise::attention", inputs.tensors(), run, inputs)
+        return o, lse
+    return run(inputs)[:2]
 
 
 def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
@@ -218,8 +235,21 @@ def attention_op(
     """
     terms = Terms.of(score, deterministic, backend, exact)
     if not is_eager(inputs.tensors()):
-        return ATTENTION.watched(*inputs.flat(), *terms)
+        o, lse, *_ = ATTENTION.watched(*inputs.flat(), *terms)
+        return o, lse
     return eager_attention(inputs, terms, forward_of(inputs, terms), return_lse)
+
+
+def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
+    """The same without a derivative, for who has a backward of its own: all that this one is given."""
+    terms = Terms.of(score, deterministic, backend)
+    if not is_eager(inputs.tensors()):
+        o, lse, o_low = ATTENTION.watched(*inputs.flat(), *terms)
+        return Outputs(o, lse, o_low if o_low.shape == o.shape else None)
+    run = forward_of(inputs, terms)
+    if profiler._is_profiler_enabled:
+        return Outputs(*recorded("tilewise::attention", inputs.tensors(), run, inputs))
+    return run(inputs)
 
 
 def eager_attention(
@@ -229,7 +259,7 @@ def eager_attention(
     if profiler._is_profiler_enabled:
         run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
     if not is_differentiated(inputs.tensors()):
-        return run(inputs)
+        return run(inputs)[:2]
     q, k, v, bias, _, sink, parts, *_ = inputs
     more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
     found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, return_lse))

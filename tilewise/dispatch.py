@@ -6,12 +6,13 @@ call is one look-up.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import empty_output, lse_dtype, sink_gradient
+from tilewise.backends import empty_low_bits, empty_output, lse_dtype, sink_gradient
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
@@ -68,7 +69,9 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
     """What computes a backward, likewise."""
-    found = layouts(*inputs.tensors(), *outputs, *cotangents)
+    found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
+    if outputs.o_low is not None:  # with dropout, and so of no structure
+        found += layouts(outputs.o_low)
     key = (found, terms, needs)
     run = backwards.get(key)
     if run is None:
@@ -95,17 +98,21 @@ def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
 
 
 def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
-    return _empty_forward if plan.problem.empty else plan.module.prepare["forward"](plan.problem, inputs)
+    if plan.problem.empty:
+        return partial(_empty_forward, plan.problem)
+    return plan.module.prepare["forward"](plan.problem, inputs)
 
 
-def _empty_forward(inputs: Inputs) -> Outputs:
+def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
     q = inputs.q
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
     if inputs.sink is not None:
         lse.copy_(inputs.sink.expand_as(lse))
         if inputs.lengths is not None and inputs.lengths.cu_q is not None:  # rows past the last sequence have no sink
             lse.masked_fill_(torch.arange(q.shape[2], device=q.device) >= inputs.lengths.cu_q[-1], -torch.inf)
-    return Outputs(empty_output(q, inputs.v.shape[3]).zero_(), lse)
+    o = empty_output(q, inputs.v.shape[3]).zero_()
+    o_low = empty_low_bits(o, problem)
+    return Outputs(o, lse, None if o_low is None else o_low.zero_())
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:

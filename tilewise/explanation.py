@@ -24,6 +24,7 @@ from tilewise.problem import PART_WORDS, Operand, Problem, irregular
 from tilewise.quantities import count, duration, number, percent, quantity
 from tilewise.score.dropout import NUMBERS, weight
 from tilewise.score.lengths import Lengths, places
+from tilewise.score.low_bits import LOW_BYTES, keeps_low_bits
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS
 from tilewise.score.reference import in_band
 from tilewise.score.terms import Numbers, Window
@@ -459,9 +460,11 @@ def _part(problem: Problem, name: str, x: Operand) -> int:
 
 
 def _results(problem: Problem) -> int:
-    """Bytes of o and lse."""
-    rows = problem.batch * problem.heads * problem.queries
-    return rows * (problem.value_dim * problem.dtype.itemsize + lse_dtype(problem.dtype).itemsize)
+    """Bytes of o and lse, with dropout also of o's low bits."""
+    rows, element = problem.batch * problem.heads * problem.queries, problem.dtype.itemsize
+    if keeps_low_bits(problem.dtype, problem.score.dropout):
+        element += LOW_BYTES
+    return rows * (problem.value_dim * element + lse_dtype(problem.dtype).itemsize)
 
 
 def _stored(problem: Problem, passes: dict[str, int]) -> int:
@@ -499,8 +502,11 @@ def _lines(e: Explanation) -> Iterator[str]:
         grad = ", with its gradient" if p.sink_grad else ""
         yield f"  sink {p.sink.shape[:3]} {dtype_name(p.sink.dtype)}{grad}: one more logit in each row's softmax"
     if p.score.dropout:
-        share, others = p.score.dropout / NUMBERS, weight(p.score.dropout)
-        yield f"  dropout: {percent(share)} of the probabilities are 0, the others {number(others)} times as large"
+        share, others = percent(p.score.dropout / NUMBERS), number(weight(p.score.dropout))
+        kept = ""
+        if keeps_low_bits(p.dtype, p.score.dropout):
+            kept = f"; the bits that rounding takes of o are kept, in {LOW_BYTES} bytes an element"
+        yield f"  dropout: {share} of the probabilities are 0, the others {others} times as large{kept}"
     if not p.score.band.unlimited and p.totals is None:
         total = p.batch * p.heads * p.queries * p.keys
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"

@@ -38,6 +38,18 @@ TERMS = [
 ]
 
 
+# Each row sees one key: its dS is 0, if D has what rounding takes of O.
+ONE_KEY = [
+    {"D": 64},
+    {"D": 32, "dtype": HALF},
+    {"D": 128},
+    {"D": 128, "Dv": 64, "dtype": HALF, "deterministic": True},
+    {"D": 256},
+    {"D": 64, "bias": "1hmn"},
+    {"D": 128, "bias": "1hmn", "layout": "heads_last"},
+    {"D": 128, "bias": "b11n"},
+    {"D": 128, "mask": "b11n", "planted": math.nan, "sink": "h"},
+]
 # What the Hopper kernels compute another way, or with other tiles.
 HOPPER_TERMS = [
     {"D": 64, "M": 1023, "N": 799},  # subtiles of queries
@@ -56,6 +68,13 @@ NOT_HOPPERS = [
 HOPPER = torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = [x for x in TERMS if x.get("dtype") != FLOAT and x not in NOT_HOPPERS] + HOPPER_TERMS
 BACKENDS = ["triton"] + ["hopper"] * HOPPER
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("terms", ONE_KEY, ids=str)
+def test_rows_that_see_one_key(terms, backend):
+    one = {"M": 432, "window": (0, 0), "dropout_p": 0.9, "lse": False}
+    check(replace(USUAL, **one, **terms), backend, "cuda")
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)

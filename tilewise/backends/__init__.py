@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import INPUT_NAMES, Gradients, Inputs, Needs, Outputs
-from tilewise.problem import PART_WORDS, PartOperands
+from tilewise.problem import PART_WORDS, PartOperands, Problem
+from tilewise.score.low_bits import keeps_low_bits
 
 __all__ = ["INPUT_NAMES", "Gradients", "Inputs", "Needs", "Outputs"]
 
@@ -80,6 +81,11 @@ def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor
     if q.stride(1) < q.stride(2):
         return q.new_empty((B, M, H, value_dim), device=device).transpose(1, 2)
     return q.new_empty((B, H, M, value_dim), device=device)
+
+
+def empty_low_bits(o: Tensor, problem: Problem) -> Tensor | None:
+    """Uninitialised, for `Outputs.o_low`; None of a call that has none."""
+    return torch.empty_like(o, dtype=torch.int16) if keeps_low_bits(problem.dtype, problem.score.dropout) else None
 
 
 def output_layout(

@@ -41,9 +41,14 @@ def strided(x: Tensor | None) -> Strided:
     return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
+def strided_if_any(x: Tensor | None) -> Any:
+    """The same of what most calls lack: without one the kernel is compiled as if it knew of none."""
+    return POINTER if x is None else strided(x)
+
+
 def sink_layout(sink: Tensor | None) -> Any:
-    """A sink (B|1, H|1, M|1), of rows of one element; without one the kernel is compiled as if it knew of none."""
-    return POINTER if sink is None else strided(sink[..., None])
+    """A sink (B|1, H|1, M|1), of rows of one element."""
+    return strided_if_any(None if sink is None else sink[..., None])
 
 
 _templates: dict[tuple, Any] = {}

@@ -60,6 +60,7 @@ from tilewise.backends.kernel_arguments import (
     row_strides,
     sink_layout,
     strided,
+    strided_if_any,
     strides_of,
 )
 
@@ -79,6 +80,7 @@ __all__ = [
     "row_strides",
     "sink_layout",
     "strided",
+    "strided_if_any",
 ]
 
 _ADDRESSES = 256  # of one tensor argument, whose descriptors are kept

@@ -11,6 +11,7 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, l
 from tilewise.backends.protocol import Pass, at_once
 from tilewise.problem import Problem
 from tilewise.score import dropout, reference
+from tilewise.score.low_bits import keeps_low_bits, low_bits
 from tilewise.score.parts import Parts
 from tilewise.score.relative import gather, scatter
 
@@ -32,7 +33,9 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     s, visible, _ = _scores(problem, inputs)
     p, _, lse = _softmax(s, inputs.sink)
     o = reference.visible_product(p * _dropout(problem, inputs), visible, _per_head(problem, v))
-    return Outputs(empty_output(q, problem.value_dim).copy_(o), lse.to(lse_dtype(q.dtype)))
+    rounded = empty_output(q, problem.value_dim).copy_(o)
+    o_low = low_bits(o, rounded) if keeps_low_bits(q.dtype, problem.score.dropout) else None
+    return Outputs(rounded, lse.to(lse_dtype(q.dtype)), o_low)
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:

@@ -70,10 +70,15 @@ INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed", *Lengths._fields, *T
 
 
 class Outputs(NamedTuple):
-    """o (B, H, M, Dv) in q's dtype and the natural-log LSE (B, H, M) in `lse_dtype`; or their cotangents."""
+    """o (B, H, M, Dv) in q's dtype and the natural-log LSE (B, H, M) in `lse_dtype`; or their cotangents.
+
+    o_low: with dropout, beside an o of 16 bits, the bits that rounding took of it, int16, laid out as o: see
+    `tilewise.score.low_bits`. None elsewhere, and among cotangents.
+    """
 
     o: Tensor
     lse: Tensor | None
+    o_low: Tensor | None = None
 
 
 class Needs(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
 from tilewise.problem import Problem
 from tilewise.score.lengths import Place, places
 from tilewise.score.parts import Parts
@@ -33,15 +33,20 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
         return run(problem, inputs)
     o = empty_output(inputs.q, problem.value_dim).zero_()
     lse = o.new_full(o.shape[:3], -torch.inf, dtype=lse_dtype(o.dtype))
+    o_low = empty_low_bits(o, problem)
+    if o_low is not None:
+        o_low.zero_()
     for x in _sequences(problem, inputs):
         if x.run.keys:
             found = run(x.problem, x.inputs)
             x.part("q", o).copy_(found.o)
             assert found.lse is not None
             x.part("q", lse).copy_(found.lse)
+            if o_low is not None and found.o_low is not None:
+                x.part("q", o_low).copy_(found.o_low)
         elif x.inputs.sink is not None:
             x.part("q", lse).copy_(x.inputs.sink)
-    return Outputs(o, lse)
+    return Outputs(o, lse, o_low)
 
 
 def backward(
@@ -61,7 +66,8 @@ def backward(
             _sink_alone(x, cotangents, sums)
             continue
         own, own_cotangents = (
-            Outputs(x.part("q", y.o), None if y.lse is None else x.part("q", y.lse)) for y in (outputs, cotangents)
+            Outputs(*(None if z is None else x.part("q", z) for z in y))  # type: ignore[arg-type]
+            for y in (outputs, cotangents)
         )
         found = run(x.problem, x.inputs, own, own_cotangents, needs)
         for name, total in sums.items():

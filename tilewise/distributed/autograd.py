@@ -100,33 +100,32 @@ def to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
 
 
 class _Parts(torch.autograd.Function):
-    """``*tensors, call, method -> o, lse``; the tensors are those of ``call.slots``."""
+    """``*tensors, call, method -> o, lse, o_low``; the tensors are those of ``call.slots``."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
         *tensors, call, method = arguments
-        o, lse = method.forward(call, tensors)
+        outputs = method.forward(call, tensors)
         ctx.call, ctx.method = call, method
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, o, lse)
-        return o, lse
+        ctx.save_for_backward(*tensors, *outputs)
+        return (*outputs,)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, o, lse = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        *tensors, o, lse, o_low = ctx.saved_tensors
         needs = ctx.needs_input_grad[:-2]
         # resolve_neg: as in tilewise.autograd
         do, dlse = torch.zeros_like(o) if do is None else do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         cotangents = Outputs(do, dlse)
-        found = ctx.method.backward(ctx.call, tensors, Outputs(o, lse), cotangents, needs, part_gradients)
+        found = ctx.method.backward(ctx.call, tensors, Outputs(o, lse, o_low), cotangents, needs, part_gradients)
         return *found, None, None
 
 
-def by_parts(call: ShardedCall, tensors: Sequence[Tensor], method: Any) -> tuple[Tensor, Tensor]:
+def by_parts(call: ShardedCall, tensors: Sequence[Tensor], method: Any) -> Outputs:
     """By ``method.forward`` and ``method.backward``: `ring`, or `head_groups.Gathered`."""
-    found: tuple[Tensor, Tensor] = _Parts.apply(*tensors, call, method)
-    return found
+    return Outputs(*_Parts.apply(*tensors, call, method))
 
 
 def part_gradients(

@@ -15,8 +15,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """bool, which not every transport has, as bytes."""
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
+    """bool and integers of 16 bits, which not every transport has, as bytes."""
+    return x.view(torch.uint8) if x.dtype in (torch.bool, torch.int16) else x
 
 
 def gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:

@@ -193,7 +193,7 @@ class Gathered(NamedTuple):
 
     groups: int
 
-    def forward(self, call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, call: ShardedCall, tensors: Sequence[Tensor]) -> Outputs:
         return _forward(call, tensors, self.groups)
 
     def backward(self, call: ShardedCall, tensors: Sequence[Tensor], *rest: Any) -> list[Tensor | None]:
@@ -201,22 +201,24 @@ class Gathered(NamedTuple):
         return _backward(call, tensors, self.groups, *rest)
 
 
-def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> tuple[Tensor, Tensor]:
+def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> Outputs:
     q, v, chunks = tensors[0], tensors[2], call.row_chunks
     if groups == len(chunks) == 1:
         (_, found), query = next(iter(_Keys(call, tensors, 1))), chunks[0]
         key = call.seen_keys(query)
-        return call.attend(call.cut(found, query, key), query, key)
+        return call.outputs(call.cut(found, query, key), query, key)
     o = empty_output(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    o_low = torch.empty_like(o, dtype=torch.int16) if call.keeps_low_bits(q.dtype) else None
     for group, found in _Keys(call, tensors, groups):
         for query in chunks:
             key = call.seen_keys(query)
-            part, part_lse = call.attend(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
-            for to, x in ((o, part), (lse, part_lse)):
-                group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
+            parts = call.outputs(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
+            for to, x in zip((o, lse, o_low), parts, strict=True):
+                if to is not None and x is not None:
+                    group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
         del found
-    return o, lse
+    return Outputs(o, lse, o_low)
 
 
 def _first_head(call: ShardedCall, group: Group) -> int:
@@ -281,8 +283,8 @@ def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
 
 
 def _rows(x: Outputs, group: Group, query: Chunk) -> Outputs:
-    o, lse = (None if y is None else group.part(y, 1).narrow(2, query.local, query.length) for y in x)
+    o, lse, o_low = (None if y is None else group.part(y, 1).narrow(2, query.local, query.length) for y in x)
     assert o is not None
     if not o.is_cuda:  # PyTorch's fused kernel of the CPU reads a dense one
         o = o.contiguous()
-    return Outputs(o, None if lse is None else lse.contiguous())
+    return Outputs(o, None if lse is None else lse.contiguous(), o_low)

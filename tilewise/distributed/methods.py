@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.backends import Outputs
 from tilewise.distributed import ring
 from tilewise.distributed.autograd import by_parts, gather, summed, to_heads, to_rows
 from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.operands import ShardedCall, Slot
 
-Method = Callable[[ShardedCall, Sequence[Tensor], bool], tuple[Tensor, Tensor]]
+Method = Callable[[ShardedCall, Sequence[Tensor], bool], Outputs]
 
 
 def attend(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
     """``(o, lse)`` of this rank's rows, differentiable; without ``return_lse`` nobody looks at the lse."""
+    o, lse, _ = outputs_of(method, call, tensors, return_lse)
+    assert lse is not None
+    return o, lse
+
+
+def outputs_of(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
+    """The same, without autograd with the low bits of o."""
     if call.drawn and call.seed is not None:  # one seed for all: its counters tell ranks apart
         dist.broadcast(call.seed, dist.get_global_rank(call.ranks.group, 0), group=call.ranks.group)
     pairs = zip(tensors, call.slots, strict=True)
@@ -25,18 +34,27 @@ def attend(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse
     return METHODS[method](call, tensors, return_lse)
 
 
-def _all_gather(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
+def _all_gather(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
     """All keys here, some heads at a time; a local call for each chunk of queries."""
     return by_parts(call, tensors, Gathered(groups_of(call, tensors)))
 
 
-def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
+def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
     """All rows here, of this rank's heads."""
     queries, keys = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     local = [of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
     first = call.ranks.rank * (call.sizes.H // call.ranks.size)
-    o, lse = call.attend(local, queries, keys, first_head=first, return_lse=return_lse)
-    return to_rows(o, call.ranks, 1, 2), to_rows(lse, call.ranks, 1, 2) if return_lse else lse
+    low: Tensor | None = None
+    if torch.is_grad_enabled():  # the local call keeps what its backward needs
+        o, lse = call.attend(local, queries, keys, first_head=first, return_lse=return_lse)
+    else:
+        o, found, low = call.outputs(local, queries, keys, first_head=first)
+        assert found is not None
+        lse = found
+    return Outputs(
+        to_rows(o, call.ranks, 1, 2), to_rows(lse, call.ranks, 1, 2) if return_lse else lse,
+        None if low is None else to_rows(low, call.ranks, 1, 2),
+    )  # fmt: skip
 
 
 def of_heads(call: ShardedCall, x: Tensor, slot: Slot) -> Tensor:
@@ -49,7 +67,7 @@ def of_heads(call: ShardedCall, x: Tensor, slot: Slot) -> Tensor:
     return x.narrow(slot.heads, ranks.rank * count, count)
 
 
-def _ring(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
+def _ring(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
     return by_parts(call, tensors, ring)
 
 

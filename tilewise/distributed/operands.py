@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from tilewise.autocast import autocast
-from tilewise.autograd import attention_op
-from tilewise.backends import lse_dtype
+from tilewise.autograd import attention_op, attention_outputs
+from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term, shape_of, wide
 from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, drawn_seed, read_call, seed_tensor
 from tilewise.distributed.layout import Chunk, Ranks, local_band
 from tilewise.problem import Sizes, check_flag, check_qkv
 from tilewise.score import dropout
+from tilewise.score.low_bits import keeps_low_bits
 from tilewise.score.terms import Band, Window, check_numbers
 from tilewise.score.tiles import visible_pairs
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
@@ -103,6 +104,10 @@ class ShardedCall:
     def row_chunks(self) -> tuple[Chunk, ...]:
         """Of this rank's queries, those of one local call each."""
         return self.ranks.chunks(self.queries)
+
+    def keeps_low_bits(self, dtype: torch.dtype) -> bool:
+        """Whether its outputs in this dtype have low bits."""
+        return keeps_low_bits(dtype, dropout.threshold(self.options.dropout_p))
 
     def seen_keys(self, query: Chunk) -> Chunk:
         """Of all keys those that these queries see, in whole `KEY_STEP`s; some if they see none."""
@@ -191,6 +196,13 @@ class ShardedCall:
         if lse is None:  # nobody looks at it
             lse = o.new_empty(0, dtype=lse_dtype(o.dtype))
         return o, lse
+
+    def outputs(
+        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
+    ) -> Outputs:
+        """The same without a derivative, with the low bits of o."""
+        inputs, score, deterministic, backend = self.local(tensors, query, key, sink=sink, first_head=first_head)
+        return attention_outputs(inputs, score, deterministic, backend)
 
     # --- parts of tensors ---
 

@@ -22,9 +22,11 @@ from tilewise.distributed.collectives import scattered
 from tilewise.distributed.compiled import Description, described, given_by, ranks_of
 from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
-from tilewise.distributed.methods import attend, of_heads
-from tilewise.distributed.operands import ShardedCall
+from tilewise.distributed.methods import of_heads, outputs_of
+from tilewise.distributed.operands import Options, ShardedCall
 from tilewise.ops.runtime.operator import autograd_again, operator_of_lists
+from tilewise.score.dropout import threshold
+from tilewise.score.low_bits import keeps_low_bits
 
 Grads = list[Tensor | None]
 Prepared = tuple[str, ShardedCall, list[Tensor]]
@@ -45,34 +47,42 @@ def _prepared(tensors: Sequence[Tensor], call: Description) -> Prepared:
     return method, sharded, [x.detach().requires_grad_(x.requires_grad) for x in found]
 
 
-def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
+def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor, Tensor]:
     what = described(call)
     with autograd_again(), torch.no_grad():
-        o, lse = attend(*_prepared(tensors, what), _has_lse(what))
-    return o.contiguous(), lse.contiguous() if _has_lse(what) else lse.new_empty(0)
+        o, lse, o_low = outputs_of(*_prepared(tensors, what), _has_lse(what))
+    assert lse is not None
+    return (
+        o.contiguous(), lse.contiguous() if _has_lse(what) else lse.new_empty(0),
+        o.new_empty(0, dtype=torch.int16) if o_low is None else o_low.contiguous(),
+    )  # fmt: skip
 
 
 def _has_lse(call: Description) -> bool:
     return call.return_lse or any(call.needs)
 
 
-def _forward_fake(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
+def _forward_fake(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor, Tensor]:
     what = described(call)
     q, v = tensors[0], tensors[2]
     o = q.new_empty((*q.shape[:3], v.shape[3]))
     shape = tuple(q.shape[:3]) if _has_lse(what) else (0,)
-    return o, q.new_empty(shape, dtype=lse_dtype(q.dtype))
+    low = keeps_low_bits(q.dtype, threshold(Options(*what.options).dropout_p))
+    return (
+        o, q.new_empty(shape, dtype=lse_dtype(q.dtype)), q.new_empty(o.shape if low else (0,), dtype=torch.int16)
+    )  # fmt: skip
 
 
 def _backward(
-    do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, call: str
+    do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, o_low: Tensor, call: str
 ) -> list[Tensor]:
     what = described(call)
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
     with autograd_again(), torch.no_grad():
         method, sharded, inputs = _prepared(tensors, what)
-        grads = _gradients(method, sharded, inputs, Outputs(o, lse), cotangents)
+        outputs = Outputs(o, lse, o_low if o_low.shape == o.shape else None)
+        grads = _gradients(method, sharded, inputs, outputs, cotangents)
     # The tensors of the call may come in another order than it was given them.
     places = _places(what)
     found: list[Tensor] = [x.new_empty(0) for x in tensors]
@@ -83,7 +93,7 @@ def _backward(
 
 
 def _backward_fake(
-    do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, call: str
+    do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, o_low: Tensor, call: str
 ) -> list[Tensor]:
     needs = described(call).needs
     return [x.new_empty(x.shape if need else (0,)) for x, need in zip(tensors, needs, strict=True)]
@@ -103,18 +113,18 @@ def _places(call: Description) -> list[int]:
 _OPERANDS = ("values", "table", "slopes", "u", "w")
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     tensors, ctx.call = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[list[Tensor | None], None]:
-    *tensors, o, lse = ctx.saved_tensors
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[list[Tensor | None], None]:
+    *tensors, o, lse, o_low = ctx.saved_tensors
     needs = described(ctx.call).needs
     if do is None and dlse is None:
         return [None] * len(tensors), None
-    grads = torch.ops.tilewise.context_parallel_backward(do, dlse, tensors, o, lse, ctx.call)
+    grads = torch.ops.tilewise.context_parallel_backward(do, dlse, tensors, o, lse, o_low, ctx.call)
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)], None
 
 
@@ -156,8 +166,8 @@ def _all_to_all(
     local = [of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
     everything = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     rows = [
-        Outputs(to_heads(o, call.ranks, 1, 2), None if lse is None else to_heads(lse, call.ranks, 1, 2))
-        for o, lse in (outputs, cotangents)
+        Outputs(*(None if x is None else to_heads(x, call.ranks, 1, 2) for x in y))  # type: ignore[arg-type]
+        for y in (outputs, cotangents)
     ]
     first = call.ranks.rank * (call.sizes.H // call.ranks.size)
     grads = part_gradients(call, local, everything, rows[0], rows[1], needs, sink=True, first_head=first)

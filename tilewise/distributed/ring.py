@@ -21,6 +21,7 @@ from tilewise.distributed.collectives import as_bytes
 from tilewise.distributed.layout import Chunk, Ranks, ring_steps, sees
 from tilewise.distributed.operands import ShardedCall
 from tilewise.merge import combine
+from tilewise.score.low_bits import low_bits, with_low_bits
 
 # Of a step's messages: gloo tells by it which is which, where gradients and keys are under way together.
 _KEYS, _GRADIENTS = 0, 1000
@@ -70,7 +71,7 @@ def _steps(call: ShardedCall) -> int:
     return ring_steps(call.band, call.ranks.split, call.queries, call.keys)
 
 
-def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> Outputs:
     tensors, steps = list(tensors), _steps(call)
     moving = call.moving
     q, v = tensors[0], tensors[2]
@@ -81,15 +82,18 @@ def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
         if step + 1 < steps:
             coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS)
         for query, key in _parts(call, step):
-            part, part_lse = call.attend(call.cut(tensors, query, key), query, key, sink=False)
+            part, part_lse, part_low = call.outputs(call.cut(tensors, query, key), query, key, sink=False)
+            assert part_lse is not None
             rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
-            _add_part(rows, rows_lse, part, part_lse)
+            _add_part(rows, rows_lse, with_low_bits(part, part_low), part_lse)
         if coming is not None:
             for n, x in zip(moving, coming.wait(), strict=True):
                 tensors[n] = x
     if call.sink is not None:
         o, lse = combine([o], [lse], tensors[call.sink])
-    return o.to(q.dtype), lse
+    rounded = o.to(q.dtype)
+    low = low_bits(o, rounded) if call.keeps_low_bits(q.dtype) else None
+    return Outputs(rounded, lse, low)
 
 
 def _add_part(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -149,14 +153,15 @@ def backward(
 
 def _rows(x: Outputs, chunk: Chunk) -> Outputs:
     """As a kernel gets them from a forward: dense."""
-    o, lse = (None if y is None else y.narrow(2, chunk.local, chunk.length).contiguous() for y in x)
+    o, *more = (None if y is None else y.narrow(2, chunk.local, chunk.length).contiguous() for y in x)
     assert o is not None
-    return Outputs(o, lse)
+    return Outputs(o, *more)
 
 
 def _sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
     assert outputs.lse is not None
-    minus_delta = -(wide(outputs.o) * wide(cotangents.o)).sum(-1)
+    o = with_low_bits(outputs.o, outputs.o_low)
+    minus_delta = -(wide(o) * wide(cotangents.o)).sum(-1)
     if cotangents.lse is not None:
         minus_delta += cotangents.lse
     rows = sink[None, :, None] if sink.dim() == 1 else sink

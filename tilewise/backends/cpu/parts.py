@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, lse_dtype
 from tilewise.problem import Problem
+from tilewise.score.low_bits import with_low_bits
 from tilewise.score.tiles import visible_pairs
 
 LOG2E = math.log2(math.e)
@@ -85,7 +86,7 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
 def minus_delta(outputs: Outputs, cotangents: Outputs) -> Tensor:
     """``dLSE - rowsum(dO∘O)`` of every row, (B, H, M), in the dtype of the LSE."""
     dtype = lse_dtype(outputs.o.dtype)
-    found = (cotangents.o.to(dtype) * outputs.o).sum(-1).neg_()
+    found = (cotangents.o.to(dtype) * with_low_bits(outputs.o, outputs.o_low)).sum(-1).neg_()
     return found if cotangents.lse is None else found.add_(cotangents.lse)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
 from tilewise.backends.cpu.parts import (
     band_hides,
     exp_difference,
@@ -29,6 +29,7 @@ from tilewise.backends.cpu.parts import (
 )
 from tilewise.problem import Problem
 from tilewise.score import dropout, reference, visibility
+from tilewise.score.low_bits import low_bits, with_low_bits
 from tilewise.score.relative import Relative, add_gradient, tile_kind
 from tilewise.score.relative import tile as relative_tile
 from tilewise.score.tile_tensors import TileTensors
@@ -62,6 +63,7 @@ def tiling(problem: Problem) -> Tiling:
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     o = empty_output(inputs.q, problem.value_dim)
     lse = inputs.q.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
+    o_low = empty_low_bits(o, problem)
     for kv in _all_heads(problem):
         heads = _Heads(problem, inputs, *kv)
         for rows in heads.row_blocks():
@@ -70,7 +72,9 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
                 o_i, m_i, l_i = _attend(heads, rows, careful=True)
             heads.put_rows(o, rows, o_i)
             heads.put_rows(lse, rows, m_i + l_i.log())  # 13
-    return Outputs(o, lse)
+            if o_low is not None:
+                heads.put_rows(o_low, rows, low_bits(o_i, o_i.to(o.dtype)))
+    return Outputs(o, lse, o_low)
 
 
 def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,9 +329,11 @@ class _Heads:
         """View of (B, H, M, ...) as (batches, heads, G, rows, ...)."""
         return x.unflatten(1, (self.problem.kv_heads, self.problem.group))[(*self.kv, slice(None), rows)]
 
-    def rows(self, x: Tensor, rows: slice) -> Tensor:
-        """The tile of q, o or do."""
-        return self._row_block(x, rows).flatten(2, 3).flatten(0, 1).to(self.dtype).contiguous()
+    def rows(self, x: Tensor, rows: slice, low: Tensor | None = None) -> Tensor:
+        """The tile of q, o or do; of what was rounded to 16 bits with the bits that this took."""
+        tile, low = (None if y is None else self._row_block(y, rows).flatten(2, 3).flatten(0, 1) for y in (x, low))
+        assert tile is not None
+        return with_low_bits(tile, low).to(self.dtype).contiguous()
 
     def sink(self, rows: slice) -> Tensor:
         """(T, R, 1); a view where it can be."""
@@ -346,7 +352,7 @@ class _Heads:
         """LSE and ``D = rowsum(dO∘O) - dLSE``, (T, R, 1); a row that sees nothing has no gradient: its D is 0."""
         assert outputs.lse is not None
         lse = self.rows(outputs.lse.unsqueeze(-1), rows)
-        delta = (self.rows(cotangents.o, rows) * self.rows(outputs.o, rows)).sum(-1, keepdim=True)
+        delta = (self.rows(cotangents.o, rows) * self.rows(outputs.o, rows, outputs.o_low)).sum(-1, keepdim=True)
         if cotangents.lse is not None:
             delta -= self.rows(cotangents.lse.unsqueeze(-1), rows)
         return lse, delta.masked_fill_(lse == -torch.inf, 0.0)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile
+from tilewise.backends.low_bits import with_low_bits
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -21,8 +22,8 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 
 @triton.jit
-def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, tile_list, value_dim, sizes, counters,
-                             weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
+def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, tile_list, value_dim, sizes,
+                             counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """`preprocess_kernel` of a packed batch: one program for each tile of the list and head. dq_accum: None where dQ is
     no sum."""
@@ -31,12 +32,12 @@ def packed_preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, ti
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
         place = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
-        _statistics(o, do, lse, dlse, bias, stats, dq_accum, h, place, tile * BLOCK_M, seq,
+        _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, h, place, tile * BLOCK_M, seq,
                     value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
-def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters, weight,
+def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters, weight,
                       BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_D: tl.constexpr):  # fmt: skip
     """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ of the first
@@ -48,14 +49,15 @@ def preprocess_kernel(o, do, lse, dlse, bias, stats, dq_accum, counts, value_dim
     A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
     weight: of what dropout keeps, or None. The LSE is less by its logarithm, so that probabilities have it, and delta
     is divided by it, for delta times a probability has none.
-    o, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
+    o_low: the bits that rounding took of o, with dropout, or None.
+    o, o_low, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
     BLOCK_M·BLOCK_D). counts: (counters,), int32. float32 but o, do and the bias.
     """
     _zero_counters(counts, counters)
     pid = tl.program_id(0)
     bh = pid // sizes.row_tiles
     row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
-    _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, pid, row0, seq, value_dim, sizes, weight,
+    _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, bh, pid, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -67,10 +69,12 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, value_dim, sizes, weight,
+def _statistics(outputs, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among all tiles."""
+    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among all tiles.
+    outputs: o and o_low."""
+    o, o_low = outputs
     heads = sizes.kv_heads * sizes.group
     b, h = bh // heads, bh % heads
     within = row0 + tl.arange(0, BLOCK_M)
@@ -79,6 +83,8 @@ def _statistics(o, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, v
     cols = tl.arange(0, BLOCK_D)
     at_row = tl.cast(bh, tl.int64) * sizes.queries + rows
     o_tile = _load_rows(o, b, h, rows, end, cols, value_dim)
+    if o_low is not None:
+        o_tile = with_low_bits(o_tile, _load_rows(o_low, b, h, rows, end, cols, value_dim).to(tl.int32))
     do_tile = _load_rows(do, b, h, rows, end, cols, value_dim)
     natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
     if dq_accum is not None:  # noqa: SIM102  (the one is decided when it is compiled)

@@ -14,7 +14,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.backends.gluon import RAGGED_ROWS
 from tilewise.backends.launcher import POINTER, boxed, row_strides
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int32: gl.int32,
+    torch.int16: gl.int16,
+}
 
 
 def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.dropout import kept, stream
+from tilewise.backends.low_bits import with_low_bits
 from tilewise.backends.score import query_tiles, score_tile_gradient
 from tilewise.backends.triton.packed import key_tile, query_tile, rows_from
 from tilewise.backends.triton.relative import (
@@ -45,17 +46,19 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def preprocess_kernel(o, do, lse, dlse, delta, lse2, dq_accum, lengths, sizes, HAS_DLSE: tl.constexpr, c):
+def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, sizes, HAS_DLSE: tl.constexpr, c):
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
     does one whose LSE is beyond COARSE: probabilities cannot be told from it, would be off by any factor and could
-    overflow into the gradients of the keys.
+    overflow into the gradients of the keys. o_low: the bits that rounding took of o, or None.
     """
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, 1 if c.PACKED else sizes.batch, "tiles")
     if c.PACKED:
         b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
         o, do, lse = rows_from(o, start.query), rows_from(do, start.query), lse + start.query
+        if o_low is not None:
+            o_low = rows_from(o_low, start.query)
         delta, lse2 = delta + start.padded, lse2 + start.padded
         if HAS_DLSE:
             dlse = rows_from(dlse, start.query)
@@ -67,6 +70,9 @@ def preprocess_kernel(o, do, lse, dlse, delta, lse2, dq_accum, lengths, sizes, H
     head = head_at(b, h, sizes, c)
     o_tile = load_rows(o, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
     do_tile = load_rows(do, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
+    if o_low is not None:
+        low = load_rows(o_low, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c)
+        o_tile = with_low_bits(o_tile, low)
     row = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.dropout import kept, stream
+from tilewise.backends.low_bits import low_bits
 from tilewise.backends.score import key_tiles, split_tiles, with_sink
 from tilewise.backends.triton import config
 from tilewise.backends.triton.packed import query_tile, rows_from
@@ -107,13 +108,13 @@ def _start(c):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, lse, terms, sizes, c):
+def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, lse, terms, sizes, c):
     """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
 
     Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse. sink: a
     `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part. seed: two
     numbers, or None without dropout. parts: of bias terms, `Parts` of `Strided`s and pointers, or None. lengths: of a
-    packed batch, `Lengths` of pointers, or None.
+    packed batch, `Lengths` of pointers, or None. o_low: where the bits go that rounding takes of o, or None.
     """
     # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
@@ -131,6 +132,8 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, ls
         tiles = tl.maximum(tl.cdiv(sizes.queries, c.BLOCK_M), tile + 1)
         q, o, lse = rows_from(q, start.query), rows_from(o, start.query), lse + start.query
         k, v = rows_from(k, start.key), rows_from(v, start.key)
+        if o_low is not None:
+            o_low = rows_from(o_low, start.query)
         if sink is not None:
             sink = rows_from(sink, start.query)
     else:
@@ -214,16 +217,19 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, ls
     row = row_at(head_at(b, head, sizes, c), m, lse_length(sizes, c))
     tl.store(lse + row, m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    if o_low is not None:
+        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
+        store_rows(o_low, low, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
 
 
 @triton.jit
-def merge_kernel(parts, part_lse, o, lse, sink, sizes, c):
+def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
     """O and the LSE of one query from those of each split, in the order of the splits whichever was done first.
 
         LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
 
     parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A query that no split lets see anything: 0, -inf.
-    sink: a `Strided` or None; to the LSE it is one split more, and to O none.
+    sink: a `Strided` or None; to the LSE it is one split more, and to O none. o_low: as of `forward_kernel`.
     """
     query = tl.cast(tl.program_id(0), tl.int64)
     queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
@@ -252,3 +258,6 @@ def merge_kernel(parts, part_lse, o, lse, sink, sizes, c):
     tl.store(lse + query, base + tl.log2(total) * LN2)
     m, h, b = query % sizes.queries, query // sizes.queries % sizes.heads, query // sizes.queries // sizes.heads
     store_rows(o, acc[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    if o_low is not None:
+        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
+        store_rows(o_low, low[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)

@@ -20,11 +20,21 @@ from tilewise.backends import (
     Outputs,
     allocation,
     device_of,
+    empty_low_bits,
     empty_output,
-    sink_gradient,
 )
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, place, sink_layout, strided
+from tilewise.backends.launcher import (
+    POINTER,
+    Launch,
+    Record,
+    boxed,
+    constants,
+    place,
+    sink_layout,
+    strided,
+    strided_if_any,
+)
 from tilewise.backends.protocol import Structure
 from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
@@ -53,7 +63,7 @@ from tilewise.backends.triton.ordered_kernels import (
     diagonal_gradient_kernel,
     query_gradient_kernel,
 )
-from tilewise.backends.triton.packed import flat_lengths, lengths_layout, tile_count
+from tilewise.backends.triton.packed import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
 from tilewise.backends.triton.parts import (
     cast_part_gradients,
     empty_part_gradients,
@@ -151,13 +161,15 @@ class Forward:
         )
         sizes = _sizes(problem)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
-        self.layout_o = o.shape, o.stride()
+        self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
+        self.empty_low = None if o_low is None else allocation(o_low, q.device)
         self.merge, self.shared = None, None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
             self.shared = place(target.shape, target.stride(), 4)
             self.merge = Launch(
-                merge_kernel, q[..., 0].numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
+                merge_kernel, q[..., 0].numel(),
+                (POINTER, POINTER, strided(o), strided_if_any(o_low), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         # For `resized`.
@@ -176,6 +188,7 @@ class Forward:
                 POINTER,
                 lengths_layout(inputs.lengths),
                 strided(target),
+                strided_if_any(o_low if shares == 1 else None),
                 POINTER,
             ),
             (_terms(problem, inputs), sizes, c),
@@ -194,6 +207,7 @@ class Forward:
         with device_of(q):
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
             lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
+            o_low = None if self.empty_low is None else self.empty_low()
             if self.problem.totals is not None:  # rows that no sequence has
                 o.zero_()
                 lse.fill_(-torch.inf)
@@ -201,16 +215,16 @@ class Forward:
             try:
                 parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
                 if self.merge is None or self.shared is None:
-                    self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, lse)
+                    self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, o_low, lse)
                 else:
                     shares = torch.empty(self.shared[:4], dtype=torch.float32, device=q.device)
                     share_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=q.device)
-                    self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, share_lse)
-                    self.merge(shares, share_lse, o, lse, inputs.sink)
+                    self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
+                    self.merge(shares, share_lse, o, o_low, lse, inputs.sink)
             except OutOfResources as error:
                 self._prepare(_smaller(self.config, error), inputs)
                 return self(inputs)
-        return Outputs(o, lse)
+        return Outputs(o, lse, o_low)
 
 
 class Backward:
@@ -223,7 +237,7 @@ class Backward:
 
     def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
         problem, needs, (q, k, v, bias, mask, sink, parts, *_) = self.problem, self.needs, inputs
-        do, dlse = cotangents
+        do, dlse, _ = cotangents
         self.config = config
         tma = _uses_tma(problem, q, k, v, do)
         block_m = config.block_m
@@ -297,7 +311,10 @@ class Backward:
         # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
         fewer = options | {"num_stages": min(config.num_stages, 2)}
 
-        before = (strided(outputs.o), strided(do), POINTER, strided(None if dlse is None else dlse[..., None]))
+        before = (
+            strided(outputs.o), strided_if_any(outputs.o_low), strided(do), POINTER,
+            strided(None if dlse is None else dlse[..., None]),
+        )  # fmt: skip
         self.preprocess = Launch(
             preprocess_kernel,
             row_programs,
@@ -375,13 +392,13 @@ class Backward:
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, sink, parts, *_ = inputs
-        do, dlse = cotangents
+        do, dlse, _ = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
             lengths = flat_lengths(inputs.lengths, inputs.bias)
-            self.preprocess(outputs.o, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
+            self.preprocess(outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
             finite = None
             if self.finite is not None:
                 finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
@@ -408,7 +425,7 @@ class Backward:
             if self.sink_gradient is not None and sink is not None and outputs.lse is not None:
                 dsink = self.sink_gradient(sink, outputs.lse, delta)
             elif self.needs.sink and sink is not None and outputs.lse is not None:  # of a packed batch
-                dsink = _packed_sink_gradient(sink, outputs, cotangents)
+                dsink = packed_sink_gradient(sink, outputs, cotangents)
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
 
 
@@ -428,16 +445,6 @@ def _allocation(x: Tensor, device: torch.device, value: float | None) -> Callabl
     """`allocation`, or, of a packed batch, of tensors that are filled: a kernel writes the rows of its sequences."""
     empty = allocation(x, device)
     return empty if value is None else lambda: empty().fill_(value)
-
-
-def _packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
-    """Of a packed batch, whose rows that no sequence has may hold anything: they have an LSE of -inf."""
-    lse, (do, dlse) = outputs.lse, cotangents
-    assert lse is not None
-    minus_delta = (do.float() * outputs.o).sum(-1).neg_()
-    minus_delta = minus_delta if dlse is None else minus_delta.add_(dlse)
-    nothing = lse == -torch.inf
-    return sink_gradient(sink, lse.masked_fill(nothing, torch.inf), minus_delta.masked_fill_(nothing, 0.0))
 
 
 def _meta(*shape: int) -> Tensor:

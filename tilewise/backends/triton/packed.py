@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends import Outputs, sink_gradient
 from tilewise.backends.launcher import POINTER, Record, Strided
 from tilewise.backends.triton.tensors import ProblemSizes, Starts
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
+from tilewise.score.low_bits import with_low_bits
 
 NO_LENGTHS = (None,)
 READ = tl.constexpr(128)  # offsets that are read at a time
@@ -123,3 +125,13 @@ def key_tile(lengths, tile, sizes, c):
     start, queries, keys = _sequence(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_N < keys), sizes)
     return b, tl.maximum(tile, 0), start, own
+
+
+def packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
+    """Of a packed batch, whose rows that no sequence has may hold anything: they have an LSE of -inf."""
+    lse, (do, dlse, _) = outputs.lse, cotangents
+    assert lse is not None
+    minus_delta = (do.float() * with_low_bits(outputs.o, outputs.o_low)).sum(-1).neg_()
+    minus_delta = minus_delta if dlse is None else minus_delta.add_(dlse)
+    nothing = lse == -torch.inf
+    return sink_gradient(sink, lse.masked_fill(nothing, torch.inf), minus_delta.masked_fill_(nothing, 0.0))

@@ -60,9 +60,9 @@ def forward_places(run: Any, inputs: Inputs) -> list[tuple[Launch, Places]]:
     more = iter(range(_MORE, _MORE + 3 * PLACE, PLACE))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     if run.merge is None:
-        return [(run.main, (_Q, _K, _V, bias, mask, sink, None, None, None, None, _O, None))]
-    main = (_Q, _K, _V, bias, mask, None, None, None, None, None, _SHARES, None)
-    return [(run.main, main), (run.merge, (None, None, _O, None, sink))]
+        return [(run.main, (_Q, _K, _V, bias, mask, sink, None, None, None, None, _O, None, None))]
+    main = (_Q, _K, _V, bias, mask, None, None, None, None, None, _SHARES, None, None)
+    return [(run.main, main), (run.merge, (None, None, _O, None, None, sink))]
 
 
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
@@ -138,12 +138,12 @@ class ResizedForward:
                 o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
                 lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
                 if self.shared is None:
-                    self.main(q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, lse)
+                    self.main(q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse)
                 else:
                     sums = torch.empty(self.shared[:4], dtype=torch.float32, device=device)
                     sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
-                    self.main(q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, sum_lse)
-                    self.merge(sums, sum_lse, o, lse, sink)
+                    self.main(q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse)
+                    self.merge(sums, sum_lse, o, None, lse, sink)
         except OutOfResources:  # as it was when a `Forward` met it, which looks for smaller tiles
             self.other = type(self.of)(self.problem, inputs)
             return self.other(inputs)
@@ -167,7 +167,7 @@ def resized_backward(
 ) -> Any:  # fmt: skip
     """The same of a `launch.Backward`."""
     p, config = resized_problem(run.problem, structure, lo, hi), run.config
-    (q, k, v, *_), (do, dlse) = inputs, cotangents
+    (q, k, v, *_), (do, dlse, _) = inputs, cotangents
     if ragged(p, config) != run.choices:
         return None
     new = object.__new__(type(run))
@@ -197,7 +197,7 @@ def resized_backward(
     given += ENDS
     new.preprocess = run.preprocess.resized(
         row_programs,
-        (_OUT, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
+        (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
         given,
         (sizes, *run.preprocess.numbers[1:]),
     )

@@ -95,18 +95,20 @@ def _gradient(placement: Placement | None, split: bool) -> Placement:
 @register_sharding(torch.ops.tilewise.attention.default)
 def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
     operands, terms = others[: len(OPERANDS)], others[len(OPERANDS) :]
-    return [([at.q, at.q], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
+    whole = Replicate()  # bits of o that are empty without dropout, which takes no DTensors
+    return [([at.q, at.q, whole], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
 
 
 @register_sharding(torch.ops.tilewise.attention_backward.default)
 def _backward(do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
-    """others: the rest of the inputs, o, lse, the terms, and which gradients are needed."""
-    operands, terms_and_needs = others[: len(OPERANDS)], others[len(OPERANDS) + 2 :]
+    """others: the rest of the inputs, o, lse and its low bits, the terms, and which gradients are needed."""
+    operands, terms_and_needs = others[: len(OPERANDS)], others[len(OPERANDS) + 3 :]
+    saved = None if others[len(OPERANDS) + 2] is None else Replicate()  # the bits of o, as empty
     *_, needs = terms_and_needs
     choices: list[Choice] = []
     for at in _layouts(q, k, operands):
         cotangents = [None if x is None else at.q for x in (do, dlse)]
-        arguments = [*cotangents, *at.inputs, at.q, at.q, *(None,) * len(terms_and_needs)]
+        arguments = [*cotangents, *at.inputs, at.q, at.q, saved, *(None,) * len(terms_and_needs)]
         split = at.q != Replicate()
         # A gradient that nobody needs is empty, and the same everywhere.
         gradients: list[Placement | None] = [

@@ -65,7 +65,7 @@ from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided
+from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided, strided_if_any
 from tilewise.backends.protocol import Structure
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -102,7 +102,7 @@ class Backward:
         sizes, groups = _sizes(problem, config, inputs.q.device)
         batch = 1 if p.totals is not None else p.batch
         row_programs = sizes.row_tiles * p.heads * batch
-        do, dlse = cotangents
+        do, dlse, _ = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         # of a Toeplitz bias that again, of far tiles
         toeplitz = None if parts is None else parts.toeplitz
@@ -163,6 +163,7 @@ class Backward:
             row_programs,
             (
                 strided(outputs.o),
+                strided_if_any(outputs.o_low),
                 strided(do),
                 POINTER,
                 strided(dlse_rows),
@@ -283,8 +284,8 @@ class Backward:
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
-        o, lse = outputs
-        do, dlse = cotangents
+        o, lse, o_low = outputs
+        do, dlse, _ = cotangents
         needs = self.needs
         with device_of(q):
             stats, counts, dq_accum = self.buffers(q.device)
@@ -314,7 +315,7 @@ class Backward:
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
-            self.before(o, do, lse, dlse, bias if self.of_rows else None, stats, sums, counts, *rows_listed)
+            self.before(o, o_low, do, lse, dlse, bias if self.of_rows else None, stats, sums, counts, *rows_listed)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             if self.sparse_sum is not None and known.states is not None and dbias is not None:

@@ -79,6 +79,7 @@ from tilewise.backends.gluon.tile_scheduler import (
     work_tile_at,
     work_tile_count,
 )
+from tilewise.backends.low_bits import low_bits
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -140,6 +141,7 @@ class Operands(NamedTuple):
     bits: Any  # of the mask, see mask_kernels
     tile_list: Any
     o: Any
+    o_low: Any  # or None, see `low_bits`
     tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
 
 
@@ -490,10 +492,18 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
         if not (c.O_IN_Q or c.O_IN_BIAS):
             tma.store_wait(0)  # of the tile before
-        stage.reshape([64, c.BLOCK_DV]).store(o.to(x.q.dtype))
+        leaving = o.to(x.q.dtype)
+        stage.reshape([64, c.BLOCK_DV]).store(leaving)
         fence_async_shared()
         row = tile.row0 + 64 * WARPGROUP
-        tma_store(x.o, box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c), stage)
+        box = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c)
+        tma_store(x.o, box, stage)
+        if x.o_low is not None:  # the same way, once O has left
+            low_stage = stage._reinterpret(gl.int16, stage.shape, x.o_low.layout)
+            tma.store_wait(0)
+            low_stage.reshape([64, c.BLOCK_DV]).store(low_bits(o, leaving))
+            fence_async_shared()
+            tma_store(x.o_low, box, low_stage)
         if c.O_IN_Q:
             tma.store_wait(0)
             release(rings.q, slot)
@@ -502,13 +512,14 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, lse, tile_count_semaphore, terms, sizes, c):
-    """O and the LSE. q, k, v, o: descriptors; bias: a descriptor, or a `Strided`; sink: a `Strided` or None; seed:
-    of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a packed batch packed.
+def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
+    """O and the LSE. q, k, v, o, o_low: descriptors, with dropout alone the last; bias: a descriptor, or a `Strided`;
+    sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
+    packed batch packed.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC.
     """
-    x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, tile_count_semaphore)
+    x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     OF_KEYS: gl.constexpr = c.BIAS == "cols"
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)

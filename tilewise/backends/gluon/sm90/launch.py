@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends import Inputs, Outputs, device_of, empty_output, output_layout
+from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_low_bits, empty_output, output_layout
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
@@ -40,6 +40,7 @@ from tilewise.backends.launcher import (
     resized_launches,
     sink_layout,
     strided,
+    strided_if_any,
 )
 from tilewise.backends.protocol import Structure
 from tilewise.backends.score import limited
@@ -81,7 +82,8 @@ class Forward:
             self.mask = KeptLists(MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups), problem)
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
-        self.layout_o = o.shape, o.stride()
+        self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
+        self.empty_low = None if o_low is None else allocation(o_low, q.device)
         is_matrix = c.BIAS.value == "matrix"
         self.dynamic = c.DYNAMIC.value
         self.main = Launch(
@@ -97,6 +99,7 @@ class Forward:
                 POINTER,
                 POINTER,
                 box(o, 64, c.BLOCK_DV.value),
+                box(o_low, 64, c.BLOCK_DV.value),
                 POINTER,
                 POINTER,
             ),
@@ -125,6 +128,7 @@ class Forward:
                     POINTER,
                     *tile_list,
                     strided(o),
+                    strided_if_any(o_low),
                     POINTER,
                 ),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
@@ -179,6 +183,7 @@ class Forward:
         with device_of(q):
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
             lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
+            o_low = None if self.empty_low is None else self.empty_low()
             flat, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             tile_list = known.tile_list
             tile_count_semaphore = None
@@ -191,11 +196,11 @@ class Forward:
             added = bias
             if self.pairs is not None and parts is not None and parts.toeplitz is not None:
                 bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
-            self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, lse, tile_count_semaphore)
+            self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
-                self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, lse)
-        return Outputs(o, lse)
+                self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
+        return Outputs(o, lse, o_low)
 
 
 class Resized:
@@ -213,9 +218,9 @@ class Resized:
             o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
             count = torch.zeros(1, dtype=torch.int32, device=device) if self.of.dynamic else None
-            self.main(q, k, v, bias, sink, seed, None, None, o, lse, count)
+            self.main(q, k, v, bias, sink, seed, None, None, o, None, lse, count)
             if self.repair is not None:
-                self.repair(q, k, v, bias, None, sink, seed, o, lse)
+                self.repair(q, k, v, bias, None, sink, seed, o, None, lse)
         return Outputs(o, lse)
 
 
@@ -247,7 +252,18 @@ def _places(has_bias: bool, has_sink: bool) -> tuple[tuple[int | None, ...], tup
     q, k, v, o, end = (PLACE * n for n in range(5))
     bias = end if has_bias else None
     sink = end + PLACE * has_bias if has_sink else None
-    return (q, k, v, bias, sink, None, None, None, o, None, None), (q, k, v, bias, None, sink, None, o, None)
+    return (q, k, v, bias, sink, None, None, None, o, None, None, None), (
+        q,
+        k,
+        v,
+        bias,
+        None,
+        sink,
+        None,
+        o,
+        None,
+        None,
+    )
 
 
 def _looks(sizes: ForwardSizes, r: RepairConstants) -> int:

@@ -15,6 +15,7 @@ from tilewise.backends.dropout import kept, stream
 from tilewise.backends.gluon.packed import SeqInfo, listed_tile
 from tilewise.backends.gluon.packed_values import first_column
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
+from tilewise.backends.low_bits import low_bits
 from tilewise.backends.score import INTERPRET, key_tiles, score_tile, with_sink
 from tilewise.backends.tile_mask import pairs
 
@@ -95,10 +96,11 @@ def _matrix(b, h, sizes, r):
 
 
 @triton.jit
-def _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
+def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
             m0):  # fmt: skip
-    """The rows of one tile whose LSE is NaN. seq: `SeqInfo` of a packed batch. sizes: of its sequence; lse_rows: of the
-    LSE."""
+    """The rows of one tile whose LSE is NaN. outputs: o and o_low. seq: `SeqInfo` of a packed batch. sizes: of its
+    sequence; lse_rows: of the LSE."""
+    o, o_low = outputs
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
@@ -174,10 +176,19 @@ def _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms,
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     spoilt = old != old
     tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
-    at = o.pointer + tl.cast(b, tl.int64) * o.stride0 + tl.cast(h, tl.int64) * o.stride1
-    at = at + (seq.first_query + rows).to(tl.int64)[:, None] * o.stride2 + value_dims.to(tl.int64)[None, :] * o.stride3
+    at = _rows_at(o, b, h, seq, rows, value_dims)
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
-    tl.store(at, acc.to(o.pointer.dtype.element_ty), mask=inside)
+    leaving = acc.to(o.pointer.dtype.element_ty)
+    tl.store(at, leaving, mask=inside)
+    if o_low is not None:
+        tl.store(_rows_at(o_low, b, h, seq, rows, value_dims), low_bits(acc, leaving), mask=inside)
+
+
+@triton.jit
+def _rows_at(x, b, h, seq, rows, cols):
+    """Where a tile of o is."""
+    at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
+    return at + (seq.first_query + rows).to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
 
 
 @triton.jit
@@ -187,7 +198,8 @@ def sizes_of(seq, sizes):
 
 
 @triton.jit
-def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, lse, head_dim, value_dim, terms, sizes, r):
+def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, o_low, lse, head_dim, value_dim, terms, sizes,
+                         r):  # fmt: skip
     """`repair_kernel` of a packed batch: looks through the LSE without regard to sequences, and through the list of
     their tiles where it finds something. A tile belongs to the look in which it begins; each also sees what follows."""
     looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
@@ -209,12 +221,12 @@ def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, lse, hea
                         mine = m0 + tl.arange(0, r.BLOCK_M)
                         again = tl.load(row + seq.first_query + mine, mask=mine < seq.queries, other=0.0)
                         if tl.max((again != again).to(tl.int32), 0) != 0:
-                            _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, seq, own,
-                                    sizes.queries, r, 0, h, m0)  # fmt: skip
+                            _repair(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms, seq,
+                                    own, sizes.queries, r, 0, h, m0)  # fmt: skip
 
 
 @triton.jit
-def repair_kernel(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, sizes, r):
+def repair_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, sizes, r):
     """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch
@@ -232,5 +244,6 @@ def repair_kernel(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, 
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, mask, sink, seed, o, lse, head_dim, value_dim, terms, SeqInfo(0, 0, 0, 0, 0),
-                            sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads, m0)  # fmt: skip
+                    _repair(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms,
+                            SeqInfo(0, 0, 0, 0, 0), sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads,
+                            m0)  # fmt: skip

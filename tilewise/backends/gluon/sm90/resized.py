@@ -87,7 +87,7 @@ _ACCUM, _DLSE = _STATS + 2, _STATS + 6
 def backward_places(run: Any, has_dlse: bool) -> list[tuple[Launch, Places]]:
     """The launches of a `backward_launch.Backward`, with their places; see `Launch.resized`."""
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
-    before = (_O, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
+    before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
     main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, *(None,) * 7)
     found: list[tuple[Launch, Places]] = [(run.before, before), (run.main, main)]
     return found if run.dq_stored else [*found, (run.after, (None, _DQ, None))]
@@ -160,7 +160,7 @@ class ResizedBackward:
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, _, _, _, _, seed, *_ = inputs
-        (o, lse), (do, dlse), (stats_size, counted, accum) = outputs, cotangents, self.sizes
+        (o, lse, _), (do, dlse, _), (stats_size, counted, accum) = outputs, cotangents, self.sizes
         with device_of(q):
             device, dtype, wide = q.device, q.dtype, torch.float32
             stats = torch.empty(stats_size, dtype=wide, device=device)
@@ -172,7 +172,7 @@ class ResizedBackward:
                     dq.zero_()
             else:
                 sums = leaves = pointer = torch.empty((accum, DQ_COLS.value), dtype=wide, device=device)
-            self.before(o, do, lse, dlse, None, stats, sums, counts)
+            self.before(o, None, do, lse, dlse, None, stats, sums, counts)
             self.main(
                 q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None, counts, None
             )  # fmt: skip
