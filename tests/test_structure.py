@@ -105,8 +105,11 @@ def attributes(run) -> dict:
     knows of."""
     if hasattr(run, "__dict__"):
         return {name: x for name, x in run.__dict__.items() if name not in ("bases", "made")}
-    own = {name: getattr(run, name) for name in (*run.__slots__, "problem") if name != "of" and hasattr(run, name)}
-    return {**attributes(run.of), **own}
+    more = "problem", "layouts"
+    own = {name: getattr(run, name) for name in (*run.__slots__, *more) if name != "of" and hasattr(run, name)}
+    names = [name for x, _ in run.of.bases for name, y in attributes(run.of).items() if y is x]
+    launches = {name: x.whole(run.varied, {}) for name, x in zip(names, run.launches, strict=True)}
+    return {**attributes(run.of), **own, **launches}
 
 
 def run_facts(run) -> dict:

@@ -102,8 +102,14 @@ def score_numbers(score: Score) -> dict[str, Any]:
 
 def limited(terms: T, lo: int, hi: int) -> T:
     """The `Terms` of a backend with other limits, as `tiles.clipped` gives them, of a band that has the same ends."""
+    before, after = beside_limits(terms)
+    return tuple.__new__(type(terms), (*before, lo, hi, *after))
+
+
+def beside_limits(terms: tuple) -> tuple[tuple, tuple]:
+    """What stands before and after the limits in the `Terms` of a backend."""
     at = type(terms)._fields.index("lo")  # type: ignore[attr-defined]
-    return tuple.__new__(type(terms), (*terms[:at], lo, hi, *terms[at + 2 :]))
+    return terms[:at], terms[at + 2 :]
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from tilewise.backends import (
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, place, sink_layout, strided
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import INTERPRET, Terms, score_terms
+from tilewise.backends.score import INTERPRET, Terms, beside_limits, score_terms
 from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.backends.triton.backward_kernel import (
@@ -69,7 +69,7 @@ from tilewise.backends.triton.parts import (
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.resized import (
     ResizedForward,
-    forward_places,
+    forward_bases,
     forward_programs,
     ragged,
     resized_backward,
@@ -155,7 +155,7 @@ class Forward:
         self.merge, self.shared = None, None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
-            self.shared = place(target.shape, target.stride(), 4)
+            self.shared = target.shape
             self.merge = Launch(
                 merge_kernel, q[..., 0].numel(), (POINTER, POINTER, strided(o), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
@@ -163,7 +163,8 @@ class Forward:
         # For `resized`.
         self.resizable = not lists and parts is None and problem.totals is None and problem.tile_mask is None
         self.group, self.banded = problem.group, not problem.score.band.unlimited
-        self.made: dict[tuple, list[Any]] = {}
+        self.has_more = bias is not None or mask is not None or sink is not None
+        self.made: dict[tuple, Any] = {}
         self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.main = Launch(
             forward_kernel,
@@ -183,7 +184,8 @@ class Forward:
             num_stages=config.num_stages,
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
-        self.bases = forward_places(self, inputs)
+        self.beside_limits = *beside_limits(self.main.numbers[0]), sizes[:3], sizes[5:8], sizes[9:]
+        self.bases = forward_bases(self, inputs)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> ResizedForward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
@@ -203,7 +205,7 @@ class Forward:
                 if self.merge is None or self.shared is None:
                     self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, lse)
                 else:
-                    shares = torch.empty(self.shared[:4], dtype=torch.float32, device=q.device)
+                    shares = torch.empty(self.shared, dtype=torch.float32, device=q.device)
                     share_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=q.device)
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, share_lse)
                     self.merge(shares, share_lse, o, lse, inputs.sink)

@@ -49,7 +49,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
 from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiprocessors
 from tilewise.backends.gluon.sm90.resized import (
     ResizedBackward,
-    backward_places,
+    backward_bases,
     band_hides_end,
     choices,
     leaves_queries_out,
@@ -67,6 +67,7 @@ from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided
 from tilewise.backends.protocol import Structure
+from tilewise.backends.score import beside_limits
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
@@ -146,7 +147,7 @@ class Backward:
         # For what `resized` knows of: q, k and v and their gradients.
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.dynamic, self.programs = dynamic, programs
-        self.made: dict[tuple, list[Any]] = {}
+        self.made: dict[tuple, Any] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
@@ -237,7 +238,7 @@ class Backward:
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
-        self.bases = backward_places(self, dlse is not None)
+        self.beside_limits, self.bases = beside_limits(terms), backward_bases(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))

@@ -1,0 +1,256 @@
+"""Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
+
+What it takes is a flat list: how many programs, the stream, the kernel, and then for each parameter an address, a
+descriptor followed by its shape and strides, a tuple of an address and strides or of a record's members, or any object
+for what was compiled in. A loop over these takes longer than the launcher. So a `Short` writes two functions, as Triton
+does for the arguments of a kernel: one that fills the list's places in one line each, and, for launches of other sizes
+(`launcher.resized_launches`), one that makes the list of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from tilewise.backends.kernel_arguments import POINTER, Record, Strided
+
+_ADDRESSES = 256  # of a launch, whose descriptors are kept
+_ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
+_STREAM = 3  # where it stands in the list
+
+
+class Varied(NamedTuple):
+    """Where in ``values`` stands what differs between launches, None for what stays: how each layout's tensor lies, a
+    `kernel_arguments.Place`, of a `Record` one for each member; how many programs; each of the numbers."""
+
+    layouts: Sequence[Any]
+    programs: int | None
+    numbers: Sequence[int | None]
+
+
+class Short:
+    """The launcher of a compiled kernel, for tensors of which the same are there.
+
+    Args:
+        layouts, numbers, programs: of the `Launch` that it was compiled for.
+        there: of each tensor None if it is absent; else 15 if the kernel was compiled for a multiple of 16, or 0.
+        bind: called before a descriptor is made.
+        watched, whole: of a resized launch: whether somebody looks on, and what then launches, of values and ``kept``.
+        varied, values: of a resized launch: what differs, and some that it may have.
+    """
+
+    __slots__ = ("_bind", "_boxes", "_fill", "_kept", "compiled", "run", "there")
+
+    def __init__(
+        self, compiled: CompiledKernel, layouts: Sequence[Any], numbers: Sequence[Any], programs: int,
+        there: Sequence[int | None], bind: Callable[[], None], watched: Callable[[], bool] | None = None,
+        whole: Callable[..., Any] | None = None, varied: Varied | None = None, values: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        self.compiled, self.there, self._bind = compiled, tuple(there), bind
+        self._kept: dict[int, Any] = {}  # of launches without values
+        triton_run: Any = compiled.run
+        metadata: Any = compiled.metadata.tensordesc_meta or ()
+        self._fill: Any = driver.active.utils.fill_tma_descriptor if metadata else None
+        launch: Any = triton_run.launch
+        if metadata:  # then it is a function around the launcher, which makes descriptors
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        no_scratch, no_hooks = (None, None), (None, None, None)
+        kernel = (
+            compiled.function, triton_run.launch_cooperative_grid, triton_run.launch_pdl, *no_scratch,
+            compiled.packed_metadata, *no_hooks,
+        )  # fmt: skip
+        device = driver.active.get_current_device()  # in the stream's place
+        at = Varied([None] * len(layouts), None, [None] * len(numbers)) if varied is None else varied
+        writer = _Writer(values)
+        writer.write(programs, at.programs)
+        for x in (1, 1, device, *kernel):
+            writer.write(x)
+        self._boxes: list[tuple[Any, ...]] = []
+        descriptors, tensors = iter(metadata), enumerate(there)
+        fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
+        for layout, begin in zip(layouts, at.layouts, strict=True):
+            place = len(writer.items)
+            if isinstance(layout, Record):
+                members = [(x, *next(tensors)) for x in layout.layouts]
+                writer.record(layout, begin)
+                fills.append((place, "record", tuple([(n, mask, x is not POINTER) for x, n, mask in members])))
+                continue
+            n, mask = next(tensors)
+            if layout is POINTER or mask is None:
+                writer.write(None if layout is POINTER else layout)
+                if mask is not None:
+                    fills.append((place, "pointer", n, mask))
+            elif isinstance(layout, Strided):
+                writer.row(layout, begin)
+                fills.append((place, "strided", n, mask))
+            else:
+                writer.box(layout, begin)
+                middle = place + 1 + len(layout.shape)
+                sizes = slice(place + 1, middle), slice(middle, len(writer.items))
+                fills.append((place, "box", n, len(self._boxes)))
+                self._boxes.append((*_box(layout, next(descriptors)), *sizes))
+        for x, number in zip(numbers, at.numbers, strict=True):
+            writer.write(x, number)
+        make = _launch_of(len(self.there), tuple(fills), varied is not None)
+        if varied is None:
+            self._kept[_ARGUMENTS] = writer.constants
+            self.run: Callable[..., Any] = make(launch, driver.active.get_current_stream, self._describe)
+        else:
+            stream = driver.active.get_current_stream
+            self.run = make(launch, stream, self._describe, writer.function(), watched, whole)
+
+    def launch(self, tensors: Sequence[Any]) -> bool:
+        """False, and nothing done, where the kernel was compiled for another alignment."""
+        found: bool = self.run(None, self._kept, *tensors)
+        return found
+
+    def _describe(self, kept: dict[int, Any], address: int, which: int, arguments: list[Any]) -> Any:
+        """A TMA descriptor, which holds an address and else only a layout, as Triton 3.6's make_tensordesc_arg makes
+        it."""
+        self._bind()
+        if len(kept) >= _ADDRESSES:
+            listed = kept[_ARGUMENTS]
+            kept.clear()
+            kept[_ARGUMENTS] = listed
+        box, padding, shape, strides = self._boxes[which]
+        found = kept[address + which] = self._fill(address, *box, arguments[shape], arguments[strides], padding)
+        return found
+
+
+def _box(layout: Any, metadata: Any) -> tuple[tuple[Any, ...], int]:
+    """Of a descriptor what does not depend on sizes."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    m = metadata
+    box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
+    return box, 1 if layout.padding == "nan" else 0
+
+
+@lru_cache(1024)
+def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) -> Callable[..., Callable[..., bool]]:
+    """What makes the function that fills a list and launches; of a resized launch also the list, the first time."""
+    given = ", ".join(f"t{n}" for n in range(tensors))
+    lines, checked = [], []
+
+    def address(n: int, mask: int) -> str:
+        lines.append(f"p{n} = t{n}.data_ptr()")
+        if mask:
+            checked.append(f"p{n}")
+        return f"p{n}"
+
+    for place, kind, *rest in fills:
+        if kind == "record":
+            lines.append(f"r = a[{place}]")
+            found = []
+            for at, (n, mask, strided) in enumerate(rest[0]):
+                begin = "None" if mask is None else address(n, mask)
+                found.append(f"({begin}, *r[{at}])" if strided else begin)
+            lines.append(f"a[{place}] = ({', '.join(found)},)")
+            continue
+        n, more = rest
+        if kind == "box":  # its address is a multiple of 16, or no descriptor can be made
+            begin = address(n, 0)
+            key = f"{begin} + {more}" if more else begin
+            lines.append(f"a[{place}] = get({key}) or describe(kept, {begin}, {more}, a)")
+        else:
+            begin = address(n, more)
+            lines.append(f"a[{place}] = " + (f"({begin}, *a[{place}])" if kind == "strided" else begin))
+    other = f"return whole(values, kept)({given})" if resized else "return False"
+    first = []
+    if resized:
+        first = [f"if watched(): {other}", f"a = get({_ARGUMENTS})"]
+        first.append(f"if a is None: a = kept[{_ARGUMENTS}] = listed(values)")
+    else:
+        first = [f"a = kept[{_ARGUMENTS}]"]
+    if checked:
+        lines.append(f"if ({' | '.join(checked)}) & 15: {other}")
+    body = ["get = kept.get", *first, "a = a.copy()", *lines, f"a[{_STREAM}] = stream_of(a[{_STREAM}])"]
+    body += ["run(*a)", "return True"]
+    source = ["def make(run, stream_of, describe, listed=None, watched=None, whole=None):"]
+    source += [f"    def launch(values, kept, {given}):", *(f"        {line}" for line in body), "    return launch"]
+    made: Callable[..., Callable[..., bool]] = _function("make", source)
+    return made
+
+
+def _function(name: str, source: Sequence[str], **known: Any) -> Any:
+    exec(compile("\n".join(source), "<tilewise launch>", "exec"), known)
+    return known[name]
+
+
+class _Writer:
+    """Writes the function that makes a list of arguments from ``values``, of which some are given: which axes are of
+    size 1 is the same for all. constants: the list of no values."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.items: list[str] = []
+        self.constants: list[Any] = []
+        self._known: dict[str, Any] = {}
+        self._values = values
+        self._unpacked: dict[int, str] = {}
+
+    def write(self, x: Any, at: int | None = None) -> None:
+        """An argument, ``x`` or what stands in values."""
+        self._append(x, self._constant(x) if at is None else self._unpack(at, f"v{at}"))
+
+    def row(self, layout: Strided, at: int | None) -> None:
+        """The strides of a tensor by pointer."""
+        self._append(layout[1:], self._row(layout, at))
+
+    def record(self, layout: Record, at: Sequence[int | None] | None) -> None:
+        """Those of its members, None of a plain pointer."""
+        rows = zip(layout.layouts, at or [None] * len(layout.layouts), strict=True)
+        names = ["None" if x is POINTER else self._row(x, begin) for x, begin in rows]
+        self._append([None if x is POINTER else x[1:] for x in layout.layouts], f"({', '.join(names)},)")
+
+    def box(self, layout: Any, at: int | None) -> None:
+        """A descriptor's place, its shape and strides."""
+        self.write(None)
+        sizes = [*layout.shape, *layout.strides]
+        if at is None:
+            for x in sizes:
+                self.write(x)
+            return
+        shape, strides = self._place(at)
+        if len(shape) == 4:
+            sizes_of = self._values[at][0]
+            strides = [f"w{at}" if n == 1 else x for n, x in zip(sizes_of[:3], strides, strict=False)] + ["1"]
+        for x, name in zip(sizes, (*shape, *strides), strict=True):
+            self._append(x, name)
+
+    def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
+        unpack = [f"{names} = values[{at}]" for at, names in self._unpacked.items()]
+        source = ["def listed(values):", *(f"    {line}" for line in unpack), f"    return [{', '.join(self.items)}]"]
+        found: Callable[[tuple[Any, ...]], list[Any]] = _function("listed", source, **self._known)
+        return found
+
+    def _append(self, x: Any, name: str) -> None:
+        self.constants.append(x)
+        self.items.append(name)
+
+    def _constant(self, x: Any) -> str:
+        if x is None or type(x) is int or type(x) is bool:
+            return repr(x)
+        name = f"k{len(self._known)}"
+        self._known[name] = x
+        return name
+
+    def _unpack(self, at: int, names: str) -> str:
+        self._unpacked[at] = names
+        return names
+
+    def _place(self, at: int) -> tuple[list[str], list[str]]:
+        axes = range(len(self._values[at][0]))
+        shape, strides = [f"s{at}_{n}" for n in axes], [f"t{at}_{n}" for n in axes]
+        self._unpack(at, f"({', '.join(shape)},), ({', '.join(strides)},), w{at}")
+        return shape, strides
+
+    def _row(self, layout: Strided, at: int | None) -> str:
+        if at is None:
+            return self._constant(layout[1:])
+        _, strides = self._place(at)
+        return f"({', '.join(['0' if n == 1 else x for n, x in zip(self._values[at][0], strides, strict=True)])})"
