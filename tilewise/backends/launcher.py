@@ -59,11 +59,12 @@ from tilewise.backends.kernel_arguments import (
     strided,
     strides_of,
 )
-from tilewise.backends.short_launch import Short, Varied
+from tilewise.backends.short_launch import Members, Short, Varied
 
 __all__ = [
     "POINTER",
     "Launch",
+    "Members",
     "Place",
     "Places",
     "Record",
@@ -282,11 +283,16 @@ class Whole:
         return found
 
     def _numbers(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        pairs = zip(self.base.numbers, self.varied.numbers, strict=True)
-        return tuple([x if at is None else values[at] for x, at in pairs])
+        return tuple([_varied(x, at, values) for x, at in zip(self.base.numbers, self.varied.numbers, strict=True)])
 
     def _run(self, values: tuple[Any, ...], kept: dict[Any, Any], *tensors: Tensor | None) -> None:
         self.whole(values, kept)(*tensors)
+
+
+def _varied(x: Any, at: Members, values: tuple[Any, ...]) -> Any:
+    if isinstance(at, tuple):
+        return tuple([_varied(y, n, values) for y, n in zip(x, at, strict=True)])
+    return x if at is None else values[at]
 
 
 def _alike(x: Any, base: Any) -> Any:

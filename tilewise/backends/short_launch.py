@@ -24,13 +24,17 @@ _ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
 _STREAM = 3  # where it stands in the list
 
 
+Members = int | None | tuple["int | None", ...]
+
+
 class Varied(NamedTuple):
     """Where in ``values`` stands what differs between launches, None for what stays: how each layout's tensor lies, a
-    `kernel_arguments.Place`, of a `Record` one for each member; how many programs; each of the numbers."""
+    `kernel_arguments.Place`, of a `Record` one for each member; how many programs; each of the numbers, of a tuple each
+    of its members."""
 
     layouts: Sequence[Any]
     programs: int | None
-    numbers: Sequence[int | None]
+    numbers: Sequence[Members]
 
 
 class Short:
@@ -44,7 +48,7 @@ class Short:
         varied, values: of a resized launch: what differs, and some that it may have.
     """
 
-    __slots__ = ("_bind", "_boxes", "_fill", "_kept", "compiled", "run", "there")
+    __slots__ = ("_bind", "_kept", "compiled", "run", "there")
 
     def __init__(
         self, compiled: CompiledKernel, layouts: Sequence[Any], numbers: Sequence[Any], programs: int,
@@ -55,7 +59,7 @@ class Short:
         self._kept: dict[int, Any] = {}  # of launches without values
         triton_run: Any = compiled.run
         metadata: Any = compiled.metadata.tensordesc_meta or ()
-        self._fill: Any = driver.active.utils.fill_tma_descriptor if metadata else None
+        fill: Any = driver.active.utils.fill_tma_descriptor if metadata else None
         launch: Any = triton_run.launch
         if metadata:  # then it is a function around the launcher, which makes descriptors
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]
@@ -70,7 +74,7 @@ class Short:
         writer.write(programs, at.programs)
         for x in (1, 1, device, *kernel):
             writer.write(x)
-        self._boxes: list[tuple[Any, ...]] = []
+        boxes: list[tuple[Any, ...]] = []  # of descriptors what does not depend on sizes
         descriptors, tensors = iter(metadata), enumerate(there)
         fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
         for layout, begin in zip(layouts, at.layouts, strict=True):
@@ -90,40 +94,35 @@ class Short:
                 fills.append((place, "strided", n, mask))
             else:
                 writer.box(layout, begin)
-                middle = place + 1 + len(layout.shape)
-                sizes = slice(place + 1, middle), slice(middle, len(writer.items))
-                fills.append((place, "box", n, len(self._boxes)))
-                self._boxes.append((*_box(layout, next(descriptors)), *sizes))
+                fills.append((place, "box", n, len(boxes), place + 1 + len(layout.shape), len(writer.items)))
+                boxes.append(_box(layout, next(descriptors)))
         for x, number in zip(numbers, at.numbers, strict=True):
             writer.write(x, number)
         make = _launch_of(len(self.there), tuple(fills), varied is not None)
+        given = launch, driver.active.get_current_stream, self._begin, fill, boxes
+        self.run: Callable[..., Any]
         if varied is None:
             self._kept[_ARGUMENTS] = writer.constants
-            self.run: Callable[..., Any] = make(launch, driver.active.get_current_stream, self._describe)
+            self.run = make(*given)
         else:
-            stream = driver.active.get_current_stream
-            self.run = make(launch, stream, self._describe, writer.function(), watched, whole)
+            self.run = make(*given, writer.function(), watched, whole)
 
     def launch(self, tensors: Sequence[Any]) -> bool:
         """False, and nothing done, where the kernel was compiled for another alignment."""
         found: bool = self.run(None, self._kept, *tensors)
         return found
 
-    def _describe(self, kept: dict[int, Any], address: int, which: int, arguments: list[Any]) -> Any:
-        """A TMA descriptor, which holds an address and else only a layout, as Triton 3.6's make_tensordesc_arg makes
-        it."""
+    def _begin(self, kept: dict[int, Any]) -> None:
+        """Before descriptors are made."""
         self._bind()
         if len(kept) >= _ADDRESSES:
             listed = kept[_ARGUMENTS]
             kept.clear()
             kept[_ARGUMENTS] = listed
-        box, padding, shape, strides = self._boxes[which]
-        found = kept[address + which] = self._fill(address, *box, arguments[shape], arguments[strides], padding)
-        return found
 
 
 def _box(layout: Any, metadata: Any) -> tuple[tuple[Any, ...], int]:
-    """Of a descriptor what does not depend on sizes."""
+    """Of a TMA descriptor what does not depend on sizes, as Triton 3.6's make_tensordesc_arg finds it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     m = metadata
@@ -135,7 +134,9 @@ def _box(layout: Any, metadata: Any) -> tuple[tuple[Any, ...], int]:
 def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) -> Callable[..., Callable[..., bool]]:
     """What makes the function that fills a list and launches; of a resized launch also the list, the first time."""
     given = ", ".join(f"t{n}" for n in range(tensors))
-    lines, checked = [], []
+    lines: list[str] = []
+    checked: list[str] = []
+    stored: list[str] = []
 
     def address(n: int, mask: int) -> str:
         lines.append(f"p{n} = t{n}.data_ptr()")
@@ -143,6 +144,7 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
             checked.append(f"p{n}")
         return f"p{n}"
 
+    made: list[str] = []
     for place, kind, *rest in fills:
         if kind == "record":
             lines.append(f"r = a[{place}]")
@@ -151,15 +153,24 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
                 begin = "None" if mask is None else address(n, mask)
                 found.append(f"({begin}, *r[{at}])" if strided else begin)
             lines.append(f"a[{place}] = ({', '.join(found)},)")
-            continue
-        n, more = rest
-        if kind == "box":  # its address is a multiple of 16, or no descriptor can be made
-            begin = address(n, 0)
-            key = f"{begin} + {more}" if more else begin
-            lines.append(f"a[{place}] = get({key}) or describe(kept, {begin}, {more}, a)")
+        elif kind == "box":  # its address is a multiple of 16, or no descriptor can be made
+            n, which, middle, end = rest
+            key = f"{address(n, 0)} + {which}"
+            lines.append(f"d{which} = get({key})")
+            sizes = f"a[{place + 1}:{middle}], a[{middle}:{end}]"
+            made.append(
+                f"if d{which} is None: d{which} = kept[{key}] = fill(p{n}, *box{which}, {sizes}, padding{which})"
+            )
+            stored.append(f"a[{place}] = d{which}")
         else:
-            begin = address(n, more)
+            n, mask = rest
+            begin = address(n, mask)
             lines.append(f"a[{place}] = " + (f"({begin}, *a[{place}])" if kind == "strided" else begin))
+    boxes = ", ".join(f"(box{n}, padding{n})" for n in range(len(made)))
+    if made:
+        lines.append(f"if not ({' and '.join(f'd{n}' for n in range(len(made)))}):")
+        lines += [f"    {line}" for line in ("begin(kept)", *made)]
+        lines += stored
     other = f"return whole(values, kept)({given})" if resized else "return False"
     first = []
     if resized:
@@ -171,10 +182,11 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
         lines.append(f"if ({' | '.join(checked)}) & 15: {other}")
     body = ["get = kept.get", *first, "a = a.copy()", *lines, f"a[{_STREAM}] = stream_of(a[{_STREAM}])"]
     body += ["run(*a)", "return True"]
-    source = ["def make(run, stream_of, describe, listed=None, watched=None, whole=None):"]
+    source = ["def make(run, stream_of, begin, fill, boxes, listed=None, watched=None, whole=None):"]
+    source += [f"    {boxes}{',' * bool(made)} = boxes"] if made else []
     source += [f"    def launch(values, kept, {given}):", *(f"        {line}" for line in body), "    return launch"]
-    made: Callable[..., Callable[..., bool]] = _function("make", source)
-    return made
+    found_function: Callable[..., Callable[..., bool]] = _function("make", source)
+    return found_function
 
 
 def _function(name: str, source: Sequence[str], **known: Any) -> Any:
@@ -193,9 +205,13 @@ class _Writer:
         self._values = values
         self._unpacked: dict[int, str] = {}
 
-    def write(self, x: Any, at: int | None = None) -> None:
+    def write(self, x: Any, at: Members = None) -> None:
         """An argument, ``x`` or what stands in values."""
-        self._append(x, self._constant(x) if at is None else self._unpack(at, f"v{at}"))
+        if isinstance(at, tuple):
+            names = [self._either(y, n) for y, n in zip(x, at, strict=True)]
+            self._append(x, f"({', '.join(names)},)")
+        else:
+            self._append(x, self._either(x, at))
 
     def row(self, layout: Strided, at: int | None) -> None:
         """The strides of a tensor by pointer."""
@@ -223,14 +239,20 @@ class _Writer:
             self._append(x, name)
 
     def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
-        unpack = [f"{names} = values[{at}]" for at, names in self._unpacked.items()]
-        source = ["def listed(values):", *(f"    {line}" for line in unpack), f"    return [{', '.join(self.items)}]"]
+        names = [self._unpacked.get(n, "_") for n in range(len(self._values))]
+        source = [
+            "def listed(values):", f"    {', '.join(f'({x})' for x in names)}, = values",
+            f"    return [{', '.join(self.items)}]",
+        ]  # fmt: skip
         found: Callable[[tuple[Any, ...]], list[Any]] = _function("listed", source, **self._known)
         return found
 
     def _append(self, x: Any, name: str) -> None:
         self.constants.append(x)
         self.items.append(name)
+
+    def _either(self, x: Any, at: int | None) -> str:
+        return self._constant(x) if at is None else self._unpack(at, f"v{at}")
 
     def _constant(self, x: Any) -> str:
         if x is None or type(x) is int or type(x) is bool:

@@ -26,7 +26,7 @@ from tilewise.backends import (
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, boxed, constants, place, sink_layout, strided
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import INTERPRET, Terms, beside_limits, score_terms
+from tilewise.backends.score import INTERPRET, Terms, score_terms
 from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.backends.triton.backward_kernel import (
@@ -184,7 +184,6 @@ class Forward:
             num_stages=config.num_stages,
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
-        self.beside_limits = *beside_limits(self.main.numbers[0]), sizes[:3], sizes[5:8], sizes[9:]
         self.bases = forward_bases(self, inputs)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> ResizedForward | None:

@@ -9,9 +9,9 @@ import torch
 from triton import OutOfResources
 
 from tilewise.backends import Inputs, Outputs, device_of, gradient_strides, output_layout
-from tilewise.backends.launcher import Launch, Place, Varied, Whole, kinds, place, resized_launches
+from tilewise.backends.launcher import Launch, Place, Varied, Whole, place, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
-from tilewise.backends.score import limited
+from tilewise.backends.score import limited, varied_limits
 from tilewise.backends.triton.config import Config, shared_by
 from tilewise.backends.triton.masks import lists_pay
 from tilewise.backends.triton.packed import NO_LENGTHS, tile_count
@@ -50,9 +50,9 @@ def _ragged(queries: int, keys: int, group: int, config: Config) -> tuple[bool, 
 
 # --- forward ---
 
-# Where in values of `resized_forward` things stand: programs of both launches, terms and sizes; how tensors lie, q, k,
-# v, o and the sums of shares, then bias, mask and sink, those that are there.
-_PROGRAMS, _MERGES, _TERMS, _SIZES, _Q, _K, _V, _O, _SHARES, _MORE = range(10)
+# Where in values of `resized_forward` things stand: programs of both launches, the band's limits and sizes; how tensors
+# lie, q, k, v, o and the sums of shares, then bias, mask and sink, those that are there.
+_PROGRAMS, _MERGES, _LO, _HI, _QUERIES, _KEYS, _SPLITS, _Q, _K, _V, _O, _SHARES, _MORE = range(13)
 
 
 def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
@@ -61,9 +61,12 @@ def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     merges = run.merge is not None
     main = (_Q, _K, _V, bias, mask, None if merges else sink, *(None,) * 4, _SHARES if merges else _O, None)
-    found = [(run.main, Varied(main, _PROGRAMS, (_TERMS, _SIZES, None)))]
+    terms, sizes, _ = run.main.numbers
+    limits, differ = varied_limits(terms, _LO, _HI), {"queries": _QUERIES, "keys": _KEYS, "splits": _SPLITS}
+    varied_sizes = tuple([differ.get(name) for name in sizes._fields])
+    found = [(run.main, Varied(main, _PROGRAMS, (limits, varied_sizes, None)))]
     if merges:
-        found.append((run.merge, Varied((None, None, _O, None, sink), _MERGES, (_SIZES, None))))
+        found.append((run.merge, Varied((None, None, _O, None, sink), _MERGES, (varied_sizes, None))))
     return found
 
 
@@ -83,14 +86,13 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
     batch, heads, _, value_dim = o_shape
     shared = (shares * batch, heads, M, value_dim), (heads * M * value_dim, M * value_dim, value_dim, 1), 0
     wide, value_wide = run.widths
-    before, after, sizes_before, sizes_between, sizes_after = run.beside_limits
     values = (
-        _programs(problem, M, config, shares), batch * heads * M, (*before, first, last, *after),
-        (*sizes_before, M, N, *sizes_between, shares, *sizes_after),
+        _programs(problem, M, config, shares), batch * heads * M, first, last, M, N, shares,
         (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
         (o_shape, o_strides, value_wide), shared, *(_more(inputs) if run.has_more else ()),
     )  # fmt: skip
-    found = resized_launches(run.bases, run.made, kinds((M, N, shares, first, last)), values)
+    kind = M & 15, N & 15 == 0, shares, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+    found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedForward(run, structure, (lo, hi), layout_o, shared[0] if len(found) > 1 else None, values, found)
 
 

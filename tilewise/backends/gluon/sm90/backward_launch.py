@@ -67,7 +67,6 @@ from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import beside_limits
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
@@ -238,7 +237,7 @@ class Backward:
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
-        self.beside_limits, self.bases = beside_limits(terms), backward_bases(self, dlse is not None)
+        self.bases = backward_bases(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))

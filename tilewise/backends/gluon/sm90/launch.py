@@ -34,6 +34,7 @@ from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import (
     POINTER,
     Launch,
+    Members,
     Place,
     Varied,
     Whole,
@@ -45,7 +46,7 @@ from tilewise.backends.launcher import (
     strided,
 )
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import beside_limits
+from tilewise.backends.score import varied_limits
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
 from tilewise.score import tiles
@@ -128,31 +129,30 @@ class Forward:
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
-        # For `resized`: row widths of descriptors, what stands beside limits in terms, and `resized_launches` of these.
+        # For `resized`: row widths of descriptors, and `resized_launches` of these.
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.has_more = bias is not None or sink is not None
-        self.beside_limits = *beside_limits(self.main.numbers[0]), *beside_limits(terms)
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
         _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
-        sizes, kind = _tiled(*self.shape, -(-M // self.block_m), self.programs)
-        if self._choices(M, N, lo, hi, sizes[1]) != self.choices:
+        (row_tiles, work_tiles, at_once, last_head), kind = _tiled(*self.shape, -(-M // self.block_m), self.programs)
+        if self._choices(M, N, lo, hi, work_tiles) != self.choices:
             return None
         o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
         first, last = tiles.clipped(lo, hi)
-        before, after, repair_before, repair_after = self.beside_limits
-        wide, value_wide = self.widths
+        programs, looks, (wide, value_wide) = self.programs, _looks(M, *self.looks), self.widths
         values = (
-            min(sizes[1], self.programs), min(_looks(M, *self.looks), self.programs),
-            (*before, first, last, *after), (*repair_before, first, last, *repair_after), (*self.shape, M, N, *sizes),
+            work_tiles if work_tiles < programs else programs, looks if looks < programs else programs,
+            first, last, M, N, row_tiles, work_tiles, at_once, last_head,
             (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
             (o_shape, o_strides, value_wide), *(self._more(inputs) if self.has_more else ()),
         )  # fmt: skip
-        found = resized_launches(self.bases, self.made, (kind, *kinds((M, N, first, last))), values)
+        kind = kind, M & 15 == 0, N & 15 == 0, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+        found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
         return Resized(self, layout_o, values, found)
 
     def _more(self, inputs: Inputs) -> list[Place]:
@@ -240,7 +240,7 @@ def _sized(
 @lru_cache(4096)
 def _tiled(
     batch: int, heads: int, group: int, row_tiles: int, programs: int
-) -> tuple[tuple[int, ...], tuple[Any, ...]]:  # fmt: skip
+) -> tuple[tuple[int, int, int, int], tuple[Any, ...]]:  # fmt: skip
     """What so many tiles of queries make of sizes: all from row_tiles on; and its `kinds`."""
     all_heads = heads * batch
     at_once = min(-(-WAVES * programs // (row_tiles * group)) * group, all_heads)
@@ -249,8 +249,9 @@ def _tiled(
     return found, kinds(found)
 
 
-# Where in values of `Forward.resized` things stand: programs, terms of both launches, and sizes; then how tensors lie.
-_MAIN, _REPAIR, _TERMS, _REPAIR_TERMS, _SIZES, _FIRST = range(6)
+# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes from queries
+# on; then how tensors lie.
+_MAIN, _REPAIR, _LO, _HI, _QUERIES, _FIRST = 0, 1, 2, 3, 4, 10
 
 
 def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
@@ -258,9 +259,11 @@ def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) 
     q, k, v, o, end = range(_FIRST, _FIRST + 5)
     bias = end if has_bias else None
     sink = end + has_bias if has_sink else None
-    found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None), _MAIN, (_TERMS, _SIZES, None)))]
+    sizes = None, None, None, *range(_QUERIES, _FIRST)
+    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), sizes, None
+    found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None), _MAIN, numbers))]
     if repair is not None:
-        numbers = None, None, _REPAIR_TERMS, _SIZES, None
+        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), sizes, None
         found.append((repair, Varied((q, k, v, bias, None, sink, None, o, None), _REPAIR, numbers)))
     return found
 

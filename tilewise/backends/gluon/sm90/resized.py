@@ -12,6 +12,7 @@ from tilewise.backends.gluon.sm90.config import BackwardConfig, head_swizzle
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
 from tilewise.backends.launcher import Launch, Varied, Whole, kinds, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
+from tilewise.backends.score import varied_limits
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -78,10 +79,9 @@ def leaves_queries_out(queries: int, keys: int, lo: int | None, hi: int | None) 
     return (hi is not None and hi < 0) or (lo is not None and queries - 1 + lo > keys - 1)
 
 
-# Where in values of `resized_backward` things stand: programs, terms, sizes, counters; then how tensors lie.
-(_ROW_PROGRAMS, _PROGRAMS, _TERMS, _SIZES, _COUNTED, _Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE) = range(
-    16
-)
+# Where in values of `resized_backward` things stand: programs, the band's limits, sizes, counters; how tensors lie.
+_ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _SIZES, _COUNTED, _FIRST = range(7)
+_Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(_FIRST, _FIRST + 11)
 
 
 def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
@@ -92,7 +92,7 @@ def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
     same = [None] * (len(run.before.numbers) - 3)
     found = [
         (run.before, Varied(before, _ROW_PROGRAMS, (None, _SIZES, _COUNTED, *same))),
-        (run.main, Varied(main, _PROGRAMS, (_TERMS, _SIZES, None))),
+        (run.main, Varied(main, _PROGRAMS, (varied_limits(run.main.numbers[0], _LO, _HI), _SIZES, None))),
     ]
     if not run.dq_stored:
         same = [None] * (len(run.after.numbers) - 3)
@@ -122,9 +122,8 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
     wide, value_wide = run.widths
     first, last = tiles.clipped(lo, hi)
-    before, after = run.beside_limits
     values = (
-        row_programs, min(programs, work_tiles) if run.dynamic else work_tiles, (*before, first, last, *after), sizes,
+        row_programs, min(programs, work_tiles) if run.dynamic else work_tiles, first, last, sizes,
         counted, (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
         (o_shape, o_strides, value_wide), (do_shape, do_strides, value_wide), (q_shape, dq_strides, wide),
         (k_shape, dk_strides, wide), (v_shape, dv_strides, value_wide),
