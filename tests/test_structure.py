@@ -104,7 +104,7 @@ def attributes(run) -> dict:
     """Of one that was made of another, those of that one too where it has none of its own. Without launches that it
     knows of."""
     if hasattr(run, "__dict__"):
-        return {name: x for name, x in run.__dict__.items() if name not in ("bases", "made")}
+        return {name: x for name, x in run.__dict__.items() if name not in ("bases", "made", "tiled")}
     more = "problem", "layouts"
     own = {name: getattr(run, name) for name in (*run.__slots__, *more) if name != "of" and hasattr(run, name)}
     names = [name for x, _ in run.of.bases for name, y in attributes(run.of).items() if y is x]

@@ -189,8 +189,13 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
     return found_function
 
 
+@lru_cache(1024)
+def _code(source: str) -> Any:
+    return compile(source, "<tilewise launch>", "exec")
+
+
 def _function(name: str, source: Sequence[str], **known: Any) -> Any:
-    exec(compile("\n".join(source), "<tilewise launch>", "exec"), known)
+    exec(_code("\n".join(source)), known)
     return known[name]
 
 

@@ -91,7 +91,17 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
         (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
         (o_shape, o_strides, value_wide), shared, *(_more(inputs) if run.has_more else ()),
     )  # fmt: skip
-    kind = M & 15, N & 15 == 0, shares, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+    kind = (
+        M & 15 == 0,
+        M == 1,
+        N & 15 == 0,
+        N == 1,
+        shares & 15 == 0,
+        first & 15 == 0,
+        first == 1,
+        last & 15 == 0,
+        last == 1,
+    )
     found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedForward(run, structure, (lo, hi), layout_o, shared[0] if len(found) > 1 else None, values, found)
 

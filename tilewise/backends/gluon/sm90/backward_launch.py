@@ -147,6 +147,7 @@ class Backward:
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.dynamic, self.programs = dynamic, programs
         self.made: dict[tuple, Any] = {}
+        self.tiled: dict[tuple[int, int], Any] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:

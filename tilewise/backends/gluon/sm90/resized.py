@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,7 +80,9 @@ def leaves_queries_out(queries: int, keys: int, lo: int | None, hi: int | None) 
 
 
 # Where in values of `resized_backward` things stand: programs, the band's limits, sizes, counters; how tensors lie.
-_ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _SIZES, _COUNTED, _FIRST = range(7)
+_ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _QUERIES, _KEYS, _ROW_TILES, _KEY_TILES, _RING, _ZEROED, _COUNTED, _FIRST = range(
+    12
+)
 _Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(_FIRST, _FIRST + 11)
 
 
@@ -89,14 +91,57 @@ def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
     before = (_O, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
     main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 5)
+    terms, sizes, _ = run.main.numbers
+    differ = {
+        "queries": _QUERIES, "keys": _KEYS, "row_tiles": _ROW_TILES, "key_tiles": _KEY_TILES, "ring": _RING,
+        "zeroed": _ZEROED,
+    }  # fmt: skip
+    varied_sizes = tuple([differ.get(name) for name in sizes._fields])
     same = [None] * (len(run.before.numbers) - 3)
     found = [
-        (run.before, Varied(before, _ROW_PROGRAMS, (None, _SIZES, _COUNTED, *same))),
-        (run.main, Varied(main, _PROGRAMS, (varied_limits(run.main.numbers[0], _LO, _HI), _SIZES, None))),
+        (run.before, Varied(before, _ROW_PROGRAMS, (None, varied_sizes, _COUNTED, *same))),
+        (run.main, Varied(main, _PROGRAMS, (varied_limits(terms, _LO, _HI), varied_sizes, None))),
     ]
     if not run.dq_stored:
         same = [None] * (len(run.after.numbers) - 3)
-        found.append((run.after, Varied((None, _DQ, None), _ROW_PROGRAMS, (None, None, _SIZES, *same))))
+        found.append((run.after, Varied((None, _DQ, None), _ROW_PROGRAMS, (None, None, varied_sizes, *same))))
+    return found
+
+
+_MOST = 4096  # pairs of numbers of tiles that are remembered
+
+
+class _Tiled(NamedTuple):
+    """What so many tiles of queries and of keys make of a backward: sizes, programs, and lengths of buffers."""
+
+    ring: int
+    zeroed: int
+    counted: int
+    row_programs: int
+    work_tiles: int
+    programs: int
+    stats: int
+    accum: int
+    kind: tuple[Any, ...]  # `kinds` of the integers among these that kernels get
+
+
+def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
+    found: _Tiled | None = run.tiled.get((row_tiles, key_tiles))
+    if found is None:
+        config, (batch, kv_heads, group, *_) = run.config, run.main.numbers[1]
+        shape = batch, kv_heads, group, 1, 1, 1
+        queries, keys = row_tiles * config.block_m, key_tiles * config.block_n
+        sizes, groups = sized(config, shape, queries, keys, run.multiprocessors)
+        counted = counters(sizes, groups, run.problem.deterministic, reduces=False)
+        row_programs, work_tiles = row_tiles * batch * kv_heads * group, key_tiles * batch * kv_heads
+        accum = 0 if run.dq_stored else row_programs * config.block_m * run.width // DQ_COLS.value
+        if len(run.tiled) >= _MOST:
+            run.tiled.clear()
+        run.tiled[row_tiles, key_tiles] = found = _Tiled(
+            sizes.ring, sizes.zeroed, counted, row_programs, work_tiles,
+            min(run.programs, work_tiles) if run.dynamic else work_tiles, 2 * config.block_m * row_programs, accum,
+            kinds((row_tiles, key_tiles, sizes.ring, sizes.zeroed, counted)),
+        )  # fmt: skip
     return found
 
 
@@ -104,16 +149,13 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     """A `backward_launch.Backward` for other lengths than ``run``'s; None where these ask for something else that is
     compiled in."""
     _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *more) = structure
-    config, stored, base = run.config, run.dq_stored, run.main.numbers[1]
-    sizes, groups = sized(config, (*base[:3], 1, 1, 1), M, N, run.multiprocessors)
-    heads, programs = base.batch * base.kv_heads, run.programs
-    work_tiles = sizes.key_tiles * heads
-    if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, programs) != run.choices:
+    config = run.config
+    row_tiles, key_tiles = -(-M // config.block_m), -(-N // config.block_n)
+    tiled = _tiled(run, row_tiles, key_tiles)
+    ring, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
+    if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, run.programs) != run.choices:
         return None
-    block_m, width, cols = config.block_m, run.width, DQ_COLS.value
-    row_programs = sizes.row_tiles * heads * base.group
-    counted = counters(sizes, groups, run.problem.deterministic, reduces=False)
-    stats, accum = 2 * block_m * row_programs, 0 if stored else row_programs * block_m * width // cols
+    cols = DQ_COLS.value
     dv_strides = gradient_strides(v_shape, v_strides)
     same = k_strides == v_strides and k_shape == v_shape
     dk_strides = dv_strides if same else gradient_strides(k_shape, k_strides)
@@ -123,14 +165,15 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     wide, value_wide = run.widths
     first, last = tiles.clipped(lo, hi)
     values = (
-        row_programs, min(programs, work_tiles) if run.dynamic else work_tiles, first, last, sizes,
-        counted, (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
+        row_programs, programs, first, last, M, N, row_tiles, key_tiles, ring, zeroed, counted,
+        (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
         (o_shape, o_strides, value_wide), (do_shape, do_strides, value_wide), (q_shape, dq_strides, wide),
         (k_shape, dk_strides, wide), (v_shape, dv_strides, value_wide),
         ((stats,), (1,), 0), ((accum, cols), (cols, 1), 0),
         ((*dlse[0], 1), (*dlse[1], 1), 4) if dlse else None,
     )  # fmt: skip
-    found = resized_launches(run.bases, run.made, kinds((*sizes, counted, first, last)), values)
+    kind = kind, M & 15 == 0, N & 15 == 0, M == 1, N == 1, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+    found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), values, found)
 
 
