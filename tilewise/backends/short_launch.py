@@ -121,13 +121,13 @@ class Short:
             kept[_ARGUMENTS] = listed
 
 
-def _box(layout: Any, metadata: Any) -> tuple[tuple[Any, ...], int]:
+def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
     """Of a TMA descriptor what does not depend on sizes, as Triton 3.6's make_tensordesc_arg finds it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     m = metadata
-    box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
-    return box, 1 if layout.padding == "nan" else 0
+    kind = TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]]
+    return m["swizzle"], m["elem_size"], kind, m["block_size"], 1 if layout.padding == "nan" else 0
 
 
 @lru_cache(1024)
@@ -166,7 +166,7 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
             n, mask = rest
             begin = address(n, mask)
             lines.append(f"a[{place}] = " + (f"({begin}, *a[{place}])" if kind == "strided" else begin))
-    boxes = ", ".join(f"(box{n}, padding{n})" for n in range(len(made)))
+    boxes = ", ".join(f"(swizzle{n}, size{n}, type{n}, box{n}, padding{n})" for n in range(len(made)))
     if made:
         lines.append(f"if not ({' and '.join(f'd{n}' for n in range(len(made)))}):")
         lines += [f"    {line}" for line in ("begin(kept)", *made)]
