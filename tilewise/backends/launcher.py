@@ -278,7 +278,8 @@ class Whole:
         found: Launch | None = kept.get(_WHOLE)
         if found is None:
             numbers = self._numbers(values)
-            found = self.base.with_sizes(values[self.varied.programs], self.varied.layouts, values, numbers)
+            programs = _varied(self.base.programs, self.varied.programs, values)
+            found = self.base.with_sizes(programs, self.varied.layouts, values, numbers)
             kept[_WHOLE] = found
         return found
 

@@ -102,7 +102,7 @@ def score_numbers(score: Score) -> dict[str, Any]:
 
 def limited(terms: T, lo: int, hi: int) -> T:
     """The `Terms` of a backend with other limits, as `tiles.clipped` gives them, of a band that has the same ends."""
-    return terms._replace(lo=lo, hi=hi)  # type: ignore[attr-defined, no-any-return]
+    return terms._replace(lo=lo, hi=hi)  # type: ignore[attr-defined]
 
 
 def varied_limits(terms: tuple, lo: int, hi: int) -> tuple[int | None, ...]:

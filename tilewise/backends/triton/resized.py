@@ -123,7 +123,8 @@ class ResizedForward:
         values: tuple[Any, ...], launches: list[Whole],
     ) -> None:  # fmt: skip
         self.of, self.structure, self.band, self.layout_o, self.shared = of, structure, band, layout_o, shared
-        self.varied, self.launches, self.kept = values, launches, ({}, {})
+        self.varied, self.launches = values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
         self.other: Any = None  # with smaller tiles
 
     @property

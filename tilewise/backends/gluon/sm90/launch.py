@@ -201,7 +201,8 @@ class Resized:
     __slots__ = ("kept", "launches", "layout_o", "of", "varied")
 
     def __init__(self, of: Forward, layout_o: Any, values: tuple[Any, ...], launches: Sequence[Whole]) -> None:
-        self.of, self.layout_o, self.varied, self.launches, self.kept = of, layout_o, values, launches, ({}, {})
+        self.of, self.layout_o, self.varied, self.launches = of, layout_o, values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
 
     def __call__(self, inputs: Inputs) -> Outputs:
         q, k, v, bias, _, sink, _, seed, *_ = inputs

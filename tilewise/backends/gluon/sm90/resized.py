@@ -187,7 +187,8 @@ class ResizedBackward:
         values: tuple[Any, ...], launches: list[Whole],
     ) -> None:  # fmt: skip
         self.of, self.structure, self.band, self.sizes = of, structure, band, sizes
-        self.varied, self.launches, self.kept = values, launches, ({}, {}, {})
+        self.varied, self.launches = values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {}, {})  # of each launch
         self.zeroes_dq = of.dq_stored and leaves_queries_out(structure.queries, structure.keys, *band)
 
     @property
