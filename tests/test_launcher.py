@@ -298,11 +298,11 @@ def test_descriptors_are_kept_by_address(short):
         y = x[4 * n : 4 * n + 192].view(2, 3, 4, 8)
         assert run.launch((y,))
         descriptor, *sizes, number = given[-1][13:]
-        assert descriptor[0] == y.data_ptr()
-        assert (descriptor[5], descriptor[6]) == (layout.shape, layout.strides)
+        assert descriptor == (y.data_ptr(), 3, 4, 7, [1, 1, 4, 8], layout.shape, layout.strides, 0)
         assert sizes == [*layout.shape, *layout.strides]
         assert number == 7
     assert given[-3][13] is given[-2][13]
+    assert given[3][13] is not given[-2][13]
 
 
 # Lengths of one number of tiles and of others, multiples of 16 and not; the same length where tensors lie otherwise:

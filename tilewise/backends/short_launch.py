@@ -102,8 +102,7 @@ class Short:
         given = launch, driver.active.get_current_stream, self._begin, fill, boxes
         self.run: Callable[..., Any]
         if varied is None:
-            self._kept[_ARGUMENTS] = writer.constants
-            self.run = make(*given)
+            self.run = make(*given, writer.constants)
         else:
             self.run = make(*given, writer.function(), watched, whole)
 
@@ -116,9 +115,7 @@ class Short:
         """Before descriptors are made."""
         self._bind()
         if len(kept) >= _ADDRESSES:
-            listed = kept[_ARGUMENTS]
             kept.clear()
-            kept[_ARGUMENTS] = listed
 
 
 def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
@@ -155,12 +152,11 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
             lines.append(f"a[{place}] = ({', '.join(found)},)")
         elif kind == "box":  # its address is a multiple of 16, or no descriptor can be made
             n, which, middle, end = rest
-            key = f"{address(n, 0)} + {which}"
+            key = f"{address(n, 0)} + {which}" if which else address(n, 0)
             lines.append(f"d{which} = get({key})")
             sizes = f"a[{place + 1}:{middle}], a[{middle}:{end}]"
-            made.append(
-                f"if d{which} is None: d{which} = kept[{key}] = fill(p{n}, *box{which}, {sizes}, padding{which})"
-            )
+            filled = f"fill(p{n}, swizzle{which}, size{which}, type{which}, box{which}, {sizes}, padding{which})"
+            made.append(f"if d{which} is None: d{which} = kept[{key}] = {filled}")
             stored.append(f"a[{place}] = d{which}")
         else:
             n, mask = rest
@@ -172,17 +168,17 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
         lines += [f"    {line}" for line in ("begin(kept)", *made)]
         lines += stored
     other = f"return whole(values, kept)({given})" if resized else "return False"
-    first = []
+    first = ["a = listed.copy()"]
     if resized:
-        first = [f"if watched(): {other}", f"a = get({_ARGUMENTS})"]
-        first.append(f"if a is None: a = kept[{_ARGUMENTS}] = listed(values)")
-    else:
-        first = [f"a = kept[{_ARGUMENTS}]"]
+        first = [
+            f"if watched(): {other}", f"a = get({_ARGUMENTS})",
+            f"if a is None: a = kept[{_ARGUMENTS}] = listed(values)", "a = a.copy()",
+        ]  # fmt: skip
     if checked:
         lines.append(f"if ({' | '.join(checked)}) & 15: {other}")
-    body = ["get = kept.get", *first, "a = a.copy()", *lines, f"a[{_STREAM}] = stream_of(a[{_STREAM}])"]
+    body = ["get = kept.get", *first, *lines, f"a[{_STREAM}] = stream_of(a[{_STREAM}])"]
     body += ["run(*a)", "return True"]
-    source = ["def make(run, stream_of, begin, fill, boxes, listed=None, watched=None, whole=None):"]
+    source = ["def make(run, stream_of, begin, fill, boxes, listed, watched=None, whole=None):"]
     source += [f"    {boxes}{',' * bool(made)} = boxes"] if made else []
     source += [f"    def launch(values, kept, {given}):", *(f"        {line}" for line in body), "    return launch"]
     found_function: Callable[..., Callable[..., bool]] = _function("make", source)
