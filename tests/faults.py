@@ -117,7 +117,7 @@ FAULTS = [
         "test_launcher.py::test_the_short_way_declines_another_alignment",
     ),
     Fault(
-        "backends/short_launch.py", "'0' if n == 1 else x for n, x in zip", "x for n, x in zip",
+        "backends/short_launch.py", "'0' if n == 1 else x for n, x in pairs", "x for n, x in pairs",
         "a resized launch steps along an axis of size 1",
         "test_launcher.py::test_a_resized_launch_hands_over_what_a_new_one_would",
     ),

@@ -272,8 +272,14 @@ class _Writer:
         self._unpack(at, f"({', '.join(shape)},), ({', '.join(strides)},), w{at}")
         return shape, strides
 
+    def _strides(self, at: int) -> list[str]:
+        strides = [f"t{at}_{n}" for n in range(len(self._values[at][0]))]
+        if at not in self._unpacked:
+            self._unpack(at, f"_, ({', '.join(strides)},), _")
+        return strides
+
     def _row(self, layout: Strided, at: int | None) -> str:
         if at is None:
             return self._constant(layout[1:])
-        _, strides = self._place(at)
-        return f"({', '.join(['0' if n == 1 else x for n, x in zip(self._values[at][0], strides, strict=True)])})"
+        pairs = zip(self._values[at][0], self._strides(at), strict=True)
+        return f"({', '.join(['0' if n == 1 else x for n, x in pairs])})"
