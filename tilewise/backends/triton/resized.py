@@ -135,21 +135,21 @@ class ResizedForward:
         if self.other is not None:
             return self.other(inputs)
         q, k, v, bias, mask, sink, _, seed, *_ = inputs
-        values, (main, *merge), (kept, merge_kept) = self.varied, self.launches, self.kept
+        values, launches, (kept, merge_kept) = self.varied, self.launches, self.kept
         try:
             with device_of(q):
                 device, (shape, strides) = q.device, self.layout_o
                 o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
                 lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
                 if self.shared is None:
-                    main.run(values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, lse)
+                    launches[0].run(values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, lse)
                 else:
                     sums = torch.empty(self.shared, dtype=torch.float32, device=device)
                     sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
-                    main.run(
+                    launches[0].run(
                         values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, sum_lse
                     )  # fmt: skip
-                    merge[0].run(values, merge_kept, sums, sum_lse, o, lse, sink)
+                    launches[1].run(values, merge_kept, sums, sum_lse, o, lse, sink)
         except OutOfResources:  # as it was when a `Forward` met it, which looks for smaller tiles
             self.other = type(self.of)(self.problem, inputs)
             return self.other(inputs)

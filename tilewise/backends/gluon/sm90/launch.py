@@ -206,15 +206,15 @@ class Resized:
 
     def __call__(self, inputs: Inputs) -> Outputs:
         q, k, v, bias, _, sink, _, seed, *_ = inputs
-        values, (main, *repair), (kept, repair_kept) = self.varied, self.launches, self.kept
+        values, launches, (kept, repair_kept) = self.varied, self.launches, self.kept
         with device_of(q):
             device, (shape, strides) = q.device, self.layout_o
             o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
             count = torch.zeros(1, dtype=torch.int32, device=device) if self.of.dynamic else None
-            main.run(values, kept, q, k, v, bias, sink, seed, None, None, o, lse, count)
-            if repair:
-                repair[0].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, lse)
+            launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, lse, count)
+            if len(launches) > 1:
+                launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, lse)
         return Outputs(o, lse)
 
 
