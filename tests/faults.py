@@ -112,6 +112,31 @@ FAULTS = [
         "test_structure.py::test_a_resized_pass_is_what_would_be_prepared",
     ),
     Fault(
+        "backends/short_launch.py", "        if mask:\n", "        if mask is None:\n",
+        "a kernel that was compiled for multiples of 16 gets any address",
+        "test_launcher.py::test_the_short_way_declines_another_alignment",
+    ),
+    Fault(
+        "backends/short_launch.py", "'0' if n == 1 else x for n, x in pairs", "x for n, x in pairs",
+        "a resized launch steps along an axis of size 1",
+        "test_launcher.py::test_a_resized_launch_hands_over_what_a_new_one_would",
+    ),
+    Fault(
+        "backends/short_launch.py", 'f"w{at}" if n == 1 else x', "x",
+        "a resized launch's descriptor has the stride of an axis of size 1, which TMA may refuse",
+        "test_launcher.py::test_a_resized_launch_hands_over_what_a_new_one_would",
+    ),
+    Fault(
+        "backends/short_launch.py", "            kept.clear()\n", "            kept.popitem()\n",
+        "of a launch whose descriptors are too many, all but one are kept for ever",
+        "test_launcher.py::test_descriptors_are_kept_by_address",
+    ),
+    Fault(
+        "backends/short_launch.py", 'f"if watched(): {other}", ', "",
+        "hooks do not see resized launches",
+        "test_launcher.py::test_who_launches_a_resized_launch",
+    ),
+    Fault(
         "ops/runtime/operator.py", "else x.select(dim, i)", "else x.select(0, i)",
         "vmap takes the elements along the first axis, whatever in_dims says",
         "test_transforms.py::test_vmap",

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import aot_child
 import relative_helpers
@@ -17,7 +18,7 @@ from soak import problems
 
 
 def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -> list[tuple[str, Any, Any]]:
-    """For every launch of a case: the kernel's name, and what Triton 3.6 and `launcher._Short` give the launcher in C.
+    """For every launch of a case: the kernel's name, and what Triton 3.6 and `launcher.Short` give the launcher in C.
 
     The tensors are on the CPU and nothing is launched. Hooks and what Triton makes for them are left out.
     """
@@ -53,7 +54,8 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
         run.launch_cooperative_grid, run.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
         compiled.module, compiled.function, compiled._run = "module", "function", run
         through_triton(launch, *tensors)
-        assert launcher._Short(launch, compiled, tensors).launch(tensors)
+        with mock.patch.object(launcher._thread, "bound", True):
+            assert launcher._short(launch, compiled, tensors).launch(tensors)
         own, short = (_by_address(args[:10] + args[13:]) for args in given[-2:])
         pairs.append((launch.kernel.__name__, own, short))
 

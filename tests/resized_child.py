@@ -36,6 +36,7 @@ def resized_arguments(
     calls: layouts of q and of k and v, M and N. more: batch, and whether it is causal, has a bias and a sink. Triton
     3.6 compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
     """
+    from triton import knobs
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
@@ -81,7 +82,7 @@ def resized_arguments(
     def step(x: list[Tensor], options: dict[str, Any]) -> list[Any]:
         log.clear()
         for watched in (False, True):
-            with mock.patch.object(launcher, "_watched", return_value=watched):
+            with mock.patch.object(knobs.runtime, "launch_enter_hook", print if watched else None):
                 known = one_step(x, options)
         return [named(args, known) for args in log]
 
@@ -103,7 +104,7 @@ def resized_arguments(
         mock.patch.object(launcher, "_kernels", {}),
         mock.patch.object(launcher, "_has_short_way", return_value=True),
         mock.patch.object(launcher._thread, "bound", True),
-        mock.patch.object(launcher._Short, "resized", autospec=True, side_effect=launcher._Short.resized) as resized,
+        mock.patch.object(launcher.Whole, "whole", autospec=True, side_effect=launcher.Whole.whole) as whole,
         torch.autograd.set_multithreading_enabled(False),
     ):
         made = []
@@ -121,13 +122,15 @@ def resized_arguments(
         for name in ("forwards", "backwards"):  # structures stay, with what was prepared first
             getattr(dispatch, name).clear()
         call.usual_calls.clear()
-        resized.reset_mock()
+        whole.reset_mock()
         after = [step(x, options) for x, options in made]
-        count = resized.call_count
+        # Of those that hooks see, how many the launcher in C has launched before.
+        count = sum(given.args[0].is_short for given in whole.call_args_list)
         for (x, options), mine in zip(made, after, strict=True):
             forget()
-            for _ in range(2):  # the first asks for kernels
-                alone = step(x, options)
+            with mock.patch.object(dispatch, "_keep_variant", return_value=False):  # nothing to resize
+                for _ in range(2):  # the first asks for kernels
+                    alone = step(x, options)
             found.append((mine, alone))
     return found, count
 

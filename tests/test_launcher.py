@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -200,12 +201,12 @@ def test_numbers_that_triton_tells_apart(launch, number, other, same, where):
 
 
 def test_strides_of_a_resized_launch(launch):
-    from tilewise.backends.launcher import ENDS, place
+    from tilewise.backends.launcher import place
 
     run, kernel = launch
     x, other = at(0), torch.zeros(1, 3, 5, 8)
     run(x, x, None)
-    given = (7, *place(other.shape, other.stride(), 4), *ENDS)
+    given = (7, place(other.shape, other.stride(), 4))
     resized = run.resized(9, (1, None, None), given, (9, 0.5))
     for _ in range(2):
         resized(other, x, None)
@@ -215,6 +216,93 @@ def test_strides_of_a_resized_launch(launch):
     assert pointer is x
     assert absent == (None, 0, 0, 0, 0)
     assert numbers == [9, 0.5]
+
+
+class Driver:
+    """Of Triton's what a `Short` asks for; descriptors are tuples of what they are made of."""
+
+    def __init__(self):
+        self.utils = SimpleNamespace(fill_tma_descriptor=lambda *args: args)
+        self.get_current_device, self.get_current_stream = lambda: 0, lambda device: "stream"
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """``(a function that makes a Short, what the launcher in C gets)``."""
+    from tilewise.backends import short_launch
+
+    monkeypatch.setattr(short_launch, "driver", SimpleNamespace(active=Driver()))
+    given = []
+
+    def make(layouts, numbers, there, boxes=(), **resized):
+        launcher = lambda *args: given.append(args)  # noqa: E731
+        run = SimpleNamespace(
+            launch=(lambda *args: launcher(*args)) if boxes else launcher, launch_cooperative_grid=False,
+            launch_pdl=False,
+        )  # fmt: skip
+        compiled = SimpleNamespace(
+            run=run, metadata=SimpleNamespace(tensordesc_meta=boxes), function="kernel", packed_metadata=()
+        )
+        return short_launch.Short(compiled, layouts, numbers, 6, there, lambda: None, **resized)
+
+    return make, given
+
+
+def test_the_short_way_declines_another_alignment(short):
+    """Of tensors by strides and by pointer that the kernel was compiled for, not of others."""
+    from tilewise.backends.launcher import POINTER, strided
+
+    make, given = short
+    run = make((strided(at(0)), POINTER, POINTER), (7,), (15, 15, 0))
+    assert run.launch((at(0), at(4), at(1)))
+    for odd in ((at(1), at(0), at(0)), (at(0), at(2), at(0))):
+        assert not run.launch(odd)
+    ((programs, *_, rows, pointer, odd, number),) = given
+    assert (programs, given[0][3], given[0][4], number) == (6, "stream", "kernel", 7)
+    assert rows[1:] == at(0).stride()
+    assert pointer % 16 == 0
+    assert odd % 16 == 4
+
+
+def test_who_launches_a_resized_launch(short):
+    """The launcher in C; a `Launch` where somebody looks on, and for another alignment."""
+    from tilewise.backends.launcher import POINTER, Varied
+
+    make, given = short
+    watched, others = [False], []
+    whole = lambda values, kept: lambda *tensors: others.append((values, tensors))  # noqa: E731
+    varied = Varied((None,), 0, (1, None))
+    run = make(
+        (POINTER,), (7, 9), (15,), watched=lambda: watched[0], whole=whole, varied=varied, values=(4, 5)
+    ).run  # fmt: skip
+    x, odd, kept = at(0), at(1), {}
+    run((2, 3), kept, x)
+    run((2, 3), kept, odd)
+    watched[0] = True
+    run((2, 3), kept, x)
+    ((programs, *_, number, constant),) = given
+    assert (programs, number, constant) == (2, 3, 9)
+    assert [(values, y) for values, (y,) in others] == [((2, 3), odd), ((2, 3), x)]
+
+
+def test_descriptors_are_kept_by_address(short):
+    """As many as there is room for; then they begin anew, and a launch is laid out as before."""
+    from tilewise.backends.short_launch import _ADDRESSES
+
+    make, given = short
+    layout = SimpleNamespace(shape=[2, 3, 4, 8], strides=[96, 32, 8, 1], block_shape=[1, 1, 4, 8], padding="zero")
+    box = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [1, 1, 4, 8]}
+    run = make((layout,), (7,), (15,), boxes=(box,))
+    x = torch.zeros(4 * (_ADDRESSES + 20) + 192)
+    for n in (*range(_ADDRESSES + 20), 3, 3, _ADDRESSES + 19):
+        y = x[4 * n : 4 * n + 192].view(2, 3, 4, 8)
+        assert run.launch((y,))
+        descriptor, *sizes, number = given[-1][13:]
+        assert descriptor == (y.data_ptr(), 3, 4, 7, [1, 1, 4, 8], layout.shape, layout.strides, 0)
+        assert sizes == [*layout.shape, *layout.strides]
+        assert number == 7
+    assert given[-3][13] is given[-2][13]
+    assert given[3][13] is not given[-2][13]
 
 
 # Lengths of one number of tiles and of others, multiples of 16 and not; the same length where tensors lie otherwise:

@@ -321,16 +321,18 @@ def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
     which has read the tensors already."""
     if inputs.tiles is not None:
         return None
-    bias, mask, sink, _, arguments = key[15:]
+    sink, arguments = key[17], key[19]
     if inputs.sink is not None:  # in rows, as the key's may not be
         (sink,) = layouts(inputs.sink)
-    structure = structure_of(key[:5], key[5:10], key[10:15], bias, mask, sink)
+    structure = structure_of(key[:5], key[5:10], key[10:15], key[15], key[16], sink)
     known = None if structure is None else structures.get((structure.key, arguments))
     if structure is None or known is None:
         return None
     terms, aligned, variants = known
     if aligned and terms.hi is not None:
-        terms = tuple.__new__(Terms, (terms.lo, structure.keys - structure.queries, *terms[2:]))
+        hi = structure.keys - structure.queries
+        if hi != terms.hi:
+            terms = tuple.__new__(Terms, (terms.lo, hi, *terms[2:]))
     run = variants.resized(structure, terms, inputs)
     return None if run is None else (terms, run)
 

@@ -43,8 +43,8 @@ def forward_of(inputs: Inputs, terms: Terms) -> Forward:
         if run is None:
             problem = describe(inputs, terms, irregular=_irregular(inputs))
             run = _prepare_forward(make_plan(problem, terms.backend), inputs)
-            if structure is not None:
-                _keep_variant(("forward", structure.key, terms_key(terms)), problem, run)
+            if structure is not None and _keep_variant(("forward", structure.key, terms_key(terms)), problem, run):
+                return run
         forwards.keep(key, run)
     return run
 
@@ -60,11 +60,16 @@ def forward_variants(structure: Structure, terms: Terms) -> Variants | None:
     return structures.get(("forward", structure.key, terms_key(terms)))
 
 
-def _keep_variant(key: tuple, problem: Problem, run: Any) -> None:
-    if getattr(run, "resizable", False):
-        variants = structures.get(key) or structures.keep(key, Variants([]))
-        if len(variants.prepared) < MOST_VARIANTS:
-            variants.prepared.append((problem, run))
+def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
+    """Whether it is kept for others to be made of. Then its own layout gets one that is, too, which knows of less and
+    is quicker: in the next call, when its kernels are there."""
+    if not getattr(run, "resizable", False):
+        return False
+    variants = structures.get(key) or structures.keep(key, Variants([]))
+    if len(variants.prepared) >= MOST_VARIANTS:
+        return False
+    variants.prepared.append((problem, run))
+    return True
 
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
@@ -86,8 +91,8 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Te
             grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}
             problem = describe(inputs, terms, **grads, irregular=names)
             run = _prepare_backward(make_plan(problem, terms.backend), inputs, outputs, cotangents, needs)
-            if structure is not None:
-                _keep_variant(alike, problem, run)
+            if structure is not None and _keep_variant(alike, problem, run):
+                return run
         backwards.keep(key, run)
     return run
 

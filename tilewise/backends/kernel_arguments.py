@@ -89,63 +89,39 @@ def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
     (a, b, c, d), (s, t, u, _) = shape, strides
     if a != 1 != b and c != 1:
         return s, t, u, 1
-    row = (d * itemsize + 15) // 16 * 16 // itemsize
+    row = row_width(d, itemsize)
     return row if a == 1 else s, row if b == 1 else t, row if c == 1 else u, 1
 
 
 # --- for other sizes ---
 
-# What a resized launch is filled from: one flat tuple, `place` after `place`, and these at its end.
-ENDS = (None, 0, 1)
-_NONE, _ZERO, _ONE = -3, -2, -1
-PLACE = 9  # numbers of a tensor of four axes
+Places = Sequence["int | tuple[int | None, ...] | None"]  # where layouts' tensors stand; of a `Record` a tuple
+Place = tuple[Sequence[int], Sequence[int], int]
 
 
-def place(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """How a tensor of four axes lies: shape, strides, and what a descriptor steps by along an axis of size 1, see
-    `row_strides`. Of other tensors, of which only descriptors are resized, shape and strides alone."""
-    return (*shape, *strides, (shape[3] * itemsize + 15) // 16 * 16 // itemsize)
+def place(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Place:
+    """How a tensor lies: shape, strides, and what a descriptor of four axes steps by along one of size 1, see
+    `row_strides`."""
+    return shape, strides, row_width(shape[-1], itemsize)
 
 
-Indices = tuple[int, ...]
-Places = Sequence["int | tuple[int | None, ...] | None"]  # where layouts' tensors begin; of a `Record` a tuple
+def row_width(columns: int, itemsize: int) -> int:
+    """Elements of a row filled up to 16 bytes."""
+    return (columns * itemsize + 15) // 16 * 16 // itemsize
 
 
-def places_of(layout: Any, begin: Any, numbers: Sequence[Any]) -> Any:
-    """Where in ``numbers`` stand those of a layout whose tensor's begin at ``begin``: strides by pointer, shape and
-    strides of a descriptor; a list of those of a `Record`. None where it stays as it is.
-
-    Which axes are of size 1 is asked of these numbers once: it is the same for all sizes.
-    """
-    if begin is None or layout is POINTER:
-        return None
-    if isinstance(layout, Record):
-        return [places_of(x, at, numbers) for x, at in zip(layout.layouts, begin, strict=True)]
-    if isinstance(layout, Strided):
-        return tuple([_ZERO if numbers[begin + n] == 1 else begin + 4 + n for n in range(4)])
-    axes = len(layout.shape)
-    if axes != 4:
-        return tuple(range(begin, begin + 2 * axes))
-    strides = [begin + (8 if numbers[begin + n] == 1 else 4 + n) for n in range(3)]
-    return (*range(begin, begin + 4), *strides, _ONE)
-
-
-def joined(one: Indices, other: Indices) -> Indices:
-    """Of two descriptors that are neighbours among a launch's arguments; between them is room for the second."""
-    return (*one, _NONE, *other)
-
-
-def placed(layout: Any, places: Any, numbers: Sequence[Any]) -> Any:
-    """``layout`` with the numbers that `places_of` says."""
-    if places is None:
+def placed(layout: Any, at: Any, values: Sequence[Any]) -> Any:
+    """``layout`` of a tensor that lies as `Place` number ``at`` of ``values`` says; as it is where that is None."""
+    if at is None or layout is POINTER:
         return layout
     if isinstance(layout, Record):
-        return Record(layout.kind, tuple([placed(x, y, numbers) for x, y in zip(layout.layouts, places, strict=True)]))
-    found = [numbers[n] for n in places]
+        return Record(layout.kind, tuple([placed(x, y, values) for x, y in zip(layout.layouts, at, strict=True)]))
+    shape, strides, width = values[at]
     if isinstance(layout, Strided):
-        return Strided(None, *found)
-    axes = len(found) // 2
-    return bound(layout, None, shape=found[:axes], strides=found[axes:])
+        return Strided(None, *[0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
+    if len(shape) == 4:
+        strides = [width if n == 1 else s for n, s in zip(shape[:3], strides, strict=False)] + [1]
+    return bound(layout, None, shape=list(shape), strides=list(strides))
 
 
 def layout_kind(layout: Any) -> Any:

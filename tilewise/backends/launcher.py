@@ -1,4 +1,5 @@
-"""Launches of Triton and Gluon kernels that cost the host little; the one place that knows Triton's inner launch path.
+"""Launches of Triton and Gluon kernels that cost the host little; with `short_launch` the one place that knows Triton's
+inner launch path.
 
 Triton's own way to a kernel, ``kernel[grid](...)``, costs the host 50 µs: it binds and specialises every argument to
 find the compiled kernel. What a call's layout decides is therefore settled once, in a `Launch`. To launch a new kernel,
@@ -25,13 +26,13 @@ On Triton 3.9 kernels in Gluon are compiled by the ptxas with which they were ma
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -43,35 +44,34 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
 from tilewise.backends.kernel_arguments import (
-    ENDS,
-    PLACE,
     POINTER,
-    Indices,
+    Place,
     Places,
     Record,
     Strided,
     bound,
     boxed,
-    joined,
     layout_kind,
     place,
     placed,
-    places_of,
     row_strides,
     sink_layout,
     strided,
     strided_if_any,
     strides_of,
 )
+from tilewise.backends.short_launch import Members, Short, Varied
 
 __all__ = [
-    "ENDS",
-    "PLACE",
     "POINTER",
     "Launch",
+    "Members",
+    "Place",
     "Places",
     "Record",
     "Strided",
+    "Varied",
+    "Whole",
     "boxed",
     "constants",
     "kinds",
@@ -83,7 +83,7 @@ __all__ = [
     "strided_if_any",
 ]
 
-_ADDRESSES = 256  # of one tensor argument, whose descriptors are kept
+_WHOLE = -2  # what a resized launch is kept under, beside what `Short` keeps
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _PTX = 88  # what ptxas 12.9 reads
 _assembling = threading.Lock()
@@ -135,51 +135,47 @@ class Launch:
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
         self._layouts, self.numbers = tuple(layouts), tuple(numbers)
-        self._places: tuple[Any, ...] | None = None  # of a resized one, what its layouts will have, if someone asks
+        self._places: tuple[Any, Any] | None = None  # of a resized one, how tensors lie, if someone asks
         self._records = any(isinstance(x, Record) for x in self._layouts)
         self._family: _Family | None = None
         self._wants: tuple | None = None
         self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
-        self._short: _Short | None = None
+        self._short: Short | None = None
 
     @property
     def layouts(self) -> tuple[Any, ...]:
-        if self._places is not None and self._family is not None:
-            triples = zip(self._layouts, self._family.places, strict=True)
-            self._layouts = tuple([placed(x, places, self._places) for x, places in triples])
+        if self._places is not None:
+            places, values = self._places
+            self._layouts = tuple([placed(x, at, values) for x, at in zip(self._layouts, places, strict=True)])
             self._places = None
         return self._layouts
 
     def resized(
         self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...]
-    ) -> Launch | _Short:  # fmt: skip
-        """The same for other sizes: tensors lie elsewhere, and integers differ among those numbers that are no
-        constants.
+    ) -> Callable[..., Any]:  # fmt: skip
+        """The same for other sizes, see `resized_launches`; places: of each layout where its tensor's `Place` stands in
+        ``given``."""
+        at = len(given)
+        varied = Varied(places, at, range(at + 1, at + 1 + len(numbers)))
+        values = (*given, programs, *numbers)
+        family = self.family()
+        (found,) = resized_launches([(self, varied)], family.made, family.codes(numbers), values)
+        return partial(found.run, values, {}) if found.is_short else found.whole(values, {})
 
-        given: how tensors lie, `place` after `place`, and `ENDS`; places: of each layout where its tensor's begins, the
-        same each time, None where a layout stays as it is. Of their strides those are 1, or multiples of 16, that were
-        before, which axes are of size 1 stays, and all numbers are of 32 bits where they were.
-        """
-        family = self._family
-        if family is None:
-            family = self._family = _Family(self)
-        if not family.places:
-            family.place(places, given)
-        short = family.short.get(family.codes(numbers))
-        if short is None:
-            return self._resized(programs, given, numbers)
-        if short.origin is None:
-            short.origin = self, given
-            short.shared.place(family.places)
-        return short.resized(programs, given, numbers)
+    def family(self) -> _Family:
+        if self._family is None:
+            self._family = _Family(self)
+        return self._family
 
-    def _resized(self, programs: int, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
-        family = self._family
-        assert family is not None
+    def with_sizes(
+        self, programs: int, places: Places, values: tuple[Any, ...], numbers: tuple[Any, ...]
+    ) -> Launch:  # fmt: skip
+        """A launch of its own for other sizes, see `resized_launches`."""
         new = object.__new__(Launch)
-        new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, family
-        new.programs, new.numbers, new._layouts, new._places = programs, numbers, family.layouts, given
+        new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, self.family()
+        new.numbers = tuple([_alike(x, y) for x, y in zip(numbers, self.numbers, strict=True)])
+        new.programs, new._layouts, new._places = programs, self.layouts, (places, values)
         new._wants, new._aligned, new._compiled, new._short = None, (), None, None
         return new
 
@@ -208,9 +204,8 @@ class Launch:
         nothing; dtypes, boxes and their layouts in shared memory.
         """
         if self._wants is None:
-            if self._family is None:
-                self._family = _Family(self)
-            self._wants = (self._family.number, *self._family.codes(self.numbers), *_codes(strides_of(self.layouts)))
+            family = self.family()
+            self._wants = (family.number, *family.codes(self.numbers), *_codes(strides_of(self.layouts)))
         kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
         return (self._wants, *kinds, *aligned)
 
@@ -241,32 +236,80 @@ class Launch:
         if self._compiled is None and compiled is not None:
             self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
-                self._short = _Short(self, compiled, tensors)
+                self._short = _short(self, compiled, tensors)
                 if self._family is not None:
                     self._family.short.setdefault(self._family.codes(self.numbers), self._short)
 
 
 def resized_launches(
-    bases: Sequence[tuple[Launch, Places]], made: dict[tuple, list[Any]], kind: tuple, given: tuple[Any, ...],
-    sizes: Sequence[tuple[int, tuple[Any, ...]]],
-) -> list[Any]:  # fmt: skip
-    """`Launch.resized` of all launches of a pass, each with its places; sizes: programs and numbers of each.
+    bases: Sequence[tuple[Launch, Varied]], made: dict[tuple, list[Whole]], kind: tuple, values: tuple[Any, ...]
+) -> list[Whole]:
+    """The launches of a pass for other sizes, ``values``: tensors lie elsewhere, programs are others, and integers
+    differ among those numbers that are no constants. ``run`` of each takes values, a dictionary of its own that lives
+    as long as these, and its tensors.
 
-    made: those that were made of the same, by ``kind``, in which `kinds` of all integers are that differ.
+    bases: the launches, and where in values what differs stands, the same each time. Of strides those are 1, or
+    multiples of 16, that were before, which axes are of size 1 stays, and all numbers are of 32 bits where they were.
+    made: those that were found before, by ``kind``, in which `kinds` of all integers are that differ.
     """
     known = made.get(kind)
     if known is not None:
-        return [x.resized(programs, given, numbers) for x, (programs, numbers) in zip(known, sizes, strict=True)]
-    triples = zip(bases, sizes, strict=True)
-    found = [x.resized(programs, places, given, numbers) for (x, places), (programs, numbers) in triples]
-    if all(isinstance(x, _Short) for x in found):
+        return known
+    found = [Whole(base, varied, values) for base, varied in bases]
+    if all(x.is_short for x in found):
         made[kind] = found
     return found
 
 
-def kinds(integers: Sequence[int]) -> tuple[int, ...]:
+class Whole:
+    """A launch for other sizes: by the launcher in C where a kernel of its kind has been compiled, see `Short`; by a
+    `Launch` of its own where none has, where hooks watch, and for addresses that it was not compiled for."""
+
+    def __init__(self, base: Launch, varied: Varied, values: tuple[Any, ...]) -> None:
+        self.base, self.varied, self.run, family = base, varied, self._run, base.family()
+        first = family.short.get(family.codes(self._numbers(values)))
+        self.is_short = first is not None
+        if first is not None:
+            short = Short(
+                first.compiled, base.layouts, base.numbers, base.programs, first.there, _bind, _watched, self.whole,
+                varied, values,
+            )  # fmt: skip
+            self.run = short.run
+
+    def whole(self, values: tuple[Any, ...], kept: dict[Any, Any]) -> Launch:
+        found: Launch | None = kept.get(_WHOLE)
+        if found is None:
+            numbers = self._numbers(values)
+            programs = _varied(self.base.programs, self.varied.programs, values)
+            found = self.base.with_sizes(programs, self.varied.layouts, values, numbers)
+            kept[_WHOLE] = found
+        return found
+
+    def _numbers(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([_varied(x, at, values) for x, at in zip(self.base.numbers, self.varied.numbers, strict=True)])
+
+    def _run(self, values: tuple[Any, ...], kept: dict[Any, Any], *tensors: Tensor | None) -> None:
+        self.whole(values, kept)(*tensors)
+
+
+def _varied(x: Any, at: Members, values: tuple[Any, ...]) -> Any:
+    if isinstance(at, tuple):
+        return tuple([_varied(y, n, values) for y, n in zip(x, at, strict=True)])
+    return x if at is None else values[at]
+
+
+def _alike(x: Any, base: Any) -> Any:
+    """A tuple as the named one that it stands for, which kernels ask for by name."""
+    return x if type(x) is type(base) or not isinstance(base, tuple) else type(base)(*x)
+
+
+_CLASS = bytes(16 if low == 0 else 0 for low in range(256))
+_low_bits, _is_one = (15).__and__, (1).__eq__
+
+
+def kinds(integers: Sequence[int]) -> tuple[Any, ...]:
     """Of each integer of 32 bits what Triton looks at: whether it is 1, and whether 16 divides it."""
-    return tuple([1 if x == 1 else 0 if x & 15 else 16 for x in integers])
+    return bytes(map(_low_bits, integers)).translate(_CLASS), *map(_is_one, integers)
 
 
 class _Family:
@@ -297,16 +340,11 @@ class _Family:
                     self._among.append((n, itemgetter(*members)))
                 elif members:
                     self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
-        self.layouts = layouts
-        self.places: list[Any] = []  # of a resized one's layouts, see `place`
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
         wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
         self.number = _families.setdefault(wants, len(_families))
-        self.short: dict[tuple[int, ...], _Short] = {}
-
-    def place(self, places: Places, given: Sequence[Any]) -> None:
-        """Say where layouts of resized ones begin; see `Launch.resized`."""
-        self.places = [places_of(x, begin, given) for x, begin in zip(self.layouts, places, strict=True)]
+        self.short: dict[tuple[int, ...], Short] = {}
+        self.made: dict[tuple, list[Whole]] = {}
 
     def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
         """`_codes` of the integers among a launch's numbers."""
@@ -387,8 +425,7 @@ def _bind_context(tensors: Sequence[Tensor | None]) -> None:
     driver's function behind Triton's descriptors does not look for one.
     """
     if not _thread.bound and any(x is not None and x.is_cuda for x in tensors):
-        torch.cuda.mem_get_info()  # of the runtime's functions one that touches no stream, which may be capturing
-        _thread.bound = True
+        _bind()
 
 
 def _watched() -> bool:
@@ -408,184 +445,12 @@ def _has_short_way(compiled: CompiledKernel) -> bool:
     return isinstance(driver.active, CudaDriver) and not has_scratch and None not in (m.tensordesc_meta or ())
 
 
-def _mask(x: Tensor | None) -> int:
-    """15 for a kernel that is compiled for an address that is a multiple of 16."""
-    return 15 if x is not None and x.data_ptr() % 16 == 0 else 0
+def _bind() -> None:
+    if not _thread.bound:
+        torch.cuda.mem_get_info()  # of the runtime's functions one that touches no stream, which may be capturing
+        _thread.bound = True
 
 
-class _Short:
-    """Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
-
-    The arguments are those that Triton's Python hands to it: an address for a pointer, a descriptor followed by its
-    shape and strides, any object for what was compiled in. In the place of a tensor by pointer its strides wait for the
-    address; in that of a record those of its members.
-    """
-
-    __slots__ = ("_arguments", "_descriptors", "_programs", "_whole", "origin", "shared")
-
-    def __init__(self, launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
-        shared = self.shared = _Shared(compiled, len(launch.numbers))
-        arguments: list[Any] = []
-        metadata = iter(compiled.metadata.tensordesc_meta or ())
-        given = enumerate(tensors)
-        for which, layout in enumerate(launch.layouts):
-            at = len(arguments)
-            shared.places.append((which, at))
-            if isinstance(layout, Record):
-                members = [(*next(given), of) for of in layout.layouts]
-                arguments.append(tuple([None if of is POINTER else of[1:] for _, _, of in members]))
-                shared.records.append((at, [(None if x is None else n, _mask(x)) for n, x, _ in members]))
-                continue
-            n, x = next(given)
-            if isinstance(layout, Strided):
-                arguments.append(layout if x is None else layout[1:])
-                if x is not None:
-                    shared.strided.append((at, n, _mask(x)))
-            elif layout is POINTER:
-                arguments.append(None)
-                if x is not None:
-                    shared.pointers.append((at, n, _mask(x)))
-            else:
-                arguments += [None, *layout.shape, *layout.strides]
-                shared.descriptors.append((at, n, len(shared.descriptors)))
-                shared.boxes.append(_Box.of(layout, next(metadata), at))
-        self._arguments = [*arguments, *launch.numbers]
-        self._programs = launch.programs
-        self._descriptors: dict[int, Any] = {}  # those of the addresses seen last, by these and which one it is
-        self.origin: tuple[Launch, tuple[Any, ...]] | None = None  # of which it is resized, and how its tensors lie
-        self._whole: Launch | None = None
-
-    def resized(self, programs: int, given: tuple[Any, ...], numbers: tuple[Any, ...]) -> _Short:
-        """Of a launch that wants the same kernel; see `Launch.resized`."""
-        new = object.__new__(_Short)
-        shared = new.shared = self.shared
-        new._programs, new._descriptors, new._whole = programs, {}, None
-        new.origin = self.origin[0], given  # type: ignore[index]
-        new._arguments = arguments = self._arguments.copy()
-        for begin, end, pick in shared.spans:
-            arguments[begin:end] = pick(given)
-        for at, pick in shared.rows:
-            arguments[at] = pick(given)
-        for at, picks in shared.members:
-            rows = zip(arguments[at], picks, strict=True)
-            arguments[at] = tuple([row if pick is None else pick(given) for row, pick in rows])
-        arguments[shared.numbers :] = numbers
-        return new
-
-    def whole(self) -> Launch:
-        """Of a resized one: for launches that hooks watch, and addresses that the kernel was not compiled for."""
-        if self._whole is None:
-            assert self.origin is not None
-            base, given = self.origin
-            self._whole = base._resized(self._programs, given, tuple(self._arguments[self.shared.numbers :]))
-        return self._whole
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        if _watched() or not self.launch(tensors):
-            self.whole()(*tensors)
-
-    def launch(self, tensors: Sequence[Any]) -> bool:
-        """False, and nothing done, where the kernel was compiled for another alignment."""
-        shared, kept = self.shared, self._descriptors
-        arguments, odd = self._arguments.copy(), 0
-        for at, n, which in shared.descriptors:
-            address = tensors[n].data_ptr()  # a multiple of 16, or no descriptor can be made
-            arguments[at] = kept.get(address + which) or self._describe(which, tensors[n], address)
-        for at, n, mask in shared.strided:
-            address = tensors[n].data_ptr()
-            odd |= address & mask
-            arguments[at] = (address, *arguments[at])
-        for at, n, mask in shared.pointers:
-            arguments[at] = address = tensors[n].data_ptr()
-            odd |= address & mask
-        for at, members in shared.records:
-            found: list[Any] = []
-            for (which_tensor, mask), strides in zip(members, arguments[at], strict=True):
-                begin = None if which_tensor is None else tensors[which_tensor].data_ptr()
-                odd |= (begin or 0) & mask
-                found.append(begin if strides is None else (begin, *strides))
-            arguments[at] = tuple(found)
-        if odd:
-            return False
-        shared.launch(self._programs, 1, 1, shared.stream_of(shared.device), *shared.kernel, *arguments)
-        return True
-
-    def _describe(self, which: int, x: Tensor, address: int) -> Any:
-        """A TMA descriptor, which holds an address and else only a layout, as Triton 3.6's make_tensordesc_arg makes
-        it."""
-        if not _thread.bound:
-            _bind_context((x,))
-        box, padding, begin, middle, end = self.shared.boxes[which]
-        shape, strides = self._arguments[begin:middle], self._arguments[middle:end]
-        descriptor = self.shared.fill(address, *box, shape, strides, padding)
-        if len(self._descriptors) >= _ADDRESSES:
-            self._descriptors.clear()
-        self._descriptors[address + which] = descriptor
-        return descriptor
-
-
-class _Box(NamedTuple):
-    """Of a descriptor what does not depend on sizes, and from where to where its shape and strides stand."""
-
-    box: tuple[Any, ...]
-    padding: int
-    begin: int
-    middle: int
-    end: int
-
-    @classmethod
-    def of(cls, layout: Any, metadata: Any, at: int) -> _Box:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        m, axes = metadata, len(layout.shape)
-        box = (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
-        return cls(box, 1 if layout.padding == "nan" else 0, at + 1, at + 1 + axes, at + 1 + 2 * axes)
-
-
-class _Shared:
-    """What launches of one kernel share: the kernel, and which arguments tensors and their layouts are."""
-
-    def __init__(self, compiled: CompiledKernel, numbers: int) -> None:
-        self.numbers = -numbers  # where they begin, from the end
-        # Each: its place in the arguments, which tensor it is, and its `_mask`; of a descriptor, the how manieth.
-        self.pointers: list[tuple[int, int, int]] = []
-        self.strided: list[tuple[int, int, int]] = []
-        self.descriptors: list[tuple[int, int, int]] = []
-        # Each: its place, and of its members which tensor, if any, and the mask.
-        self.records: list[tuple[int, list[tuple[int | None, int]]]] = []
-        self.boxes: list[_Box] = []
-        self.places: list[tuple[int, int]] = []  # which layout, and its place in the arguments
-        # What a resized one is filled by: arguments from .. to .., or one argument, or of a record each member, and
-        # what finds its numbers.
-        self.spans: list[tuple[int, int, Callable[..., Any]]] = []
-        self.rows: list[tuple[int, Callable[..., Any]]] = []
-        self.members: list[tuple[int, list[Callable[..., Any] | None]]] = []
-        run = compiled.run
-        self.fill: Any = driver.active.utils.fill_tma_descriptor if compiled.metadata.tensordesc_meta else None
-        self.launch = run.launch
-        if compiled.metadata.tensordesc_meta:  # then it is a function around the launcher, which makes descriptors
-            self.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
-        self.device, self.stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-        no_scratch, no_hooks = (None, None), (None, None, None)
-        self.kernel = (
-            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, compiled.packed_metadata,
-            *no_hooks,
-        )  # fmt: skip
-
-    def place(self, places: list[Any]) -> None:
-        """Say how resized ones are filled; places: by layout, see `places_of`."""
-        spans: list[tuple[int, Indices]] = []
-        boxes = {at for at, *_ in self.descriptors}
-        for which, at in self.places:
-            found = places[which]
-            if found is None:
-                continue
-            if isinstance(found, list):
-                self.members.append((at, [None if x is None else itemgetter(*x) for x in found]))
-            elif at not in boxes:
-                self.rows.append((at, itemgetter(*found)))
-            elif spans and spans[-1][0] + len(spans[-1][1]) == at:
-                spans[-1] = spans[-1][0], joined(spans[-1][1], found)
-            else:
-                spans.append((at + 1, found))
-        self.spans = [(begin, begin + len(found), itemgetter(*found)) for begin, found in spans]
+def _short(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> Short:
+    there = [None if x is None else 0 if x.data_ptr() % 16 else 15 for x in tensors]
+    return Short(compiled, launch.layouts, launch.numbers, launch.programs, there, _bind)

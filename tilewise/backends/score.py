@@ -102,8 +102,12 @@ def score_numbers(score: Score) -> dict[str, Any]:
 
 def limited(terms: T, lo: int, hi: int) -> T:
     """The `Terms` of a backend with other limits, as `tiles.clipped` gives them, of a band that has the same ends."""
-    at = type(terms)._fields.index("lo")  # type: ignore[attr-defined]
-    return tuple.__new__(type(terms), (*terms[:at], lo, hi, *terms[at + 2 :]))
+    return terms._replace(lo=lo, hi=hi)  # type: ignore[attr-defined]
+
+
+def varied_limits(terms: tuple, lo: int, hi: int) -> tuple[int | None, ...]:
+    """`launcher.Members` of the `Terms` of a backend whose limits stand at ``lo`` and ``hi``."""
+    return tuple([{"lo": lo, "hi": hi}.get(name) for name in terms._fields])  # type: ignore[attr-defined]
 
 
 @triton.jit

@@ -173,7 +173,10 @@ def shared_by(problem: Problem, config: Config, queries: int, keys: int, lo: int
         return 1
     p = problem
     units = p.batch * p.kv_heads * -(-queries * p.group // config.block_m)
-    begin, _, _, end = key_tiles(0, queries, keys, lo, hi, config.block_n)
+    if lo <= 0 and queries + hi >= keys:  # as usual, all keys
+        begin, end = 0, -(-keys // config.block_n)
+    else:
+        begin, _, _, end = key_tiles(0, queries, keys, lo, hi, config.block_n)
     return best_splits(units, end - begin, _MULTIPROCESSORS.get(p.capability or (8, 0), 128))
 
 

@@ -79,7 +79,7 @@ from tilewise.backends.triton.parts import (
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.resized import (
     ResizedForward,
-    forward_places,
+    forward_bases,
     forward_programs,
     ragged,
     resized_backward,
@@ -166,7 +166,7 @@ class Forward:
         self.merge, self.shared = None, None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
-            self.shared = place(target.shape, target.stride(), 4)
+            self.shared = target.shape
             self.merge = Launch(
                 merge_kernel, q[..., 0].numel(),
                 (POINTER, POINTER, strided(o), strided_if_any(o_low), POINTER, sink_layout(sink)), (sizes, c),
@@ -175,7 +175,8 @@ class Forward:
         # For `resized`.
         self.resizable = not lists and parts is None and problem.totals is None and problem.tile_mask is None
         self.group, self.banded = problem.group, not problem.score.band.unlimited
-        self.made: dict[tuple, list[Any]] = {}
+        self.has_more = bias is not None or mask is not None or sink is not None
+        self.made: dict[tuple, Any] = {}
         self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.main = Launch(
             forward_kernel,
@@ -196,7 +197,7 @@ class Forward:
             num_stages=config.num_stages,
             **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
         )
-        self.bases = forward_places(self, inputs)
+        self.bases = forward_bases(self, inputs)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> ResizedForward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
@@ -217,7 +218,7 @@ class Forward:
                 if self.merge is None or self.shared is None:
                     self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, o_low, lse)
                 else:
-                    shares = torch.empty(self.shared[:4], dtype=torch.float32, device=q.device)
+                    shares = torch.empty(self.shared, dtype=torch.float32, device=q.device)
                     share_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=q.device)
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
                     self.merge(shares, share_lse, o, o_low, lse, inputs.sink)

@@ -9,14 +9,13 @@ import torch
 from triton import OutOfResources
 
 from tilewise.backends import Inputs, Outputs, device_of, gradient_strides, output_layout
-from tilewise.backends.launcher import ENDS, PLACE, Launch, Places, kinds, place, resized_launches
+from tilewise.backends.launcher import Launch, Place, Varied, Whole, place, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
-from tilewise.backends.score import limited
+from tilewise.backends.score import limited, varied_limits
 from tilewise.backends.triton.config import Config, shared_by
 from tilewise.backends.triton.masks import lists_pay
 from tilewise.backends.triton.packed import NO_LENGTHS, tile_count
 from tilewise.backends.triton.parts import NO_PARTS
-from tilewise.backends.triton.tensors import ProblemSizes
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -51,18 +50,24 @@ def _ragged(queries: int, keys: int, group: int, config: Config) -> tuple[bool, 
 
 # --- forward ---
 
-# Where tensors begin among how they lie: q, k, v and o; the sums of shares; bias, mask and sink, those that are there.
-_Q, _K, _V, _O, _SHARES, _MORE = (PLACE * n for n in range(6))
+# Where in values of `resized_forward` things stand: programs of both launches, the band's limits and sizes; how tensors
+# lie, q, k, v, o and the sums of shares, then bias, mask and sink, those that are there.
+_PROGRAMS, _MERGES, _LO, _HI, _QUERIES, _KEYS, _SPLITS, _Q, _K, _V, _O, _SHARES, _MORE = range(13)
 
 
-def forward_places(run: Any, inputs: Inputs) -> list[tuple[Launch, Places]]:
-    """The launches of a `launch.Forward`, with their places; see `Launch.resized`."""
-    more = iter(range(_MORE, _MORE + 3 * PLACE, PLACE))
+def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
+    """The launches of a `launch.Forward`, and what of them differs with lengths; see `resized_launches`."""
+    more = iter(range(_MORE, _MORE + 3))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
-    if run.merge is None:
-        return [(run.main, (_Q, _K, _V, bias, mask, sink, None, None, None, None, _O, None, None))]
-    main = (_Q, _K, _V, bias, mask, None, None, None, None, None, _SHARES, None, None)
-    return [(run.main, main), (run.merge, (None, None, _O, None, None, sink))]
+    merges = run.merge is not None
+    main = (_Q, _K, _V, bias, mask, None if merges else sink, *(None,) * 4, _SHARES if merges else _O, None, None)
+    terms, sizes, _ = run.main.numbers
+    limits, differ = varied_limits(terms, _LO, _HI), {"queries": _QUERIES, "keys": _KEYS, "splits": _SPLITS}
+    varied_sizes = tuple([differ.get(name) for name in sizes._fields])
+    found = [(run.main, Varied(main, _PROGRAMS, (limits, varied_sizes, None)))]
+    if merges:
+        found.append((run.merge, Varied((None, None, _O, None, None, sink), _MERGES, (varied_sizes, None))))
+    return found
 
 
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
@@ -76,52 +81,50 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
         return None
     if inputs.mask is not None and lists_pay(resized_problem(problem, structure, lo, hi), config):
         return None
-    o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
+    layout_o = output_layout(q_shape, q_strides, v_shape[3])
+    o_shape, o_strides = layout_o
     batch, heads, _, value_dim = o_shape
-    shared = (
-        shares * batch, heads, M, value_dim, heads * M * value_dim, M * value_dim, value_dim, 1,
-        (value_dim + 3) // 4 * 4,
-    )  # fmt: skip
+    shared = (shares * batch, heads, M, value_dim), (heads * M * value_dim, M * value_dim, value_dim, 1), 0
     wide, value_wide = run.widths
-    given = (
-        *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
-        *o_shape, *o_strides, value_wide, *shared, *_more(inputs), *ENDS,
+    values = (
+        _programs(problem, M, config, shares), batch * heads * M, first, last, M, N, shares,
+        (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
+        (o_shape, o_strides, value_wide), shared, *(_more(inputs) if run.has_more else ()),
     )  # fmt: skip
-    terms, sizes, c = run.main.numbers
-    before, after = sizes[:3], sizes[9:]
-    sizes = tuple.__new__(ProblemSizes, (*before, M, N, *sizes[5:8], shares, *after))
-    if run.banded:
-        terms = limited(terms, first, last)
-    programs = _programs(problem, M, config, shares)
-    launches = [(programs, (terms, sizes, c)), (batch * heads * M, (sizes, c))]
-    found = resized_launches(run.bases, run.made, kinds((M, N, shares, first, last)), given, launches[: len(run.bases)])
-    return ResizedForward(run, structure, (lo, hi), layout_o, shared if len(found) > 1 else None, found)
+    kind = (
+        M & 15 == 0,
+        M == 1,
+        N & 15 == 0,
+        N == 1,
+        shares & 15 == 0,
+        first & 15 == 0,
+        first == 1,
+        last & 15 == 0,
+        last == 1,
+    )
+    found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
+    return ResizedForward(run, structure, (lo, hi), layout_o, shared[0] if len(found) > 1 else None, values, found)
 
 
-def _more(inputs: Inputs) -> tuple[int, ...]:
+def _more(inputs: Inputs) -> list[Place]:
     """How bias, mask and sink lie, which hardly any call has."""
     _, _, _, bias, mask, sink, *_ = inputs
-    found: tuple[int, ...] = ()
-    if bias is not None:
-        found += place(bias.shape, bias.stride(), bias.element_size())
-    if mask is not None:
-        found += place(mask.shape, mask.stride(), mask.element_size())
-    if sink is not None:
-        found += place((*sink.shape, 1), (*sink.stride(), 1), 1)
-    return found
+    found = [place(x.shape, x.stride(), x.element_size()) for x in (bias, mask) if x is not None]
+    return found if sink is None else [*found, place((*sink.shape, 1), (*sink.stride(), 1), 1)]
 
 
 class ResizedForward:
     """A `launch.Forward` for other lengths."""
 
-    __slots__ = ("band", "layout_o", "main", "merge", "of", "other", "shared", "structure")
+    __slots__ = ("band", "kept", "launches", "layout_o", "of", "other", "shared", "structure", "varied")
 
     def __init__(
-        self, of: Any, structure: Structure, band: Any, layout_o: Any, shared: Any, launches: list[Any]
+        self, of: Any, structure: Structure, band: Any, layout_o: Any, shared: tuple[int, ...] | None,
+        values: tuple[Any, ...], launches: list[Whole],
     ) -> None:  # fmt: skip
         self.of, self.structure, self.band, self.layout_o, self.shared = of, structure, band, layout_o, shared
-        self.main: Any = launches[0]
-        self.merge: Any = None if shared is None else launches[1]
+        self.varied, self.launches = values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
         self.other: Any = None  # with smaller tiles
 
     @property
@@ -132,18 +135,21 @@ class ResizedForward:
         if self.other is not None:
             return self.other(inputs)
         q, k, v, bias, mask, sink, _, seed, *_ = inputs
+        values, launches, (kept, merge_kept) = self.varied, self.launches, self.kept
         try:
             with device_of(q):
                 device, (shape, strides) = q.device, self.layout_o
                 o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
                 lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
                 if self.shared is None:
-                    self.main(q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse)
+                    launches[0].run(values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse)
                 else:
-                    sums = torch.empty(self.shared[:4], dtype=torch.float32, device=device)
+                    sums = torch.empty(self.shared, dtype=torch.float32, device=device)
                     sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
-                    self.main(q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse)
-                    self.merge(sums, sum_lse, o, None, lse, sink)
+                    launches[0].run(
+                        values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse
+                    )  # fmt: skip
+                    launches[1].run(values, merge_kept, sums, sum_lse, o, None, lse, sink)
         except OutOfResources:  # as it was when a `Forward` met it, which looks for smaller tiles
             self.other = type(self.of)(self.problem, inputs)
             return self.other(inputs)
@@ -157,8 +163,8 @@ def _limited(terms: Any, problem: Problem) -> Any:
 
 # --- backward ---
 
-_DO, _OUT, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(3, 9))
-_ACCUM, _DLSE = _STATS + 4, _STATS + 10
+# Where in what `resized_backward` gives tensors stand.
+_BQ, _BK, _BV, _DO, _OUT, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(11)
 
 
 def resized_backward(
@@ -186,15 +192,11 @@ def resized_backward(
         for make, x in zip(gradients, made, strict=True)
     ]
     new.empty_gradients.append(None if accumulator is None else partial(empty, *accum))
-    given: tuple[Any, ...] = ()
-    for x in (q, k, v, do, outputs.o):
-        given += place(x.shape, x.stride(), x.element_size())
-    for shape, strides in made:
-        given += place(shape, strides, q.element_size())
-    given += (heads, padded, padded, 1, *accum[0], *accum[1])
+    given: tuple[Any, ...] = tuple([place(x.shape, x.stride(), x.element_size()) for x in (q, k, v, do, outputs.o)])
+    given += tuple([place(shape, strides, q.element_size()) for shape, strides in made])
+    given += ((heads, padded), (padded, 1), 0), (*accum, 0)
     if dlse is not None:
-        given += place((*dlse.shape, 1), (*dlse.stride(), 1), 4)
-    given += ENDS
+        given += (place((*dlse.shape, 1), (*dlse.stride(), 1), 4),)
     new.preprocess = run.preprocess.resized(
         row_programs,
         (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
@@ -202,15 +204,15 @@ def resized_backward(
         (sizes, *run.preprocess.numbers[1:]),
     )
     if run.finite is not None:
-        new.finite = run.finite.resized(key_programs, (_K, _V, None), given, (sizes, *run.finite.numbers[1:]))
+        new.finite = run.finite.resized(key_programs, (_BK, _BV, None), given, (sizes, *run.finite.numbers[1:]))
     if run.main is not None:
         terms, _, c = run.main.numbers
         written = [None if make is None else x for make, x in zip(gradients[1:], (_DK, _DV), strict=True)]
-        own = (_K, _V, None, *written)
+        own = (_BK, _BV, None, *written)
         accumulated = None if accumulator is None else _ACCUM
         new.main = run.main.resized(
             key_programs,
-            (_Q, _K, _V, _DO, _STATS, _STATS, *(None,) * 6, own, accumulated, None),
+            (_BQ, _BK, _BV, _DO, _STATS, _STATS, *(None,) * 6, own, accumulated, None),
             given,
             (_limited(terms, p), sizes, c),
         )

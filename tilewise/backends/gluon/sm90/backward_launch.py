@@ -49,7 +49,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
 from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiprocessors
 from tilewise.backends.gluon.sm90.resized import (
     ResizedBackward,
-    backward_places,
+    backward_bases,
     band_hides_end,
     choices,
     leaves_queries_out,
@@ -146,7 +146,8 @@ class Backward:
         # For what `resized` knows of: q, k and v and their gradients.
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.dynamic, self.programs = dynamic, programs
-        self.made: dict[tuple, list[Any]] = {}
+        self.made: dict[tuple, Any] = {}
+        self.tiled: dict[tuple[int, int], Any] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
@@ -238,7 +239,7 @@ class Backward:
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
-        self.bases = backward_places(self, dlse is not None)
+        self.bases = backward_bases(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +32,12 @@ from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
 from tilewise.backends.kept_lists import KeptLists, flat_and_lists
 from tilewise.backends.launcher import (
-    ENDS,
-    PLACE,
     POINTER,
     Launch,
+    Members,
+    Place,
+    Varied,
+    Whole,
     constants,
     kinds,
     place,
@@ -43,7 +47,7 @@ from tilewise.backends.launcher import (
     strided_if_any,
 )
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import limited
+from tilewise.backends.score import varied_limits
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
 from tilewise.score import tiles
@@ -107,20 +111,15 @@ class Forward:
             num_warps=4,
             **most_registers(config.programs, config.warpgroups + 1),
         )
-        self.repair = None
-        # For `resized`: row widths of descriptors, and `resized_launches` of these.
-        self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
-        self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
-        self.has_more = bias is not None or sink is not None
-        self.made: dict[tuple, list[Any]] = {}
+        self.repair, self.looks = None, (1, 0, 1)
         if c.HIDES.value:
             r = _repair(problem, config)
-            looks = _looks(sizes, r)
+            self.looks = r.BLOCK_M.value, sizes.heads * sizes.batch, r.SCAN.value
             tile_list = (POINTER,) if packed else ()
             pairs = strided(mask) if inputs.tiles is None else tile_layout()
             self.repair = Launch(
                 packed_repair_kernel if packed else repair_kernel,
-                min(looks, programs),
+                min(_looks(sizes.queries, *self.looks), programs),
                 (
                     *(strided(x) for x in (q, k, v, bias)),
                     pairs,
@@ -134,39 +133,37 @@ class Forward:
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
-        launches = (self.main,) if self.repair is None else (self.main, self.repair)
-        self.bases = tuple(zip(launches, _places(bias is not None, sink is not None), strict=False))
+        # For `resized`: row widths of descriptors, and `resized_launches` of these.
+        self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
+        self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
+        self.has_more = bias is not None or sink is not None
+        self.made: dict[tuple, Any] = {}
+        self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
         _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
-        sizes = _sized(*self.shape, M, N, self.block_m, self.programs)
-        if self._choices(M, N, lo, hi, sizes.tiles) != self.choices:
+        (row_tiles, work_tiles, at_once, last_head), kind = _tiled(*self.shape, -(-M // self.block_m), self.programs)
+        if self._choices(M, N, lo, hi, work_tiles) != self.choices:
             return None
         o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
-        wide, value_wide = self.widths
-        given = (
-            *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
-            *o_shape, *o_strides, value_wide, *(self._more(inputs) if self.has_more else ()), *ENDS,
-        )  # fmt: skip
         first, last = tiles.clipped(lo, hi)
-        terms, _, c = self.main.numbers
-        if self.banded:
-            terms = limited(terms, first, last)
-        launches: list[tuple[int, tuple[Any, ...]]] = [(min(sizes.tiles, self.programs), (terms, sizes, c))]
-        if self.repair is not None:
-            d, dv, terms, _, r = self.repair.numbers
-            if self.banded:
-                terms = limited(terms, first, last)
-            launches.append((min(_looks(sizes, r), self.programs), (d, dv, terms, sizes, r)))
-        found = resized_launches(self.bases, self.made, kinds((*sizes, first, last)), given, launches)
-        return Resized(self, layout_o, found[0], found[1] if self.repair is not None else None)
+        programs, looks, (wide, value_wide) = self.programs, _looks(M, *self.looks), self.widths
+        values = (
+            work_tiles if work_tiles < programs else programs, looks if looks < programs else programs,
+            first, last, M, N, row_tiles, work_tiles, at_once, last_head,
+            (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
+            (o_shape, o_strides, value_wide), *(self._more(inputs) if self.has_more else ()),
+        )  # fmt: skip
+        kind = kind, M & 15 == 0, N & 15 == 0, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+        found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
+        return Resized(self, layout_o, values, found)
 
-    def _more(self, inputs: Inputs) -> tuple[int, ...]:
+    def _more(self, inputs: Inputs) -> list[Place]:
         """How bias and sink lie."""
         bias, sink = inputs.bias, inputs.sink
-        found = () if bias is None else place(bias.shape, bias.stride(), bias.element_size())
-        return found if sink is None else found + place((*sink.shape, 1), (*sink.stride(), 1), 1)
+        found = [] if bias is None else [place(bias.shape, bias.stride(), bias.element_size())]
+        return found if sink is None else [*found, place((*sink.shape, 1), (*sink.stride(), 1), 1)]
 
     def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool | str, ...]:
         """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
@@ -206,21 +203,23 @@ class Forward:
 class Resized:
     """A `Forward` for other lengths, of a call without a mask, parts of a bias and lengths of sequences."""
 
-    __slots__ = ("layout_o", "main", "of", "repair")
+    __slots__ = ("kept", "launches", "layout_o", "of", "varied")
 
-    def __init__(self, of: Forward, layout_o: Any, main: Any, repair: Any) -> None:
-        self.of, self.layout_o, self.main, self.repair = of, layout_o, main, repair
+    def __init__(self, of: Forward, layout_o: Any, values: tuple[Any, ...], launches: Sequence[Whole]) -> None:
+        self.of, self.layout_o, self.varied, self.launches = of, layout_o, values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
 
     def __call__(self, inputs: Inputs) -> Outputs:
         q, k, v, bias, _, sink, _, seed, *_ = inputs
+        values, launches, (kept, repair_kept) = self.varied, self.launches, self.kept
         with device_of(q):
             device, (shape, strides) = q.device, self.layout_o
             o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
             count = torch.zeros(1, dtype=torch.int32, device=device) if self.of.dynamic else None
-            self.main(q, k, v, bias, sink, seed, None, None, o, None, lse, count)
-            if self.repair is not None:
-                self.repair(q, k, v, bias, None, sink, seed, o, None, lse)
+            launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
+            if len(launches) > 1:
+                launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
         return Outputs(o, lse)
 
 
@@ -240,36 +239,44 @@ def _sized(
     batch: int, heads: int, group: int, queries: int, keys: int, block_m: int, programs: int
 ) -> ForwardSizes:  # fmt: skip
     """Of a call that is no packed batch."""
-    row_tiles, all_heads = -(-queries // block_m), heads * batch
+    found, _ = _tiled(batch, heads, group, -(-queries // block_m), programs)
+    return ForwardSizes(batch, heads, group, queries, keys, *found)
+
+
+@lru_cache(4096)
+def _tiled(
+    batch: int, heads: int, group: int, row_tiles: int, programs: int
+) -> tuple[tuple[int, int, int, int], tuple[Any, ...]]:  # fmt: skip
+    """What so many tiles of queries make of sizes: all from row_tiles on; and its `kinds`."""
+    all_heads = heads * batch
     at_once = min(-(-WAVES * programs // (row_tiles * group)) * group, all_heads)
     last = (all_heads // at_once - 1) * at_once
-    found = batch, heads, group, queries, keys, row_tiles, row_tiles * all_heads, at_once, last
-    return tuple.__new__(ForwardSizes, found)
+    found = row_tiles, row_tiles * all_heads, at_once, last
+    return found, kinds(found)
 
 
-def _places(has_bias: bool, has_sink: bool) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Where tensors begin among how they lie, of the main launch and the repair."""
-    q, k, v, o, end = (PLACE * n for n in range(5))
+# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes from queries
+# on; then how tensors lie.
+_MAIN, _REPAIR, _LO, _HI, _QUERIES, _FIRST = 0, 1, 2, 3, 4, 10
+
+
+def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
+    """The launches, and what of them differs with lengths; see `resized_launches`."""
+    q, k, v, o, end = range(_FIRST, _FIRST + 5)
     bias = end if has_bias else None
-    sink = end + PLACE * has_bias if has_sink else None
-    return (q, k, v, bias, sink, None, None, None, o, None, None, None), (
-        q,
-        k,
-        v,
-        bias,
-        None,
-        sink,
-        None,
-        o,
-        None,
-        None,
-    )
+    sink = end + has_bias if has_sink else None
+    sizes = None, None, None, *range(_QUERIES, _FIRST)
+    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), sizes, None
+    found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None, None), _MAIN, numbers))]
+    if repair is not None:
+        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), sizes, None
+        found.append((repair, Varied((q, k, v, bias, None, sink, None, o, None, None), _REPAIR, numbers)))
+    return found
 
 
-def _looks(sizes: ForwardSizes, r: RepairConstants) -> int:
+def _looks(queries: int, block_m: int, heads: int, scan: int) -> int:
     """Programs of the repair, each of which looks at so many tiles of rows."""
-    looks = -(-sizes.queries // r.BLOCK_M.value) * sizes.heads * sizes.batch
-    return -(-looks // r.SCAN.value)
+    return -(-(-(-queries // block_m) * heads) // scan)
 
 
 def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstants:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,9 +10,9 @@ from tilewise.backends import Gradients, Inputs, Outputs, device_of, gradient_st
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import BackwardConfig, head_swizzle
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
-from tilewise.backends.launcher import ENDS, PLACE, Launch, Places, kinds, place, resized_launches
+from tilewise.backends.launcher import Launch, Varied, Whole, kinds, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
-from tilewise.backends.score import limited
+from tilewise.backends.score import varied_limits
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
@@ -79,35 +79,83 @@ def leaves_queries_out(queries: int, keys: int, lo: int | None, hi: int | None) 
     return (hi is not None and hi < 0) or (lo is not None and queries - 1 + lo > keys - 1)
 
 
-# Where tensors begin among how they lie: the last are of one and two axes.
-_Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS = (PLACE * n for n in range(9))
-_ACCUM, _DLSE = _STATS + 2, _STATS + 6
+# Where in values of `resized_backward` things stand: programs, the band's limits, sizes, counters; how tensors lie.
+_ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _QUERIES, _KEYS, _ROW_TILES, _KEY_TILES, _RING, _ZEROED, _COUNTED, _FIRST = range(
+    12
+)
+_Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(_FIRST, _FIRST + 11)
 
 
-def backward_places(run: Any, has_dlse: bool) -> list[tuple[Launch, Places]]:
-    """The launches of a `backward_launch.Backward`, with their places; see `Launch.resized`."""
+def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
+    """The launches of a `backward_launch.Backward`, and what of them differs with lengths; see `resized_launches`."""
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
     before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
-    main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, *(None,) * 7)
-    found: list[tuple[Launch, Places]] = [(run.before, before), (run.main, main)]
-    return found if run.dq_stored else [*found, (run.after, (None, _DQ, None))]
+    main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 5)
+    terms, sizes, _ = run.main.numbers
+    differ = {
+        "queries": _QUERIES, "keys": _KEYS, "row_tiles": _ROW_TILES, "key_tiles": _KEY_TILES, "ring": _RING,
+        "zeroed": _ZEROED,
+    }  # fmt: skip
+    varied_sizes = tuple([differ.get(name) for name in sizes._fields])
+    same = [None] * (len(run.before.numbers) - 3)
+    found = [
+        (run.before, Varied(before, _ROW_PROGRAMS, (None, varied_sizes, _COUNTED, *same))),
+        (run.main, Varied(main, _PROGRAMS, (varied_limits(terms, _LO, _HI), varied_sizes, None))),
+    ]
+    if not run.dq_stored:
+        same = [None] * (len(run.after.numbers) - 3)
+        found.append((run.after, Varied((None, _DQ, None), _ROW_PROGRAMS, (None, None, varied_sizes, *same))))
+    return found
+
+
+_MOST = 4096  # pairs of numbers of tiles that are remembered
+
+
+class _Tiled(NamedTuple):
+    """What so many tiles of queries and of keys make of a backward: sizes, programs, and lengths of buffers."""
+
+    ring: int
+    zeroed: int
+    counted: int
+    row_programs: int
+    work_tiles: int
+    programs: int
+    stats: int
+    accum: int
+    kind: tuple[Any, ...]  # `kinds` of the integers among these that kernels get
+
+
+def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
+    found: _Tiled | None = run.tiled.get((row_tiles, key_tiles))
+    if found is None:
+        config, (batch, kv_heads, group, *_) = run.config, run.main.numbers[1]
+        shape = batch, kv_heads, group, 1, 1, 1
+        queries, keys = row_tiles * config.block_m, key_tiles * config.block_n
+        sizes, groups = sized(config, shape, queries, keys, run.multiprocessors)
+        counted = counters(sizes, groups, run.problem.deterministic, reduces=False)
+        row_programs, work_tiles = row_tiles * batch * kv_heads * group, key_tiles * batch * kv_heads
+        accum = 0 if run.dq_stored else row_programs * config.block_m * run.width // DQ_COLS.value
+        if len(run.tiled) >= _MOST:
+            run.tiled.clear()
+        run.tiled[row_tiles, key_tiles] = found = _Tiled(
+            sizes.ring, sizes.zeroed, counted, row_programs, work_tiles,
+            min(run.programs, work_tiles) if run.dynamic else work_tiles, 2 * config.block_m * row_programs, accum,
+            kinds((row_tiles, key_tiles, sizes.ring, sizes.zeroed, counted)),
+        )  # fmt: skip
+    return found
 
 
 def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | None) -> ResizedBackward | None:
     """A `backward_launch.Backward` for other lengths than ``run``'s; None where these ask for something else that is
     compiled in."""
     _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *more) = structure
-    config, stored, before, main = run.config, run.dq_stored, run.before.numbers, run.main.numbers
-    terms, base, c = main
-    sizes, groups = sized(config, (*base[:3], 1, 1, 1), M, N, run.multiprocessors)
-    heads, programs = base.batch * base.kv_heads, run.programs
-    work_tiles = sizes.key_tiles * heads
-    if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, programs) != run.choices:
+    config = run.config
+    row_tiles, key_tiles = -(-M // config.block_m), -(-N // config.block_n)
+    tiled = _tiled(run, row_tiles, key_tiles)
+    ring, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
+    if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, run.programs) != run.choices:
         return None
-    block_m, width, cols = config.block_m, run.width, DQ_COLS.value
-    row_programs = sizes.row_tiles * heads * base.group
-    counted = counters(sizes, groups, run.problem.deterministic, reduces=False)
-    stats, accum = 2 * block_m * row_programs, 0 if stored else row_programs * block_m * width // cols
+    cols = DQ_COLS.value
     dv_strides = gradient_strides(v_shape, v_strides)
     same = k_strides == v_strides and k_shape == v_shape
     dk_strides = dv_strides if same else gradient_strides(k_shape, k_strides)
@@ -115,44 +163,38 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     dq_strides = dk_strides if same else gradient_strides(q_shape, q_strides)
     o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
     wide, value_wide = run.widths
-    given = (
-        *q_shape, *q_strides, wide, *k_shape, *k_strides, wide, *v_shape, *v_strides, value_wide,
-        *o_shape, *o_strides, value_wide, *do_shape, *do_strides, value_wide,
-        *q_shape, *dq_strides, wide, *k_shape, *dk_strides, wide, *v_shape, *dv_strides, value_wide,
-        stats, 1, accum, cols, cols, 1,
-    )  # fmt: skip
-    if dlse:
-        given += place((*dlse[0], 1), (*dlse[1], 1), 4)
-    given += ENDS
     first, last = tiles.clipped(lo, hi)
-    if run.banded:
-        terms = limited(terms, first, last)
-    launches = [
-        (row_programs, (before[0], sizes, counted, *before[3:])),
-        (min(programs, work_tiles) if run.dynamic else work_tiles, (terms, sizes, c)),
-    ]
-    if not stored:
-        head_dim, scale, _, *rest = run.after.numbers
-        launches.append((row_programs, (head_dim, scale, sizes, *rest)))
-    found = resized_launches(run.bases, run.made, kinds((*sizes, counted, first, last)), given, launches)
-    zeroes = stored and leaves_queries_out(M, N, lo, hi)
-    made = (q_shape, dq_strides), (k_shape, dk_strides), (v_shape, dv_strides)
-    return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), made, zeroes, found)
+    values = (
+        row_programs, programs, first, last, M, N, row_tiles, key_tiles, ring, zeroed, counted,
+        (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
+        (o_shape, o_strides, value_wide), (do_shape, do_strides, value_wide), (q_shape, dq_strides, wide),
+        (k_shape, dk_strides, wide), (v_shape, dv_strides, value_wide),
+        ((stats,), (1,), 0), ((accum, cols), (cols, 1), 0),
+        ((*dlse[0], 1), (*dlse[1], 1), 4) if dlse else None,
+    )  # fmt: skip
+    kind = kind, M & 15 == 0, N & 15 == 0, M == 1, N == 1, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+    found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
+    return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), values, found)
 
 
 class ResizedBackward:
     """A `backward_launch.Backward` for other lengths."""
 
-    __slots__ = ("after", "band", "before", "layouts", "main", "of", "sizes", "structure", "zeroes_dq")
+    __slots__ = ("band", "kept", "launches", "of", "sizes", "structure", "varied", "zeroes_dq")
 
     def __init__(
-        self, of: Any, structure: Structure, band: Any, sizes: tuple[int, int, int], layouts: Any, zeroes_dq: bool,
-        launches: list[Any],
+        self, of: Any, structure: Structure, band: tuple[int | None, int | None], sizes: tuple[int, int, int],
+        values: tuple[Any, ...], launches: list[Whole],
     ) -> None:  # fmt: skip
-        self.of, self.structure, self.band = of, structure, band
-        self.sizes, self.layouts, self.zeroes_dq = sizes, layouts, zeroes_dq
-        self.before, self.main = launches[0], launches[1]
-        self.after = launches[2] if len(launches) > 2 else None
+        self.of, self.structure, self.band, self.sizes = of, structure, band, sizes
+        self.varied, self.launches = values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {}, {})  # of each launch
+        self.zeroes_dq = of.dq_stored and leaves_queries_out(structure.queries, structure.keys, *band)
+
+    @property
+    def layouts(self) -> list[Any]:
+        """Of dQ, dK and dV: shape and strides."""
+        return [x[:2] for x in self.varied[_DQ : _DV + 1]]
 
     @property
     def problem(self) -> Problem:
@@ -161,22 +203,27 @@ class ResizedBackward:
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, _, _, _, _, seed, *_ = inputs
         (o, lse, _), (do, dlse, _), (stats_size, counted, accum) = outputs, cotangents, self.sizes
+        values, launches, (kept, main_kept, after_kept) = self.varied, self.launches, self.kept
         with device_of(q):
             device, dtype, wide = q.device, q.dtype, torch.float32
             stats = torch.empty(stats_size, dtype=wide, device=device)
             counts = torch.empty(counted, dtype=torch.int32, device=device)
-            dq, dk, dv = [torch.empty_strided(*x, dtype=dtype, device=device) for x in self.layouts]
-            if self.after is None:  # dQ is no sum: the kernel wants a pointer, which it does not follow
+            (shape, strides, _), (k_shape, k_strides, _), (v_shape, v_strides, _) = values[_DQ : _DV + 1]
+            dq = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            dk = torch.empty_strided(k_shape, k_strides, dtype=dtype, device=device)
+            dv = torch.empty_strided(v_shape, v_strides, dtype=dtype, device=device)
+            if self.of.dq_stored:  # dQ is no sum: the kernel wants a pointer, which it does not follow
                 sums, leaves, pointer = None, dq, stats
                 if self.zeroes_dq:
                     dq.zero_()
             else:
                 sums = leaves = pointer = torch.empty((accum, DQ_COLS.value), dtype=wide, device=device)
-            self.before(o, None, do, lse, dlse, None, stats, sums, counts)
-            self.main(
-                q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None, counts, None
+            launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts)
+            launches[1].run(
+                values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None,
+                counts, None,
             )  # fmt: skip
-            if self.after is not None:
-                self.after(sums, dq, counts)
+            if sums is not None:
+                launches[2].run(values, after_kept, sums, dq, counts)
         needs = self.of.needs
         return Gradients(dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, None)

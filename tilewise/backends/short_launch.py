@@ -1,0 +1,285 @@
+"""Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
+
+What it takes is a flat list: how many programs, the stream, the kernel, and then for each parameter an address, a
+descriptor followed by its shape and strides, a tuple of an address and strides or of a record's members, or any object
+for what was compiled in. A loop over these takes longer than the launcher. So a `Short` writes two functions, as Triton
+does for the arguments of a kernel: one that fills the list's places in one line each, and, for launches of other sizes
+(`launcher.resized_launches`), one that makes the list of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from tilewise.backends.kernel_arguments import POINTER, Record, Strided
+
+_ADDRESSES = 256  # of a launch, whose descriptors are kept
+_ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
+_STREAM = 3  # where it stands in the list
+
+
+Members = int | None | tuple["int | None", ...]
+
+
+class Varied(NamedTuple):
+    """Where in ``values`` stands what differs between launches, None for what stays: how each layout's tensor lies, a
+    `kernel_arguments.Place`, of a `Record` one for each member; how many programs; each of the numbers, of a tuple each
+    of its members."""
+
+    layouts: Sequence[Any]
+    programs: int | None
+    numbers: Sequence[Members]
+
+
+class Short:
+    """The launcher of a compiled kernel, for tensors of which the same are there.
+
+    Args:
+        layouts, numbers, programs: of the `Launch` that it was compiled for.
+        there: of each tensor None if it is absent; else 15 if the kernel was compiled for a multiple of 16, or 0.
+        bind: called before a descriptor is made.
+        watched, whole: of a resized launch: whether somebody looks on, and what then launches, of values and ``kept``.
+        varied, values: of a resized launch: what differs, and some that it may have.
+    """
+
+    __slots__ = ("_bind", "_kept", "compiled", "run", "there")
+
+    def __init__(
+        self, compiled: CompiledKernel, layouts: Sequence[Any], numbers: Sequence[Any], programs: int,
+        there: Sequence[int | None], bind: Callable[[], None], watched: Callable[[], bool] | None = None,
+        whole: Callable[..., Any] | None = None, varied: Varied | None = None, values: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        self.compiled, self.there, self._bind = compiled, tuple(there), bind
+        self._kept: dict[int, Any] = {}  # of launches without values
+        triton_run: Any = compiled.run
+        metadata: Any = compiled.metadata.tensordesc_meta or ()
+        fill: Any = driver.active.utils.fill_tma_descriptor if metadata else None
+        launch: Any = triton_run.launch
+        if metadata:  # then it is a function around the launcher, which makes descriptors
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        no_scratch, no_hooks = (None, None), (None, None, None)
+        kernel = (
+            compiled.function, triton_run.launch_cooperative_grid, triton_run.launch_pdl, *no_scratch,
+            compiled.packed_metadata, *no_hooks,
+        )  # fmt: skip
+        device = driver.active.get_current_device()  # in the stream's place
+        at = Varied([None] * len(layouts), None, [None] * len(numbers)) if varied is None else varied
+        writer = _Writer(values)
+        writer.write(programs, at.programs)
+        for x in (1, 1, device, *kernel):
+            writer.write(x)
+        boxes: list[tuple[Any, ...]] = []  # of descriptors what does not depend on sizes
+        descriptors, tensors = iter(metadata), enumerate(there)
+        fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
+        for layout, begin in zip(layouts, at.layouts, strict=True):
+            place = len(writer.items)
+            if isinstance(layout, Record):
+                members = [(x, *next(tensors)) for x in layout.layouts]
+                writer.record(layout, begin)
+                fills.append((place, "record", tuple([(n, mask, x is not POINTER) for x, n, mask in members])))
+                continue
+            n, mask = next(tensors)
+            if layout is POINTER or mask is None:
+                writer.write(None if layout is POINTER else layout)
+                if mask is not None:
+                    fills.append((place, "pointer", n, mask))
+            elif isinstance(layout, Strided):
+                writer.row(layout, begin)
+                fills.append((place, "strided", n, mask))
+            else:
+                writer.box(layout, begin)
+                fills.append((place, "box", n, len(boxes), place + 1 + len(layout.shape), len(writer.items)))
+                boxes.append(_box(layout, next(descriptors)))
+        for x, number in zip(numbers, at.numbers, strict=True):
+            writer.write(x, number)
+        make = _launch_of(len(self.there), tuple(fills), varied is not None)
+        given = launch, driver.active.get_current_stream, self._begin, fill, boxes
+        self.run: Callable[..., Any]
+        if varied is None:
+            self.run = make(*given, writer.constants)
+        else:
+            self.run = make(*given, writer.function(), watched, whole)
+
+    def launch(self, tensors: Sequence[Any]) -> bool:
+        """False, and nothing done, where the kernel was compiled for another alignment."""
+        found: bool = self.run(None, self._kept, *tensors)
+        return found
+
+    def _begin(self, kept: dict[int, Any]) -> None:
+        """Before descriptors are made."""
+        self._bind()
+        if len(kept) >= _ADDRESSES:
+            kept.clear()
+
+
+def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
+    """Of a TMA descriptor what does not depend on sizes, as Triton 3.6's make_tensordesc_arg finds it."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    m = metadata
+    kind = TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]]
+    return m["swizzle"], m["elem_size"], kind, m["block_size"], 1 if layout.padding == "nan" else 0
+
+
+@lru_cache(1024)
+def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) -> Callable[..., Callable[..., bool]]:
+    """What makes the function that fills a list and launches; of a resized launch also the list, the first time."""
+    given = ", ".join(f"t{n}" for n in range(tensors))
+    lines: list[str] = []
+    checked: list[str] = []
+    stored: list[str] = []
+
+    def address(n: int, mask: int) -> str:
+        lines.append(f"p{n} = t{n}.data_ptr()")
+        if mask:
+            checked.append(f"p{n}")
+        return f"p{n}"
+
+    made: list[str] = []
+    for place, kind, *rest in fills:
+        if kind == "record":
+            lines.append(f"r = a[{place}]")
+            found = []
+            for at, (n, mask, strided) in enumerate(rest[0]):
+                begin = "None" if mask is None else address(n, mask)
+                found.append(f"({begin}, *r[{at}])" if strided else begin)
+            lines.append(f"a[{place}] = ({', '.join(found)},)")
+        elif kind == "box":  # its address is a multiple of 16, or no descriptor can be made
+            n, which, middle, end = rest
+            key = f"{address(n, 0)} + {which}" if which else address(n, 0)
+            lines.append(f"d{which} = get({key})")
+            sizes = f"a[{place + 1}:{middle}], a[{middle}:{end}]"
+            filled = f"fill(p{n}, swizzle{which}, size{which}, type{which}, box{which}, {sizes}, padding{which})"
+            made.append(f"if d{which} is None: d{which} = kept[{key}] = {filled}")
+            stored.append(f"a[{place}] = d{which}")
+        else:
+            n, mask = rest
+            begin = address(n, mask)
+            lines.append(f"a[{place}] = " + (f"({begin}, *a[{place}])" if kind == "strided" else begin))
+    boxes = ", ".join(f"(swizzle{n}, size{n}, type{n}, box{n}, padding{n})" for n in range(len(made)))
+    if made:
+        lines.append(f"if not ({' and '.join(f'd{n}' for n in range(len(made)))}):")
+        lines += [f"    {line}" for line in ("begin(kept)", *made)]
+        lines += stored
+    other = f"return whole(values, kept)({given})" if resized else "return False"
+    first = ["a = listed.copy()"]
+    if resized:
+        first = [
+            f"if watched(): {other}", f"a = get({_ARGUMENTS})",
+            f"if a is None: a = kept[{_ARGUMENTS}] = listed(values)", "a = a.copy()",
+        ]  # fmt: skip
+    if checked:
+        lines.append(f"if ({' | '.join(checked)}) & 15: {other}")
+    body = ["get = kept.get", *first, *lines, f"a[{_STREAM}] = stream_of(a[{_STREAM}])"]
+    body += ["run(*a)", "return True"]
+    source = ["def make(run, stream_of, begin, fill, boxes, listed, watched=None, whole=None):"]
+    source += [f"    {boxes}{',' * bool(made)} = boxes"] if made else []
+    source += [f"    def launch(values, kept, {given}):", *(f"        {line}" for line in body), "    return launch"]
+    found_function: Callable[..., Callable[..., bool]] = _function("make", source)
+    return found_function
+
+
+@lru_cache(1024)
+def _code(source: str) -> Any:
+    return compile(source, "<tilewise launch>", "exec")
+
+
+def _function(name: str, source: Sequence[str], **known: Any) -> Any:
+    exec(_code("\n".join(source)), known)
+    return known[name]
+
+
+class _Writer:
+    """Writes the function that makes a list of arguments from ``values``, of which some are given: which axes are of
+    size 1 is the same for all. constants: the list of no values."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.items: list[str] = []
+        self.constants: list[Any] = []
+        self._known: dict[str, Any] = {}
+        self._values = values
+        self._unpacked: dict[int, str] = {}
+
+    def write(self, x: Any, at: Members = None) -> None:
+        """An argument, ``x`` or what stands in values."""
+        if isinstance(at, tuple):
+            names = [self._either(y, n) for y, n in zip(x, at, strict=True)]
+            self._append(x, f"({', '.join(names)},)")
+        else:
+            self._append(x, self._either(x, at))
+
+    def row(self, layout: Strided, at: int | None) -> None:
+        """The strides of a tensor by pointer."""
+        self._append(layout[1:], self._row(layout, at))
+
+    def record(self, layout: Record, at: Sequence[int | None] | None) -> None:
+        """Those of its members, None of a plain pointer."""
+        rows = zip(layout.layouts, at or [None] * len(layout.layouts), strict=True)
+        names = ["None" if x is POINTER else self._row(x, begin) for x, begin in rows]
+        self._append([None if x is POINTER else x[1:] for x in layout.layouts], f"({', '.join(names)},)")
+
+    def box(self, layout: Any, at: int | None) -> None:
+        """A descriptor's place, its shape and strides."""
+        self.write(None)
+        sizes = [*layout.shape, *layout.strides]
+        if at is None:
+            for x in sizes:
+                self.write(x)
+            return
+        shape, strides = self._place(at)
+        if len(shape) == 4:
+            sizes_of = self._values[at][0]
+            strides = [f"w{at}" if n == 1 else x for n, x in zip(sizes_of[:3], strides, strict=False)] + ["1"]
+        for x, name in zip(sizes, (*shape, *strides), strict=True):
+            self._append(x, name)
+
+    def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
+        names = [self._unpacked.get(n, "_") for n in range(len(self._values))]
+        source = [
+            "def listed(values):", f"    {', '.join(f'({x})' for x in names)}, = values",
+            f"    return [{', '.join(self.items)}]",
+        ]  # fmt: skip
+        found: Callable[[tuple[Any, ...]], list[Any]] = _function("listed", source, **self._known)
+        return found
+
+    def _append(self, x: Any, name: str) -> None:
+        self.constants.append(x)
+        self.items.append(name)
+
+    def _either(self, x: Any, at: int | None) -> str:
+        return self._constant(x) if at is None else self._unpack(at, f"v{at}")
+
+    def _constant(self, x: Any) -> str:
+        if x is None or type(x) is int or type(x) is bool:
+            return repr(x)
+        name = f"k{len(self._known)}"
+        self._known[name] = x
+        return name
+
+    def _unpack(self, at: int, names: str) -> str:
+        self._unpacked[at] = names
+        return names
+
+    def _place(self, at: int) -> tuple[list[str], list[str]]:
+        axes = range(len(self._values[at][0]))
+        shape, strides = [f"s{at}_{n}" for n in axes], [f"t{at}_{n}" for n in axes]
+        self._unpack(at, f"({', '.join(shape)},), ({', '.join(strides)},), w{at}")
+        return shape, strides
+
+    def _strides(self, at: int) -> list[str]:
+        strides = [f"t{at}_{n}" for n in range(len(self._values[at][0]))]
+        if at not in self._unpacked:
+            self._unpack(at, f"_, ({', '.join(strides)},), _")
+        return strides
+
+    def _row(self, layout: Strided, at: int | None) -> str:
+        if at is None:
+            return self._constant(layout[1:])
+        pairs = zip(self._values[at][0], self._strides(at), strict=True)
+        return f"({', '.join(['0' if n == 1 else x for n, x in pairs])})"
