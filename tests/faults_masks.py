@@ -23,6 +23,11 @@ MASKS = [
         "test_tile_mask_triton.py::test_wrong_numbers_reach_no_memory",
     ),
     Fault(
+        "backends/triton/backward_kernel.py", "mixed = place >= fulls", "mixed = place > fulls",
+        "the first mixed tile of a list passes for a full one in the backward",
+        "test_tile_mask_triton.py::test_patterns",
+    ),
+    Fault(
         "problem.py", "longest = 1, max(N, 2)", "longest = 1, N",
         "sequences of one key share the first one's bias",
         "test_hopper_packed.py::test_one_key_or_query_of_each_sequence",

@@ -37,7 +37,7 @@ from tilewise.backends.triton.tensors import (
     row_at,
     store_rows,
 )
-from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, full_count, listed_walk, tile_at
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -144,21 +144,27 @@ def load_stats(x, b, h, m0, sizes, c):
 
 @triton.jit
 def tile_gradients(
-    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0,
+    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed,
     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c,
 ):  # fmt: skip
     """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score. Of Pᵀ what dropout keeps,
     whose weight is dV's.
 
-    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
-    band, the keys or the queries. NEAR: see `score_products`.
+    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile; bits of one by tiles, which no
+    pipeline brings, are read only if ``mixed``. PARTIAL: the tile reaches past the band, the keys or the queries. NEAR:
+    see `score_products`.
     """
+    BITS: tl.constexpr = MASKED and c.MASK_HOW.LIES == "bits"
+    SHOWN: tl.constexpr = MASKED and not BITS
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
     s, slope, _added = score_products(k_tile, q_tile.T, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
-    if MASKED or PARTIAL:
-        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, PARTIAL, c), p, 0.0)
+    if SHOWN or PARTIAL:
+        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, SHOWN, PARTIAL, PARTIAL, c), p, 0.0)
+    if BITS:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if mixed:
+            p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, True, False, False, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
     if words is not None:
         keep = kept(words, m0, at.rows, n0, cols, terms)
@@ -208,7 +214,7 @@ def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
 
 @triton.jit
 def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, tile, n0,
-                     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
+                     mixed, MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
     """One tile of queries, seen from the keys: every gradient that it takes part in."""
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
@@ -216,8 +222,9 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
     delta = load_stats(x.delta, b, h, m0, sizes, c)
     p, ds, db = tile_gradients(
-        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, MASKED, PARTIAL, NEAR, c
-    )
+        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed, MASKED, PARTIAL,
+        NEAR, c,
+    )  # fmt: skip
     if c.WANT_V:
         dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
     ds = ds.to(q_tile.dtype)
@@ -297,13 +304,15 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
             walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)
         else:
             walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
-        listed = walk.first
+        listed, fulls = walk.first, 0
+        if c.LISTS:
+            fulls = full_count(walk)
         if FULL:
             for i in tl.range(0, walk.full):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
                     dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, False,
-                    False, True, c,
+                    False, False, True, c,
                 )  # fmt: skip
         whole_begin, whole_end = walk.full, walk.whole_end
         if c.FAR:
@@ -311,21 +320,25 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
             for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end)):
                 t = far_place(i, full_begin, near_begin, near_end)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK,
-                    False, False, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, True,
+                    c.MASK, False, False, c,
                 )  # fmt: skip
         if APART:
             for i in tl.range(whole_begin, whole_end):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK,
-                    False, True, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0,
+                    i >= fulls, c.MASK, False, True, c,
                 )  # fmt: skip
         for i in tl.range(0, cut_count(walk)):
-            t, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
+            place = cut_place(walk, i)
+            mixed = place >= fulls
+            if APART:
+                mixed = True
+            t, listed = tile_at(walk, place, listed, c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, CUT,
-                True, c,
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0,
+                mixed, c.MASK, CUT, True, c,
             )  # fmt: skip
         if c.DBIAS == "cols":
             base, _stride2, stride3 = operand_place(dbias, c.BIAS_HOW, start, b, h, sizes)
