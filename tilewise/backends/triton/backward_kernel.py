@@ -213,9 +213,11 @@ def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
 
 
 @triton.jit
-def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, tile, n0,
-                     mixed, MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
-    """One tile of queries, seen from the keys: every gradient that it takes part in."""
+def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, visit, n0,
+                     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
+    """One tile of queries, seen from the keys: every gradient that it takes part in. visit: its number, and whether the
+    mask, where it has bits, may hide some of it."""
+    tile, mixed = visit
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
     do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
@@ -311,8 +313,8 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
             for i in tl.range(0, walk.full):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, False,
-                    False, False, True, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, False),
+                    n0, False, False, True, c,
                 )  # fmt: skip
         whole_begin, whole_end = walk.full, walk.whole_end
         if c.FAR:
@@ -320,15 +322,15 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
             for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end)):
                 t = far_place(i, full_begin, near_begin, near_end)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, True,
-                    c.MASK, False, False, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, True),
+                    n0, c.MASK, False, False, c,
                 )  # fmt: skip
         if APART:
             for i in tl.range(whole_begin, whole_end):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0,
-                    i >= fulls, c.MASK, False, True, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h,
+                    (t, i >= fulls), n0, c.MASK, False, True, c,
                 )  # fmt: skip
         for i in tl.range(0, cut_count(walk)):
             place = cut_place(walk, i)
@@ -337,8 +339,8 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
                 mixed = True
             t, listed = tile_at(walk, place, listed, c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0,
-                mixed, c.MASK, CUT, True, c,
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, mixed), n0,
+                c.MASK, CUT, True, c,
             )  # fmt: skip
         if c.DBIAS == "cols":
             base, _stride2, stride3 = operand_place(dbias, c.BIAS_HOW, start, b, h, sizes)
