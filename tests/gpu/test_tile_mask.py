@@ -113,7 +113,12 @@ def test_which_kernel_has_the_tiles_of_documents(length, packed):
     q = torch.randn(1, 8, LONG.M, 64, device="cuda", dtype=BRAIN)
     inputs = Inputs(q, q, q, None, None, tiles=found.tensors)
     run = Forward(Problem.of(*inputs, Score(0.125, None, Band())), inputs)
-    _, lists = run.documents(None, found.tensors)
+    for mode in ("default", "error"):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            _, lists = run.documents(None, found.tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert (int(lists.packed_list[0]) > 0) == packed
     assert int(lists.counts[1]) == (0 if packed else 8 * 36)
 
