@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
+import hopper_documents_child
 import pytest
 import torch
 
@@ -12,11 +13,9 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise import TileMask
-from tilewise.backends.gluon.masks import KnownMask
 from tilewise.backends.gluon.packed import ENTRY, LIST_HEAD, SEMAPHORE
-from tilewise.backends.gluon.sm90.documents import COUNT, DocumentSummary, as_packed, packed_list
+from tilewise.backends.gluon.sm90.documents import COUNT, as_packed
 from tilewise.backends.protocol import Inputs
-from tilewise.backends.tile_mask import flat_mask
 from tilewise.problem import Problem, TileOperand
 from tilewise.score.terms import Band, Score
 
@@ -35,43 +34,68 @@ def problem_of(mask: TileMask, heads: int = 2, causal: bool = False) -> tuple[Pr
     return Problem.of(*inputs, Score(0.125, None, Band(None, 0 if causal else None))), inputs
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_tiles_are_those_of_a_packed_batch(block):
+MANY = tuple(1 + n % 7 for n in range(300))  # more than a program has
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("block", [64, 192])
+def test_tiles_are_those_of_a_packed_batch(interpreter, block, lengths):
     """Documents of most keys first, padding last, of each the last queries first."""
-    mask = TileMask.documents(ids_of(LENGTHS, PADDING))
-    total = sum(LENGTHS)
+    mask = TileMask.documents(ids_of(lengths, PADDING))
+    total = sum(lengths)
+    visited = torch.tensor([10**6])  # more than a packed batch
+    found, counts, _ = interpreter(hopper_documents_child.lists_of, problem_of(mask)[0], mask, visited, block, 200)
     most = total // block + total
-    found, cost = packed_list(mask.tensors.offsets.view(-1), mask.tensors.ends.view(-1), block, most, causal=False)
     assert found.numel() == LIST_HEAD.value + most * ENTRY.value
-    firsts = torch.tensor((0, *LENGTHS)).cumsum(0).tolist()
-    keys = [0 if d in PADDING else n for d, n in enumerate(LENGTHS)]
-    expected, tiles = [], 0
-    for d in sorted(range(len(LENGTHS)), key=lambda d: -keys[d]):
-        own = [[m, firsts[d], firsts[d], LENGTHS[d], keys[d]] for m in reversed(range(-(-LENGTHS[d] // block)))]
-        expected += own
-        tiles += len(own) * (max(1, -(-keys[d] // 128)) + 1.5)
-    assert int(found[0]) == len(expected)
-    assert not found[1 : LIST_HEAD.value].any()
+    firsts = torch.tensor((0, *lengths)).cumsum(0).tolist()
+    keys = [0 if d in PADDING else n for d, n in enumerate(lengths)]
+    expected = [
+        [m, firsts[d], firsts[d], lengths[d], keys[d]]
+        for d in sorted(range(len(lengths)), key=lambda d: -keys[d])
+        for m in reversed(range(-(-lengths[d] // block)))
+    ]
+    assert found[: LIST_HEAD.value].tolist() == [len(expected)] + [0] * (LIST_HEAD.value - 1)
     entries = found[LIST_HEAD.value :].view(-1, ENTRY.value)
     assert entries[: len(expected), :5].tolist() == expected
-    assert float(cost) == block * tiles
+    assert not counts.any()
 
 
-def test_wrong_offsets_lead_nowhere_else():
+def test_wrong_offsets_lead_nowhere_else(interpreter):
     """Of numbers that are none of offsets or ends all tiles lie within the tokens, and in the list."""
     generator = torch.Generator().manual_seed(0)
-    total, most = 300, 300 // 64 + 300
-    offsets, ends = (torch.randint(-400, 700, (n,), generator=generator, dtype=torch.int32) for n in (301, 300))
-    found, _ = packed_list(offsets, ends, 64, most, causal=True)
-    assert found.numel() == LIST_HEAD.value + most * ENTRY.value
-    assert 0 < int(found[0]) <= most
-    tile, first, key, queries, keys = found[LIST_HEAD.value :].view(-1, ENTRY.value)[: int(found[0]), :5].T
-    for begin, count in ((first, queries), (key, keys)):
-        assert (begin >= 0).all()
-        assert (count >= 0).all()
-        assert (begin + count <= total).all()
-    assert (tile >= 0).all()
-    assert (tile * 64 < queries).all()
+    mask = TileMask.documents(ids_of(LENGTHS))
+    total = mask.keys
+    for low, high in ((-400, 1200), (-5, total)):
+        for x in (mask.tensors.offsets, mask.tensors.ends):
+            x.copy_(torch.randint(low, high, x.shape, generator=generator))
+        visited = torch.tensor([10**6])
+        found, *_ = interpreter(hopper_documents_child.lists_of, problem_of(mask)[0], mask, visited, 64, 200)
+        assert found.numel() == LIST_HEAD.value + (total // 64 + total) * ENTRY.value
+        listed = found[LIST_HEAD.value :].view(-1, ENTRY.value)[: int(found[0]), :5]
+        assert len(listed) == int(found[0]) > 0
+        tile, first, key, queries, keys = listed.T
+        for begin, count in ((first, queries), (key, keys)):
+            assert (begin >= 0).all()
+            assert (count >= 0).all()
+            assert (begin + count <= total).all()
+        assert (tile >= 0).all()
+        assert (tile * 64 < queries).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "packed"), [(39, False), (300, True), (900, True)])
+def test_the_device_says_which_kernel_has_tiles(interpreter, length, packed, causal):
+    """Short documents share tiles of the mask, long ones have less of their own."""
+    mask = TileMask.documents(torch.arange(8192) // length)
+    problem, _ = problem_of(mask, causal=causal)
+    tiles = mask.tensors.tiles[0, 0] > 0  # of 128 x 128, as the kernel's
+    visited = (tiles.tril() if causal else tiles).sum(1)
+    found, counts, lists = interpreter(hopper_documents_child.lists_of, problem, mask, visited, 128, 200)
+    assert torch.equal(lists[0, :, 0], visited)
+    assert (int(found[0]) > 0) == packed
+    expected = [0] * 2 * SEMAPHORE
+    expected[COUNT.value] = 0 if packed else 200
+    assert counts.tolist() == expected
 
 
 def test_validate_reads_offsets():
@@ -79,31 +103,6 @@ def test_validate_reads_offsets():
     mask.tensors.offsets[0, 2] += 1
     with pytest.raises(ValueError, match=r"TileMask\.offsets: are not those"):
         mask.validate()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("length", "packed"), [(39, False), (900, True)])
-def test_the_device_says_which_kernel_has_tiles(length, packed, causal):
-    """Short documents share tiles of the mask, long ones have less of their own."""
-    mask = TileMask.documents(torch.arange(8192) // length)
-    problem, _ = problem_of(mask, causal=causal)
-    tiles = mask.tensors.tiles[0, 0]  # of 128 x 128, as the kernel's
-    kinds = torch.where(tiles > 1, 2, 0)  # as of entries: the mask cuts it
-    if causal:
-        tiles = tiles.tril()
-    count = (tiles > 0).sum(1, keepdim=True)
-    order = (tiles == 0).to(torch.uint8).argsort(dim=1, stable=True)
-    lists = torch.cat([count, kinds.gather(1, order)], 1).to(torch.int32)[None]
-
-    def summary(flat):
-        return KnownMask(torch.zeros(1, dtype=torch.int32), lists, None)
-
-    found = DocumentSummary(problem, summary, 128, 128, 128)(flat_mask(None, mask.tensors))
-    assert found.tile_list is lists
-    assert (int(found.packed_list[0]) > 0) == packed
-    expected = [0] * 2 * SEMAPHORE
-    expected[COUNT] = 0 if packed else 128
-    assert found.counts.tolist() == expected
 
 
 def test_which_problems_are_packed_batches():

@@ -12,18 +12,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.gluon.masks import MaskSummary
 from tilewise.backends.gluon.packed import ENTRY, LIST_HEAD, SEMAPHORE
 from tilewise.backends.kept_lists import Flat
+from tilewise.backends.launcher import POINTER, Launch
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths, Packed
 from tilewise.score.tile_tensors import TileTensors
 
-COUNT = 1  # of the mask's work tiles, among `DocumentLists.counts`
+COUNT = tl.constexpr(1)  # of the mask's work tiles, among `DocumentLists.counts`
+COUNTS = tl.constexpr(2 * SEMAPHORE)
+AT_ONCE = tl.constexpr(128)  # documents of a program of `documents_kernel`
 # What a mixed tile of scores costs more, and what a work tile costs beside its tiles, of the time of a tile of scores.
-MIXED, ENDS = 0.4, 1.5
+MIXED, ENDS = tl.constexpr(0.4), tl.constexpr(1.5)
 
 
 class DocumentLists(NamedTuple):
@@ -63,50 +68,87 @@ class DocumentSummary:
     """
 
     def __init__(self, problem: Problem, summary: MaskSummary, block_m: int, packed_block_m: int, tiles: int) -> None:
-        self.summary, self.block_m, self.packed_block_m, self.tiles = summary, block_m, packed_block_m, tiles
-        self.most = problem.queries // packed_block_m + problem.queries  # tiles of documents of one token
-        self.causal = problem.score.band.hi is not None
+        self.summary, total = summary, problem.queries
+        most = total // packed_block_m + total  # tiles, of documents of one token
+        self.numbers = LIST_HEAD.value + most * ENTRY.value
+        causal = problem.score.band.hi is not None
+        self.make = Launch(
+            documents_kernel, -(-total // AT_ONCE.value), (POINTER,) * 5,
+            (total, most, tiles, -(-total // block_m), packed_block_m, block_m, causal), num_warps=4,
+        )  # fmt: skip
 
     def __call__(self, mask: Flat) -> DocumentLists:
         known = self.summary(mask)
+        *_, ends, offsets = mask
         assert known.bits is not None
         assert known.tile_list is not None
-        *_, ends, offsets = mask
-        assert ends is not None
         assert offsets is not None
-        found, packed_cost = packed_list(offsets.view(-1), ends.view(-1), self.packed_block_m, self.most, self.causal)
-        count, entries = known.tile_list[..., :1], known.tile_list[..., 1:]
-        listed = torch.arange(entries.shape[-1], device=ends.device) < count
-        mixed = (listed & ((entries & 2) != 0)).sum()
-        mask_cost = (count.sum() + MIXED * mixed + ENDS * count.numel()) * self.block_m
-        packed = packed_cost <= mask_cost
-        found[0] *= packed
-        counts = torch.zeros(2 * SEMAPHORE, dtype=torch.int32, device=offsets.device)
-        counts[COUNT] = torch.where(packed, 0, self.tiles)
+        visited = known.tile_list[..., 0].sum(dtype=torch.int32)
+        found, counts = (offsets.new_empty(n) for n in (self.numbers, COUNTS.value))
+        self.make(offsets, ends, visited, found, counts)
         return DocumentLists(known.bits, known.tile_list, found, counts)
 
 
-def packed_list(offsets: Tensor, ends: Tensor, block: int, most: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """The list of tiles of queries that `packed.tiles_kernel` makes, of documents by `TileTensors.offsets` and their
-    tokens' ends, and what it costs: tiles of ``block`` queries and 128 keys, times the queries. Whatever stands there,
-    all of it lies within the tokens."""
-    total = ends.shape[0]
-    offsets = offsets.clamp(0, total)
-    first = offsets[:-1]
-    queries = (offsets[1:] - first).clamp(min=0)
-    keys = torch.minimum((ends[first.clamp(max=total - 1)] - first).clamp(min=0), queries)  # of padding none
-    order = keys.argsort(descending=True, stable=True)
-    first, queries, keys = first[order], queries[order], keys[order]
-    tiles = (queries + block - 1) // block
-    last = tiles.cumsum(0)
-    place = torch.arange(most, device=offsets.device)
-    number = torch.searchsorted(last, place, right=True).clamp(max=total - 1)
-    nth = last[number] - 1 - place  # the last queries come first
-    columns = (nth, first[number], first[number], queries[number], keys[number], number, nth, nth)
-    entries = torch.stack([x.to(torch.int32) for x in columns], 1)
-    head = torch.zeros(LIST_HEAD.value, dtype=torch.int32, device=offsets.device)
-    head[0] = last[-1].clamp(max=most)
-    seen = ((keys + 127) // 128).clamp(min=1)
-    cost = (tiles * (seen * (0.5 if causal else 1.0) + 0.5 * causal + ENDS)).sum() * block
-    assert entries.shape[1] == ENTRY.value
-    return torch.cat([head, entries.view(-1)]), cost
+@triton.jit
+def documents_kernel(offsets, ends, visited, packed_list, counts, total, most, tiles, row_tiles, BLOCK: tl.constexpr,
+                     MASK_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    """The list that `packed.tiles_kernel` makes, of documents, AT_ONCE a program, and `DocumentLists.counts`. Whatever
+    stands in the tensors, all tiles lie within the tokens and the list.
+
+    offsets, ends: of `TileTensors`. visited: how many tiles the mask's kernel visits, of its ``row_tiles`` of one head.
+    most: that fit the list. tiles: of the mask's kernel. BLOCK, MASK_BLOCK: queries of a tile of both.
+    """
+    pid = tl.program_id(0)
+    if (pid == 0) | (tl.load(offsets + pid * AT_ONCE) < total):
+        n = pid * AT_ONCE + tl.arange(0, AT_ONCE)
+        first, queries, keys = _documents(offsets, ends, n, total)
+        own = (queries + BLOCK - 1) // BLOCK
+        place, count, cost = n * 0, pid * 0, pid * 0.0
+        begin = pid * 0
+        while begin < total:
+            other = begin + tl.arange(0, AT_ONCE)
+            _, their_queries, their_keys = _documents(offsets, ends, other, total)
+            theirs = (their_queries + BLOCK - 1) // BLOCK
+            before = (their_keys[None, :] > keys[:, None]) | (
+                (their_keys[None, :] == keys[:, None]) & (other[None, :] < n[:, None])
+            )
+            place += tl.sum(tl.where(before, theirs[None, :], 0), 1)
+            count += tl.sum(theirs, 0)
+            seen = tl.maximum((their_keys + 127) // 128, 1) * 1.0
+            if CAUSAL:
+                seen = seen * 0.5 + 0.5
+            cost += tl.sum(theirs * (seen + ENDS), 0) * BLOCK
+            begin += AT_ONCE
+            if tl.load(offsets + tl.minimum(begin, total)) >= total:
+                begin = total
+        if pid == 0:
+            # A tile of queries has a mixed one at each end of what it sees; under a causal mask the band has the other.
+            mask_cost = (tl.load(visited) + (ENDS + MIXED * (1 if CAUSAL else 2)) * row_tiles) * MASK_BLOCK
+            listed, masked = tl.minimum(count, most), tiles
+            if cost <= mask_cost:
+                masked = tiles * 0
+            else:
+                listed = count * 0
+            i, j = tl.arange(0, LIST_HEAD), tl.arange(0, COUNTS)
+            tl.store(packed_list + i, tl.where(i == 0, listed, 0))
+            tl.store(counts + j, tl.where(j == COUNT, masked, 0))
+        at = packed_list + LIST_HEAD + place * ENTRY
+        for i in range(0, tl.max(own, 0)):
+            inside, to = (i < own) & (place + i < most), at + i * ENTRY
+            tl.store(to, own - 1 - i, mask=inside)  # the last queries come first
+            tl.store(to + 1, first, mask=inside)
+            tl.store(to + 2, first, mask=inside)
+            tl.store(to + 3, queries, mask=inside)
+            tl.store(to + 4, keys, mask=inside)
+            tl.store(to + 5, n, mask=inside)
+
+
+@triton.jit
+def _documents(offsets, ends, n, total):
+    """First tokens, queries and keys of the documents ``n``; 0 queries where there is none, and 0 keys of padding."""
+    first = tl.load(offsets + n, mask=n < total, other=0)
+    after = tl.load(offsets + n + 1, mask=n < total, other=0)
+    first = tl.minimum(tl.maximum(first, 0), total)
+    queries = tl.maximum(tl.minimum(tl.maximum(after, 0), total) - first, 0)
+    end = tl.load(ends + first, mask=first < total, other=0)
+    return first, queries, tl.minimum(tl.maximum(end - first, 0), queries)
