@@ -257,6 +257,9 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
+    # ptxas: what is the same in each step, made before the loop and kept, spills 200 to 670 bytes on sm_90; made where
+    # it is wanted, none to 32, in a tenth fewer instructions. At 64 dimensions, where registers are left, it takes more.
+    IN_STEPS: tl.constexpr = c.TMA and c.BLOCK_D > 64
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
     if c.PACKED:
@@ -310,7 +313,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
         if c.LISTS:
             fulls = full_count(walk)
         if FULL:
-            for i in tl.range(0, walk.full):
+            for i in tl.range(0, walk.full, disable_licm=IN_STEPS):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
                     dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, False),
@@ -319,20 +322,20 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
         whole_begin, whole_end = walk.full, walk.whole_end
         if c.FAR:
             whole_begin, whole_end = near_begin, near_end
-            for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end)):
+            for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end), disable_licm=IN_STEPS):
                 t = far_place(i, full_begin, near_begin, near_end)
                 dk_sum, dv_sum, dcol = _attend_backward(
                     dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, True),
                     n0, c.MASK, False, False, c,
                 )  # fmt: skip
         if APART:
-            for i in tl.range(whole_begin, whole_end):
+            for i in tl.range(whole_begin, whole_end, disable_licm=IN_STEPS):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
                     dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h,
                     (t, i >= fulls), n0, c.MASK, False, True, c,
                 )  # fmt: skip
-        for i in tl.range(0, cut_count(walk)):
+        for i in tl.range(0, cut_count(walk), disable_licm=IN_STEPS):
             place = cut_place(walk, i)
             mixed = place >= fulls
             if APART:
