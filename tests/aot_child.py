@@ -429,7 +429,8 @@ def _tiles(c: Case, kind: str, block: str) -> Any:
     tiles = meta(c.B, 1, -(-c.M // n), -(-c.N // n))
     if kind == "bits":
         return TileTensors(tiles, meta(100, n, n // 32))
-    return TileTensors(tiles, meta(0, n, n // 32), meta(c.B, 1, 1, c.N), meta(c.B, 1, 1, c.N))
+    found = TileTensors(tiles, meta(0, n, n // 32), meta(c.B, 1, 1, c.N), meta(c.B, 1, 1, c.N))
+    return found._replace(offsets=meta(c.B, c.N + 1)) if kind == "documents" else found
 
 
 IDLE = "its memory is given to something else, into which the hardware may write it back late"

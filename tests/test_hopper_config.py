@@ -106,6 +106,7 @@ def test_subtiles_and_operands_in_registers(changes, subtiles, in_registers):
 
 
 CAUSAL = {"score": Score(0.1, None, Band(None, 0))}
+WINDOW = {"score": Score(0.1, None, Band(-511, 0))}
 
 
 @pytest.mark.parametrize(
@@ -150,17 +151,20 @@ def test_which_programs_of_the_backward_stay(dim, length, changes, dynamic):
         (256, 10**6, {}, 1, False),
         (64, 4096, CAUSAL, 16, False),
         (128, 16384, CAUSAL, 8, False),
+        (128, 16384, WINDOW, 8, False),
+        (64, 16384, WINDOW, 8, False),
     ],
     ids=str,
 )
 def test_heads_are_swizzled_where_order_matters(dim, length, changes, turns, later):
-    """As many as the L2 cache holds; without an order eight under a band, and no two without."""
+    """As many as the L2 cache holds; without an order eight under a band, and no two without, nor in a window."""
     sizes = {"head_dim": dim, "value_dim": dim, "queries": length, "keys": length, "bias": None}
     problem = of(0.1, torch.bfloat16, **sizes, **changes)
     config = backward_config(dataclasses.replace(problem, deterministic=True))
     assert (config.head_swizzle, config.deferred_release) == (turns, later)
     config = backward_config(problem)
-    assert (config.head_swizzle, config.deferred_release) == (8 if changes == CAUSAL else 1, False)
+    swizzled = changes == CAUSAL or (changes == WINDOW and dim == 64)
+    assert (config.head_swizzle, config.deferred_release) == (8 if swizzled else 1, False)
 
 
 BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512)

@@ -47,6 +47,22 @@ def test_compiled_hopper_kernels(compilers, triton, tiles):
             assert not hazards
 
 
+def test_compiled_kernels_of_documents(compilers):
+    """Both forwards, the mask's and the packed batch's, of which the lists give one something to do."""
+    case = dataclasses.replace(USUAL, B=1, causal=True)
+    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, case, False, "documents 128")
+    names = [code.kernel.name for code in codes]
+    assert names == [
+        "tile_summary_kernel", "tile_list_kernel", "documents_kernel", "forward_kernel", "forward_kernel",
+        "repair_kernel",
+    ]  # fmt: skip
+    for kernel, _, hazards in codes:
+        print(kernel)
+        assert kernel.shared <= kernel.shared_limit
+        assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert not hazards
+
+
 @pytest.mark.parametrize("triton", ["3.6.0", "installed"])
 def test_compiled_kernels_of_a_shared_dbias(compilers, triton):
     """More share it than a group of programs has: its sum is zeroed and read tile by tile."""

@@ -20,8 +20,8 @@ def pattern(name: str, case: Case, block: int | tuple[int, int] = 64) -> tuple[T
     i, j = torch.arange(M)[:, None], torch.arange(N)
     distance = j - i - (N - M)
     generator = torch.Generator().manual_seed(M * N)
-    if name == "documents":
-        ids = (torch.rand(case.B, N, generator=generator) < 0.02).cumsum(1)
+    if name in ("documents", "long documents"):
+        ids = (torch.rand(case.B, N, generator=generator) < (0.02 if name == "documents" else 0.002)).cumsum(1)
         ids[:, -3:] = -1
         same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None]
         return TileMask.documents(ids, block=block), same[:, None]

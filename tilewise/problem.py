@@ -79,6 +79,7 @@ class TileOperand:
     block_m: int
     block_n: int
     kind: Literal["bits", "intervals"]
+    documents: bool = False  # end to end, whose offsets are there
 
 
 @dataclass(frozen=True)
@@ -458,8 +459,11 @@ class _Operands:
         for name, y in (("begins", tiles.begins), ("ends", tiles.ends)):
             if y is not None and _shape(y) != (b, h, 1, N):
                 raise ValueError(f"mask: TileMask.{name}: expected shape {(b, h, 1, N)}, got {_shape(y)}")
+        x = tiles.offsets
+        if x is not None and (tiles.begins is None or M != N or h != 1 or _shape(x) != (b, N + 1)):
+            raise ValueError(f"mask: TileMask.offsets: expected intervals and shape {(b, M + 1)}, got {_shape(x)}")
         kind: Literal["bits", "intervals"] = "bits" if tiles.begins is None else "intervals"
-        return Operand(torch.bool, b, h, M, N), TileOperand(block_m, block_n, kind)
+        return Operand(torch.bool, b, h, M, N), TileOperand(block_m, block_n, kind, x is not None)
 
     def sink(self, x: Tensor | None) -> Operand | None:
         if x is None:

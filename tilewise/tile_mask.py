@@ -111,10 +111,10 @@ class TileMask:
         """Itself, if its numbers are such. It reads them: on a GPU the host waits.
 
         Raises:
-            ValueError: a tile is none of hidden, full, or partial with bits that are there; or an interval does not lie
-                within the queries.
+            ValueError: a tile is none of hidden, full, or partial with bits that are there; an interval does not lie
+                within the queries; or the offsets of documents are others than those of its intervals.
         """
-        tiles, bits, begins, ends = self.tensors
+        tiles, bits, begins, ends, offsets = self.tensors
         assert tiles is not None
         assert bits is not None
         most = FULL + bits.shape[0] if begins is None else PARTIAL
@@ -125,6 +125,8 @@ class TileMask:
             expected = tiles_of_intervals(begins, ends, self.queries, self.block)
             if not torch.equal(expected, tiles):
                 raise ValueError("TileMask.tiles: are not those of its intervals")
+            if offsets is not None and not torch.equal(offsets, _offsets(begins[:, 0, 0])):
+                raise ValueError("TileMask.offsets: are not those of its intervals")
         return self
 
     # --- how it is made ---
@@ -267,7 +269,8 @@ class TileMask:
         last = torch.nn.functional.pad(new[:, 1:], (0, 1), value=True)
         ends = torch.where(last, place + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
         ends = torch.where(ids < 0, begins, ends)
-        return cls.from_intervals(begins[:, None], ends[:, None], ids.shape[1], block=block)
+        found = cls.from_intervals(begins[:, None], ends[:, None], ids.shape[1], block=block)
+        return cls(found.queries, found.keys, found.tensors._replace(offsets=_offsets(begins)))
 
     @classmethod
     def prefix_lm(cls, lengths: Tensor, size: int, *, block: Block = 128) -> TileMask:
@@ -438,6 +441,15 @@ def _check_intervals(begins: Tensor, ends: Tensor, queries: int) -> None:
 def no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
     """Of a mask whose tiles have none, which says how large they are."""
     return torch.zeros(0, block[0], block[1] // 32, dtype=torch.int32, device=device)
+
+
+def _offsets(begins: Tensor) -> Tensor:
+    """`TileTensors.offsets` of documents, of which each token has the first one."""
+    batch, total = begins.shape
+    first = begins == torch.arange(total, device=begins.device)
+    offsets = begins.new_full((batch, total + 1), total, dtype=torch.int32)
+    # Every token writes, and equal numbers in one place: it is the same which is last.
+    return offsets.scatter_(1, first.cumsum(1) - 1, begins.to(torch.int32))
 
 
 def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:

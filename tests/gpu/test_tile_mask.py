@@ -14,8 +14,10 @@ from tile_mask_helpers import PATTERNS, check, check_kept, check_wrong, pattern
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise import TileMask, attention, dynamic_mask, gather
+from tilewise.backends import Inputs
 from tilewise.dynamic_mask import running_smallest
-from tilewise.score.terms import Band
+from tilewise.problem import Problem
+from tilewise.score.terms import Band, Score
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 HOPPER = pytest.param(
@@ -81,6 +83,45 @@ def test_lengths(backend, name, M, N):
 @pytest.mark.parametrize("name", ["bits", "documents"])
 def test_hidden_nan(backend, name, value):
     check(replace(USUAL, M=800, N=800, planted=value, bias="11mn"), name, backend, 64, "cuda")
+
+
+hopper_alone = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+LONG = replace(USUAL, B=1, M=4500, N=4500)  # more tiles than programs
+FOR_DOCUMENTS = [
+    {},
+    {"D": 128, "causal": True},
+    {"D": 128, "Hkv": 4, "dtype": HALF, "planted": math.nan},
+    {"sink": "bhm", "softcap": 9.0, "causal": True, "layout": "heads_last"},
+    {"D": 256, "deterministic": True, "sink": "h"},
+]
+
+
+@hopper_alone
+@pytest.mark.parametrize("terms", FOR_DOCUMENTS, ids=str)
+@pytest.mark.parametrize("name", ["documents", "long documents"])
+def test_documents(name, terms):
+    """Short ones by the mask's kernel, long ones as a packed batch."""
+    check(replace(LONG, **terms), name, "hopper", 128, "cuda")
+
+
+@hopper_alone
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype
+@pytest.mark.parametrize(("length", "packed"), [(39, False), (900, True)])
+def test_which_kernel_has_the_tiles_of_documents(length, packed):
+    from tilewise.backends.gluon.sm90.launch import Forward
+
+    found = TileMask.documents(torch.arange(LONG.N, device="cuda") // length)
+    q = torch.randn(1, 8, LONG.M, 64, device="cuda", dtype=BRAIN)
+    inputs = Inputs(q, q, q, None, None, tiles=found.tensors)
+    run = Forward(Problem.of(*inputs, Score(0.125, None, Band())), inputs)
+    for mode in ("default", "error"):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            _, lists = run.documents(None, found.tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert (int(lists.packed_list[0]) > 0) == packed
+    assert int(lists.counts[1]) == (0 if packed else 8 * 36)
 
 
 @both_backends

@@ -29,7 +29,7 @@ def keep(name: str) -> int | None:
 
 def operand(name: str) -> TileOperand:
     """For a `Problem`."""
-    return TileOperand(TILE, TILE, "bits" if name.startswith("blocks") else "intervals")
+    return TileOperand(TILE, TILE, "bits" if name.startswith("blocks") else "intervals", name == "documents")
 
 
 @lru_cache

@@ -28,13 +28,15 @@ class TileTensors(NamedTuple):
 
     tiles: (B|1, H|Hkv|1, tiles of queries, tiles of keys). bits: (places, block_m, block_n / 32), bit c % 32 of word
     c // 32 is key c of the tile; without a place, with intervals, its shape alone is read, which says how large tiles
-    are. begins, ends: (B|1, H|Hkv|1, 1, N), both or neither, of as many batch elements and heads as tiles.
+    are. begins, ends: (B|1, H|Hkv|1, 1, N), both or neither, of as many batch elements and heads as tiles. offsets:
+    where these are documents end to end, (B|1, N + 1), the first token of each and from the last one's end on N.
     """
 
     tiles: Tensor | None = None
     bits: Tensor | None = None
     begins: Tensor | None = None
     ends: Tensor | None = None
+    offsets: Tensor | None = None
 
     @property
     def block(self) -> tuple[int, int]:

@@ -123,9 +123,11 @@ def work_tile_at(t, x, terms, sizes, c):
 
 @gluon.jit
 def work_tile_count(x, sizes, c):
-    """How many there are: of a packed batch as many as `packed.tiles_kernel` has found."""
+    """How many there are: of a packed batch as many as `packed.tiles_kernel` has found, of documents all or none."""
     if c.PACKED:
         return gl.load(x.tile_list) * sizes.heads
+    elif c.DOCUMENTS:
+        return gl.load(x.tile_count_semaphore + 1)
     else:
         return sizes.tiles
 

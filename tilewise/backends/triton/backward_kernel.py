@@ -38,7 +38,7 @@ from tilewise.backends.triton.tensors import (
     row_at,
     store_rows,
 )
-from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, full_count, listed_walk, tile_at
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -150,21 +150,27 @@ def load_stats(x, b, h, m0, sizes, c):
 
 @triton.jit
 def tile_gradients(
-    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0,
+    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed,
     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c,
 ):  # fmt: skip
     """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score. Of Pᵀ what dropout keeps,
     whose weight is dV's.
 
-    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
-    band, the keys or the queries. NEAR: see `score_products`.
+    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile; bits of one by tiles, which no
+    pipeline brings, are read only if ``mixed``. PARTIAL: the tile reaches past the band, the keys or the queries. NEAR:
+    see `score_products`.
     """
+    BITS: tl.constexpr = MASKED and c.MASK_HOW.LIES == "bits"
+    SHOWN: tl.constexpr = MASKED and not BITS
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
     s, slope, _added = score_products(k_tile, q_tile.T, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
-    if MASKED or PARTIAL:
-        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, PARTIAL, c), p, 0.0)
+    if SHOWN or PARTIAL:
+        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, SHOWN, PARTIAL, PARTIAL, c), p, 0.0)
+    if BITS:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if mixed:
+            p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, True, False, False, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
     if words is not None:
         keep = kept(words, m0, at.rows, n0, cols, terms)
@@ -213,17 +219,20 @@ def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
 
 
 @triton.jit
-def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, tile, n0,
+def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, visit, n0,
                      MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
-    """One tile of queries, seen from the keys: every gradient that it takes part in."""
+    """One tile of queries, seen from the keys: every gradient that it takes part in. visit: its number, and whether the
+    mask, where it has bits, may hide some of it."""
+    tile, mixed = visit
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
     do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
     delta = load_stats(x.delta, b, h, m0, sizes, c)
     p, ds, db = tile_gradients(
-        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, MASKED, PARTIAL, NEAR, c
-    )
+        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed, MASKED, PARTIAL,
+        NEAR, c,
+    )  # fmt: skip
     if c.WANT_V:
         dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
     ds = ds.to(q_tile.dtype)
@@ -254,6 +263,9 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
+    # ptxas: what is the same in each step, made before the loop and kept, spills 200 to 670 bytes on sm_90; made where
+    # it is wanted, none to 32, in a tenth fewer instructions. At 64 dimensions, where registers are left, it takes more.
+    IN_STEPS: tl.constexpr = c.TMA and c.BLOCK_D > 64
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
     if c.PACKED:
@@ -303,35 +315,41 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
             walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)
         else:
             walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
-        listed = walk.first
+        listed, fulls = walk.first, 0
+        if c.LISTS:
+            fulls = full_count(walk)
         if FULL:
-            for i in tl.range(0, walk.full):
+            for i in tl.range(0, walk.full, disable_licm=IN_STEPS):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, False,
-                    False, True, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, False),
+                    n0, False, False, True, c,
                 )  # fmt: skip
         whole_begin, whole_end = walk.full, walk.whole_end
         if c.FAR:
             whole_begin, whole_end = near_begin, near_end
-            for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end)):
+            for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end), disable_licm=IN_STEPS):
                 t = far_place(i, full_begin, near_begin, near_end)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK,
-                    False, False, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, True),
+                    n0, c.MASK, False, False, c,
                 )  # fmt: skip
         if APART:
-            for i in tl.range(whole_begin, whole_end):
+            for i in tl.range(whole_begin, whole_end, disable_licm=IN_STEPS):
                 t, listed = tile_at(walk, i, listed, c.LISTS)
                 dk_sum, dv_sum, dcol = _attend_backward(
-                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK,
-                    False, True, c,
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h,
+                    (t, i >= fulls), n0, c.MASK, False, True, c,
                 )  # fmt: skip
-        for i in tl.range(0, cut_count(walk)):
-            t, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
+        for i in tl.range(0, cut_count(walk), disable_licm=IN_STEPS):
+            place = cut_place(walk, i)
+            mixed = place >= fulls
+            if APART:
+                mixed = True
+            t, listed = tile_at(walk, place, listed, c.LISTS)
             dk_sum, dv_sum, dcol = _attend_backward(
-                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, t, n0, c.MASK, CUT,
-                True, c,
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, mixed), n0,
+                c.MASK, CUT, True, c,
             )  # fmt: skip
         if c.DBIAS == "cols":
             base, _stride2, stride3 = operand_place(dbias, c.BIAS_HOW, start, b, h, sizes)

@@ -44,7 +44,7 @@ def _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, MASKED: tl.const
     k_tile = _clean(k_tile, c.HIDES)
     _, ds, db = tile_gradients(
         k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, words, terms, sizes, b, h, m0, n0,
-        MASKED, PARTIAL, True, c,
+        True, MASKED, PARTIAL, True, c,
     )  # fmt: skip
     return k_tile, ds, db
 

@@ -78,6 +78,12 @@ def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, FULL: tl.constexpr, AP
 
 
 @triton.jit
+def full_count(walk):
+    """How many tiles of a list are full: those in its first places, whatever loops it is walked in."""
+    return tl.load(walk.tiles - HEAD + 1)
+
+
+@triton.jit
 def cut_count(walk):
     """How many tiles are cut; they lie on both sides of those that are not."""
     left = walk.whole_begin - walk.begin

@@ -191,6 +191,7 @@ def _declines_values_backward(problem: Problem, values: Operand) -> str | None:
 
 def tiles(problem: Problem) -> str:
     from tilewise.backends.gluon.sm90.config import backward_config, forward_config
+    from tilewise.backends.gluon.sm90.documents import as_packed
 
     c = forward_config(as_matrix(problem))
     scheduler = "a dynamic tile scheduler" if c.dynamic else "a grid-stride loop over the tiles"
@@ -198,6 +199,8 @@ def tiles(problem: Problem) -> str:
         f"{c.block_m} queries x {c.block_n} keys, {count(c.warpgroups, 'consumer warpgroup')}, "
         f"{count(c.stages, 'stage')}, persistent programs with {scheduler}"
     )
+    if as_packed(problem) is not None:
+        forward += "; documents that are long as a packed batch"
     if (
         not problem.bias_grad
         or problem.totals is not None

@@ -127,6 +127,7 @@ class ForwardConstants(NamedTuple):
     ORDER: Any  # see work_tile_at
     DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
     PACKED: Any  # a packed batch: work tiles are listed, see packed
+    DOCUMENTS: Any  # the mask is of documents, and a packed batch may take its place, see documents
 
 
 class Operands(NamedTuple):
@@ -517,7 +518,7 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
     packed batch packed.
 
-    tile_count_semaphore: an int32 that is 0, with DYNAMIC.
+    tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
     """
     x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)

@@ -10,7 +10,7 @@ import torch
 
 from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_low_bits, empty_output, output_layout
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
-from tilewise.backends.gluon.packed import TileList
+from tilewise.backends.gluon.packed import SEMAPHORE, TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.config import (
@@ -23,6 +23,7 @@ from tilewise.backends.gluon.sm90.config import (
     sees_few,
 )
 from tilewise.backends.gluon.sm90.dbias import bias_axes
+from tilewise.backends.gluon.sm90.documents import DocumentLists, DocumentSummary, as_packed, offsets_of
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
 from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
@@ -77,20 +78,30 @@ class Forward:
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
         terms = score_terms(problem)
-        c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs))
+        # Where a program has one tile, or some have none, there is nothing to gain.
+        documents = as_packed(problem) if sizes.tiles > programs else None
+        c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.choices = self._choices(*band_of(problem), sizes.tiles)
         box = ragged if packed else descriptor
-        self.mask = None
+        self.mask: KeptLists[KnownMask] | None = None
+        self.documents: KeptLists[DocumentLists] | None = None
+        self.as_packed: Launch | None = None
         if problem.mask is not None:
-            self.mask = KeptLists(MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups), problem)
+            summary = MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups)
+            if documents is None or inputs.tiles is None:
+                self.mask = KeptLists(summary, problem)
+            else:
+                other = Forward(documents, inputs._replace(mask=None, tiles=None, lengths=offsets_of(inputs.tiles)))
+                both = DocumentSummary(problem, summary, config.block_m, other.block_m, sizes.tiles)
+                self.documents, self.as_packed = KeptLists(both, problem), other.main
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
         is_matrix = c.BIAS.value == "matrix"
         self.dynamic = c.DYNAMIC.value
-        self.main = Launch(
+        self.main: Launch = Launch(
             forward_kernel,
             min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
             (
@@ -181,12 +192,18 @@ class Forward:
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
             lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low()
-            flat, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
+            tile_count_semaphore, known = None, KnownMask()
+            if self.documents is not None and self.as_packed is not None:
+                flat, lists = self.documents(mask, tiles)
+                tile_count_semaphore, known = lists.counts.clone(), KnownMask(lists.bits, lists.tile_list)
+                other = tile_count_semaphore[SEMAPHORE:]
+                self.as_packed(q, k, v, None, sink, None, None, lists.packed_list, o, o_low, lse, other)
+            else:
+                flat, known = flat_and_lists(self.mask, mask, tiles, known)
             tile_list = known.tile_list
-            tile_count_semaphore = None
             if self.packed is not None and lengths is not None:
                 tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
-            elif self.dynamic:
+            elif self.dynamic and tile_count_semaphore is None:
                 tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
             if parts is not None and parts.query is not None:
                 bias = laid_out(self.values, parts.query, tile_list)
@@ -279,7 +296,7 @@ def _looks(queries: int, block_m: int, heads: int, scan: int) -> int:
     return -(-(-(-queries // block_m) * heads) // scan)
 
 
-def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstants:
+def _compiled(problem: Problem, config: Config, dynamic: bool, documents: bool = False) -> ForwardConstants:
     bias, mask = problem.bias, problem.mask
     range_, far = range_constants(problem), toeplitz_constants(problem, 2 * config.block_n)
     loops = config.peeled or range_["RANGE_LO"] or far["FAR_LO"] or far["FAR_HI"]
@@ -317,6 +334,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         ORDER=raster(problem).at(problem.queries, problem.keys),
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
+        DOCUMENTS=documents,
     )
     return constants(values)
 
