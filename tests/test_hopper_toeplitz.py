@@ -115,6 +115,7 @@ def plain(monkeypatch):
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile)
     gl.zeros_like, gl.exp2, gl.float32 = torch.zeros_like, torch.exp2, FLOAT
     gl.sum = lambda x, axis: x.sum(axis)
+    gl.broadcast = lambda x, y: [t.as_subclass(Tile) for t in torch.broadcast_tensors(x, y)]
     for module in (tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)

@@ -177,7 +177,8 @@ def far_start(far, row0, n0, c):
         eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
         within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
         slope = anew(far.slope)
-        parts += (8 * eights).to(gl.float32) * slope + within.to(gl.float32) * slope
+        # not added to zeros: 0 + x is no x to a compiler, for an x of -0
+        parts, _ = gl.broadcast((8 * eights).to(gl.float32) * slope + within.to(gl.float32) * slope, parts)
         start = gl.convert_layout(parts.reshape(start.shape), S, assert_trivial=True)
         rows = gl.arange(0, 64, gl.SliceLayout(1, S))
         shift = (shift + far.slope * (n0 - row0 - far.at).to(gl.float32)) - far.slope * rows.to(gl.float32)
