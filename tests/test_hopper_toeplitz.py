@@ -125,7 +125,8 @@ def plain(monkeypatch):
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
         toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
-        toeplitz_gradient: "near_queries place_of_lse on_line of_thread summed _halves _whole _one_on _places",
+        toeplitz_gradient: "near_queries place_of_lse on_line of_thread of_thread_by_distance by_places summed "
+        "_like _halves _halves_of_places _whole _one_on _places",
     }
     for module, names in functions.items():
         for name in names.split():
@@ -273,13 +274,15 @@ def test_a_tile_on_a_line():
 def test_sums_of_far_tiles():
     c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
     ds = torch.randint(-9, 9, (128, 64)).float()
-    none = torch.zeros(8, 8, 4)
+    none = torch.zeros(8, 8, 4).as_subclass(Tile)
     line = toeplitz_tiles.Line(None, None, -100)
     sums = toeplitz_gradient.FarSums(none, none)
     sums = toeplitz_gradient.summed(sums, ds.as_subclass(Tile), (line, None), -300, c)
     distance = -300 + torch.arange(128)[:, None] - torch.arange(64)
     assert sums.total.sum() == ds.sum()
     assert sums.weighted.sum() == (ds * (distance + 100)).sum()
+    of_lanes = (ds * (distance + 100)).view(8, 2, 8, 8, 4, 2).sum((1, 3, 5))  # what each thread has of it
+    assert torch.equal(torch.Tensor(sums.weighted), of_lanes)
 
 
 def test_diagonals_of_near_tiles():
