@@ -209,8 +209,7 @@ def test_the_backwards_loops(p, dim):
             if (c.FAR_LO, c.FAR_HI) == (True, True):
                 assert found == side
             at = toeplitz_gradient.place_of_lse(100, m, begin, end, sizes, c)
-            moves = c.TOEPLITZ == "number" and found != 0
-            assert at == 100 + moves * (stride + (found == 1) * c.BLOCK_M)
+            assert at == 100 + (found != 0) * (stride + (found == 1) * c.BLOCK_M)
 
 
 # --- what becomes of a tile ---
@@ -264,10 +263,12 @@ def test_a_tile_on_a_line():
     toeplitz_tiles.gl.float32 = FLOAT
     start, shift = toeplitz_tiles.far_start(line, torch.tensor(640).as_subclass(Tile), 256, c)
     torch.testing.assert_close(torch.Tensor(start + shift[:, None]), expected, check_dtype=False)
+    # The second subtile of a tile, whose LSE has what belongs to its queries.
     terms, s = SimpleNamespace(exponent=0.7), torch.randn(128, 64).as_subclass(Tile)
     lse = torch.randn(64) - 60
-    corner = torch.tensor(256 - 640).as_subclass(Tile)
-    p = toeplitz_gradient.on_line(s, lse.as_subclass(Tile), (line, None), corner, terms, c)
+    corner = torch.tensor(256 - (640 - 64)).as_subclass(Tile)
+    known = (lse + 0.7 * 0.5 * (torch.arange(64) + 64)).as_subclass(Tile)
+    p = toeplitz_gradient.on_line(s, known, (line, None), corner, terms, c)
     torch.testing.assert_close(torch.Tensor(p).T, torch.exp2((torch.Tensor(s).T + expected) * 0.7 - lse[:, None]))
 
 
@@ -324,17 +325,21 @@ def test_words_in_memory(interpreter):
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_lse_of_far_tiles(interpreter, causal):
-    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal)
+def test_the_lse_of_far_tiles(interpreter, causal, linear):
+    """A number is taken out of it; of a line, whose slopes are 1/4 and -1/2, what queries have."""
+    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal, linear)
     B, H, M = lse.shape
     rows = -(-M // block)
     tiles_of = stats.view(2, B, H, rows, 2, block)[1].movedim(3, 0).reshape(2, B, H, rows * block)[..., :M]
-    for found, number in zip(tiles_of, (below, above), strict=True):
-        if causal and number is above:
+    if linear:
+        below, above = (-slope * (torch.arange(M) % block) for slope in (0.25, -0.5))
+    for found, less in zip(tiles_of, (below, above), strict=True):
+        if causal and less is above:
             continue
-        expected = (lse - number) * 1.4426950408889634
-        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf))
+        expected = (lse - less) * 1.4426950408889634
+        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("M", "N", "causal"), [(130, 90, False), (70, 130, True)])

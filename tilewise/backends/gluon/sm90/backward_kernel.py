@@ -234,7 +234,7 @@ def process_query_tile(
 
         # softmax, under dP
         if c.TOEPLITZ == "line" and not NEAR:
-            p, slope = on_line(s, lse, toeplitz, corner - i * c.SUBTILE_M, terms, c), 1.0
+            p, slope = on_line(s, lse, toeplitz, corner, terms, c), 1.0
         else:
             p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)

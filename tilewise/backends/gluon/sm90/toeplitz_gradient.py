@@ -2,10 +2,10 @@
 
 A program has one tile of keys; its tiles of queries, from the last to the first, lie below the near distances, then
 among them, then above (`tilewise.score.terms.Far`). Of a far tile the bias is in the LSE, which the loading warp takes
-from another place (`far_stats_kernel`), or a line. Its dS is summed up in the thread that has it, with a line a second
-time times its distance, and once for each side of a program the sums are added to the two entries between which the
-line runs: a number's gradient is their sum, and a line's is the same from there as from all of its entries. dS of a
-near tile is added along its diagonals, those of a thread first.
+from another place (`far_stats_kernel`); a line's share of the keys is added to it. Its dS is summed up in the thread
+that has it, with a line a second time times its distance, and once for each side of a program the sums are added to the
+two entries between which the line runs: a number's gradient is their sum, and a line's is the same from there as from
+all of its entries. dS of a near tile is added along its diagonals, those of a thread first.
 
 The gradient is float32, with `PAD` places before the first entry and behind the last, to which 0 is added.
 """
@@ -47,8 +47,9 @@ class FarSums(NamedTuple):
 
 @triton.jit
 def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, weight, c, BLOCK: tl.constexpr):
-    """For each tile of queries the LSE in base 2 less what lies below the near distances, and less what lies above; as
-    `preprocess_kernel` has it. lse: (B, H, M)."""
+    """For each tile of queries the LSE in base 2 that far tiles take, below the near distances and above, as
+    `preprocess_kernel` has it. Of a number that is the LSE less the number; of a line less what the line changes from
+    the tile's first query on. lse: (B, H, M)."""
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
@@ -65,11 +66,26 @@ def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, weight, c, BLOCK
     if weight is not None:
         base2 -= tl.log2(weight)
     if c.FAR_LO:
-        below = tl.load(diagonal + terms.far_lo).to(tl.int32).to(tl.float32, bitcast=True)
+        below = _of_queries(diagonal, terms.far_lo, 1 - sizes.queries, c, BLOCK)
         tl.store(at, tl.where(left_out, float("inf"), base2 - below * exponent))
     if c.FAR_HI:
-        above = tl.load(diagonal + terms.far_hi).to(tl.int32).to(tl.float32, bitcast=True)
+        above = _of_queries(diagonal, terms.far_hi, sizes.keys - 1, c, BLOCK)
         tl.store(at + BLOCK, tl.where(left_out, float("inf"), base2 - above * exponent))
+
+
+@triton.jit
+def _of_queries(diagonal, at, end, c, BLOCK: tl.constexpr):
+    """What the bias of far distances, which lie between ``at`` and ``end``, has for the queries of a tile alone; the
+    slope is that of `toeplitz_tiles.line_of`."""
+    value = tl.load(diagonal + at).to(tl.int32).to(tl.float32, bitcast=True)
+    if c.TOEPLITZ == "line":
+        last = tl.load(diagonal + end).to(tl.int32).to(tl.float32, bitcast=True)
+        span = end - at
+        rise = (last - value) / tl.where(span == 0, 1, span).to(tl.float32)
+        slope = tl.where((span == 0) | (tl.abs(value) == float("inf")), 0.0, rise)
+        return -slope * tl.arange(0, BLOCK).to(tl.float32)
+    else:
+        return value
 
 
 class ToeplitzGradient:
@@ -80,7 +96,7 @@ class ToeplitzGradient:
         self.shape = B, H, 1, self.count + 2 * PAD.value
         self.dtype, self.wanted = vector.dtype, c.DTOEPLITZ.value
         self.stats = None
-        if c.TOEPLITZ.value == "number" and (c.FAR_LO.value or c.FAR_HI.value):
+        if c.FAR_LO.value or c.FAR_HI.value:
             numbers = (sizes, terms, terms.exponent, kept_weight(problem), c, c.BLOCK_M.value)
             self.stats = Launch(far_stats_kernel, programs, (POINTER, POINTER, POINTER), numbers, num_warps=4)
 
@@ -128,7 +144,7 @@ def end_of_part(PART: gl.constexpr, count, work_tile, near_begin, near_end, c):
 @gluon.jit
 def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
     """Where the loading warp finds the LSE of a tile of queries; ``at_stats``: of a near one."""
-    if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI):
+    if c.FAR_LO or c.FAR_HI:
         tiles = sizes.batch * sizes.kv_heads * sizes.group * sizes.row_tiles
         far = gl.where(m >= near_end, tiles * (2 * c.BLOCK_M), tiles * (2 * c.BLOCK_M) + c.BLOCK_M)
         at_stats += gl.where((m >= near_end) | (m < near_begin), far, 0)
@@ -156,14 +172,12 @@ def start_of_words(diagonal, corner, c):
 
 @gluon.jit
 def on_line(s, lse, line, corner, terms, c):
-    """P of a transposed far tile whose bias lies on a line; ``corner``: its first key minus its first query."""
-    S: gl.constexpr = s.type.layout
+    """P of a transposed far subtile whose bias lies on a line, of which the LSE has what belongs to queries;
+    ``corner``: the first key of its tile minus the first query."""
     value, slope, at = line[0]
     slope = anew(slope) * terms.exponent
-    rows = gl.arange(0, s.shape[1], gl.SliceLayout(0, S)).to(gl.float32)
-    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S)).to(gl.float32)
+    cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, s.type.layout)).to(gl.float32)
     first = value * terms.exponent + slope * (corner - at).to(gl.float32)
-    lse += slope * rows
     return gl.exp2(s * terms.exponent + ((first + slope * cols)[:, None] - lse[None, :]))
 
 
