@@ -126,7 +126,7 @@ def plain(monkeypatch):
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
         toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
         toeplitz_gradient: "near_queries place_of_lse on_line of_thread of_thread_by_distance by_places summed "
-        "_like _halves _halves_of_places _whole _one_on _places",
+        "_like _halves _halves_of_places _whole _one_on _turned _goes_around _of_neighbours _shared _exchanged _index",
     }
     for module, names in functions.items():
         for name in names.split():
@@ -286,20 +286,31 @@ def test_sums_of_far_tiles():
     assert torch.equal(torch.Tensor(sums.weighted), of_lanes)
 
 
-def test_diagonals_of_near_tiles():
+def from_lane(x, lane):
+    """Of [w, g, n, t, ...], whose elements of one warp are those of equal w and one n, four threads a g."""
+    index = torch.meshgrid(*(torch.arange(size) for size in x.shape), indexing="ij")
+    return torch.Tensor(x)[(index[0], lane // 4, index[2], lane % 4, *index[4:])].as_subclass(Tile)
+
+
+def test_diagonals_of_near_tiles(monkeypatch):
     M, N, pad = 256, 384, toeplitz_tiles.PAD
     found, ds = torch.zeros(M + N - 1 + 2 * pad), torch.randint(-9, 9, (M, N)).float()
+    monkeypatch.setattr(toeplitz_gradient, "_from_lane", from_lane)
+    gl, added = toeplitz_gradient.gl, []
 
-    def add(at, x, **_):
-        index, x = torch.broadcast_tensors(torch.as_tensor(at.at), x)
-        found.index_add_(0, index.reshape(-1), torch.Tensor(x).reshape(-1))
+    def add(at, x, mask=True, **_):
+        index, x, mask = torch.broadcast_tensors(torch.as_tensor(at.at), x, torch.as_tensor(mask))
+        index, mask = index.reshape(-1), mask.reshape(-1)
+        found.index_add_(0, index[mask], torch.Tensor(x).reshape(-1)[mask])
+        added.append(int(mask.sum()))
 
-    toeplitz_gradient.gl.atomic_add = add
+    gl.atomic_add, gl.static_range, gl.int32 = add, range, torch.int32
     sizes = SimpleNamespace(queries=M, keys=N, kv_heads=1, group=1)
     c = SimpleNamespace(TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False)
     for row, n0 in itertools.product(range(0, M, 64), range(0, N, 128)):
         tile = ds[row : row + 64, n0 : n0 + 128].T.clone().as_subclass(Tile)
         toeplitz_gradient.add_diagonals.fn(tile, Memory(found), 0, 0, n0 - row, sizes, c)
+    assert sum(added) == (M // 64) * (N // 128) * 8 * 80, "one for each distance of a warp, and one more"
     expected = torch.zeros(M + N - 1)
     index = torch.arange(N) - torch.arange(M)[:, None] + M - 1
     expected.index_add_(0, index.reshape(-1), ds.reshape(-1))

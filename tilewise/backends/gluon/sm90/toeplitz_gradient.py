@@ -302,35 +302,93 @@ def _one_on(x):
 def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     """dS of a transposed near subtile to the entries of its distances.
 
-    Of sixteen keys and eight queries a thread has four elements on three diagonals: of two it has the sum first.
+    A warp has sixteen keys and 64 queries, of which 1,024 pairs meet 79 distances. A thread adds up first what it has
+    of a diagonal, which leaves it two numbers in each of nine blocks of eight keys and eight queries. What lies on one
+    diagonal then comes to the threads of the distance modulo 8, and of these four share the distances between them: an
+    addition to memory for each number would be six times as many, several to a place.
     """
     gl.static_assert(ds.shape[1] == 64, "eight times eight queries")
-    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
+    at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c) + corner
     near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
     moved, first = _one_on(far)
     L: gl.constexpr = near.type.layout
-    near += gl.convert_layout(moved, L, assert_trivial=True)
-    gl.atomic_add(_places(at + corner, near), near, sem="relaxed", scope="gpu")
-    gl.atomic_add(_places(at + (corner + 8), first), first, sem="relaxed", scope="gpu")
+    near = _turned(near + gl.convert_layout(moved, L, assert_trivial=True))
+    first = _turned(first)
+    # Of the place n distances -8 n and less belong to it, or, where they went once around, to the next.
+    later, head = _one_on(near)
+    later = gl.where(_goes_around(near), near, gl.convert_layout(later, L, assert_trivial=True))
+    around = _goes_around(first)
+    head = gl.where(around, first, gl.convert_layout(head, first.type.layout, assert_trivial=True))
+    first = gl.where(around, 0.0, first)
+    later = _shared(_shared(_of_neighbours(later), 1), 2)
+    w, g, n, t = _index(later, 0), _index(later, 1), _index(later, 2), _index(later, 3)
+    gl.atomic_add(at + (16 * w + g - 8 * t - 8) + (0 - 32 * n), later, sem="relaxed", scope="gpu")
+    ends = _exchanged(_of_neighbours(head), _of_neighbours(first), 1)
+    lane = 4 * _index(ends, 1) + _index(ends, 3)
+    ends += _from_lane(ends, (lane ^ 2) + gl.zeros_like(ends).to(gl.int32))
+    w, g, t = _index(ends, 0), _index(ends, 1), _index(ends, 3)
+    places = at + (16 * w + g + 8 * t) + gl.zeros_like(ends).to(gl.int32)
+    gl.atomic_add(places, ends, mask=t + gl.zeros_like(ends).to(gl.int32) < 2, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def _places(at, x):
-    """Where each element of [w, g, n, t, b] belongs, if the first of its subtile does ``at``. What differs between the
-    elements of a thread is a constant of each address."""
-    L: gl.constexpr = x.type.layout
-    w = gl.arange(0, x.shape[0], _axis(L, 0)).expand_dims(1).expand_dims(2).expand_dims(3).expand_dims(4)
-    g = gl.arange(0, x.shape[1], _axis(L, 1)).expand_dims(0).expand_dims(2).expand_dims(3).expand_dims(4)
-    n = gl.arange(0, x.shape[2], _axis(L, 2)).expand_dims(0).expand_dims(1).expand_dims(3).expand_dims(4)
-    t = gl.arange(0, x.shape[3], _axis(L, 3)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(4)
-    b = gl.arange(0, x.shape[4], _axis(L, 4)).expand_dims(0).expand_dims(1).expand_dims(2).expand_dims(3)
-    return (at + (16 * w + g - 2 * t)) + (0 - 8 * n - b)
+def _turned(x):
+    """Of [w, g, n, t, b], of the distances g - 2 t - b - 8 n, those that are equal modulo 8 in one place of g."""
+    turn = 2 * _index(x, 3) + _index(x, 4)
+    lane = (_index(x, 1) + turn) % 8 * 4 + _index(x, 3)
+    return _from_lane(x, lane + gl.zeros_like(x).to(gl.int32))
+
+
+@gluon.jit
+def _goes_around(x):
+    """Which elements of `_turned` have come from behind the last place."""
+    return _index(x, 1) + 2 * _index(x, 3) + _index(x, 4) + gl.zeros_like(x).to(gl.int32) >= 8
+
+
+@gluon.jit
+def _of_neighbours(x):
+    """The sum over the last axis, of two that a thread has."""
+    even, odd = x.split()
+    return even + odd
+
+
+@gluon.jit
+def _shared(x, BIT: gl.constexpr):
+    """Of [w, g, n, t] half as many n: of two one, that to which t has the same bit, summed over two threads."""
+    even, odd = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3]]).permute((0, 1, 2, 4, 3)).split()
+    return _exchanged(even, odd, BIT)
+
+
+@gluon.jit
+def _exchanged(x, y, BIT: gl.constexpr):
+    """x, and in threads that have this bit of t y, summed over those that differ in it."""
+    has = (_index(x, 3) & BIT) + gl.zeros_like(x).to(gl.int32) != 0
+    lane = (4 * _index(x, 1) + _index(x, 3)) ^ BIT
+    return gl.where(has, y, x) + _from_lane(gl.where(has, x, y), lane + gl.zeros_like(x).to(gl.int32))
+
+
+@gluon.jit
+def _from_lane(x, lane):
+    """Each element as another thread of the warp has it."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _index(x, AXIS: gl.constexpr):
+    """The place of each element along an axis."""
+    RANK: gl.constexpr = len(x.shape)
+    index = gl.arange(0, x.shape[AXIS], _axis(x.type.layout, AXIS, RANK))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            index = index.expand_dims(other)
+    return index
 
 
 @gluon.constexpr_function
-def _axis(layout, axis):
-    """Of one axis of five."""
-    for other in reversed(range(5)):
+def _axis(layout, axis, rank):
+    for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
     return layout
