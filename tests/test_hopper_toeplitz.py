@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -124,7 +125,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
-        toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
+        toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words",
         toeplitz_gradient: "near_queries place_of_lse on_line of_thread of_thread_by_distance by_places summed "
         "_like _halves _halves_of_places _whole _one_on _turned _goes_around _of_neighbours _shared _exchanged _index",
     }
@@ -255,13 +256,24 @@ def test_the_entries_of_a_tile(monkeypatch):
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
 
 
-def test_a_tile_on_a_line():
+def test_a_tile_on_a_line(monkeypatch):
     c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
     line = toeplitz_tiles.Line(torch.tensor(3.0).as_subclass(Tile), torch.tensor(0.5).as_subclass(Tile), -20)
     distance = torch.arange(128) + 256 - (torch.arange(64)[:, None] + 640)
     expected = 3.0 + 0.5 * (distance + 20)
-    toeplitz_tiles.gl.float32 = FLOAT
-    start, shift = toeplitz_tiles.far_start(line, torch.tensor(640).as_subclass(Tile), 256, c)
+    gl, kept = toeplitz_tiles.gl, SimpleNamespace()
+    gl.float32, gl.bfloat16, gl.allocate_shared_memory = FLOAT, BRAIN, lambda *_: kept
+    kept.store = lambda x: setattr(kept, "permute", x.permute)
+    columns = toeplitz_tiles.new_columns.fn(c)
+    monkeypatch.setattr(
+        toeplitz_tiles, "warpgroup_mma", lambda a, b, start, use_acc, is_async: start + a.float() @ b.float()
+    )
+    for slope in (0.5, -math.pi / 3, 1e-3):
+        sloping = line._replace(slope=torch.tensor(slope).as_subclass(Tile))
+        start = torch.Tensor(toeplitz_tiles.far_start(sloping, columns, c))
+        torch.testing.assert_close(start, (slope * torch.arange(128)).expand(64, -1), rtol=2e-7, atol=0)
+    start = toeplitz_tiles.far_start(line, columns, c)
+    shift = toeplitz_tiles.far_shift(line, torch.tensor(640).as_subclass(Tile), 256, c)
     torch.testing.assert_close(torch.Tensor(start + shift[:, None]), expected, check_dtype=False)
     # The second subtile of a tile, whose LSE has what belongs to its queries.
     terms, s = SimpleNamespace(exponent=0.7), torch.randn(128, 64).as_subclass(Tile)

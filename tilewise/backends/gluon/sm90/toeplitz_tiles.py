@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends import allocation
 from tilewise.backends.gluon.sm90.wgmma import accumulator
@@ -166,23 +167,45 @@ def anew(x):
 
 
 @gluon.jit
-def far_start(far, row0, n0, c):
-    """The same of a far tile, and what is added to each of its rows besides."""
+def new_columns(c):
+    """The places of a tile's keys, [BLOCK_N, 16], in the columns that `far_start` multiplies with a slope."""
+    S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.BLOCK_N, 16], gl.bfloat16)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    columns = gl.allocate_shared_memory(gl.bfloat16, [c.BLOCK_N, 16], S)
+    key = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, L))[:, None]
+    place = gl.arange(0, 16, gl.SliceLayout(0, L))[None, :]
+    columns.store(gl.where(place < 3, key, 0).to(gl.bfloat16))
+    return columns
+
+
+@gluon.jit
+def far_start(far, columns, c):
+    """Issue what the product of a far tile on a line starts from, the slope times the place of each key.
+
+    By the tensor cores: a multiplication for each score would stand between the softmax of one tile and the product of
+    the next. A slope is three numbers of bfloat16, 24 bits together, and the place of a key is one.
+    """
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    start = gl.zeros([64, c.BLOCK_N], gl.float32, S)
+    L: gl.constexpr = accumulator(64, 16)
+    slope = anew(far.slope)
+    high = slope.to(gl.bfloat16).to(gl.float32)
+    middle = (slope - high).to(gl.bfloat16).to(gl.float32)
+    low = (slope - high) - middle
+    place = gl.arange(0, 16, gl.SliceLayout(0, L))[None, :] + gl.zeros([64, 16], gl.int32, L)
+    parts = gl.where(place == 0, high, gl.where(place == 1, middle, gl.where(place == 2, low, 0.0))).to(gl.bfloat16)
+    parts = gl.convert_layout(parts, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
+    none = gl.zeros([64, c.BLOCK_N], gl.float32, S)
+    return warpgroup_mma(parts, columns.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def far_shift(far, row0, n0, c):
+    """What is added to each row of a far tile."""
     shift = far.value
     if c.TOEPLITZ == "line":
-        parts = start.reshape([64, c.BLOCK_N // 8, 8])
-        L: gl.constexpr = parts.type.layout
-        eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
-        within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
-        slope = anew(far.slope)
-        # not added to zeros: 0 + x is no x to a compiler, for an x of -0
-        parts, _ = gl.broadcast((8 * eights).to(gl.float32) * slope + within.to(gl.float32) * slope, parts)
-        start = gl.convert_layout(parts.reshape(start.shape), S, assert_trivial=True)
-        rows = gl.arange(0, 64, gl.SliceLayout(1, S))
+        rows = gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
         shift = (shift + far.slope * (n0 - row0 - far.at).to(gl.float32)) - far.slope * rows.to(gl.float32)
-    return start, shift
+    return shift
 
 
 @gluon.jit
