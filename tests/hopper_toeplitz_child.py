@@ -123,14 +123,14 @@ def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)
 
 
-def words_in_memory(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def words_in_memory(scale: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """A vector (2, 3, 1, 700), of strides of its own, what `pairs_kernel` makes of it, (6, width, 2), a gradient."""
     from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 
     problem, _ = drawn(40, 40, False)
     vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
     vector[0, 1, 0, :4] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])
-    pairs = Pairs(problem, vector, 1 / scale)
+    pairs = Pairs(problem, vector, 1 / scale, step)
     gradient = torch.full((2, 3, 1, pairs.empty().shape[1]), torch.nan)
     words = pairs(vector, gradient)
     return vector.contiguous(), words.view(torch.float32).view(6, -1, 2), gradient

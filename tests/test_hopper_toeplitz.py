@@ -226,11 +226,11 @@ class Memory:
         return Memory(self.vector, self.at + offset)
 
 
-def words_of(vector, M, N):
-    """As `pairs_kernel` writes them: an entry and the next."""
+def words_of(vector, step):
+    """As `pairs_kernel` writes them: an entry and the next, or the one before."""
     pad = toeplitz_tiles.PAD
-    wide = torch.nn.functional.pad(vector, (pad, pad + 1))
-    return torch.stack([wide[:-1], wide[1:]], -1)
+    wide = torch.nn.functional.pad(vector, (pad, pad))
+    return torch.stack([wide, wide.roll(-step)], -1)
 
 
 def bias_of(vector, M, N):
@@ -240,19 +240,21 @@ def bias_of(vector, M, N):
 def test_the_entries_of_a_tile(monkeypatch):
     M, N = 300, 500
     vector = torch.randint(1, 999, (M + N - 1,)).float()
-    whole, words = bias_of(vector, M, N), words_of(vector, M, N)
+    whole = bias_of(vector, M, N)
     gl = toeplitz_tiles.gl
     gl.load = lambda at: at.vector[at.at]
     gl.inline_asm_elementwise = lambda asm, constraints, args, **_: (args[0][..., 0], args[0][..., 1])
     sizes = SimpleNamespace(queries=M, keys=N)
     c = SimpleNamespace(TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False, BLOCK_N=128, SUBTILE_M=64, WARPS=8)
-    diagonal = toeplitz_tiles.diagonal_of(Memory(words), 0, 0, 1, sizes, c)
+    diagonal, before = (
+        toeplitz_tiles.diagonal_of(Memory(words_of(vector, step)), 0, 0, 1, sizes, c) for step in (1, -1)
+    )
     for row, n0 in itertools.product(range(0, M, 64), range(0, N, 128)):
         expected = whole[row : row + 64, n0 : n0 + 128]
         found = toeplitz_tiles.near_start(diagonal, row, n0, c)
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
         like = torch.zeros(128, 64).as_subclass(Tile)
-        found = toeplitz_tiles.words(diagonal, n0 - row, like, True).T
+        found = toeplitz_tiles.words(before, n0 - row, like, True).T
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
 
 
@@ -334,15 +336,16 @@ def test_diagonals_of_near_tiles(monkeypatch):
 # --- kernels in Triton ---
 
 
-def test_words_in_memory(interpreter):
+@pytest.mark.parametrize("step", [1, -1])
+def test_words_in_memory(interpreter, step):
     """A finite entry stays finite in the units of the scores, whatever the strides of the vector; and the gradient that
     comes along is 0 all over."""
-    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
+    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25, step)
     pad = toeplitz_tiles.PAD
     low, high = words[..., 0], words[..., 1]
     assert torch.equal(low[:, pad:-pad], (vector[:, :, 0] * 4).clamp(-3.4028234663852886e38, 3.4028234663852886e38)
                        .where(vector[:, :, 0].isfinite(), vector[:, :, 0]).flatten(0, 1))  # fmt: skip
-    assert torch.equal(low[:, 1:], high[:, :-1])
+    assert torch.equal(low[:, 1:], high[:, :-1]) if step == 1 else torch.equal(low[:, :-1], high[:, 1:])
     assert not low[:, :pad].any()
     assert not low[:, -pad:].any()
     assert not gradient.any()

@@ -2,9 +2,9 @@
 
 A tile of scores that lies beyond `tilewise.score.terms.Far` has one number, or lies on a line: no entry is read for it.
 Others take theirs straight from memory into the registers of the accumulator, from which the product starts. Two
-neighbours of a row at a time, whatever the parity of the first: each entry stands beside the one that follows it, as
-one word of 64 bits, in the units of the scores (`pairs_kernel`). In front of the first and behind the last are `PAD`
-words of zeros, which tiles read that reach past the queries or keys.
+neighbours of a row at a time, whatever the parity of the first: each entry stands beside the one that follows it, or in
+the backward the one before, as one word of 64 bits, in the units of the scores (`pairs_kernel`). In front of the first
+and behind the last are `PAD` words of zeros, which tiles read that reach past the queries or keys.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def pairs_kernel(vector, pairs, gradient, count, inverse, heads):
-    """Of each entry of a `Strided` vector (B, H, 1, count) and the next a word, both times ``inverse``; a finite one
-    stays finite. And zeros for a gradient with as many places, or None."""
+def pairs_kernel(vector, pairs, gradient, count, inverse, heads, step):
+    """Of each entry of a `Strided` vector (B, H, 1, count) and the one ``step`` further on a word, both times
+    ``inverse``; a finite one stays finite. And zeros for a gradient with as many places, or None."""
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
@@ -41,7 +41,7 @@ def pairs_kernel(vector, pairs, gradient, count, inverse, heads):
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     entry = place - PAD
     low = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
-    entry += 1
+    entry += step
     high = tl.load(at + entry.to(tl.int64) * vector.stride3, mask=(entry >= 0) & (entry < count), other=0.0)
     low = _scaled(low.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = _scaled(high.to(tl.float32), inverse).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -59,15 +59,16 @@ def _scaled(x, inverse):
 
 
 class Pairs:
-    """What `pairs_kernel` makes of the vectors of one layout."""
+    """What `pairs_kernel` makes of the vectors of one layout; ``step``: from the first to the second of a word, 1 for
+    the forward, -1 for the backward, whose tiles are transposed."""
 
-    def __init__(self, problem: Problem, vector: Tensor, inverse: float):
+    def __init__(self, problem: Problem, vector: Tensor, inverse: float, step: int = 1):
         B, H, _, count = vector.shape
         width = count + 2 * PAD.value
         self.empty = allocation(torch.empty(B * H, width, dtype=torch.int64, device="meta"), vector.device)
         programs = B * H * triton.cdiv(width, BLOCK.value)
         layouts = strided(vector), POINTER, POINTER
-        self.launch = Launch(pairs_kernel, programs, layouts, (count, inverse, H), num_warps=4)
+        self.launch = Launch(pairs_kernel, programs, layouts, (count, inverse, H, step), num_warps=4)
 
     def __call__(self, vector: Tensor, gradient: Tensor | None = None) -> Tensor:
         """gradient: what is to be zeroed, float32, contiguous, with a place for each word."""
@@ -143,14 +144,13 @@ def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
     eights = gl.arange(0, C // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
     twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
     if KEYS_IN_ROWS:
-        at = (diagonal + (corner - 1)) + (rows - 2 * twos) + (0 - 8 * eights)
+        at = (diagonal + corner) + (rows - 2 * twos) + (0 - 8 * eights)
     else:
         at = (diagonal + corner) + (2 * twos - rows) + 8 * eights
     low, high = gl.inline_asm_elementwise(
         "mov.b64 {$0, $1}, $2;", "=f,=f,l", [gl.load(at)], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
-    found = gl.join(high, low) if KEYS_IN_ROWS else gl.join(low, high)
-    return gl.convert_layout(found.reshape([R, C]), like.type.layout, assert_trivial=True)
+    return gl.convert_layout(gl.join(low, high).reshape([R, C]), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
