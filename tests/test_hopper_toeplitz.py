@@ -159,7 +159,14 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     p = replace(p, head_dim=dim, value_dim=dim)
     terms, sizes, c = forward_arguments(p)
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
-    for name in (*names.split(), "fence_async_shared", "warp_scheduler_barrier_arrive", "diagonal_of", "skip_tile"):
+    for name in (
+        *names.split(),
+        "fence_async_shared",
+        "warp_scheduler_barrier_arrive",
+        "diagonal_of",
+        "skip_tile",
+        "prefetch_near",
+    ):
         monkeypatch.setattr(forward_kernel, name, MagicMock())
     monkeypatch.setattr(forward_kernel, "warpgroup_mma_wait", lambda *_, deps: deps)
     monkeypatch.setattr(forward_kernel, "next_tile_index", lambda tile_index, *_: tile_index + 1)
@@ -256,6 +263,25 @@ def test_the_entries_of_a_tile(monkeypatch):
         like = torch.zeros(128, 64).as_subclass(Tile)
         found = toeplitz_tiles.words(before, n0 - row, like, True).T
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])
+def test_what_is_asked_for_ahead(kinds):
+    """Of entries that near tiles read, those next to each far side, of the vector and no others."""
+    M, N, asked = 900, 700, []
+    gl, sizes = toeplitz_tiles.gl, SimpleNamespace(queries=M, keys=N)
+    gl.maximum, gl.minimum = (lambda x, y: x.clamp(min=y)), (lambda x, y: x.clamp(max=y))
+    gl.inline_asm_elementwise = lambda asm, constraints, args, **_: asked.append(args[0].at)
+    c = SimpleNamespace(FAR_LO=kinds[0], FAR_HI=kinds[1], BLOCK_N=128)
+    terms = SimpleNamespace(far_lo=-94, far_hi=94 if kinds[1] else N)
+    for warps in (4, 8):
+        toeplitz_tiles.prefetch_near.fn(Memory(None), 64, warps, terms, sizes, c)
+        found = asked.pop()
+        assert len(found) == 32 * warps
+        assert found.min() >= 1 - M
+        assert found.max() <= N - 1
+        near = torch.arange(-94 - 190, 95 + 190)
+        assert ((near[:, None] - found).abs().amin(1) <= 32 // warps).all()
 
 
 def test_a_tile_on_a_line(monkeypatch):

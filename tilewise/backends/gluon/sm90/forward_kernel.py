@@ -70,6 +70,7 @@ from tilewise.backends.gluon.sm90.toeplitz_tiles import (
     line_below,
     near_start,
     new_columns,
+    prefetch_near,
 )
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import (
@@ -429,6 +430,8 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         near, above, below = 0, 0, 0
         if c.TOEPLITZ != "none":
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
+        if c.FAR_LO or c.FAR_HI:
+            prefetch_near(near, 64, 4, terms, sizes, c)
         state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near)
         step += 1
         rest = first + 1

@@ -154,6 +154,22 @@ def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_near(diagonal, ROWS: gl.constexpr, WARPS: gl.constexpr, terms, sizes, c):
+    """Ask for the entries of near tiles of so many queries, 1,024 words at the most: else warps wait for memory in each
+    of them."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    words = gl.arange(0, 32 * WARPS, L) * (32 // WARPS)
+    if c.FAR_HI:
+        distance = terms.far_hi + (c.BLOCK_N + ROWS - 1) - words
+    else:
+        distance = terms.far_lo - (c.BLOCK_N + ROWS - 1) + words
+    distance = gl.maximum(gl.minimum(distance, sizes.keys - 1), 1 - sizes.queries)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [diagonal + distance], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def near_start(diagonal, row0, n0, c):
     """What the accumulator of Q·Kᵀ starts from, of the queries from row0 and the keys from n0 on."""
     return words(diagonal, n0 - row0, gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N)), False)
