@@ -14,6 +14,7 @@ import hopper_toeplitz_child
 import pytest
 import torch
 
+from tilewise.backends import Needs, Outputs
 from tilewise.problem import Operand, PartOperands, Problem
 from tilewise.score import tiles
 from tilewise.score.terms import Band, Far, Score
@@ -261,8 +262,25 @@ def test_the_entries_of_a_tile(monkeypatch):
         found = toeplitz_tiles.near_start(diagonal, row, n0, c)
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
         like = torch.zeros(128, 64).as_subclass(Tile)
-        found = toeplitz_tiles.words(before, n0 - row, like, True).T
-        assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
+        for at, step in ((before, -1), (diagonal, 1)):
+            found = toeplitz_tiles.words(at, n0 - row, like, True, step).T
+            assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_order_of_the_backwards_words(monkeypatch, grad):
+    """That in which its kernel takes them: a product that comes ahead has a tile's first subtile added, as they lie."""
+    monkeypatch.setattr(toeplitz_tiles, "PAD", SimpleNamespace(value=toeplitz_tiles.PAD))
+    problem, inputs = hopper_toeplitz_child.call(hopper_toeplitz_child.Toeplitz(grad=grad))
+    outputs = Outputs(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3], device="meta"))
+    run = backward_launch.Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=grad))
+    taken = []
+    monkeypatch.setattr(
+        toeplitz_gradient, "words", lambda diagonal, corner, like, keys_in_rows, step: taken.append(step)
+    )
+    c = numbers(backward_launch._compiled(problem, config.backward_config(problem), 64, False))
+    toeplitz_gradient.start_of_words.fn(None, 0, c)
+    assert taken == [run.pairs.step] == [-1 if grad else 1]
 
 
 @pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])

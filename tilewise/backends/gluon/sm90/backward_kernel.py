@@ -210,7 +210,7 @@ def process_query_tile(
     # QK of the first subtile, unless it came ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
     if READS and c.AHEAD:
-        s += toeplitz_words(toeplitz, corner, s, True)
+        s += toeplitz_words(toeplitz, corner, s, True, 1)
         border(steps)
     if not c.AHEAD:
         if c.BIAS != "matrix":

@@ -167,7 +167,8 @@ def far_line(diagonal, BELOW: gl.constexpr, terms, sizes, c):
 def start_of_words(diagonal, corner, c):
     """What the accumulator of K·Qᵀ of a near subtile starts from."""
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
-    return words(diagonal, corner, gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), True)
+    STEP: gl.constexpr = 1 if c.AHEAD else -1  # where the first subtile adds words to a product, that is its order
+    return words(diagonal, corner, gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), True, STEP)
 
 
 @gluon.jit

@@ -60,11 +60,11 @@ def _scaled(x, inverse):
 
 class Pairs:
     """What `pairs_kernel` makes of the vectors of one layout; ``step``: from the first to the second of a word, 1 for
-    the forward, -1 for the backward, whose tiles are transposed."""
+    the forward, -1 for a backward, whose tiles are transposed, unless the next K·Qᵀ comes ahead."""
 
     def __init__(self, problem: Problem, vector: Tensor, inverse: float, step: int = 1):
         B, H, _, count = vector.shape
-        width = count + 2 * PAD.value
+        self.step, width = step, count + 2 * PAD.value
         self.empty = allocation(torch.empty(B * H, width, dtype=torch.int64, device="meta"), vector.device)
         programs = B * H * triton.cdiv(width, BLOCK.value)
         layouts = strided(vector), POINTER, POINTER
@@ -130,8 +130,9 @@ def line_above(diagonal, terms, sizes, c):
 
 
 @gluon.jit
-def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
-    """The entries of a tile in the layout of ``like``; ``corner``: its first key minus its first query.
+def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr, STEP: gl.constexpr):
+    """The entries of a tile in the layout of ``like``; ``corner``: its first key minus its first query. STEP: of
+    `pairs_kernel`.
 
     What of an address differs between the elements of a thread is a constant of each load, as in
     `forward_masks.banded`.
@@ -144,13 +145,14 @@ def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr):
     eights = gl.arange(0, C // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
     twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
     if KEYS_IN_ROWS:
-        at = (diagonal + corner) + (rows - 2 * twos) + (0 - 8 * eights)
+        at = (diagonal + (corner if STEP < 0 else corner - 1)) + (rows - 2 * twos) + (0 - 8 * eights)
     else:
         at = (diagonal + corner) + (2 * twos - rows) + 8 * eights
     low, high = gl.inline_asm_elementwise(
         "mov.b64 {$0, $1}, $2;", "=f,=f,l", [gl.load(at)], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
-    return gl.convert_layout(gl.join(low, high).reshape([R, C]), like.type.layout, assert_trivial=True)
+    found = gl.join(high, low) if KEYS_IN_ROWS and STEP > 0 else gl.join(low, high)
+    return gl.convert_layout(found.reshape([R, C]), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -172,7 +174,7 @@ def prefetch_near(diagonal, ROWS: gl.constexpr, WARPS: gl.constexpr, terms, size
 @gluon.jit
 def near_start(diagonal, row0, n0, c):
     """What the accumulator of Q·Kᵀ starts from, of the queries from row0 and the keys from n0 on."""
-    return words(diagonal, n0 - row0, gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N)), False)
+    return words(diagonal, n0 - row0, gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N)), False, 1)
 
 
 @gluon.jit
