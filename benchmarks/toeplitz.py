@@ -3,13 +3,15 @@
     python benchmarks/toeplitz.py            all that the gates ask for, in about a minute
 
 Calls are what a user calls, the bias made anew each time, by CUDA events with a flushed L2 cache; "host" is how long
-one keeps the host. ``--parts`` also says how long each kernel takes (torch's profiler). ``--causal`` adds a causal
-case, ``--kernels`` compares forms of the backward.
+one keeps the host. Before it is timed each case of 2,048 tokens is compared with float64 on fresh inputs; ``--check
+127 799`` does only that, for these lengths. ``--parts`` also says how long each kernel takes (torch's profiler).
+``--causal`` adds a causal case, ``--kernels`` compares forms of the backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +52,60 @@ class Call:
 
     def backward(self) -> Any:
         return torch.autograd.grad(self.o, self.leaves, self.do, retain_graph=True)
+
+
+def unfused(q: Any, k: Any, v: Any, trained: Any, do: Any, name: str, causal: bool) -> list[torch.Tensor]:
+    """O, the LSE and the gradients of one head of each batch element by torch, in the dtype of q."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, trained)]
+    q, k, v, trained = leaves
+    N = q.shape[2]
+    distance = torch.arange(N, device="cuda") - torch.arange(N, device="cuda")[:, None]
+    s = q @ k.mT * DIM**-0.5 + terms.part(name, trained, distance).to(q.dtype)
+    if causal:
+        s = s.masked_fill(distance > 0, float("-inf"))
+    o = torch.softmax(s, -1) @ v
+    lse = torch.logsumexp(s.to(torch.promote_types(s.dtype, torch.float32)), -1)
+    return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def check(name: str, length: int, causal: bool) -> None:
+    """How far the kernels are from float64, by how far torch in bfloat16 is; of what is worse than twice, where."""
+    generator, heads, batch = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31), HEADS, 2
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    q, k, v, do = (normal(batch, heads, length, DIM) for _ in range(4))
+    trained = terms.trained(name, batch, heads, length, normal)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, trained)]
+    o, lse = tilewise.attention(
+        *leaves[:3], bias=terms.term(name, leaves[3]), causal=causal, return_lse=True, backend="hopper"
+    )
+    ours = [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)]
+    names = ("o", "lse", "dq", "dk", "dv", "d" + name)
+    errors, yardsticks = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    wrong: dict[str, list[Any]] = {what: [] for what in names}
+    for h in range(heads):
+        head = slice(h, h + 1)
+        inputs = [x[:, head] for x in (q, k, v)] + [trained[..., head], do[:, head]]
+        exact = unfused(*(x.double() for x in inputs), name, causal)
+        other = unfused(*inputs, name, causal)
+        for i, what in enumerate(names):
+            mine = ours[i][..., head] if i == 5 else ours[i][:, head]
+            error, yardstick = ((x.double() - exact[i]).abs() for x in (mine, other[i]))
+            error = error.nan_to_num(float("inf"))
+            errors[what] = max(errors[what], float(error.max()))
+            least = 1e-6 * float(exact[i].abs().max())
+            yardsticks[what] = max(yardsticks[what], float(yardstick.max()), least)
+            if i < 5:
+                far = error > 2 * max(float(yardstick.max()), least)
+                far = far if i == 1 else far.any(-1)
+                wrong[what] += sorted({(int(b), h, int(r) // 64 * 64) for b, _, r in far.nonzero().tolist()})
+    told = "  ".join(f"{what} {errors[what] / yardsticks[what]:.2f}" for what in names)
+    print(f"S={length:5d} {'causal' if causal else 'full':6s} {name:6s} error by torch's: {told}", flush=True)
+    for what in names:
+        if errors[what] > 2 * yardsticks[what]:
+            print(f"    WRONG {what}, in (batch element, head, from row) {wrong[what][:24]}", flush=True)
 
 
 FORMS = {
@@ -109,8 +165,15 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--check", type=int, nargs="*", metavar="LENGTH")
     parser.add_argument("--seconds", type=float, default=0.04)
     options = parser.parse_args()
+    for length in options.check or (2048,):
+        for name in ("t5", "alibi"):
+            for causal in (False, *[True] * options.causal):
+                check(name, length, causal)
+    if options.check is not None:
+        return
     clock = Clock(torch.device("cuda"), options.seconds)
     found = calibrate(clock, ["bfloat16"])
     product, copy = found.matmul_flops["bfloat16"], found.copy_bytes_per_second

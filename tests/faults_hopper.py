@@ -22,6 +22,32 @@ HOPPER = [
         "test_hopper_toeplitz.py::test_diagonals_of_near_tiles",
     ),
     Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "+ gl.zeros_like(x).to(gl.int32) >= 8",
+        "+ gl.zeros_like(x).to(gl.int32) > 8",
+        "dS of a diagonal that begins where another ends goes to that one",
+        "test_hopper_toeplitz.py::test_diagonals_of_near_tiles",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_tiles.py", "low = (slope - high) - middle", "low = 0.0 * slope",
+        "a slope loses a third of its bits",
+        "test_hopper_toeplitz.py::test_a_tile_on_a_line",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_tiles.py", "entry += step", "entry += 1",
+        "a transposed tile takes two entries in the wrong order",
+        "test_hopper_toeplitz.py::test_words_in_memory",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "return -slope * tl.arange", "return slope * tl.arange",
+        "probabilities of queries on a line change along a tile the other way",
+        "test_hopper_toeplitz.py::test_the_lse_of_far_tiles",
+    ),
+    Fault(
+        "backends/gluon/sm90/toeplitz_gradient.py", "return total, 4.0 * fours", "return total, 2.0 * fours",
+        "what is summed up on a line has half of the distance between its first and its last queries",
+        "test_hopper_toeplitz.py::test_sums_of_far_tiles",
+    ),
+    Fault(
         "backends/gluon/sm90/toeplitz_gradient.py", "gl.where(m >= near_end, tiles", "gl.where(m > near_end, tiles",
         "the first tile of queries below the near distances takes the LSE of those above",
         "test_hopper_toeplitz.py::test_the_backwards_loops",

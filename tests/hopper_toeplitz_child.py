@@ -88,8 +88,8 @@ def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
     return aot_child._codes(config.SHARED_MEMORY)
 
 
-def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
-    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf."""
+def drawn(M: int, N: int, causal: bool, linear: bool = False) -> tuple[Problem, Inputs]:
+    """Small, of float16; beyond the distances -3 and 5 a number each, of which one is -inf, or a line each."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -100,9 +100,12 @@ def drawn(M: int, N: int, causal: bool) -> tuple[Problem, Inputs]:
     distance = torch.arange(1 - M, N)
     below, above = vector[..., distance <= -3][..., :1], vector[..., distance >= 5][..., :1]
     below[:, 2] = -torch.inf
+    if linear:
+        below = below.nan_to_num(0, 0, 0) + 0.25 * (distance + 3)
+        above = above - 0.5 * (distance - 5)
     vector = torch.where(distance <= -3, below, torch.where(distance >= 5, above, vector))
     inputs = Inputs(q, k, v, None, None, None, Parts(toeplitz=vector))
-    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5))
+    score = Score(0.3, None, Band.aligned(causal, None, N - M), toeplitz=Far(-3, 5, linear))
     return Problem.of(*inputs, score, part_grads=("toeplitz",)), inputs
 
 
@@ -120,24 +123,24 @@ def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)[:2]
 
 
-def words_in_memory(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def words_in_memory(scale: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """A vector (2, 3, 1, 700), of strides of its own, what `pairs_kernel` makes of it, (6, width, 2), a gradient."""
     from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 
     problem, _ = drawn(40, 40, False)
     vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
     vector[0, 1, 0, :4] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38])
-    pairs = Pairs(problem, vector, 1 / scale)
+    pairs = Pairs(problem, vector, 1 / scale, step)
     gradient = torch.full((2, 3, 1, pairs.empty().shape[1]), torch.nan)
     words = pairs(vector, gradient)
     return vector.contiguous(), words.view(torch.float32).view(6, -1, 2), gradient
 
 
-def far_stats(causal: bool) -> tuple[Any, ...]:
+def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
     """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
     from tilewise.backends.gluon.sm90.backward_launch import Backward
 
-    problem, inputs = drawn(300, 900, causal)
+    problem, inputs = drawn(300, 900, causal, linear)
     lse = torch.randn(2, 4, 300)
     lse[1, 1, 7] = -torch.inf
     outputs = Outputs(inputs.q, lse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -13,6 +14,7 @@ import hopper_toeplitz_child
 import pytest
 import torch
 
+from tilewise.backends import Needs, Outputs
 from tilewise.problem import Operand, PartOperands, Problem
 from tilewise.score import tiles
 from tilewise.score.terms import Band, Far, Score
@@ -115,6 +117,7 @@ def plain(monkeypatch):
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile)
     gl.zeros_like, gl.exp2, gl.float32 = torch.zeros_like, torch.exp2, FLOAT
     gl.sum = lambda x, axis: x.sum(axis)
+    gl.broadcast = lambda x, y: [t.as_subclass(Tile) for t in torch.broadcast_tensors(x, y)]
     for module in (tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score):
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
@@ -123,8 +126,9 @@ def plain(monkeypatch):
     monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
     functions = {
         tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
-        toeplitz_tiles: "first_not_above first_below near_start far_start diagonal_of words",
-        toeplitz_gradient: "near_queries place_of_lse on_line of_thread summed _halves _whole _one_on _places",
+        toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words",
+        toeplitz_gradient: "near_queries place_of_lse on_line of_thread of_thread_by_distance by_places summed "
+        "_like _halves _halves_of_places _whole _one_on _turned _goes_around _of_neighbours _shared _exchanged _index",
     }
     for module, names in functions.items():
         for name in names.split():
@@ -156,7 +160,14 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     p = replace(p, head_dim=dim, value_dim=dim)
     terms, sizes, c = forward_arguments(p)
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
-    for name in (*names.split(), "fence_async_shared", "warp_scheduler_barrier_arrive", "diagonal_of", "skip_tile"):
+    for name in (
+        *names.split(),
+        "fence_async_shared",
+        "warp_scheduler_barrier_arrive",
+        "diagonal_of",
+        "skip_tile",
+        "prefetch_near",
+    ):
         monkeypatch.setattr(forward_kernel, name, MagicMock())
     monkeypatch.setattr(forward_kernel, "warpgroup_mma_wait", lambda *_, deps: deps)
     monkeypatch.setattr(forward_kernel, "next_tile_index", lambda tile_index, *_: tile_index + 1)
@@ -207,8 +218,7 @@ def test_the_backwards_loops(p, dim):
             if (c.FAR_LO, c.FAR_HI) == (True, True):
                 assert found == side
             at = toeplitz_gradient.place_of_lse(100, m, begin, end, sizes, c)
-            moves = c.TOEPLITZ == "number" and found != 0
-            assert at == 100 + moves * (stride + (found == 1) * c.BLOCK_M)
+            assert at == 100 + (found != 0) * (stride + (found == 1) * c.BLOCK_M)
 
 
 # --- what becomes of a tile ---
@@ -224,11 +234,11 @@ class Memory:
         return Memory(self.vector, self.at + offset)
 
 
-def words_of(vector, M, N):
-    """As `pairs_kernel` writes them: an entry and the next."""
+def words_of(vector, step):
+    """As `pairs_kernel` writes them: an entry and the next, or the one before."""
     pad = toeplitz_tiles.PAD
-    wide = torch.nn.functional.pad(vector, (pad, pad + 1))
-    return torch.stack([wide[:-1], wide[1:]], -1)
+    wide = torch.nn.functional.pad(vector, (pad, pad))
+    return torch.stack([wide, wide.roll(-step)], -1)
 
 
 def bias_of(vector, M, N):
@@ -238,63 +248,127 @@ def bias_of(vector, M, N):
 def test_the_entries_of_a_tile(monkeypatch):
     M, N = 300, 500
     vector = torch.randint(1, 999, (M + N - 1,)).float()
-    whole, words = bias_of(vector, M, N), words_of(vector, M, N)
+    whole = bias_of(vector, M, N)
     gl = toeplitz_tiles.gl
     gl.load = lambda at: at.vector[at.at]
     gl.inline_asm_elementwise = lambda asm, constraints, args, **_: (args[0][..., 0], args[0][..., 1])
     sizes = SimpleNamespace(queries=M, keys=N)
     c = SimpleNamespace(TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False, BLOCK_N=128, SUBTILE_M=64, WARPS=8)
-    diagonal = toeplitz_tiles.diagonal_of(Memory(words), 0, 0, 1, sizes, c)
+    diagonal, before = (
+        toeplitz_tiles.diagonal_of(Memory(words_of(vector, step)), 0, 0, 1, sizes, c) for step in (1, -1)
+    )
     for row, n0 in itertools.product(range(0, M, 64), range(0, N, 128)):
         expected = whole[row : row + 64, n0 : n0 + 128]
         found = toeplitz_tiles.near_start(diagonal, row, n0, c)
         assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
         like = torch.zeros(128, 64).as_subclass(Tile)
-        found = toeplitz_tiles.words(diagonal, n0 - row, like, True).T
-        assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
+        for at, step in ((before, -1), (diagonal, 1)):
+            found = toeplitz_tiles.words(at, n0 - row, like, True, step).T
+            assert torch.equal(found[: expected.shape[0], : expected.shape[1]], expected)
 
 
-def test_a_tile_on_a_line():
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_order_of_the_backwards_words(monkeypatch, grad):
+    """That in which its kernel takes them: a product that comes ahead has a tile's first subtile added, as they lie."""
+    monkeypatch.setattr(toeplitz_tiles, "PAD", SimpleNamespace(value=toeplitz_tiles.PAD))
+    problem, inputs = hopper_toeplitz_child.call(hopper_toeplitz_child.Toeplitz(grad=grad))
+    outputs = Outputs(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3], device="meta"))
+    run = backward_launch.Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=grad))
+    taken = []
+    monkeypatch.setattr(
+        toeplitz_gradient, "words", lambda diagonal, corner, like, keys_in_rows, step: taken.append(step)
+    )
+    c = numbers(backward_launch._compiled(problem, config.backward_config(problem), 64, False))
+    toeplitz_gradient.start_of_words.fn(None, 0, c)
+    assert taken == [run.pairs.step] == [-1 if grad else 1]
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)])
+def test_what_is_asked_for_ahead(kinds):
+    """Of entries that near tiles read, those next to each far side, of the vector and no others."""
+    M, N, asked = 900, 700, []
+    gl, sizes = toeplitz_tiles.gl, SimpleNamespace(queries=M, keys=N)
+    gl.maximum, gl.minimum = (lambda x, y: x.clamp(min=y)), (lambda x, y: x.clamp(max=y))
+    gl.inline_asm_elementwise = lambda asm, constraints, args, **_: asked.append(args[0].at)
+    c = SimpleNamespace(FAR_LO=kinds[0], FAR_HI=kinds[1], BLOCK_N=128)
+    terms = SimpleNamespace(far_lo=-94, far_hi=94 if kinds[1] else N)
+    for warps in (4, 8):
+        toeplitz_tiles.prefetch_near.fn(Memory(None), 64, warps, terms, sizes, c)
+        found = asked.pop()
+        assert len(found) == 32 * warps
+        assert found.min() >= 1 - M
+        assert found.max() <= N - 1
+        near = torch.arange(-94 - 190, 95 + 190)
+        assert ((near[:, None] - found).abs().amin(1) <= 32 // warps).all()
+
+
+def test_a_tile_on_a_line(monkeypatch):
     c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
     line = toeplitz_tiles.Line(torch.tensor(3.0).as_subclass(Tile), torch.tensor(0.5).as_subclass(Tile), -20)
     distance = torch.arange(128) + 256 - (torch.arange(64)[:, None] + 640)
     expected = 3.0 + 0.5 * (distance + 20)
-    toeplitz_tiles.gl.float32 = FLOAT
-    start, shift = toeplitz_tiles.far_start(line, torch.tensor(640).as_subclass(Tile), 256, c)
+    gl, kept = toeplitz_tiles.gl, SimpleNamespace()
+    gl.float32, gl.bfloat16, gl.allocate_shared_memory = FLOAT, BRAIN, lambda *_: kept
+    kept.store = lambda x: setattr(kept, "permute", x.permute)
+    columns = toeplitz_tiles.new_columns.fn(c)
+    monkeypatch.setattr(
+        toeplitz_tiles, "warpgroup_mma", lambda a, b, start, use_acc, is_async: start + a.float() @ b.float()
+    )
+    for slope in (0.5, -math.pi / 3, 1e-3):
+        sloping = line._replace(slope=torch.tensor(slope).as_subclass(Tile))
+        start = torch.Tensor(toeplitz_tiles.far_start(sloping, columns, c))
+        torch.testing.assert_close(start, (slope * torch.arange(128)).expand(64, -1), rtol=2e-7, atol=0)
+    start = toeplitz_tiles.far_start(line, columns, c)
+    shift = toeplitz_tiles.far_shift(line, torch.tensor(640).as_subclass(Tile), 256, c)
     torch.testing.assert_close(torch.Tensor(start + shift[:, None]), expected, check_dtype=False)
+    # The second subtile of a tile, whose LSE has what belongs to its queries.
     terms, s = SimpleNamespace(exponent=0.7), torch.randn(128, 64).as_subclass(Tile)
     lse = torch.randn(64) - 60
-    corner = torch.tensor(256 - 640).as_subclass(Tile)
-    p = toeplitz_gradient.on_line(s, lse.as_subclass(Tile), (line, None), corner, terms, c)
+    corner = torch.tensor(256 - (640 - 64)).as_subclass(Tile)
+    known = (lse + 0.7 * 0.5 * (torch.arange(64) + 64)).as_subclass(Tile)
+    p = toeplitz_gradient.on_line(s, known, (line, None), corner, terms, c)
     torch.testing.assert_close(torch.Tensor(p).T, torch.exp2((torch.Tensor(s).T + expected) * 0.7 - lse[:, None]))
 
 
 def test_sums_of_far_tiles():
     c = SimpleNamespace(TOEPLITZ="line", BLOCK_N=128, SUBTILE_M=64, WARPS=8)
     ds = torch.randint(-9, 9, (128, 64)).float()
-    none = torch.zeros(8, 8, 4)
+    none = torch.zeros(8, 8, 4).as_subclass(Tile)
     line = toeplitz_tiles.Line(None, None, -100)
     sums = toeplitz_gradient.FarSums(none, none)
     sums = toeplitz_gradient.summed(sums, ds.as_subclass(Tile), (line, None), -300, c)
     distance = -300 + torch.arange(128)[:, None] - torch.arange(64)
     assert sums.total.sum() == ds.sum()
     assert sums.weighted.sum() == (ds * (distance + 100)).sum()
+    of_lanes = (ds * (distance + 100)).view(8, 2, 8, 8, 4, 2).sum((1, 3, 5))  # what each thread has of it
+    assert torch.equal(torch.Tensor(sums.weighted), of_lanes)
 
 
-def test_diagonals_of_near_tiles():
+def from_lane(x, lane):
+    """Of [w, g, n, t, ...], whose elements of one warp are those of equal w and one n, four threads a g."""
+    index = torch.meshgrid(*(torch.arange(size) for size in x.shape), indexing="ij")
+    return torch.Tensor(x)[(index[0], lane // 4, index[2], lane % 4, *index[4:])].as_subclass(Tile)
+
+
+def test_diagonals_of_near_tiles(monkeypatch):
     M, N, pad = 256, 384, toeplitz_tiles.PAD
     found, ds = torch.zeros(M + N - 1 + 2 * pad), torch.randint(-9, 9, (M, N)).float()
+    monkeypatch.setattr(toeplitz_gradient, "_from_lane", from_lane)
+    gl, added = toeplitz_gradient.gl, []
 
-    def add(at, x, **_):
-        index, x = torch.broadcast_tensors(torch.as_tensor(at.at), x)
-        found.index_add_(0, index.reshape(-1), torch.Tensor(x).reshape(-1))
+    def add(at, x, mask=True, **_):
+        index, x, mask = torch.broadcast_tensors(torch.as_tensor(at.at), x, torch.as_tensor(mask))
+        index, mask = index.reshape(-1), mask.reshape(-1)
+        found.index_add_(0, index[mask], torch.Tensor(x).reshape(-1)[mask])
+        added.append(int(mask.sum()))
 
-    toeplitz_gradient.gl.atomic_add = add
+    gl.atomic_add, gl.static_range, gl.int32 = add, range, torch.int32
     sizes = SimpleNamespace(queries=M, keys=N, kv_heads=1, group=1)
     c = SimpleNamespace(TOEPLITZ_GROUP=1, TOEPLITZ_BATCH=False)
     for row, n0 in itertools.product(range(0, M, 64), range(0, N, 128)):
         tile = ds[row : row + 64, n0 : n0 + 128].T.clone().as_subclass(Tile)
         toeplitz_gradient.add_diagonals.fn(tile, Memory(found), 0, 0, n0 - row, sizes, c)
+    assert sum(added) == (M // 64) * (N // 128) * 8 * 80, "one for each distance of a warp, and one more"
     expected = torch.zeros(M + N - 1)
     index = torch.arange(N) - torch.arange(M)[:, None] + M - 1
     expected.index_add_(0, index.reshape(-1), ds.reshape(-1))
@@ -306,31 +380,36 @@ def test_diagonals_of_near_tiles():
 # --- kernels in Triton ---
 
 
-def test_words_in_memory(interpreter):
+@pytest.mark.parametrize("step", [1, -1])
+def test_words_in_memory(interpreter, step):
     """A finite entry stays finite in the units of the scores, whatever the strides of the vector; and the gradient that
     comes along is 0 all over."""
-    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25)
+    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25, step)
     pad = toeplitz_tiles.PAD
     low, high = words[..., 0], words[..., 1]
     assert torch.equal(low[:, pad:-pad], (vector[:, :, 0] * 4).clamp(-3.4028234663852886e38, 3.4028234663852886e38)
                        .where(vector[:, :, 0].isfinite(), vector[:, :, 0]).flatten(0, 1))  # fmt: skip
-    assert torch.equal(low[:, 1:], high[:, :-1])
+    assert torch.equal(low[:, 1:], high[:, :-1]) if step == 1 else torch.equal(low[:, :-1], high[:, 1:])
     assert not low[:, :pad].any()
     assert not low[:, -pad:].any()
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_lse_of_far_tiles(interpreter, causal):
-    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal)
+def test_the_lse_of_far_tiles(interpreter, causal, linear):
+    """A number is taken out of it; of a line, whose slopes are 1/4 and -1/2, what queries have."""
+    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal, linear)
     B, H, M = lse.shape
     rows = -(-M // block)
     tiles_of = stats.view(2, B, H, rows, 2, block)[1].movedim(3, 0).reshape(2, B, H, rows * block)[..., :M]
-    for found, number in zip(tiles_of, (below, above), strict=True):
-        if causal and number is above:
+    if linear:
+        below, above = (-slope * (torch.arange(M) % block) for slope in (0.25, -0.5))
+    for found, less in zip(tiles_of, (below, above), strict=True):
+        if causal and less is above:
             continue
-        expected = (lse - number) * 1.4426950408889634
-        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf))
+        expected = (lse - less) * 1.4426950408889634
+        torch.testing.assert_close(found, expected.masked_fill(lse == -torch.inf, torch.inf), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("M", "N", "causal"), [(130, 90, False), (70, 130, True)])

@@ -14,13 +14,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 CAUSAL = Toeplitz(causal=True)
 ALIBI = Toeplitz(linear=True, far=0)
 # Triton, call, wgmma of the forward kernel, bytes that may spill. Tiles above, near and below have a loop each, and the
-# first one is apart; with a causal mask so are those that it cuts, and nothing lies above.
+# first one is apart; with a causal mask so are those that it cuts, and nothing lies above. Far tiles on a line begin
+# with a product more.
 FORWARDS = [
     ("3.6.0", Toeplitz(), 3 * (4 + 8) * 4, 0),
     ("installed", Toeplitz(), 3 * (4 + 8) * 4, 0),
     ("3.6.0", CAUSAL, 3 * (4 + 8) * 4, 56),
-    ("3.6.0", ALIBI, 3 * (4 + 8) * 4, 48),
-    ("3.6.0", ALIBI._replace(causal=True), 3 * (4 + 8) * 4, 96),
+    ("3.6.0", ALIBI, 3 * ((4 + 8) * 4 + 2), 244),  # in loops one
+    ("3.6.0", ALIBI._replace(causal=True), 3 * ((4 + 8) * 4 + 1), 96),
     ("3.6.0", Toeplitz(D=128), 2 * (8 + 8) * 4, 0),
     ("3.6.0", Toeplitz(masked=True), 2 * (4 + 8) * 2, 0),
     ("3.6.0", Toeplitz(dropout=6554), 2 * (4 + 8) * 4, 0),
@@ -59,6 +60,6 @@ def test_forward(compilers, triton, x, designed, spilled):
 @pytest.mark.parametrize(("triton", "x", "designed", "spilled"), by_triton(BACKWARDS), ids=str)
 def test_backward(compilers, triton, x, designed, spilled):
     codes = compilers.compile(compile_toeplitz, triton, 90, x, True)
-    names = ["pairs_kernel", *(["far_stats_kernel"] * (not x.linear)), "preprocess_kernel", "backward_kernel"]
-    assert [code.kernel.name for code in codes] == [*names, "postprocess_kernel"]
+    names = ["pairs_kernel", "far_stats_kernel", "preprocess_kernel", "backward_kernel", "postprocess_kernel"]
+    assert [code.kernel.name for code in codes] == names
     held(codes, designed, spilled)

@@ -91,7 +91,7 @@ from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     start_of_words,
     summed,
 )
-from tilewise.backends.gluon.sm90.toeplitz_tiles import diagonal_of
+from tilewise.backends.gluon.sm90.toeplitz_tiles import diagonal_of, prefetch_near
 from tilewise.backends.gluon.sm90.toeplitz_tiles import words as toeplitz_words
 from tilewise.backends.gluon.sm90.wgmma import accumulator, tile_layout
 from tilewise.backends.gluon.tile_scheduler import next_tile_index
@@ -210,7 +210,7 @@ def process_query_tile(
     # QK of the first subtile, unless it came ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
     if READS and c.AHEAD:
-        s += toeplitz_words(toeplitz, corner, s, True)
+        s += toeplitz_words(toeplitz, corner, s, True, 1)
         border(steps)
     if not c.AHEAD:
         if c.BIAS != "matrix":
@@ -234,7 +234,7 @@ def process_query_tile(
 
         # softmax, under dP
         if c.TOEPLITZ == "line" and not NEAR:
-            p, slope = on_line(s, lse, toeplitz, corner - i * c.SUBTILE_M, terms, c), 1.0
+            p, slope = on_line(s, lse, toeplitz, corner, terms, c), 1.0
         else:
             p, slope = probabilities(s, start, lse, shared, terms, c)
         p = visible(p, rows.bits, slot, kind, work_tile, m0 + i * c.SUBTILE_M, terms, sizes, c)
@@ -418,6 +418,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         if c.TOEPLITZ != "none":
             near_begin, near_end = near_queries(work_tile, terms, c)
             diagonal = diagonal_of(x.bias, work_tile.b, h, sizes.kv_heads * sizes.group, sizes, c)
+            if c.FAR_LO or c.FAR_HI:
+                prefetch_near(diagonal, c.BLOCK_M, c.WARPS, terms, sizes, c)
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             begin = 0
             for part in gl.static_range(3):  # what lies below, then near, then above

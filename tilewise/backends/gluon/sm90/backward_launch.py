@@ -156,7 +156,7 @@ class Backward:
         rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
         self.pairs = None
         if toeplitz is not None:
-            self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale)
+            self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
             self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         self.before = Launch(

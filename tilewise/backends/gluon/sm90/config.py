@@ -309,7 +309,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile
     # a quarter; a softcap or a bias of the keys would spill (H200).
-    # A Toeplitz bias, in loops of its own, needs what registers the next K·Qᵀ and K would have.
+    # A Toeplitz bias, in loops of its own, needs what registers the next K·Qᵀ would have, and but for subtiles K.
     far = problem.score.toeplitz
     diagonals = problem.parts is not None and far is not None and ("toeplitz" in problem.parts.grads or far.linear)
     tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys or words)
@@ -327,7 +327,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), m_subtiles=2 if tall else 1,
         # Worth 3 % at 128 and at 64 in subtiles; beside a bias tile it would spill there (H200).
         peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
-        k_in_registers=(d64 and not diagonals) or (d == 32 and bias is None and not masked),
+        k_in_registers=(d64 and (tall or not diagonals)) or (d == 32 and bias is None and not masked),
         v_in_registers=d64 and not tall and not diagonals and (programs == 2 or not along_keys),
         key_stages=1 if d == 128 or tile else 2, dq_stored=single and d != 32,
         dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
