@@ -124,7 +124,7 @@ def plain(monkeypatch):
         for module, names in (
             (relative, ("range_state", "column_of", "in_range")),
             (tile_scheduler, ("work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
-            (bias_tiles, ("first_below_range", "without_range", "bias_box")),
+            (bias_tiles, ("first_below_range", "first_not_inside", "without_range", "bias_box")),
         )
         for name in names
     }
@@ -173,11 +173,8 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
     terms, sizes, c = forward_arguments(p)
     ranged = c.RANGE_LO or c.RANGE_HI
-    filled, events, visited = (
-        [],
-        [],
-        [],
-    )  # where each slot's tile comes from, None for O's; what is taken and given back
+    filled, events = [], []  # where each slot's tile comes from, None for O's; what is taken and given back
+    visited = []
     for module in (bias_tiles, forward_kernel):
         monkeypatch.setattr(module, "next_tile_index", lambda tile_index, *_: tile_index + 1)
     for name in ("slot_of", "use_of"):
@@ -197,12 +194,14 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
         if not ranged:
             events.extend([("take", step, "skipped"), ("release", step)])
 
-    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, BIASED, toeplitz):
+    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz):
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         found = relative.range_state(row, 64, n0, c.BLOCK_N, terms) if ranged else distances_of.CUT
         assert BAND or not entry.partial
-        assert BIASED or found == distances_of.BELOW
+        assert RANGE != "outside" or found == distances_of.BELOW
+        assert RANGE != "inside" or found == distances_of.INSIDE
+        assert RANGE == "inside" or not c.SORTED or FIRST or (BAND and c.PEELED) or found != distances_of.INSIDE
         visited.append((tile.b, tile.h, row, n0))
         nth = state.taken if ranged or c.O_IN_BIAS else step
         if found >= distances_of.CUT:
