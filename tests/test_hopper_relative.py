@@ -25,6 +25,7 @@ if importlib.util.find_spec("triton") is None:
 from tilewise.backends.gluon import packed, packed_values, relative, score, tile_scheduler, values
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.gluon.sm90 import (
+    backward_kernel,
     backward_launch,
     backward_scheduler,
     bias_tiles,
@@ -112,7 +113,16 @@ def plain(monkeypatch):
     gl.convert_layout = lambda x, layout, assert_trivial: x
     gl.to_tensor = gl.cast = lambda x, *_: x
     gl.program_id = lambda axis: 0
-    modules = (relative, tile_scheduler, backward_scheduler, bias_tiles, forward_kernel, range_tiles, score)
+    modules = (
+        relative,
+        tile_scheduler,
+        backward_kernel,
+        backward_scheduler,
+        bias_tiles,
+        forward_kernel,
+        range_tiles,
+        score,
+    )
     for module in modules:
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
@@ -140,7 +150,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(relative, "first_column", packed_values.first_column.fn)
     for name in ("FRONT", "STEP"):
         monkeypatch.setattr(packed_values, name, getattr(packed_values, name).value)
-    for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state"):
+    for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state", "end_of_range"):
         monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
     for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
@@ -271,6 +281,57 @@ def test_the_backward_knows_the_tile_that_follows(p, dim):
             found = range_tiles.tile_state(work.n0 - m * c.BLOCK_M, terms, c) if c.RANGE_LO or c.RANGE_HI else 2
             kind, seen = kinds(p, slice(m * c.BLOCK_M, (m + 1) * c.BLOCK_M), slice(work.n0, work.n0 + c.BLOCK_N))
             assert found >= distances_of.CUT or kind == "zero" or not seen
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+def test_the_backwards_loops(monkeypatch, p, dim):
+    """Each tile once, of each head; a loop that knows how its tiles lie to the range is right, and each tile that has a
+    bias starts from its own, as it lies to the range."""
+    few = PartOperands(query=Operand(BRAIN, 1, 2, p.queries, p.score.query.count))
+    p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
+    terms, sizes, c = backward_arguments(p)
+    names = "accumulator slot_of use_of wait_full warps_barrier operand counters_at signal_stored wait_zeroed sums_of"
+    for name in (*names.split(), "fence_async_shared", "drop_what_is_not_finite"):
+        monkeypatch.setattr(backward_kernel, name, MagicMock())
+    for name in ("entry_at", "tile_list_of"):
+        monkeypatch.setattr(backward_kernel, name, getattr(backward_scheduler, name).fn)
+    for name in ("corner_of", "next_corner", "end_of_range"):
+        monkeypatch.setattr(backward_kernel, name, getattr(range_tiles, name))
+    monkeypatch.setattr(backward_kernel, "ABSENT", 0)
+
+    def start(step, corner, how="any"):
+        return step, corner, how
+
+    def process_query_tile(
+        state, x, rows, dq_ring, shared, words, step, steps, work, h, m, kind, terms, sizes, c, *_, RANGE="any"
+    ):
+        corner = work.n0 - m * c.BLOCK_M
+        found = range_tiles.tile_state(corner, terms, c) if c.RANGE_LO or c.RANGE_HI else distances_of.INSIDE
+        visited.append((h, m))
+        assert (kind != 0) == (m < work.full_begin or m >= work.full_end)
+        if RANGE == "outside":
+            assert found == distances_of.BELOW
+            assert state.start == 0
+            return state
+        assert state.start[:2] == (step, corner)
+        assert state.start[2] == "any" or found >= distances_of.CUT
+        assert RANGE == "any" or found >= distances_of.CUT
+        return state._replace(start=start(step + 1, range_tiles.next_corner(m, work, c), RANGE))
+
+    first_start_of = MagicMock(side_effect=lambda rows, step, needed, corner, *_: start(step, corner))
+    monkeypatch.setattr(backward_kernel, "first_start_of", first_start_of)
+    monkeypatch.setattr(backward_kernel, "process_query_tile", process_query_tile)
+    monkeypatch.setattr(backward_kernel, "begin_ahead", MagicMock())
+    for program in range(sizes.key_tiles):
+        work = backward_scheduler.work_tile_of.fn(program, 0, terms, sizes, c)
+        monkeypatch.setattr(backward_kernel, "work_tile_at", lambda *_, work=work: work)
+        visited, x = [], SimpleNamespace(k=MagicMock(), seed=None, tile_list=None)
+        steps = backward_kernel.differentiate.fn(
+            program, 0, 5, x, None, None, None, None, MagicMock(), None, terms, sizes, c
+        )
+        assert visited == [(h, m) for h in range(2) for m in reversed(range(work.begin, work.end))]
+        assert steps == 5 + len(visited)
 
 
 # --- what becomes of a tile ---

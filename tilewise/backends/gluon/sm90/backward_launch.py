@@ -411,7 +411,9 @@ def _hides_end(problem: Problem, config: BackwardConfig) -> bool:
 
 
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
-    bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
+    bias, mask, axes, band = problem.bias, problem.mask, bias_axes(problem), problem.score.band
+    range_ = range_constants(problem)
+    ranged = range_["RANGE_LO"] and not range_["RANGE_HI"]
     values = BackwardConstants(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -436,7 +438,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
-        **range_constants(problem),
+        **range_,
+        SORTED=ranged and config.peeled and not config.ahead and config.m_subtiles == 1 and band.lo is None,
         **toeplitz_constants(problem, 2 * config.block_m),
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,

@@ -19,6 +19,8 @@ from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.relative import CUT, INSIDE, column_of, in_range, range_state, reach, state
 
+ANY = gl.constexpr("any")  # how a tile lies to the range, see `backward_kernel.process_query_tile`
+
 
 @gluon.jit
 def corner_of(m, work_tile, c):
@@ -37,6 +39,13 @@ def next_corner(m, work_tile, c):
     """Of the tile of queries that follows the ``m``-th, of this query head or the next."""
     following = gl.where(m > work_tile.begin, m - 1, work_tile.end - 1)
     return corner_of(following, work_tile, c)
+
+
+@gluon.jit
+def end_of_range(work_tile, terms, c):
+    """The tile of queries from which on all distances of a tile of keys lie below the range."""
+    most = work_tile.n0 - work_tile.seq.diagonal + c.BLOCK_N - 1
+    return gl.maximum(most - terms.range_lo + c.BLOCK_M, 0) // c.BLOCK_M
 
 
 @gluon.jit
