@@ -112,7 +112,7 @@ def plain(monkeypatch):
     gl.arange = lambda start, end, layout: torch.arange(start, end).as_subclass(Tile)
     gl.convert_layout = lambda x, layout, assert_trivial: x
     gl.to_tensor = gl.cast = lambda x, *_: x
-    gl.program_id = lambda axis: 0
+    gl.program_id, gl.static_range = lambda axis: 0, range
     modules = (
         relative,
         tile_scheduler,
@@ -150,7 +150,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(relative, "first_column", packed_values.first_column.fn)
     for name in ("FRONT", "STEP"):
         monkeypatch.setattr(packed_values, name, getattr(packed_values, name).value)
-    for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state", "end_of_range"):
+    for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state"):
         monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
     for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
@@ -296,8 +296,10 @@ def test_the_backwards_loops(monkeypatch, p, dim):
         monkeypatch.setattr(backward_kernel, name, MagicMock())
     for name in ("entry_at", "tile_list_of"):
         monkeypatch.setattr(backward_kernel, name, getattr(backward_scheduler, name).fn)
-    for name in ("corner_of", "next_corner", "end_of_range"):
+    for name in ("corner_of", "next_corner"):
         monkeypatch.setattr(backward_kernel, name, getattr(range_tiles, name))
+    monkeypatch.setattr(backward_kernel, "begin_of_part", range_tiles.begin_of_part.fn)
+    monkeypatch.setattr(backward_kernel, "part_name", range_tiles.part_name.fn)
     monkeypatch.setattr(backward_kernel, "ABSENT", 0)
 
     def start(step, corner, how="any"):
@@ -315,8 +317,11 @@ def test_the_backwards_loops(monkeypatch, p, dim):
             assert state.start == 0
             return state
         assert state.start[:2] == (step, corner)
-        assert state.start[2] == "any" or found >= distances_of.CUT
-        assert RANGE == "any" or found >= distances_of.CUT
+        for how in (state.start[2], RANGE):
+            assert found >= {"any": 0, "near": distances_of.CUT, "inside": distances_of.INSIDE}[how]
+        if RANGE == "inside":  # its dS is stored as a whole
+            assert range_tiles.gradient_state(corner, terms, c) == distances_of.INSIDE
+        assert kind or not c.SORTED or {0: "outside", 2: "near", 3: "inside"}[found] == RANGE
         return state._replace(start=start(step + 1, range_tiles.next_corner(m, work, c), RANGE))
 
     first_start_of = MagicMock(side_effect=lambda rows, step, needed, corner, *_: start(step, corner))

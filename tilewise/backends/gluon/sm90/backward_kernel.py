@@ -79,7 +79,15 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
 )
 from tilewise.backends.gluon.sm90.mask_tiles import drop_what_is_not_finite, visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
-from tilewise.backends.gluon.sm90.range_tiles import ANY, corner_of, end_of_range, keep_entries, let_out, next_corner
+from tilewise.backends.gluon.sm90.range_tiles import (
+    ANY,
+    begin_of_part,
+    corner_of,
+    keep_entries,
+    let_out,
+    next_corner,
+    part_name,
+)
 from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     add_diagonals,
     add_sums,
@@ -169,8 +177,7 @@ def process_query_tile(
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
 
     words: the `Stream` of dropout, or None. toeplitz: of such a bias, NEAR its `diagonal_of`, else its `far_line`.
-    RANGE: how this tile and the next lie to the distances with an entry, where the loop knows: "outside", so that
-    neither has a bias, or "near", so that both have some; else "any".
+    RANGE: see `range_tiles.part_name`.
 
     Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
     dK under dS of the second.
@@ -279,7 +286,7 @@ def process_query_tile(
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
-        if ADDS:
+        if ADDS and RANGE != "inside":
             keep_entries(ds, rows.bias, corner, i, terms, c)
         ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
         if c.LANES > 1:
@@ -312,7 +319,7 @@ def process_query_tile(
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
     elif ADDS:
-        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m, work_tile, terms, c)
+        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m, work_tile, terms, c, RANGE)
 
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_dq(ds_queries, shared, 0, c)
@@ -455,28 +462,24 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                         state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
                     )
                     step += 1
-            full_end = work_tile.full_end
-            if c.SORTED:  # the queries that no key of the tile has an entry for come first, and without a bias
-                near_end = gl.minimum(gl.maximum(end_of_range(work_tile, terms, c), work_tile.full_begin), full_end)
+            end = work_tile.full_end
+            if c.SORTED:  # beside a bias by distance: the queries that are beyond all entries come first
                 state = State(state.dk, state.dv, s, ABSENT, lse, state.sums)
-                for i in range(full_end - near_end):
-                    m = full_end - 1 - i
-                    state = process_query_tile(
-                        state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c,
-                        RANGE="outside",
-                    )  # fmt: skip
-                    step += 1
-                corner = next_corner(near_end, work_tile, c)
-                start = first_start_of(rows, step, step < steps, corner, terms, c)
-                state = State(state.dk, state.dv, s, start, lse, state.sums)
-                full_end = near_end
-            for i in range(full_end - work_tile.full_begin):
-                m = full_end - 1 - i
-                state = process_query_tile(
-                    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c,
-                    RANGE="near" if c.SORTED else "any",
-                )  # fmt: skip
-                step += 1
+            for part in gl.static_range(3):
+                if part == 1 or c.SORTED:
+                    begin = begin_of_part(part, work_tile, end, terms, c)
+                    for i in range(end - begin):
+                        m = end - 1 - i
+                        state = process_query_tile(
+                            state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c,
+                            RANGE=part_name(part, c.SORTED),
+                        )  # fmt: skip
+                        step += 1
+                    end = begin
+                if part == 0 and c.SORTED:
+                    corner = next_corner(end, work_tile, c)
+                    start = first_start_of(rows, step, step < steps, corner, terms, c)
+                    state = State(state.dk, state.dv, s, start, lse, state.sums)
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
                 for i in range(work_tile.full_begin - work_tile.begin):
                     m = work_tile.full_begin - 1 - i

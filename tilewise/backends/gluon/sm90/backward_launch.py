@@ -63,7 +63,7 @@ from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
-from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
+from tilewise.backends.gluon.values import Sheared, as_matrix, ends, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided
 from tilewise.backends.protocol import Structure
@@ -410,10 +410,17 @@ def _hides_end(problem: Problem, config: BackwardConfig) -> bool:
     return _ragged(problem, config) and not band_hides_end(queries, keys, problem.score.band.hi)
 
 
+def _sorts(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether tiles of a bias by distance have a loop for each way in which they lie to its range. That has a lower end
+    alone then, so far from the band's that no tile is cut by both."""
+    found, distances, band = ends(problem), problem.score.query, problem.score.band
+    if distances is None or not found.lo or found.hi or band.lo is not None or not config.peeled or config.ahead:
+        return False
+    return band.hi is None or band.hi - distances.lo >= config.block_m + config.block_n
+
+
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
-    bias, mask, axes, band = problem.bias, problem.mask, bias_axes(problem), problem.score.band
-    range_ = range_constants(problem)
-    ranged = range_["RANGE_LO"] and not range_["RANGE_HI"]
+    bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -438,8 +445,8 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
-        **range_,
-        SORTED=ranged and config.peeled and not config.ahead and config.m_subtiles == 1 and band.lo is None,
+        **range_constants(problem),
+        SORTED=_sorts(problem, config),
         **toeplitz_constants(problem, 2 * config.block_m),
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,

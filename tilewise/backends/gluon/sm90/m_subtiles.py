@@ -43,7 +43,7 @@ def subtile_of(tile, SUBTILE: gl.constexpr, c):
 @gluon.jit
 def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.constexpr = ANY):
     """The bias of a subtile in the units of the scores, transposed. ``corner``: see `range_tiles`; RANGE: see
-    `backward_kernel.process_query_tile`."""
+    `range_tiles.part_name`."""
     if RANGE == "outside":
         return ABSENT
     elif c.BIAS == "matrix" and (c.RANGE_LO or c.RANGE_HI) and RANGE == "any":
