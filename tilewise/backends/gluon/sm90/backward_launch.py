@@ -416,6 +416,8 @@ def _sorts(problem: Problem, config: BackwardConfig) -> bool:
     found, distances, band = ends(problem), problem.score.query, problem.score.band
     if distances is None or not found.lo or found.hi or band.lo is not None or not config.peeled or config.ahead:
         return False
+    if problem.totals is not None:  # 1.5 KB of registers would spill
+        return False
     return band.hi is None or band.hi - distances.lo >= config.block_m + config.block_n
 
 
