@@ -193,7 +193,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     monkeypatch.setattr(bias_tiles, "hand_out_slot", lambda ring, n, c, warpgroup: filled.append((n, None)))
     # of what computes, all but the loops
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
-    for name in (*names.split(), "fence_async_shared", "warp_scheduler_barrier_arrive", "diagonals"):
+    for name in (*names.split(), "fence_async_shared", "warp_scheduler_barrier_arrive"):
         monkeypatch.setattr(forward_kernel, name, MagicMock())
     monkeypatch.setattr(forward_kernel, "warpgroup_mma_wait", lambda *_, deps: deps)
     monkeypatch.setattr(
@@ -228,7 +228,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     for warpgroup in range(c.WARPGROUPS):
         for found in (filled, events, visited):
             found.clear()
-        x = SimpleNamespace(sink=None, seed=None, bias=MagicMock(), q=MagicMock(), o=None)
+        x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None)
         bias_tiles.load_bias.fn(x, MagicMock(), terms, sizes, c, warpgroup)
         forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
         check_ring(filled, events, c.BIAS_STAGES)
@@ -455,26 +455,6 @@ def test_tiles_of_the_backward(interpreter, p, dim):
     assert touched.max() <= 1
     assert bool(stored) == before.isnan().any()
     assert torch.equal(sums[..., front:], scatter(by_distance, ds.nan_to_num()[None, None]))
-
-
-@pytest.mark.parametrize("dtype", [BRAIN, torch.float16], ids=str)
-def test_units_by_tensor_cores(monkeypatch, dtype):
-    """What each thread has of the second operand of `mma.m16n8k8` is one matrix, of which the two together scale by a
-    number of 16 bits and more."""
-    bits = torch.tensor([128**0.5 * 1.7]).to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
-    lanes = torch.arange(32, dtype=torch.int32)
-    monkeypatch.setattr(bias_tiles.gl, "inline_asm_elementwise", lambda *_, **__: lanes)
-    x = MagicMock()
-    x.to.return_value.to.return_value = bits
-    source = bias_tiles.on_diagonal.fn(x)
-    matrix = torch.zeros(8, 8, dtype=torch.int32)
-    for lane, word in enumerate(source.tolist()):  # as PTX has it: column lane / 4, rows 2 (lane % 4) and the next
-        matrix[2 * (lane % 4), lane // 4] = word & 0xFFFF
-        matrix[2 * (lane % 4) + 1, lane // 4] = word >> 16 & 0xFFFF
-    assert torch.equal(matrix, torch.eye(8, dtype=torch.int32) * bits)
-    whole = torch.tensor([11.313708498984761])
-    high = whole.to(dtype)
-    assert ((whole - high - (whole - high).to(dtype)).abs() < 2.0**-16 * whole).all()
 
 
 class Slots:

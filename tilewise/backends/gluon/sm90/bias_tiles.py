@@ -168,37 +168,3 @@ def first_not_inside(tile, first, end, terms, c, WARPGROUP: gl.constexpr):
     upper end; ``end``: of `first_below_range`."""
     least = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + 63 + terms.range_lo, 0)
     return gl.minimum(gl.maximum(tile.last + 1 - gl.cdiv(least, c.BLOCK_N), first), end)
-
-
-@gluon.jit
-def diagonals(inverse, DTYPE: gl.constexpr, c):
-    """What a thread has of two matrices [8, 8], as second operands of `mma.m16n8k8`: ``inverse`` in DTYPE is on the
-    diagonal of the one, what is left of it on that of the other."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
-    whole = gl.full([64], inverse, gl.float32, ROWS)
-    high = whole.to(DTYPE)
-    low = (whole - high.to(gl.float32)).to(DTYPE)
-    return on_diagonal(high), on_diagonal(low)
-
-
-@gluon.jit
-def on_diagonal(x):
-    bits = x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    lane = gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1)
-    return gl.where((lane >> 3) == (lane & 3), bits << (lane >> 2 & 1) * 16, 0)
-
-
-@gluon.jit
-def scaled_by_mma(bias, units, c):
-    """A tile of the bias times the sum of the two numbers of `diagonals`: two products of tensor cores for each eight
-    columns of a warp in the place of thirty-two instructions. -inf and NaN spoil their row, which is then repaired."""
-    KIND: gl.constexpr = "f16" if bias.dtype == gl.float16 else "bf16"
-    MMA: gl.constexpr = f"mma.sync.aligned.m16n8k8.row.col.f32.{KIND}.{KIND}.f32"
-    high, low = units
-    high, _ = gl.broadcast(high[:, None], bias)
-    low, _ = gl.broadcast(low[:, None], bias)
-    return gl.inline_asm_elementwise(
-        f"{{ .reg .f32 z; mov.f32 z, 0f00000000; {MMA} {{$0,$1,$2,$3}}, {{$4,$5}}, {{$6}}, {{z,z,z,z}}; "
-        f"{MMA} {{$0,$1,$2,$3}}, {{$4,$5}}, {{$10}}, {{$0,$1,$2,$3}}; }}",
-        "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r", [bias, high, low], dtype=gl.float32, is_pure=True, pack=4,
-    )  # fmt: skip

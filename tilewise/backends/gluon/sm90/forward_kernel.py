@@ -40,13 +40,11 @@ from tilewise.backends.gluon.pipeline import (
 from tilewise.backends.gluon.score import score_tile
 from tilewise.backends.gluon.sm90.bias_tiles import (
     bias_scores,
-    diagonals,
     first_below_range,
     first_not_inside,
     load_bias,
     release_bias,
     release_o,
-    scaled_by_mma,
     skip_bias,
     slot_for_o,
     start_in_range,
@@ -116,7 +114,6 @@ class ForwardConstants(NamedTuple):
     RANGE_LO: Any  # some visible pairs lie below the distances with an entry
     RANGE_HI: Any  # or above
     SORTED: Any  # tiles inside the distances with an entry have a loop of their own
-    BIAS_BY_MMA: Any  # tensor cores bring theirs into the units of the scores, see `scaled_by_mma`
     TOEPLITZ: Any  # "none", or what it is beyond `Far`, a "number" or a "line"; see toeplitz_tiles
     TOEPLITZ_BATCH: Any  # as of the bias
     TOEPLITZ_GROUP: Any
@@ -261,8 +258,7 @@ def attend(
 
     words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
     `scores`. RANGE: how the tile lies to the distances with an entry, where the loop knows: "inside", or "outside", so
-    that it has no bias; else "any". toeplitz: of such a bias its `diagonal_of`, "outside" the `Line` of the tile; of
-    one by distance `diagonals`.
+    that it has no bias; else "any". toeplitz: of such a bias its `diagonal_of`, "outside" the `Line` of the tile.
     """
     BIASED: gl.constexpr = RANGE != "outside"
     ASKS: gl.constexpr = RANGE == "any" and (c.RANGE_LO or c.RANGE_HI)
@@ -285,8 +281,7 @@ def attend(
         start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
     elif STARTS:
         bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
-        BY_MMA: gl.constexpr = RANGE == "inside" and c.BIAS_BY_MMA
-        start = scaled_by_mma(bias, toeplitz, c) if BY_MMA else start_of(bias, terms, c)
+        start = start_of(bias, terms, c)
     else:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     if FIRST and c.BIAS != "cols":
@@ -375,9 +370,7 @@ def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
     if c.HIDES:
         # NaN is the mark of rows for the repair kernel: 0 · NaN has spoilt O, or the bias is beyond the units of s.
         spoilt = gl.convert_layout(gl.sum(o * 0.0, axis=1), ROWS, assert_trivial=True)
-        beyond = gl.abs(m_i) > LARGEST
-        if not c.BIAS_BY_MMA:  # else -inf may stand for a finite number, and be no mark of a row that saw nothing
-            beyond &= m_i != -float("inf")
+        beyond = (gl.abs(m_i) > LARGEST) & (m_i != -float("inf"))
         value = gl.where(beyond, float("nan"), value + spoilt)
     share = 1.0 if terms.weight is None else terms.weight  # what dropout keeps weighs more
     o = o * gl.convert_layout(share / gl.where(l_i == 0, 1.0, l_i), ROWS_OF_O, assert_trivial=True)[:, None]
@@ -463,11 +456,10 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         elif c.FAR_LO:
             end = first_below(tile, begin, terms, c, WARPGROUP)
         if c.SORTED:
-            units = diagonals(terms.inverse, x.bias.dtype, c) if c.BIAS_BY_MMA else 0
             begin = first_not_inside(tile, rest, end, terms, c, WARPGROUP)
             for i in range(rest, begin):
                 state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "inside", units
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "inside", near
                 )
                 step += 1
         for i in range(begin, end):

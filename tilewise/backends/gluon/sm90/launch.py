@@ -256,17 +256,9 @@ def _looks(sizes: ForwardSizes, r: RepairConstants) -> int:
     return -(-looks // r.SCAN.value)
 
 
-def _scales_by_mma(problem: Problem, config: Config) -> bool:
-    """Whether two numbers of the bias's dtype come as close to 1 / scale as they have bits, and tiles that a band cuts,
-    where the bias shows what is no entry, have a loop of their own."""
-    apart = config.peeled or problem.score.band.unlimited
-    return apart and problem.bias_itemsize == 2 and 2**-3 <= 1 / problem.score.scale <= 2**12
-
-
 def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstants:
     bias, mask = problem.bias, problem.mask
     range_, far = range_constants(problem), toeplitz_constants(problem, 2 * config.block_n)
-    sorts = range_["RANGE_LO"] and not range_["RANGE_HI"] and config.bias_first and config.programs == 1
     loops = config.peeled or range_["RANGE_LO"] or far["FAR_LO"] or far["FAR_HI"]
     values = ForwardConstants(
         BLOCK_N=config.block_n,
@@ -292,8 +284,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool) -> ForwardConstan
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_,
-        SORTED=sorts,
-        BIAS_BY_MMA=sorts and not config.scale_in_q and _scales_by_mma(problem, config),
+        SORTED=range_["RANGE_LO"] and not range_["RANGE_HI"] and config.bias_first and config.programs == 1,
         **far,
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
