@@ -25,6 +25,7 @@ if importlib.util.find_spec("triton") is None:
 from tilewise.backends.gluon import packed, packed_values, relative, score, tile_scheduler, values
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.gluon.sm90 import (
+    backward_kernel,
     backward_launch,
     backward_scheduler,
     bias_tiles,
@@ -111,8 +112,17 @@ def plain(monkeypatch):
     gl.arange = lambda start, end, layout: torch.arange(start, end).as_subclass(Tile)
     gl.convert_layout = lambda x, layout, assert_trivial: x
     gl.to_tensor = gl.cast = lambda x, *_: x
-    gl.program_id = lambda axis: 0
-    modules = (relative, tile_scheduler, backward_scheduler, bias_tiles, forward_kernel, range_tiles, score)
+    gl.program_id, gl.static_range = lambda axis: 0, range
+    modules = (
+        relative,
+        tile_scheduler,
+        backward_kernel,
+        backward_scheduler,
+        bias_tiles,
+        forward_kernel,
+        range_tiles,
+        score,
+    )
     for module in modules:
         monkeypatch.setattr(module, "gl", gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
@@ -124,7 +134,7 @@ def plain(monkeypatch):
         for module, names in (
             (relative, ("range_state", "column_of", "in_range")),
             (tile_scheduler, ("work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
-            (bias_tiles, ("first_below_range", "without_range", "bias_box")),
+            (bias_tiles, ("first_below_range", "first_not_inside", "without_range", "bias_box")),
         )
         for name in names
     }
@@ -173,11 +183,8 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
     terms, sizes, c = forward_arguments(p)
     ranged = c.RANGE_LO or c.RANGE_HI
-    filled, events, visited = (
-        [],
-        [],
-        [],
-    )  # where each slot's tile comes from, None for O's; what is taken and given back
+    filled, events = [], []  # where each slot's tile comes from, None for O's; what is taken and given back
+    visited = []
     for module in (bias_tiles, forward_kernel):
         monkeypatch.setattr(module, "next_tile_index", lambda tile_index, *_: tile_index + 1)
     for name in ("slot_of", "use_of"):
@@ -197,12 +204,14 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
         if not ranged:
             events.extend([("take", step, "skipped"), ("release", step)])
 
-    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, BIASED, toeplitz):
+    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz):
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         found = relative.range_state(row, 64, n0, c.BLOCK_N, terms) if ranged else distances_of.CUT
         assert BAND or not entry.partial
-        assert BIASED or found == distances_of.BELOW
+        assert RANGE != "outside" or found == distances_of.BELOW
+        assert RANGE != "inside" or found == distances_of.INSIDE
+        assert RANGE == "inside" or not c.SORTED or FIRST or (BAND and c.PEELED) or found != distances_of.INSIDE
         visited.append((tile.b, tile.h, row, n0))
         nth = state.taken if ranged or c.O_IN_BIAS else step
         if found >= distances_of.CUT:
@@ -272,6 +281,62 @@ def test_the_backward_knows_the_tile_that_follows(p, dim):
             found = range_tiles.tile_state(work.n0 - m * c.BLOCK_M, terms, c) if c.RANGE_LO or c.RANGE_HI else 2
             kind, seen = kinds(p, slice(m * c.BLOCK_M, (m + 1) * c.BLOCK_M), slice(work.n0, work.n0 + c.BLOCK_N))
             assert found >= distances_of.CUT or kind == "zero" or not seen
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+def test_the_backwards_loops(monkeypatch, p, dim):
+    """Each tile once, of each head; a loop that knows how its tiles lie to the range is right, and each tile that has a
+    bias starts from its own, as it lies to the range."""
+    few = PartOperands(query=Operand(BRAIN, 1, 2, p.queries, p.score.query.count))
+    p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
+    terms, sizes, c = backward_arguments(p)
+    names = "accumulator slot_of use_of wait_full warps_barrier operand counters_at signal_stored wait_zeroed sums_of"
+    for name in (*names.split(), "fence_async_shared", "drop_what_is_not_finite"):
+        monkeypatch.setattr(backward_kernel, name, MagicMock())
+    for name in ("entry_at", "tile_list_of"):
+        monkeypatch.setattr(backward_kernel, name, getattr(backward_scheduler, name).fn)
+    for name in ("corner_of", "next_corner"):
+        monkeypatch.setattr(backward_kernel, name, getattr(range_tiles, name))
+    monkeypatch.setattr(backward_kernel, "begin_of_part", range_tiles.begin_of_part.fn)
+    monkeypatch.setattr(backward_kernel, "part_name", range_tiles.part_name.fn)
+    monkeypatch.setattr(backward_kernel, "ABSENT", 0)
+
+    def start(step, corner, how="any"):
+        return step, corner, how
+
+    def process_query_tile(
+        state, x, rows, dq_ring, shared, words, step, steps, work, h, m, kind, terms, sizes, c, *_, RANGE="any"
+    ):
+        corner = work.n0 - m * c.BLOCK_M
+        found = range_tiles.tile_state(corner, terms, c) if c.RANGE_LO or c.RANGE_HI else distances_of.INSIDE
+        visited.append((h, m))
+        assert (kind != 0) == (m < work.full_begin or m >= work.full_end)
+        if RANGE == "outside":
+            assert found == distances_of.BELOW
+            assert state.start == 0
+            return state
+        assert state.start[:2] == (step, corner)
+        for how in (state.start[2], RANGE):
+            assert found >= {"any": 0, "near": distances_of.CUT, "inside": distances_of.INSIDE}[how]
+        if RANGE == "inside":  # its dS is stored as a whole
+            assert range_tiles.gradient_state(corner, terms, c) == distances_of.INSIDE
+        assert kind or not c.SORTED or {0: "outside", 2: "near", 3: "inside"}[found] == RANGE
+        return state._replace(start=start(step + 1, range_tiles.next_corner(m, work, c), RANGE))
+
+    first_start_of = MagicMock(side_effect=lambda rows, step, needed, corner, *_: start(step, corner))
+    monkeypatch.setattr(backward_kernel, "first_start_of", first_start_of)
+    monkeypatch.setattr(backward_kernel, "process_query_tile", process_query_tile)
+    monkeypatch.setattr(backward_kernel, "begin_ahead", MagicMock())
+    for program in range(sizes.key_tiles):
+        work = backward_scheduler.work_tile_of.fn(program, 0, terms, sizes, c)
+        monkeypatch.setattr(backward_kernel, "work_tile_at", lambda *_, work=work: work)
+        visited, x = [], SimpleNamespace(k=MagicMock(), seed=None, tile_list=None)
+        steps = backward_kernel.differentiate.fn(
+            program, 0, 5, x, None, None, None, None, MagicMock(), None, terms, sizes, c
+        )
+        assert visited == [(h, m) for h in range(2) for m in reversed(range(work.begin, work.end))]
+        assert steps == 5 + len(visited)
 
 
 # --- what becomes of a tile ---

@@ -176,13 +176,13 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     monkeypatch.setattr(forward_kernel, "box_of", lambda first, count, b, h, row, c: [b, h, row, 0])
     visited, far = [], 0
 
-    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, BIASED, toeplitz):
+    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz):
         nonlocal far
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         assert BAND or not entry.partial
-        assert BIASED or toeplitz == side_of(p, row, 64, n0, c.BLOCK_N)
-        far += not BIASED
+        assert RANGE != "outside" or toeplitz == side_of(p, row, 64, n0, c.BLOCK_N)
+        far += RANGE == "outside"
         visited.append((tile.h, row, n0))
         return state
 

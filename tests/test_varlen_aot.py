@@ -54,7 +54,7 @@ HOPPER = [
     ("3.6.0", Packed(D=64, bias="keys", causal=True), True, 20, 0),
     ("3.6.0", Packed(D=32, bias="keys"), True, 32, 0),
     ("3.6.0", Packed(D=256, bias="keys", causal=True), True, 64, 24),
-    ("3.6.0", Packed(bias="relative", causal=True), False, 128, 0),
+    ("3.6.0", Packed(bias="relative", causal=True), False, 160, 0),
     ("3.6.0", Packed(bias="relative", causal=True), True, 64, 0),
     ("3.6.0", Packed(D=64, bias="relative", causal=True, deterministic=True), True, 40, 32),
 ]

@@ -34,6 +34,7 @@ class BackwardConstants(NamedTuple):
     RELATIVE: Any  # it is a bias by distance, see `range_tiles`
     RANGE_LO: Any  # some visible pairs lie below the distances with an entry
     RANGE_HI: Any  # or above
+    SORTED: Any  # tiles below the range, those that its end cuts, and those inside have a loop each
     TOEPLITZ: Any  # as of the forward, see toeplitz_gradient
     TOEPLITZ_BATCH: Any
     TOEPLITZ_GROUP: Any

@@ -79,7 +79,15 @@ from tilewise.backends.gluon.sm90.m_subtiles import (
 )
 from tilewise.backends.gluon.sm90.mask_tiles import drop_what_is_not_finite, visible
 from tilewise.backends.gluon.sm90.producers import add, background, load
-from tilewise.backends.gluon.sm90.range_tiles import corner_of, keep_entries, let_out, next_corner
+from tilewise.backends.gluon.sm90.range_tiles import (
+    ANY,
+    begin_of_part,
+    corner_of,
+    keep_entries,
+    let_out,
+    next_corner,
+    part_name,
+)
 from tilewise.backends.gluon.sm90.toeplitz_gradient import (
     add_diagonals,
     add_sums,
@@ -164,11 +172,12 @@ class State(NamedTuple):
 @gluon.jit
 def process_query_tile(
     state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
-    toeplitz=None, NEAR: gl.constexpr = False,
+    toeplitz=None, NEAR: gl.constexpr = False, RANGE: gl.constexpr = ANY,
 ):  # fmt: skip
     """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
 
     words: the `Stream` of dropout, or None. toeplitz: of such a bias, NEAR its `diagonal_of`, else its `far_line`.
+    RANGE: see `range_tiles.part_name`.
 
     Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
     dK under dS of the second.
@@ -205,7 +214,9 @@ def process_query_tile(
     s, start, lse, dk, dv, sums = state.s, state.start, state.lse, state.dk, state.dv, state.sums
     ds_operand = ABSENT
     corner = corner_of(m, work_tile, c)
-    LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or c.DBIAS == "add"
+    BIASED: gl.constexpr = c.BIAS == "matrix" and RANGE != "outside"
+    ADDS: gl.constexpr = c.DBIAS == "add" and RANGE != "outside"
+    LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or ADDS
 
     # QK of the first subtile, unless it came ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
@@ -213,10 +224,10 @@ def process_query_tile(
         s += toeplitz_words(toeplitz, corner, s, True, 1)
         border(steps)
     if not c.AHEAD:
-        if c.BIAS != "matrix":
-            start = first_start_of(rows, step, True, corner, terms, c)
+        if not BIASED:
+            start = first_start_of(rows, step, True, corner, terms, c, RANGE)
         first_start = start_of_words(toeplitz, corner, c) if READS else start
-        s_pending = begin(first_start, rows, shared, step, 0, terms, c, READS)
+        s_pending = begin(first_start, rows, shared, step, 0, terms, c, READS or (BIASED and not terms.HAS_CAP))
     if DO_APART:
         wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
     dp_pending = begin_dp(rows, shared, do_slot, 0, terms, c)
@@ -226,8 +237,8 @@ def process_query_tile(
 
     for i in gl.static_range(c.M_SUBTILES):
         if i + 1 < c.M_SUBTILES and not READS:
-            next_start = start_of(rows, step, corner, i + 1, terms, c)
-            s_pending = begin(next_start, rows, shared, step, i + 1, terms, c)
+            next_start = start_of(rows, step, corner, i + 1, terms, c, RANGE)
+            s_pending = begin(next_start, rows, shared, step, i + 1, terms, c, BIASED and not terms.HAS_CAP)
             if words is None:
                 next_lse = lse_of(rows, step, i + 1, c)
             border(steps)
@@ -275,7 +286,7 @@ def process_query_tile(
         if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
-        if c.DBIAS == "add":
+        if ADDS and RANGE != "inside":
             keep_entries(ds, rows.bias, corner, i, terms, c)
         ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
         if c.LANES > 1:
@@ -307,8 +318,8 @@ def process_query_tile(
     elif c.DBIAS == "reduce":
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
-    elif c.DBIAS == "add":
-        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m, work_tile, terms, c)
+    elif ADDS:
+        let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m, work_tile, terms, c, RANGE)
 
     # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
     dq_pending = begin_dq(ds_queries, shared, 0, c)
@@ -342,8 +353,8 @@ def process_query_tile(
     else:
         if c.AHEAD:
             dk, s = warpgroup_mma_wait(0, deps=(dk, s_pending))
-        elif c.BIAS == "matrix":  # the next bias, under dK
-            start = first_start_of(rows, step + 1, step + 1 < steps, next_corner(m, work_tile, c), terms, c)
+        elif BIASED:  # the next bias, under dK
+            start = first_start_of(rows, step + 1, step + 1 < steps, next_corner(m, work_tile, c), terms, c, RANGE)
             border(steps)
             dk, start = warpgroup_mma_wait(0, deps=(dk, start))
         else:
@@ -453,12 +464,24 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                         state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
                     )
                     step += 1
-            for i in range(work_tile.full_end - work_tile.full_begin):
-                m = work_tile.full_end - 1 - i
-                state = process_query_tile(
-                    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c
-                )
-                step += 1
+            end = work_tile.full_end
+            if c.SORTED:  # beside a bias by distance: the queries that are beyond all entries come first
+                state = State(state.dk, state.dv, s, ABSENT, lse, state.sums)
+            for part in gl.static_range(3):
+                if part == 1 or c.SORTED:
+                    begin = begin_of_part(part, work_tile, end, terms, c)
+                    for i in range(end - begin):
+                        m = end - 1 - i
+                        state = process_query_tile(
+                            state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c,
+                            RANGE=part_name(part, c.SORTED),
+                        )  # fmt: skip
+                        step += 1
+                    end = begin
+                if part == 0 and c.SORTED:
+                    corner = next_corner(end, work_tile, c)
+                    start = first_start_of(rows, step, step < steps, corner, terms, c)
+                    state = State(state.dk, state.dv, s, start, lse, state.sums)
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
                 for i in range(work_tile.full_begin - work_tile.begin):
                     m = work_tile.full_begin - 1 - i

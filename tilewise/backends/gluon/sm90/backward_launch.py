@@ -63,7 +63,7 @@ from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
-from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
+from tilewise.backends.gluon.values import Sheared, as_matrix, ends, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
 from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided, strided_if_any
 from tilewise.backends.protocol import Structure
@@ -412,6 +412,17 @@ def _hides_end(problem: Problem, config: BackwardConfig) -> bool:
     return _ragged(problem, config) and not band_hides_end(queries, keys, problem.score.band.hi)
 
 
+def _sorts(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether tiles of a bias by distance have a loop for each way in which they lie to its range. That has a lower end
+    alone then, so far from the band's that no tile is cut by both."""
+    found, distances, band = ends(problem), problem.score.query, problem.score.band
+    if distances is None or not found.lo or found.hi or band.lo is not None or not config.peeled or config.ahead:
+        return False
+    if problem.totals is not None:  # 1.5 KB of registers would spill
+        return False
+    return band.hi is None or band.hi - distances.lo >= config.block_m + config.block_n
+
+
 def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
@@ -439,6 +450,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_constants(problem),
+        SORTED=_sorts(problem, config),
         **toeplitz_constants(problem, 2 * config.block_m),
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,

@@ -160,3 +160,11 @@ def first_below_range(tile, first, terms, c, WARPGROUP: gl.constexpr):
     """The first entry, from ``first`` on, from which on all tiles of keys lie below the range."""
     lowest = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + terms.range_lo, 0) // c.BLOCK_N
     return gl.minimum(gl.maximum(tile.last + 1 - lowest, first), tile.count)
+
+
+@gluon.jit
+def first_not_inside(tile, first, end, terms, c, WARPGROUP: gl.constexpr):
+    """The first entry, from ``first`` on, from which on not all pairs of a tile have one of a bias whose range has no
+    upper end; ``end``: of `first_below_range`."""
+    least = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + 63 + terms.range_lo, 0)
+    return gl.minimum(gl.maximum(tile.last + 1 - gl.cdiv(least, c.BLOCK_N), first), end)

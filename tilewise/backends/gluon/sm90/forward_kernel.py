@@ -41,6 +41,7 @@ from tilewise.backends.gluon.score import score_tile
 from tilewise.backends.gluon.sm90.bias_tiles import (
     bias_scores,
     first_below_range,
+    first_not_inside,
     load_bias,
     release_bias,
     release_o,
@@ -116,6 +117,7 @@ class ForwardConstants(NamedTuple):
     RELATIVE: Any  # it is a bias by distance, see `relative`
     RANGE_LO: Any  # some visible pairs lie below the distances with an entry
     RANGE_HI: Any  # or above
+    SORTED: Any  # tiles inside the distances with an entry have a loop of their own
     TOEPLITZ: Any  # "none", or what it is beyond `Far`, a "number" or a "line"; see toeplitz_tiles
     TOEPLITZ_BATCH: Any  # as of the bias
     TOEPLITZ_GROUP: Any
@@ -257,14 +259,16 @@ def times_v(p, v, o, c):
 @gluon.jit
 def attend(
     q, state, x, rings, words, step, tile, i, terms, sizes, c,
-    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, BIASED: gl.constexpr, toeplitz,
+    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, RANGE: gl.constexpr, toeplitz,
 ):  # fmt: skip
     """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
 
     words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
-    `scores`. BIASED: it may have a bias. toeplitz: of such a one, BIASED its `diagonal_of`, else the `Line` on which
-    the tile lies.
+    `scores`. RANGE: how the tile lies to the distances with an entry, where the loop knows: "inside", or "outside", so
+    that it has no bias; else "any". toeplitz: of such a bias its `diagonal_of`, "outside" the `Line` of the tile.
     """
+    BIASED: gl.constexpr = RANGE != "outside"
+    ASKS: gl.constexpr = RANGE == "any" and (c.RANGE_LO or c.RANGE_HI)
     TOEPLITZ: gl.constexpr = c.TOEPLITZ != "none"
     STARTS: gl.constexpr = (BIASED and (c.BIAS_FIRST or TOEPLITZ)) or (not BIASED and c.TOEPLITZ == "line")
     k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
@@ -280,7 +284,7 @@ def attend(
         start = near_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
     elif TOEPLITZ:
         shift = far_shift(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
-    elif STARTS and (c.RANGE_LO or c.RANGE_HI):
+    elif STARTS and ASKS:
         start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
     elif STARTS:
         bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
@@ -304,7 +308,7 @@ def attend(
     if not c.BIAS_FIRST:
         bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
     # its fence and barrier cost least where the warpgroup waits anyway
-    if STARTS and (c.RANGE_LO or c.RANGE_HI):
+    if STARTS and ASKS:
         if takes:
             release_bias(rings, nth, c, WARPGROUP)
             taken += 1
@@ -435,14 +439,16 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
         if c.FAR_LO or c.FAR_HI:
             prefetch_near(near, 64, 4, terms, sizes, c)
-        state = attend(q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, True, near)
+        state = attend(
+            q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, "any", near
+        )
         step += 1
         rest = first + 1
         if c.PEELED:
             rest = first_full(tile, first)
             for i in range(first + 1, rest):
                 state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, True, near
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, "any", near
                 )
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
@@ -453,22 +459,29 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             begin = first_not_above(tile, rest, terms, c, WARPGROUP)
             for i in range(rest, begin):
                 state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False, above
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "outside", above
                 )
                 step += 1
         if c.RANGE_LO:
             end = first_below_range(tile, rest, terms, c, WARPGROUP)
         elif c.FAR_LO:
             end = first_below(tile, begin, terms, c, WARPGROUP)
+        if c.SORTED:
+            begin = first_not_inside(tile, rest, end, terms, c, WARPGROUP)
+            for i in range(rest, begin):
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "inside", near
+                )
+                step += 1
         for i in range(begin, end):
             state = attend(
-                q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, True, near
+                q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "any", near
             )
             step += 1
         if c.RANGE_LO or c.FAR_LO:  # a loop of their own: nothing of a bias is left in it
             for i in range(end, tile.count):
                 state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, False, below
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "outside", below
                 )
                 step += 1
         taken = state.taken

@@ -324,6 +324,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool, documents: bool =
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_,
+        SORTED=range_["RANGE_LO"] and not range_["RANGE_HI"] and config.bias_first and config.programs == 1,
         **far,
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,

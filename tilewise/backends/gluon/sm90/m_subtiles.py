@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.backends.gluon.pipeline import ABSENT, hidden, only_slot, slot_of, use_of, wait_full
 from tilewise.backends.gluon.relative import CUT
 from tilewise.backends.gluon.score import in_units, score_tile
-from tilewise.backends.gluon.sm90.range_tiles import tile_state, without_range
+from tilewise.backends.gluon.sm90.range_tiles import ANY, tile_state, without_range
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 
@@ -41,9 +41,12 @@ def subtile_of(tile, SUBTILE: gl.constexpr, c):
 
 
 @gluon.jit
-def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c):
-    """The bias of a subtile in the units of the scores, transposed. ``corner``: see `range_tiles`."""
-    if c.BIAS == "matrix" and (c.RANGE_LO or c.RANGE_HI):
+def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.constexpr = ANY):
+    """The bias of a subtile in the units of the scores, transposed. ``corner``: see `range_tiles`; RANGE: see
+    `range_tiles.part_name`."""
+    if RANGE == "outside":
+        return ABSENT
+    elif c.BIAS == "matrix" and (c.RANGE_LO or c.RANGE_HI) and RANGE == "any":
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
         found = tile_state(corner, terms, c)
         if found >= CUT:
@@ -55,18 +58,22 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c):
         return start
     elif c.BIAS == "matrix":
         tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
-        return in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
+        start = in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
+        if RANGE == "near":  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+            if tile_state(corner, terms, c) == CUT:
+                start = without_range(start, corner, SUBTILE, terms, c)
+        return start
     else:
         return ABSENT
 
 
 @gluon.jit
-def first_start_of(rows, step, needed, corner, terms, c):
+def first_start_of(rows, step, needed, corner, terms, c, RANGE: gl.constexpr = ANY):
     """Wait for the tiles of a step; `start_of` its first subtile."""
     wait_full(rows.ring, slot_of(rows.ring, step), use_of(rows.ring, step), needed)
     if c.LANES > 1:
         wait_full(rows.bias_ring, slot_of(rows.bias_ring, step), use_of(rows.bias_ring, step), needed)
-    return start_of(rows, step, corner, 0, terms, c)
+    return start_of(rows, step, corner, 0, terms, c, RANGE)
 
 
 @gluon.jit
@@ -119,11 +126,10 @@ def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl
 
 
 @gluon.jit
-def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTED: gl.constexpr = False):
-    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is). STARTED: from
-    ``start``, whatever the bias."""
+def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl.constexpr):
+    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is). STARTS: from
+    ``start``."""
     q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
-    STARTS: gl.constexpr = STARTED or (c.BIAS == "matrix" and not terms.HAS_CAP)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
@@ -133,7 +139,8 @@ def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTED: g
 def begin_ahead(rows, shared, step, steps, corner, terms, c):
     """Issue K·Qᵀ of the first subtile of a step, ahead of the others' products; `start_of` it, the product, its LSE."""
     start = first_start_of(rows, step, step < steps, corner, terms, c)
-    return start, begin(start, rows, shared, step, 0, terms, c), lse_of(rows, step, 0, c)
+    STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
+    return start, begin(start, rows, shared, step, 0, terms, c, STARTS), lse_of(rows, step, 0, c)
 
 
 @gluon.jit

@@ -19,6 +19,8 @@ from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.relative import CUT, INSIDE, column_of, in_range, range_state, reach, state
 
+ANY = gl.constexpr("any")  # how tiles lie to the range, where nobody knows; else see `part_name`
+
 
 @gluon.jit
 def corner_of(m, work_tile, c):
@@ -37,6 +39,25 @@ def next_corner(m, work_tile, c):
     """Of the tile of queries that follows the ``m``-th, of this query head or the next."""
     following = gl.where(m > work_tile.begin, m - 1, work_tile.end - 1)
     return corner_of(following, work_tile, c)
+
+
+@gluon.constexpr_function
+def part_name(part, known):
+    """How the tiles of queries of a part that nothing else cuts, and the next of their head, lie to the range: none of
+    them has an entry, all have some, or all pairs have one."""
+    return ("outside", "near", "inside")[part] if known else "any"
+
+
+@gluon.jit
+def begin_of_part(part: gl.constexpr, work_tile, end, terms, c):
+    """The first tile of queries of a part that ends before ``end``; where parts are not known, of the only one."""
+    first = work_tile.n0 - work_tile.seq.diagonal - terms.range_lo  # from this query on the first key has no entry
+    begin = work_tile.full_begin
+    if c.SORTED and part == 0:
+        begin = gl.maximum(begin, gl.maximum(first + c.BLOCK_N - 1 + c.BLOCK_M, 0) // c.BLOCK_M)
+    elif c.SORTED and part == 1:
+        begin = gl.maximum(begin, gl.maximum(first + 1, 0) // c.BLOCK_M)
+    return gl.minimum(begin, end)
 
 
 @gluon.jit
@@ -90,9 +111,11 @@ def keep_entries(ds, tiles, corner, SUBTILE: gl.constexpr, terms, c):
 
 
 @gluon.jit
-def let_out(dvalues, tiles, slot, b, h, m, work_tile, terms, c):
+def let_out(dvalues, tiles, slot, b, h, m, work_tile, terms, c, RANGE: gl.constexpr = ANY):
     """Store or add dS of a tile as the gradient of the values; ``slot``: of the dS of which dQ and dK are made."""
-    found = gradient_state(corner_of(m, work_tile, c), terms, c)
+    found = INSIDE
+    if RANGE != "inside":
+        found = gradient_state(corner_of(m, work_tile, c), terms, c)
     if found >= CUT:
         seq = work_tile.seq
         col = column_of(work_tile.n0, seq, terms, c)
