@@ -60,17 +60,27 @@ def stream(seed, sequence, head, terms):
 
 
 @triton.jit
-def half(i):
+def pair_of_rows(i):
     return (i >> 4) * 8 + (i & 7)
+
+
+@triton.jit
+def four_of_columns(j):
+    return (j >> 4) * 4 + (j >> 1 & 3)
+
+
+@triton.jit
+def bytes_swapped(word):
+    return word >> 8 & 0x00FF00FF | word << 8 & 0xFF00FF00
 
 
 @triton.jit
 def kept(stream, m0, rows, n0, cols, terms):
     """Of query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
 
-    Written for each score alone. Of the four of a group the layout of an accumulator gives one thread all, and the
-    compiler makes their words once, for it sees that they are the same: hence m0 and n0 apart, of which it may not know
-    that they are multiples of 16.
+    Written for each score alone. Of the eight of a group the layout of an accumulator gives one thread all, or all of
+    a key and the one 8 further, and the compiler makes their words once, for it sees that they are the same: hence m0
+    and n0 apart, of which it may not know that they are multiples of 16.
     """
     if terms.origin is not None:
         m0 += terms.origin.query
@@ -79,9 +89,10 @@ def kept(stream, m0, rows, n0, cols, terms):
             rows += terms.origin.query_rest
             cols += terms.origin.key_rest
     i, j = rows.to(tl.uint32), cols.to(tl.uint32)
-    c0 = (m0.to(tl.uint32) // 2 + half(i)) ^ stream.row
-    c1 = (n0.to(tl.uint32) // 2 + half(j)) ^ stream.col
+    c0 = (m0.to(tl.uint32) // 2 + pair_of_rows(i)) ^ stream.row
+    c1 = (n0.to(tl.uint32) // 4 + four_of_columns(j)) ^ stream.col
     x0, x1 = philox2x32(c0, c1, stream.key)
     word = tl.where((i & 8) == 0, x0, x1)
-    # By the high half of 32 bits, whatever the low one is: a half that is there already is compared as it stands.
-    return tl.where((j & 8) == 0, word << 16, word) >= tl.cast(terms.threshold, tl.uint32) << 16
+    word = tl.where((j & 8) == 0, word, bytes_swapped(word))
+    # By the upper 15 of 32 bits, whatever the lower ones are.
+    return word << 17 - 16 * (j & 1) >= tl.cast(terms.threshold, tl.uint32) << 17
