@@ -46,6 +46,7 @@ class Config:
         o_in_q: O leaves through the shared memory of Q.
         o_in_bias: through a slot of the bias's ring, in its turn: Q and K of the next tile need not wait for that.
         q_in_registers: Q is read once, not by every wgmma.
+        words_last: those of dropout are made after P·V, whose registers are then free; else among the exponentials.
         scale_in_q: Q is scaled when it is read; the units of the scores are 1, and a bias needs no multiplication.
         programs: that share a multiprocessor.
         registers: of a thread of a computing and of a loading warp; 64 K of them in all.
@@ -68,6 +69,7 @@ class Config:
     peeled: bool = False
     skips_hidden: bool = False
     o_in_bias: bool = False
+    words_last: bool = False
 
     @property
     def block_m(self) -> int:
@@ -154,6 +156,7 @@ def forward_config(problem: Problem) -> Config:
         sums_by_thread=((plain or (ends_below and not small)) and (d != 128 or band)) or by_rows,
         peeled=apart,
         skips_hidden=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
+        words_last=three,
     )
 
 

@@ -100,6 +100,7 @@ class ForwardConstants(NamedTuple):
     PEELED: Any
     SKIPS_HIDDEN: Any
     PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
+    WORDS_LAST: Any
     O_IN_Q: Any
     O_IN_BIAS: Any
     Q_IN_REGISTERS: Any
@@ -306,7 +307,9 @@ def attend(
     if FIRST and c.O_IN_BIAS:
         release_o(rings, nth - 1, c, WARPGROUP)
     dropped = None
-    if words is not None and c.WARPGROUPS < 3:  # no border behind it: among the exponentials ptxas finds room for most of it
+    if (
+        words is not None and not c.WORDS_LAST
+    ):  # no border behind it: among the exponentials ptxas finds room for most of it
         dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     release(rings.k, k_slot)
@@ -330,7 +333,7 @@ def attend(
         if c.LAZY and not c.SUMS_BY_THREAD:
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
-    if words is not None and c.WARPGROUPS == 3:
+    if words is not None and c.WORDS_LAST:
         dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     # rounded after PV has read the old P: one set of registers for both, and no copies
     return State(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken)
