@@ -421,7 +421,7 @@ FAULTS = [
     # --- dropout ---
     Fault(
         "score/dropout.py", "torch.where(cols & 8 == 0, word", "torch.where(rows & 8 == 0, word",
-        "of four scores two by two share a number",
+        "of eight scores two by two share a number",
         "test_dropout.py::test_numbers",
     ),
     Fault(

@@ -1,13 +1,13 @@
 """Dropout of probabilities in registers: which are kept is a function of their place, see `tilewise.score.dropout`.
 
-A thread of wgmma's result owns all four scores of a group, in a tile as in a transposed one: rows i, i + 8 and columns
-j, j + 8. Its two words are made once, and the two numbers of 16 bits that each has are compared at once: the result of
-a subtraction has a bit for each, 15 and 31, set where a probability is dropped.
+A thread of wgmma's result owns all eight scores of a group, of a transposed tile four: rows i, i + 8 and columns j,
+j + 8, by a half of both words. In a forward a half has the numbers of two neighbours of a row each, in the places that
+they have in a packed pair of P: `set` compares two at once, as float16's, and its result is the mask of such a pair.
 
-Nothing of this needs the scores: a forward asks for it before it waits for Q·Kᵀ, and ptxas mixes it with exponentials.
-What is left to do is a mask and an AND for two probabilities, rounded and packed. In the backward a probability that is
-dropped has its sign turned: P is needed with dropout for dV, where rounding takes what is negative to 0, and without
-for dS; a sign costs no register.
+Nothing of this needs the scores: a forward asks for words before it waits for Q·Kᵀ, and ptxas mixes it with
+exponentials; or, with WORDS_LAST, once P·V has ended, whose registers are then free, and other warpgroups have
+exponentials. In the backward a probability that is dropped has its sign turned: P is needed with dropout for dV, where
+rounding takes what is negative to 0, and without for dS; a sign costs no register.
 """
 
 from __future__ import annotations
@@ -54,27 +54,20 @@ def counter(first, within, KNOWN: gl.constexpr, word, HAS_ORIGIN: gl.constexpr):
 
 
 @gluon.jit
-def counters(rows, cols, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
-    """Of each group those of its queries and of its keys, whose first places in a tile are ``rows`` and ``cols``."""
+def group_words(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
+    """The two words of each group, and its first key in a tile. ``none``: a tile of zeros."""
+    A: gl.constexpr = 0 if TRANSPOSED else 1  # the axis of keys
+    LAYOUT: gl.constexpr = none.type.layout
     HAS_ORIGIN: gl.constexpr = terms.origin is not None
+    rows = gl.expand_dims(gl.arange(0, none.shape[1 - A], gl.SliceLayout(A, LAYOUT)), A).to(gl.uint32)
+    cols = gl.expand_dims(gl.arange(0, none.shape[A], gl.SliceLayout(1 - A, LAYOUT)), 1 - A).to(gl.uint32)
+    rows = first_of_groups(none + rows, TRANSPOSED)
+    cols = first_of_groups(none + cols, TRANSPOSED)
     if HAS_ORIGIN:
         m0 += terms.origin.query
         n0 += terms.origin.key
     c0 = counter(gl.cast(m0, gl.uint32) // 2, pair_of_rows(rows), 0xFFFFFFF9, words.row, HAS_ORIGIN)
     c1 = counter(gl.cast(n0, gl.uint32) // 4, four_of_columns(cols), 0xFFFFFFFC, words.col, HAS_ORIGIN)
-    return c0, c1
-
-
-@gluon.jit
-def group_words(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
-    """The two words of each group, and its first key in a tile. ``none``: a tile of zeros."""
-    A: gl.constexpr = 0 if TRANSPOSED else 1  # the axis of keys
-    LAYOUT: gl.constexpr = none.type.layout
-    rows = gl.expand_dims(gl.arange(0, none.shape[1 - A], gl.SliceLayout(A, LAYOUT)), A).to(gl.uint32)
-    cols = gl.expand_dims(gl.arange(0, none.shape[A], gl.SliceLayout(1 - A, LAYOUT)), 1 - A).to(gl.uint32)
-    rows = first_of_groups(none + rows, TRANSPOSED)
-    cols = first_of_groups(none + cols, TRANSPOSED)
-    c0, c1 = counters(rows, cols, words, m0, n0, TRANSPOSED, terms)
     x0, x1 = philox2x32(c0, c1, words.key)
     return x0, x1, cols
 
@@ -92,10 +85,10 @@ def _dropped_halves(word, terms):
 
 
 @gluon.jit
-def _bytes_of(word, selector):
+def _bytes_of(word, SELECTOR: gl.constexpr):
     """Four bytes of a word, `prmt`; 8 in a selector: a byte's sign, in all bits."""
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector], dtype=gl.uint32, is_pure=True, pack=1
+        f"prmt.b32 $0, $1, 0, {SELECTOR};", "=r,r", [word], dtype=gl.uint32, is_pure=True, pack=1
     )
 
 
@@ -143,6 +136,16 @@ def dropped_pairs(dropped, like, terms, c):
 
 
 @gluon.jit
+def _halves_of(low, high, odd):
+    """The low halves of two words, or, where ``odd``, the high ones. By a predicate: a selector takes a register, for
+    want of which others spill."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $3, 0; prmt.b32 $0, $1, $2, 0x5410; @p prmt.b32 $0, $1, $2, 0x7632; }",
+        "=&r,r,r,r", [low, high, odd], dtype=gl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def signed_by_dropout(p, words, m0, n0, terms):
     """P of a transposed subtile, [keys, queries], negative where it is dropped."""
     LAYOUT: gl.constexpr = p.type.layout
@@ -153,10 +156,9 @@ def signed_by_dropout(p, words, m0, n0, terms):
         bits = gl.where(kept(words, m0, rows, n0, cols, terms), none, none + 0x80000000)
     else:
         x0, x1, cols = group_words(none, words, m0, n0, True, terms)
-        both = 0x0110 + (cols & 1) * 0x2222  # the half that is the keys', as it is and with its bytes swapped
-        x0 = _dropped_halves(_bytes_of(x0, both), terms)
-        x1 = _dropped_halves(_bytes_of(x1, both), terms)
-        bits = gl.join(gl.join(x0 << 16, x1 << 16), gl.join(x0, x1))  # ..., queries i and i + 8, keys j and j + 8
+        x = _halves_of(x0, x1, cols & 1)  # of queries i and i + 8
+        near, far = _dropped_halves(x, terms), _dropped_halves(_bytes_of(x, 0x2301), terms)
+        bits = gl.join(gl.join(near << 16, near), gl.join(far << 16, far))  # ..., queries i and i + 8, keys j and j + 8
         bits = bits.permute((0, 5, 1, 2, 4, 3)).reshape([p.shape[0], p.shape[1]])
         bits = gl.convert_layout(bits, LAYOUT, assert_trivial=True)
     return (p.to(gl.uint32, bitcast=True) | bits & 0x80000000).to(gl.float32, bitcast=True)
