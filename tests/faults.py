@@ -420,7 +420,7 @@ FAULTS = [
     ),
     # --- dropout ---
     Fault(
-        "score/dropout.py", "torch.where(cols & 8 == 0, word", "torch.where(rows & 8 == 0, word",
+        "score/dropout.py", "torch.where(j & 8 == 0, half", "torch.where(j & 4 == 0, half",
         "of eight scores two by two share a number",
         "test_dropout.py::test_numbers",
     ),
@@ -440,7 +440,7 @@ FAULTS = [
         "test_dropout.py::test_few_queries",
     ),
     Fault(
-        "backends/dropout.py", "(j & 8) == 0", "(i & 8) == 0",
+        "backends/dropout.py", "(j & 8) == 0", "(j & 4) == 0",
         "the kernels' scores share numbers that the reference keeps apart",
         "test_dropout.py::test_triton",
     ),

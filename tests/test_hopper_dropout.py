@@ -16,6 +16,7 @@ from tilewise.score.dropout import Origin
 from tilewise.score.terms import Band, Score
 
 pytest.importorskip("triton")
+twins = pytest.importorskip("tilewise.backends.dropout")
 gluon_dropout = pytest.importorskip("tilewise.backends.gluon.sm90.dropout")
 
 WORD, HALF = 2**32 - 1, torch.float16
@@ -67,24 +68,23 @@ def words_as(x: Tensor, dtype: torch.dtype) -> Tensor:
 def prmt(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
     both, found = a | b << 32, torch.zeros_like(a)
     for n in range(4):
-        nibble = int(selector.flatten()[0]) >> 4 * n & 15
+        nibble = selector >> 4 * n & 15
         byte = both >> 8 * (nibble & 7) & 255
-        found = found | (torch.where(byte > 127, 255, 0) if nibble & 8 else byte) << 8 * n
+        found = found | torch.where(nibble & 8 > 0, torch.where(byte > 127, 255, 0), byte) << 8 * n
     return found
 
 
 def compared(a: Tensor, b: Tensor, negated: bool) -> Tensor:
     """set.lt, or its negation, which NaN makes true, as .geu."""
-    found = words_as(a, HALF).unflatten(-1, (-1, 2)) < words_as(b.expand(a.shape).contiguous(), HALF).unflatten(
-        -1, (-1, 2)
-    )
+    a, b = (words_as(x, HALF).unflatten(-1, (-1, 2)) for x in (a, b))
+    found = a < b
     found = (found ^ negated).long() * 0xFFFF
     return found[..., 0] | found[..., 1] << 16
 
 
-def run(asm: str, _: str, arguments: list[Any], **options: Any) -> Tile:
+def run(asm: str, _: str, arguments: list[Any], *options: Any, **more_options: Any) -> Tile:
     shape = arguments[0].x
-    registers = {f"${n}": torch.as_tensor(getattr(x, "x", x)).expand(shape.shape) for n, x in enumerate(arguments, 1)}
+    registers = {f"${n}": torch.as_tensor(getattr(x, "x", x)) for n, x in enumerate(arguments, 1)}
     for line in asm.strip("{ }").split(";"):
         predicate, name, operands = re.fullmatch(r"\s*(@p )?(\S*) ?(.*)", line).groups()
         if not name or name == ".reg":
@@ -98,6 +98,8 @@ def run(asm: str, _: str, arguments: list[Any], **options: Any) -> Tile:
             found = prmt(a, *more)
         elif name == "abs.f16x2":
             found = a & 0x7FFF7FFF
+        elif name == "mov.b32":
+            found = a.contiguous().view(torch.int32).long()
         elif name == "xor.b32":
             found = a ^ more[0]
         elif name == "setp.ne.u32":
@@ -116,7 +118,8 @@ GLUON = SimpleNamespace(
     SliceLayout=lambda *_: None, uint32="uint32", float32="float32", inline_asm_elementwise=run,
     zeros=lambda shape, *_: Tile(torch.zeros(shape, dtype=torch.long)),
     arange=lambda begin, end, _: Tile(torch.arange(begin, end)),
-    expand_dims=expand_dims, cast=lambda x, _: Tile(torch.tensor(x)), join=lambda x, y: Tile(torch.stack([x.x, y.x], -1)),
+    expand_dims=expand_dims, cast=lambda x, _: Tile(torch.tensor(x)),
+    join=lambda x, y: Tile(torch.stack([x.x, y.x], -1)),
     where=lambda seen, x, y: Tile(torch.where(seen.x, x.x, y.x)), convert_layout=lambda x, *_, **__: x, constexpr=None,
 )  # fmt: skip
 
@@ -140,6 +143,16 @@ def functions() -> SimpleNamespace:
         if hasattr(function, "fn") and function.fn.__module__ == gluon_dropout.__name__:
             scope[name] = FunctionType(function.fn.__code__, scope, name)
     return SimpleNamespace(**scope)
+
+
+def test_number_of_a_key():
+    """As the Triton kernels have it where they are compiled."""
+    words = torch.randint(2**32, (100, 1), generator=torch.Generator().manual_seed(1))
+    keys = torch.arange(32)
+    scope = {"tl": GLUON, "_INTERPRET": False}
+    number_of = FunctionType(twins.number_of.fn.__code__, scope)
+    words, keys = torch.broadcast_tensors(words, keys)
+    assert torch.equal(number_of(Tile(words), keys).x >> 16 & 0x7FFF, dropout.number_of(words, keys))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.98, 1.0])

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton import knobs
+
+_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter knows no PTX
 
 
 class Stream(NamedTuple):
@@ -70,8 +73,15 @@ def four_of_columns(j):
 
 
 @triton.jit
-def bytes_swapped(word):
-    return word >> 8 & 0x00FF00FF | word << 8 & 0xFF00FF00
+def number_of(word, j):
+    """The number of key j, in the upper half; one instruction, of which LLVM would make vectors of bswap, which it has
+    none for."""
+    if _INTERPRET:
+        half = tl.where((j & 1) == 0, word << 16, word & 0xFFFF0000)
+        return tl.where((j & 8) == 0, half, half << 8 | half >> 8 & 0x00FF0000)
+    else:
+        selector = 0x1044 + (j & 1) * 0x2200 ^ (j & 8) * 0x220
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector], tl.uint32, True, 1)
 
 
 @triton.jit
@@ -93,6 +103,4 @@ def kept(stream, m0, rows, n0, cols, terms):
     c1 = (n0.to(tl.uint32) // 4 + four_of_columns(j)) ^ stream.col
     x0, x1 = philox2x32(c0, c1, stream.key)
     word = tl.where((i & 8) == 0, x0, x1)
-    word = tl.where((j & 8) == 0, word, bytes_swapped(word))
-    # By the upper 15 of 32 bits, whatever the lower ones are.
-    return word << 17 - 16 * (j & 1) >= tl.cast(terms.threshold, tl.uint32) << 17
+    return (number_of(word, j) & 0x7FFFFFFF) >= tl.cast(terms.threshold, tl.uint32) << 16

@@ -105,17 +105,16 @@ def four_of_columns(j: Tensor) -> Tensor:
     return j // 16 * 4 + j % 8 // 2
 
 
-def bytes_swapped(word: Tensor) -> Tensor:
-    """Those of each half."""
-    return word >> 8 & 0x00FF00FF | word << 8 & 0xFF00FF00
+def number_of(word: Tensor, j: Tensor) -> Tensor:
+    """Of key ``j``, 0 to `NUMBERS` - 1."""
+    half = word >> 16 * (j & 1) & 0xFFFF
+    return torch.where(j & 8 == 0, half, half << 8 | half >> 8) & NUMBERS - 1
 
 
 def kept(stream: Stream, rows: Tensor, cols: Tensor, threshold: int) -> Tensor:
     """Bool: whether the probability of query ``rows`` and key ``cols``, int64, is kept; all shapes broadcast."""
     x0, x1 = philox2x32(pair_of_rows(rows) ^ stream.row, four_of_columns(cols) ^ stream.col, stream.key)
-    word = torch.where(rows & 8 == 0, x0, x1)
-    word = torch.where(cols & 8 == 0, word, bytes_swapped(word))
-    return (word >> 16 * (cols & 1) & NUMBERS - 1) >= threshold
+    return number_of(torch.where(rows & 8 == 0, x0, x1), cols) >= threshold
 
 
 def kept_tile(stream: Stream, rows: slice, cols: slice, threshold: int) -> Tensor:
@@ -124,10 +123,11 @@ def kept_tile(stream: Stream, rows: slice, cols: slice, threshold: int) -> Tenso
     groups = [slice(x.start // 16, (x.stop + 15) // 16) for x in (rows, cols)]
     i, j = (torch.arange(n * g.start, n * g.stop, device=device) for n, g in zip((8, 4), groups, strict=True))
     words = philox2x32(i[:, None] ^ stream.row, j ^ stream.col, stream.key)
+    keys = torch.tensor([[[0, 1]], [[8, 9]]], device=device)  # of a group, whose four follow each other
     parts = []
     for word in words:  # of rows i and i + 8
-        word = torch.stack([x.unflatten(-1, (-1, 4)) for x in (word, bytes_swapped(word))], -2)  # of j and j + 8
-        parts.append(torch.stack([x & NUMBERS - 1 for x in (word, word >> 16)], -1).ge(threshold).flatten(-4))
+        word = word.unflatten(-1, (-1, 1, 4, 1))
+        parts.append(number_of(word, keys).ge(threshold).flatten(-4))
     found = torch.stack([x.unflatten(-2, (-1, 8)) for x in parts], -3).flatten(-4, -2)
     first_row, first_col = 16 * groups[0].start, 16 * groups[1].start
     return found[..., rows.start - first_row : rows.stop - first_row, cols.start - first_col : cols.stop - first_col]

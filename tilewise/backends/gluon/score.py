@@ -6,6 +6,7 @@ the exponential needs anyway, and a bias is brought into these units. A softcap 
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -68,16 +69,21 @@ def score_terms(problem: Problem) -> Terms:
 
 def dropout_bounds(score: Score) -> dict[str, Any]:
     """By which a kernel compares the two numbers of 15 bits in a word to the threshold T, from 1 to 32768: as those of
-    float16, whose order is that of their bits, up to infinity. `bound` is T twice, or, MOSTLY, where T is beyond that,
-    what is left to 32768, for the complement of a number. Nothing where there is no dropout.
+    float16, whose order is that of their bits, up to infinity. `bound` has in its bits T twice, or, MOSTLY, where T is
+    beyond that, what is left to 32768, for the complement of a number. Nothing where there is no dropout.
     """
     threshold, at = score.dropout, score.origin
     if not threshold:
         return {}
     mostly = threshold > INFINITY
     bound = dropout.NUMBERS - threshold if mostly else threshold
-    return {"bound": bound << 16 | bound, "MOSTLY": gl.constexpr(mostly),
+    return {"bound": _as_float(bound << 16 | bound), "MOSTLY": gl.constexpr(mostly),
             "IN_GROUPS": gl.constexpr(at.query % 16 == at.key % 16 == 0)}  # fmt: skip
+
+
+def _as_float(word: int) -> float:
+    """A float32 of these bits: Triton compiles anew for an int that 16 divides, and for no float."""
+    return struct.unpack("<f", struct.pack("<I", word))[0]
 
 
 def kept_weight(problem: Problem) -> float | None:

@@ -120,7 +120,7 @@ def forward_config(problem: Problem) -> Config:
     small = d == 32 and bias > 0 and not masked and not capped
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
-    three = d <= 64 and plain and not capped
+    three = d <= 64 and plain and not (capped or (problem.score.dropout and problem.score.toeplitz is not None))
     three = three and not (band and sees_few(*band_of(problem)))
     in_registers = not (three or small) and d <= 128
     # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
