@@ -115,7 +115,7 @@ def expand_dims(x: Tile, axis: int) -> Tile:
 
 
 GLUON = SimpleNamespace(
-    SliceLayout=lambda *_: None, uint32="uint32", float32="float32", inline_asm_elementwise=run,
+    SliceLayout=lambda *_: None, int32="int32", uint32="uint32", float32="float32", inline_asm_elementwise=run,
     zeros=lambda shape, *_: Tile(torch.zeros(shape, dtype=torch.long)),
     arange=lambda begin, end, _: Tile(torch.arange(begin, end)),
     expand_dims=expand_dims, cast=lambda x, _: Tile(torch.tensor(x)),
@@ -165,7 +165,7 @@ def test_tiles(functions, p, origin):
     bounds = {name: getattr(x, "value", x) for name, x in dropout_bounds(score).items()}
     terms = SimpleNamespace(**bounds, threshold=score.dropout, origin=Places.of(score))
     words = dropout.Stream(*map(torch.tensor, (0x9E3779B1, 0xC0FFEE11, 0x12345679)))
-    m0, n0, c = 192, 256, SimpleNamespace(BLOCK_N=128)
+    m0, n0, c = 192, 256, SimpleNamespace(BLOCK_N=128, PEELED=True, WARPGROUPS=3)
     rows, cols = torch.arange(64)[:, None] + m0 + origin.query, torch.arange(128) + n0 + origin.key
     expected = ~dropout.kept(words, rows, cols, score.dropout)
     assert expected.any()
