@@ -131,6 +131,24 @@ def test_tiles_of_the_reference(rows, cols):
     )
 
 
+def test_both_ends_of_a_half():
+    """Of all halves each number drops as many as its threshold says; and both drop as docs/maths.md says."""
+    halves = torch.arange(65536)
+    ends = [dropout.number_of(halves, torch.tensor(j)) for j in (0, 8)]
+    for end in ends:
+        assert (end.bincount() == 2).all()
+    t = torch.arange(1, 32768)
+    share = t / 32768.0
+    both = torch.maximum(*ends).bincount().cumsum(0)[:-1] / 65536.0
+    excess = both - share**2
+    assert excess.min() > -1e-6
+    assert excess.max() < 0.002
+    correlation = excess / (share * (1 - share))
+    assert correlation[3277 - 1] < 0.0035
+    assert correlation[(t >= 328) & (t <= 32440)].max() < 0.01
+    assert both[0] == 2**-16
+
+
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
 def test_shares_and_neighbours(p):
     """Within five standard deviations as many as p says are dropped, of each head and of each of the four of a group;
