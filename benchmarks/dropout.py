@@ -27,20 +27,17 @@ from tilewise.score import dropout
 from tilewise.score.terms import Band, Score
 
 P = 0.1
-TWO = {"warpgroups": 2, "registers": (240, 24), "skips_hidden": False}
-IN_REGISTERS = {"q_in_registers": True, "q_stages": 1}
-IN_MEMORY = {"q_in_registers": False, "q_stages": 2}
 LAST, AMONG = {"words_last": True}, {"words_last": False}
 VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
     64: {
-        "three warpgroups, words last": {**LAST},
-        "two warpgroups, words among exponentials": {**TWO, **IN_REGISTERS, **AMONG},
-        "two warpgroups, words last": {**TWO, **IN_REGISTERS, **LAST},
+        "as chosen": {},
+        "words last": LAST,
+        "three warpgroups, words last": {"warpgroups": 3, "registers": (160, 32), "q_in_registers": False, **LAST},
     },
     128: {
-        "Q in shared memory, words among exponentials": {**IN_MEMORY, **AMONG},
-        "Q in shared memory, words last": {**IN_MEMORY, **LAST},
-        "Q in registers, words last": {**IN_REGISTERS, **LAST},
+        "as chosen": {},
+        "Q in shared memory, words last": {"q_in_registers": False, "q_stages": 2, **LAST},
+        "Q in shared memory, words among exponentials": {"q_in_registers": False, "q_stages": 2, **AMONG},
     },
 }
 

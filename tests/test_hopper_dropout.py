@@ -99,7 +99,7 @@ def run(asm: str, _: str, arguments: list[Any], *options: Any, **more_options: A
         elif name == "abs.f16x2":
             found = a & 0x7FFF7FFF
         elif name == "mov.b32":
-            found = a.contiguous().view(torch.int32).long() if a.is_floating_point() else a
+            found = a.contiguous().view(torch.int32).long()
         elif name == "xor.b32":
             found = a ^ more[0]
         elif name == "setp.ne.u32":
@@ -115,7 +115,7 @@ def expand_dims(x: Tile, axis: int) -> Tile:
 
 
 GLUON = SimpleNamespace(
-    SliceLayout=lambda *_: None, int32="int32", uint32="uint32", float32="float32", inline_asm_elementwise=run,
+    SliceLayout=lambda *_: None, uint32="uint32", float32="float32", inline_asm_elementwise=run,
     zeros=lambda shape, *_: Tile(torch.zeros(shape, dtype=torch.long)),
     arange=lambda begin, end, _: Tile(torch.arange(begin, end)),
     expand_dims=expand_dims, cast=lambda x, _: Tile(torch.tensor(x)),
@@ -165,7 +165,7 @@ def test_tiles(functions, p, origin):
     bounds = {name: getattr(x, "value", x) for name, x in dropout_bounds(score).items()}
     terms = SimpleNamespace(**bounds, threshold=score.dropout, origin=Places.of(score))
     words = dropout.Stream(*map(torch.tensor, (0x9E3779B1, 0xC0FFEE11, 0x12345679)))
-    m0, n0, c = 192, 256, SimpleNamespace(BLOCK_N=128, PEELED=True, WARPGROUPS=3)
+    m0, n0, c = 192, 256, SimpleNamespace(BLOCK_N=128)
     rows, cols = torch.arange(64)[:, None] + m0 + origin.query, torch.arange(128) + n0 + origin.key
     expected = ~dropout.kept(words, rows, cols, score.dropout)
     assert expected.any()

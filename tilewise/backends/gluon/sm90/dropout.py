@@ -54,16 +54,12 @@ def counter(first, within, KNOWN: gl.constexpr, word, HAS_ORIGIN: gl.constexpr):
 
 
 @gluon.jit
-def group_words(none, words, m0, n0, TRANSPOSED: gl.constexpr, ANEW: gl.constexpr, terms):
-    """The two words of each group, and its first key in a tile. ``none``: a tile of zeros. ANEW: the first product of
-    the queries' counters is made in each tile, not held in registers that there are not."""
+def group_words(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
+    """The two words of each group, and its first key in a tile. ``none``: a tile of zeros."""
     A: gl.constexpr = 0 if TRANSPOSED else 1  # the axis of keys
     LAYOUT: gl.constexpr = none.type.layout
     HAS_ORIGIN: gl.constexpr = terms.origin is not None
-    rows = gl.arange(0, none.shape[1 - A], gl.SliceLayout(A, LAYOUT))
-    if ANEW:
-        rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
-    rows = gl.expand_dims(rows, A).to(gl.uint32)
+    rows = gl.expand_dims(gl.arange(0, none.shape[1 - A], gl.SliceLayout(A, LAYOUT)), A).to(gl.uint32)
     cols = gl.expand_dims(gl.arange(0, none.shape[A], gl.SliceLayout(1 - A, LAYOUT)), 1 - A).to(gl.uint32)
     rows = first_of_groups(none + rows, TRANSPOSED)
     cols = first_of_groups(none + cols, TRANSPOSED)
@@ -102,10 +98,9 @@ def dropout_words(words, m0, n0, terms, c):
     """By which `dropped_pairs` drops probabilities of a tile of 64 queries from ``m0`` on and the keys from ``n0`` on:
     of queries i and i + 8 of each group one, [4, 8, BLOCK_N / 16, 4]. ``words``: a `Stream`."""
     LAYOUT: gl.constexpr = accumulator(64, c.BLOCK_N)
-    ANEW: gl.constexpr = c.PEELED and c.WARPGROUPS == 3
     none = gl.zeros([64, c.BLOCK_N], gl.uint32, LAYOUT)
     if terms.IN_GROUPS:
-        x0, x1, _ = group_words(none, words, m0, n0, False, ANEW, terms)
+        x0, x1, _ = group_words(none, words, m0, n0, False, terms)
     else:  # outcomes, in the signs of bytes
         rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -161,7 +156,7 @@ def signed_by_dropout(p, words, m0, n0, terms):
         cols = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
         bits = gl.where(kept(words, m0, rows, n0, cols, terms), none, none + 0x80000000)
     else:
-        x0, x1, cols = group_words(none, words, m0, n0, True, False, terms)
+        x0, x1, cols = group_words(none, words, m0, n0, True, terms)
         x = _halves_of(x0, x1, cols & 1)  # of queries i and i + 8
         near, far = _dropped_halves(x, terms), _dropped_halves(_bytes_of(x, 0x2301), terms)
         bits = gl.join(gl.join(near << 16, near), gl.join(far << 16, far))  # ..., queries i and i + 8, keys j and j + 8
