@@ -96,6 +96,9 @@ def run(asm: str, _: str, arguments: list[Any], *options: Any, **more_options: A
         ]
         if name == "prmt.b32":
             found = prmt(a, *more)
+        elif name == "shfl.sync.bfly.b32":  # of a row's four threads the numbers have the lower bits
+            assert [int(x) for x in (more[0].flatten()[0], more[1].flatten()[0])] == [4, 31]
+            found = a.unflatten(1, (4, 2)).flip(2).flatten(1, 2)
         elif name == "abs.f16x2":
             found = a & 0x7FFF7FFF
         elif name == "mov.b32":

@@ -54,22 +54,25 @@ def counter(first, within, KNOWN: gl.constexpr, word, HAS_ORIGIN: gl.constexpr):
 
 
 @gluon.jit
-def group_words(none, words, m0, n0, TRANSPOSED: gl.constexpr, terms):
-    """The two words of each group, and its first key in a tile. ``none``: a tile of zeros."""
+def first_places(none, TRANSPOSED: gl.constexpr):
+    """Of each group the first query and key in a tile. ``none``: a tile of zeros."""
     A: gl.constexpr = 0 if TRANSPOSED else 1  # the axis of keys
     LAYOUT: gl.constexpr = none.type.layout
-    HAS_ORIGIN: gl.constexpr = terms.origin is not None
     rows = gl.expand_dims(gl.arange(0, none.shape[1 - A], gl.SliceLayout(A, LAYOUT)), A).to(gl.uint32)
     cols = gl.expand_dims(gl.arange(0, none.shape[A], gl.SliceLayout(1 - A, LAYOUT)), 1 - A).to(gl.uint32)
-    rows = first_of_groups(none + rows, TRANSPOSED)
-    cols = first_of_groups(none + cols, TRANSPOSED)
+    return first_of_groups(none + rows, TRANSPOSED), first_of_groups(none + cols, TRANSPOSED)
+
+
+@gluon.jit
+def group_words(rows, cols, words, m0, n0, KNOWN: gl.constexpr, terms):
+    """The two words of each group, whose first query and key are those. KNOWN: of a query's counter, see `counter`."""
+    HAS_ORIGIN: gl.constexpr = terms.origin is not None
     if HAS_ORIGIN:
         m0 += terms.origin.query
         n0 += terms.origin.key
-    c0 = counter(gl.cast(m0, gl.uint32) // 2, pair_of_rows(rows), 0xFFFFFFF9, words.row, HAS_ORIGIN)
+    c0 = counter(gl.cast(m0, gl.uint32) // 2, pair_of_rows(rows), KNOWN, words.row, HAS_ORIGIN)
     c1 = counter(gl.cast(n0, gl.uint32) // 4, four_of_columns(cols), 0xFFFFFFFC, words.col, HAS_ORIGIN)
-    x0, x1 = philox2x32(c0, c1, words.key)
-    return x0, x1, cols
+    return philox2x32(c0, c1, words.key)
 
 
 @gluon.jit
@@ -100,7 +103,8 @@ def dropout_words(words, m0, n0, terms, c):
     LAYOUT: gl.constexpr = accumulator(64, c.BLOCK_N)
     none = gl.zeros([64, c.BLOCK_N], gl.uint32, LAYOUT)
     if terms.IN_GROUPS:
-        x0, x1, _ = group_words(none, words, m0, n0, False, terms)
+        rows, cols = first_places(none, False)
+        x0, x1 = group_words(rows, cols, words, m0, n0, 0xFFFFFFF9, terms)
     else:  # outcomes, in the signs of bytes
         rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -137,13 +141,36 @@ def dropped_pairs(dropped, like, terms, c):
 
 
 @gluon.jit
-def _halves_of(low, high, odd):
-    """The low halves of two words, or, where ``odd``, the high ones. By a predicate: a selector takes a register, for
-    want of which others spill."""
+def _halves(low, high, SELECTOR: gl.constexpr):
+    """Of two words both low halves, 0x5410, or both high ones, 0x7632."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $3, 0; prmt.b32 $0, $1, $2, 0x5410; @p prmt.b32 $0, $1, $2, 0x7632; }",
-        "=&r,r,r,r", [low, high, odd], dtype=gl.uint32, is_pure=True, pack=1,
-    )  # fmt: skip
+        f"prmt.b32 $0, $1, $2, {SELECTOR};", "=r,r,r", [low, high], dtype=gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _of_next_row(x):
+    """What the thread four further or before has, of the odd row beside an even one or the other way round."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 4, 31, 0xffffffff;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def shared_halves(none, words, m0, n0, terms):
+    """Of each group of a transposed tile the halves that are the key's, of queries i and i + 8 in a word:
+    [keys / 16, 8, queries / 16, 8]. The threads of keys j and j + 1 need two halves each of the same words: of queries
+    i and i + 1 either makes those of one, and they trade."""
+    rows, cols = first_places(none, True)
+    G: gl.constexpr = rows.shape[2]
+    rows, _ = rows.reshape([rows.shape[0], 8, G, 4, 2]).split()
+    cols, _ = cols.reshape([cols.shape[0], 8, G, 4, 2]).split()
+    odd = cols & 1
+    x0, x1 = group_words(rows + odd, cols, words, m0, n0, 0xFFFFFFF8, terms)
+    low, high = _halves(x0, x1, 0x5410), _halves(x0, x1, 0x7632)
+    other = _of_next_row(gl.where(odd == 0, high, low))
+    both = gl.join(gl.where(odd == 0, low, other), gl.where(odd == 0, other, high))
+    return both.reshape([none.shape[0] // 16, 8, G, 8])
 
 
 @gluon.jit
@@ -156,8 +183,7 @@ def signed_by_dropout(p, words, m0, n0, terms):
         cols = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
         bits = gl.where(kept(words, m0, rows, n0, cols, terms), none, none + 0x80000000)
     else:
-        x0, x1, cols = group_words(none, words, m0, n0, True, terms)
-        x = _halves_of(x0, x1, cols & 1)  # of queries i and i + 8
+        x = shared_halves(none, words, m0, n0, terms)
         near, far = _dropped_halves(x, terms), _dropped_halves(_bytes_of(x, 0x2301), terms)
         bits = gl.join(gl.join(near << 16, near), gl.join(far << 16, far))  # ..., queries i and i + 8, keys j and j + 8
         bits = bits.permute((0, 5, 1, 2, 4, 3)).reshape([p.shape[0], p.shape[1]])
