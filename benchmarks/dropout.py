@@ -36,7 +36,7 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     128: {
         "as chosen": {},
-        "Q in shared memory, words last": {"q_in_registers": False, "q_stages": 2, **LAST},
+        "sums by thread": {"sums_by_thread": True},
         "Q in shared memory, words among exponentials": {"q_in_registers": False, "q_stages": 2, **AMONG},
     },
 }

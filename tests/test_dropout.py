@@ -63,6 +63,7 @@ def test_two_numbers_at_once(threshold):
     from tilewise.backends.gluon.score import dropout_bounds
 
     terms = dropout_bounds(Score(1.0, None, Band(), dropout=threshold))
+    assert type(terms["bound"]) is float  # of which no value is compiled anew
     bounds = [x.double() for x in torch.tensor(terms["bound"]).view(1).view(HALF)]
     numbers = torch.arange(65536)
     halves = (numbers - 65536 * (numbers > 32767)).to(torch.int16)
