@@ -445,8 +445,8 @@ FAULTS = [
     ),
     # --- dropout ---
     Fault(
-        "score/dropout.py", "torch.where(cols & 8 == 0, word", "torch.where(rows & 8 == 0, word",
-        "of four scores two by two share a number",
+        "score/dropout.py", "torch.where(j & 8 == 0, half", "torch.where(j & 4 == 0, half",
+        "of eight scores two by two share a number",
         "test_dropout.py::test_numbers",
     ),
     Fault(
@@ -480,7 +480,7 @@ FAULTS = [
         "test_low_bits.py::test_numbers_come_back_in_triton",
     ),
     Fault(
-        "backends/dropout.py", "(j & 8) == 0", "(i & 8) == 0",
+        "backends/dropout.py", "(j & 8) == 0", "(j & 4) == 0",
         "the kernels' scores share numbers that the reference keeps apart",
         "test_dropout.py::test_triton",
     ),

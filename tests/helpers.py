@@ -290,12 +290,12 @@ def unfused(case: Case, inputs: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def kept_share(p: float) -> float:
-    return 1 - round(p * 65536) / 65536
+    return 1 - round(p * 32768) / 32768
 
 
 def dropout_mask(case: Case) -> Tensor:
     """Bool (B, H, M, N): which probabilities dropout keeps."""
-    return _dropout_numbers(case.B, case.H, case.M, case.N) >= round(case.dropout_p * 65536)
+    return _dropout_numbers(case.B, case.H, case.M, case.N) >= round(case.dropout_p * 32768)
 
 
 @functools.lru_cache(maxsize=2)
@@ -310,12 +310,12 @@ def _dropout_numbers(*shape: int) -> Tensor:
             one, other = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
             k0, k1 = ((k + np.uint64(n * w)) & word for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
             c = [(other >> shift) ^ c[1] ^ k0, other & word, (one >> shift) ^ c[3] ^ k1, one & word]
-        x0, x1 = ((x // 16 * 8 + x % 8) ^ w for x, w in ((i, c[1]), (j, c[2])))
+        x0, x1 = (i // 16 * 8 + i % 8) ^ c[1], (j // 16 * 4 + j // 2 % 4) ^ c[2]
         for n in range(7):
             product = x0 * np.uint64(0xD256D193)
             x0, x1 = (product >> shift) ^ ((c[0] + np.uint64(n * 0x9E3779B9)) & word) ^ x1, product & word
-    number = np.where(i & 8 == 0, x0, x1) >> np.where(j & 8 == 0, 0, 16).astype(np.uint64) & np.uint64(0xFFFF)
-    return torch.from_numpy(number.astype(np.int32))
+    half = (np.where(i & 8 == 0, x0, x1) >> 16 * (j & 1)).astype(np.uint16)
+    return torch.from_numpy((np.where(j & 8 == 0, half, half.byteswap()) & 0x7FFF).astype(np.int32))
 
 
 class Results(NamedTuple):

@@ -48,30 +48,31 @@ def philox(counter: list[int], key: list[int], rounds: int) -> list[int]:
 
 
 def number(seed: int, offset: int, b: int, h: int, i: int, j: int) -> int:
-    """Of 16 bits: it drops the probability where it is less than the threshold."""
+    """Of 15 bits: it drops the probability where it is less than the threshold."""
     words = [[x % 2**32, x // 2**32 % 2**32] for x in (seed, offset)]
     w = philox([*words[1], b, h], words[0], 10)
-    x = philox([(8 * (i // 16) + i % 8) ^ w[1], (8 * (j // 16) + j % 8) ^ w[2]], w[:1], 7)
-    return x[i // 8 % 2] >> 16 * (j // 8 % 2) & 0xFFFF
+    x = philox([(8 * (i // 16) + i % 8) ^ w[1], (4 * (j // 16) + j // 2 % 4) ^ w[2]], w[:1], 7)
+    pair = x[i // 8 % 2].to_bytes(4, "little")[j % 2 * 2 :][:2]
+    return int.from_bytes(pair, ["little", "big"][j // 8 % 2]) % 2**15
 
 
-@pytest.mark.parametrize("threshold", [1, 6554, 32767, 32768, 32769, 58982, 65535, 65536])
+@pytest.mark.parametrize("threshold", [1, 3277, 0x7BFF, 0x7C00, 0x7C01, 32767, 32768])
 def test_two_numbers_at_once(threshold):
     """As Hopper's kernels compare them: every number beside the least, the greatest and those around the threshold."""
     pytest.importorskip("triton")
     from tilewise.backends.gluon.score import dropout_bounds
 
     terms = dropout_bounds(Score(1.0, None, Band(), dropout=threshold))
-    bound, minuend = (terms[name] % 2**32 for name in ("bound", "minuend"))
-    extreme = torch.maximum if terms["MOSTLY"].value else torch.minimum
+    assert type(terms["bound"]) is float  # of which no value is compiled anew
+    bounds = [x.double() for x in torch.tensor(terms["bound"]).view(1).view(HALF)]
     numbers = torch.arange(65536)
-    for beside in {0, threshold - 1, threshold % 65536, 65535}:
-        for low, high in ((numbers, torch.tensor(beside)), (torch.tensor(beside), numbers)):
-            low, high = torch.broadcast_tensors(low, high)
-            either = extreme(low, torch.tensor(bound & 0xFFFF)), extreme(high, torch.tensor(bound >> 16))
-            bits = minuend - (either[0] | either[1] << 16)
-            assert torch.equal(bits >> 15 & 1, (low < threshold).long())
-            assert torch.equal(bits >> 31 & 1, (high < threshold).long())
+    halves = (numbers - 65536 * (numbers > 32767)).to(torch.int16)
+    for bound in bounds:  # float16's, of which NaN is not less
+        if terms["MOSTLY"].value:
+            dropped = ~((~halves).view(HALF).abs().double() < bound)
+        else:
+            dropped = halves.view(HALF).abs().double() < bound
+        assert torch.equal(dropped, (numbers & 0x7FFF) < threshold)
 
 
 PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
@@ -107,15 +108,15 @@ def test_numbers(seed, offset):
     b, h, i, j = (torch.randint(n, (200,), generator=generator) for n in (3, 2, 70, 130))
     found = [
         dropout.kept(words, torch.arange(70)[:, None], torch.arange(130), threshold)[b, h, i, j]
-        for threshold in (6554, 32768, 65536, 1, 65535)
+        for threshold in (3277, 16384, 32768, 1, 32767)
     ]
     numbers = [number(seed, offset, *place) for place in zip(*(x.tolist() for x in (b, h, i, j)), strict=True)]
-    for kept, threshold in zip(found, (6554, 32768, 65536, 1, 65535), strict=True):
+    for kept, threshold in zip(found, (3277, 16384, 32768, 1, 32767), strict=True):
         assert kept.tolist() == [x >= threshold for x in numbers]
     if (seed, offset) == (0, 0):
         mask, case = dropout_mask(SMALL), SMALL
         places = [(b % 2, h, i % case.M, j % case.N) for b, h, i, j in zip(b, h, i, j, strict=True)]
-        expected = [number(*DROPOUT_SEED, *map(int, place)) >= 13107 for place in places]
+        expected = [number(*DROPOUT_SEED, *map(int, place)) >= 6554 for place in places]
         assert [bool(mask[place]) for place in places] == expected
 
 
@@ -125,10 +126,28 @@ def test_numbers(seed, offset):
 def test_tiles_of_the_reference(rows, cols):
     seed = torch.tensor([-5, 2**40])
     words = dropout.stream(seed, torch.arange(2).view(2, 1, 1, 1), torch.arange(4).view(4, 1, 1))
-    whole = dropout.kept(words, torch.arange(37)[:, None], torch.arange(70), 13107)
+    whole = dropout.kept(words, torch.arange(37)[:, None], torch.arange(70), 6554)
     assert torch.equal(
-        dropout.kept_tile(words, slice(*rows), slice(*cols), 13107), whole[..., slice(*rows), slice(*cols)]
+        dropout.kept_tile(words, slice(*rows), slice(*cols), 6554), whole[..., slice(*rows), slice(*cols)]
     )
+
+
+def test_both_ends_of_a_half():
+    """Of all halves each number drops as many as its threshold says; and both drop as docs/maths.md says."""
+    halves = torch.arange(65536)
+    ends = [dropout.number_of(halves, torch.tensor(j)) for j in (0, 8)]
+    for end in ends:
+        assert (end.bincount() == 2).all()
+    t = torch.arange(1, 32768)
+    share = t / 32768.0
+    both = torch.maximum(*ends).bincount().cumsum(0)[:-1] / 65536.0
+    excess = both - share**2
+    assert excess.min() > -1e-6
+    assert excess.max() < 0.002
+    correlation = excess / (share * (1 - share))
+    assert correlation[3277 - 1] < 0.0035
+    assert correlation[(t >= 328) & (t <= 32440)].max() < 0.01
+    assert both[0] == 2**-16
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
@@ -166,7 +185,7 @@ MEETS = [
     {"softcap": 2.0, "scale": 0.7, "sink": "bhm", "lse": False, "layout": "heads_last"},
     {"bias": "bkm1", "M": 70, "N": 37, "causal": True, "dtype": FLOAT},
     {"dropout_p": 1.0, "lse": True, "sink": "h"},
-    {"dropout_p": 1 / 65536},
+    {"dropout_p": 1 / 32768},
     {"grads": "qb", "bias": "11mn", "deterministic": True},
     {"grads": "v"},
 ]  # fmt: skip

@@ -92,7 +92,7 @@ def attention(
         window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         softcap: if given, scores become ``softcap * tanh(score / softcap)`` before the bias is added.
-        dropout_p: the share of the probabilities that are dropped, 0 to 1, to the nearest multiple of 1/65536; the
+        dropout_p: the share of the probabilities that are dropped, 0 to 1, to the nearest multiple of 1/32768; the
             others are divided by the share that is kept. The lse knows nothing of it. Pass 0 where nothing is trained.
         dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device. What is dropped is a
             function of these two numbers and of a score's place: its sequence, query head, query and key, each counted

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton import knobs
+
+_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter knows no PTX
 
 
 class Stream(NamedTuple):
@@ -60,17 +63,34 @@ def stream(seed, sequence, head, terms):
 
 
 @triton.jit
-def half(i):
+def pair_of_rows(i):
     return (i >> 4) * 8 + (i & 7)
+
+
+@triton.jit
+def four_of_columns(j):
+    return (j >> 4) * 4 + (j >> 1 & 3)
+
+
+@triton.jit
+def number_of(word, j):
+    """The number of key j, in the upper half; one instruction, of which LLVM would make vectors of bswap, which it has
+    none for."""
+    if _INTERPRET:
+        half = tl.where((j & 1) == 0, word << 16, word & 0xFFFF0000)
+        return tl.where((j & 8) == 0, half, half << 8 | half >> 8 & 0x00FF0000)
+    else:
+        selector = 0x1044 + (j & 1) * 0x2200 ^ (j & 8) * 0x220
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector], tl.uint32, True, 1)
 
 
 @triton.jit
 def kept(stream, m0, rows, n0, cols, terms):
     """Of query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
 
-    Written for each score alone. Of the four of a group the layout of an accumulator gives one thread all, and the
-    compiler makes their words once, for it sees that they are the same: hence m0 and n0 apart, of which it may not know
-    that they are multiples of 16.
+    Written for each score alone. Of the eight of a group the layout of an accumulator gives one thread all, or all of
+    a key and the one 8 further, and the compiler makes their words once, for it sees that they are the same: hence m0
+    and n0 apart, of which it may not know that they are multiples of 16.
     """
     if terms.origin is not None:
         m0 += terms.origin.query
@@ -79,9 +99,8 @@ def kept(stream, m0, rows, n0, cols, terms):
             rows += terms.origin.query_rest
             cols += terms.origin.key_rest
     i, j = rows.to(tl.uint32), cols.to(tl.uint32)
-    c0 = (m0.to(tl.uint32) // 2 + half(i)) ^ stream.row
-    c1 = (n0.to(tl.uint32) // 2 + half(j)) ^ stream.col
+    c0 = (m0.to(tl.uint32) // 2 + pair_of_rows(i)) ^ stream.row
+    c1 = (n0.to(tl.uint32) // 4 + four_of_columns(j)) ^ stream.col
     x0, x1 = philox2x32(c0, c1, stream.key)
     word = tl.where((i & 8) == 0, x0, x1)
-    # By the high half of 32 bits, whatever the low one is: a half that is there already is compared as it stands.
-    return tl.where((j & 8) == 0, word << 16, word) >= tl.cast(terms.threshold, tl.uint32) << 16
+    return (number_of(word, j) & 0x7FFFFFFF) >= tl.cast(terms.threshold, tl.uint32) << 16

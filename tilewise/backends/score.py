@@ -79,7 +79,7 @@ def dropout_numbers(score: Score) -> dict[str, Any]:
     """What kernels are told of dropout: fields of their `Terms`; nothing where there is none."""
     if not score.dropout:
         return {}
-    # All dropped, they are told by their weight, 0: a threshold of 65536 is more than 16 bits.
+    # All dropped, they are told by their weight, 0: a threshold of 32768 is more than 15 bits.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
     return {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
 

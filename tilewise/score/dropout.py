@@ -6,17 +6,21 @@ in the forward and in the backward, whatever the tiles, the backend and the numb
 
     w0, w1, w2, _ = Philox4x32-10(counter = (offset, offset >> 32, sequence, query head), key = (seed, seed >> 32))
     x0, x1        = Philox2x32-7 (counter = (i' xor w1, j' xor w2), key = w0)
-    i', j'        = i // 16 * 8 + i % 8,  j // 16 * 8 + j % 8
+    i', j'        = i // 16 * 8 + i % 8,  j // 16 * 4 + j % 8 // 2
     word          = x0 where bit 3 of i is 0, x1 where it is 1
-    number        = the low half of the word where bit 3 of j is 0, the high half where it is 1
-    dropped       = number < threshold,   threshold = round(65536 p)
+    half          = the low half of the word where j is even, the high half where it is odd
+    number        = the half, its two bytes swapped where bit 3 of j is 1, without its highest bit
+    dropped       = number < threshold,   threshold = round(32768 p)
 
 All words have 32 bits. i is the query's place among the queries of its sequence, and j the key's among its keys, from
 0; sequence is the index along the batch, and the query head one of all, of which a part of a call, as on one of several
-GPUs, knows its first: `Origin`. One call of Philox2x32 serves the four scores of rows i, i + 8 and columns j,
-j + 8, which one thread of an mma's or wgmma's accumulator owns, in a tile of scores and in a transposed one alike.
+GPUs, knows its first: `Origin`. One call of Philox2x32 serves eight scores, of rows i, i + 8 and columns j, j + 1,
+j + 8, j + 9 for an even j, which one thread of an mma's or wgmma's accumulator owns. A thread of a transposed tile owns
+four of them. So eight random bits are spent on a score: two keys, j and j + 8, see one half from either end. Each
+number is uniform; that of the one has the other's upper bits as its lower ones, which matter only where its upper ones
+equal those of the threshold. `docs/maths.md` says how far the two outcomes are from independent.
 
-What is kept is divided by the share that is kept, 1 - threshold / 65536, and not by 1 - p. The jit twins carry the same
+What is kept is divided by the share that is kept, 1 - threshold / 32768, and not by 1 - p. The jit twins carry the same
 names (``backends/dropout.py``).
 """
 
@@ -27,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUMBERS = 1 << 16  # that are equally likely
+NUMBERS = 1 << 15  # that are equally likely
 WORD = (1 << 32) - 1
 
 
@@ -91,28 +95,39 @@ def stream(seed: Tensor, sequence: Tensor, head: Tensor) -> Stream:
     return Stream(w0, w1, w2)
 
 
-def half(i: Tensor) -> Tensor:
-    """i': a counter of the groups of two, i and i + 8."""
+def pair_of_rows(i: Tensor) -> Tensor:
+    """i': a counter of the groups of two queries, i and i + 8."""
     return i // 16 * 8 + i % 8
+
+
+def four_of_columns(j: Tensor) -> Tensor:
+    """j': a counter of the groups of four keys, j, j + 1, j + 8 and j + 9."""
+    return j // 16 * 4 + j % 8 // 2
+
+
+def number_of(word: Tensor, j: Tensor) -> Tensor:
+    """Of key ``j``, 0 to `NUMBERS` - 1."""
+    half = word >> 16 * (j & 1) & 0xFFFF
+    return torch.where(j & 8 == 0, half, half << 8 | half >> 8) & NUMBERS - 1
 
 
 def kept(stream: Stream, rows: Tensor, cols: Tensor, threshold: int) -> Tensor:
     """Bool: whether the probability of query ``rows`` and key ``cols``, int64, is kept; all shapes broadcast."""
-    x0, x1 = philox2x32(half(rows) ^ stream.row, half(cols) ^ stream.col, stream.key)
-    word = torch.where(rows & 8 == 0, x0, x1)
-    return torch.where(cols & 8 == 0, word & 0xFFFF, word >> 16) >= threshold
+    x0, x1 = philox2x32(pair_of_rows(rows) ^ stream.row, four_of_columns(cols) ^ stream.col, stream.key)
+    return number_of(torch.where(rows & 8 == 0, x0, x1), cols) >= threshold
 
 
 def kept_tile(stream: Stream, rows: slice, cols: slice, threshold: int) -> Tensor:
     """`kept` of a tile, (..., rows, cols), whose words are made once a group; the stream's last two axes are 1."""
     device = stream.key.device
     groups = [slice(x.start // 16, (x.stop + 15) // 16) for x in (rows, cols)]
-    i, j = (torch.arange(8 * g.start, 8 * g.stop, device=device) for g in groups)
+    i, j = (torch.arange(n * g.start, n * g.stop, device=device) for n, g in zip((8, 4), groups, strict=True))
     words = philox2x32(i[:, None] ^ stream.row, j ^ stream.col, stream.key)
+    keys = torch.tensor([[[0, 1]], [[8, 9]]], device=device)  # of a group, whose four follow each other
     parts = []
     for word in words:  # of rows i and i + 8
-        word = word.unflatten(-1, (-1, 8))
-        parts.append(torch.stack([word & 0xFFFF, word >> 16], -2).ge(threshold).flatten(-3))
+        word = word.unflatten(-1, (-1, 1, 4, 1))
+        parts.append(number_of(word, keys).ge(threshold).flatten(-4))
     found = torch.stack([x.unflatten(-2, (-1, 8)) for x in parts], -3).flatten(-4, -2)
     first_row, first_col = 16 * groups[0].start, 16 * groups[1].start
     return found[..., rows.start - first_row : rows.stop - first_row, cols.start - first_col : cols.stop - first_col]

@@ -6,6 +6,7 @@ the exponential needs anyway, and a bias is brought into these units. A softcap 
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -19,7 +20,7 @@ from tilewise.score import dropout, tiles
 from tilewise.score.terms import Score
 
 LOG2E = 1.4426950408889634
-HALF = dropout.NUMBERS // 2
+INFINITY = 0x7C00  # the bits of float16's; those of more are NaN
 key_tiles = gluon.jit(tiles.key_tiles)
 query_tiles = gluon.jit(tiles.query_tiles)
 
@@ -40,7 +41,6 @@ class Terms(NamedTuple):
     weight: float | None = None
     origin: Any = None
     bound: Any = None  # of two numbers at once, see `dropout_bounds`
-    minuend: Any = None
     MOSTLY: Any = None
     IN_GROUPS: Any = None  # rows i and i + 8 of a tile are of a group of dropout, and so are columns
     column: Any = gl.constexpr(0)  # of a bias by distance: where key 0 stands in its values, see `relative`
@@ -68,25 +68,22 @@ def score_terms(problem: Problem) -> Terms:
 
 
 def dropout_bounds(score: Score) -> dict[str, Any]:
-    """By which a kernel compares the two numbers of 16 bits in a word to the threshold T, from 1 to 65536: `minuend`
-    less `extreme(number, bound)` has bits 15 and 31 where the number below is less. Nothing where there is no dropout.
-
-    In each half b - min(x, b) with b = T + 32767, for which T has to be at most 32768; else, MOSTLY, the complement of
-    max(x, b) - b with b = T - 32768. Either has 16 bits, of which the highest is asked for, so no half borrows.
+    """By which a kernel compares the two numbers of 15 bits in a word to the threshold T, from 1 to 32768: as those of
+    float16, whose order is that of their bits, up to infinity. `bound` has in its bits T twice, or, MOSTLY, where T is
+    beyond that, what is left to 32768, for the complement of a number. Nothing where there is no dropout.
     """
     threshold, at = score.dropout, score.origin
     if not threshold:
         return {}
-    mostly = threshold > HALF
-    bound = threshold - HALF if mostly else threshold + HALF - 1
-    word = bound << 16 | bound
-    return {"bound": _signed(word), "minuend": _signed(word - mostly), "MOSTLY": gl.constexpr(mostly),
+    mostly = threshold > INFINITY
+    bound = dropout.NUMBERS - threshold if mostly else threshold
+    return {"bound": _as_float(bound << 16 | bound), "MOSTLY": gl.constexpr(mostly),
             "IN_GROUPS": gl.constexpr(at.query % 16 == at.key % 16 == 0)}  # fmt: skip
 
 
-def _signed(word: int) -> int:
-    """A word as int32 has it."""
-    return word - (1 << 32) if word >> 31 else word
+def _as_float(word: int) -> float:
+    """A float32 of these bits: Triton compiles anew for an int that 16 divides, and for no float."""
+    return struct.unpack("<f", struct.pack("<I", word))[0]
 
 
 def kept_weight(problem: Problem) -> float | None:

@@ -50,7 +50,7 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
     start_in_range,
     start_of,
 )
-from tilewise.backends.gluon.sm90.dropout import dropped_groups, dropped_pairs
+from tilewise.backends.gluon.sm90.dropout import dropout_words, dropped_pairs
 from tilewise.backends.gluon.sm90.forward_masks import banded, mask_words, masked
 from tilewise.backends.gluon.sm90.key_bias import load_bias_of_keys
 from tilewise.backends.gluon.sm90.softmax import (
@@ -105,6 +105,7 @@ class ForwardConstants(NamedTuple):
     PEELED: Any
     SKIPS_HIDDEN: Any
     PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
+    WORDS_LAST: Any
     O_IN_Q: Any
     O_IN_BIAS: Any
     Q_IN_REGISTERS: Any
@@ -223,11 +224,11 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def rounded(p, dropped, DTYPE: gl.constexpr, c):
+def rounded(p, dropped, DTYPE: gl.constexpr, terms, c):
     """P in the dtype of V; with several loops or dropout neighbours of two columns as one word, [64, BLOCK_N / 2].
 
     Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
-    ``dropped``: of `dropped_groups`, or None.
+    ``dropped``: of `dropout_words`, or None.
     """
     if c.PAIRS:
         low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
@@ -235,7 +236,7 @@ def rounded(p, dropped, DTYPE: gl.constexpr, c):
         if dropped is not None:
             return gl.inline_asm_elementwise(
                 f"{{ .reg .b32 x; cvt.rn.{KIND}.f32 x, $2, $1; lop3.b32 $0, x, $3, 0, 0x30; }}", "=r,f,f,r",
-                [low, high, dropped_pairs(dropped, low, c)], dtype=gl.int32, is_pure=False, pack=1,
+                [low, high, dropped_pairs(dropped, low, terms, c)], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
         return gl.inline_asm_elementwise(
             f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
@@ -319,8 +320,10 @@ def attend(
     if FIRST and c.O_IN_BIAS:
         release_o(rings, nth - 1, c, WARPGROUP)
     dropped = None
-    if words is not None:  # no border behind it: among the exponentials ptxas finds room for most of it
-        dropped = dropped_groups(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
+    if (
+        words is not None and not c.WORDS_LAST
+    ):  # no border behind it: among the exponentials ptxas finds room for most of it
+        dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     release(rings.k, k_slot)
 
@@ -343,8 +346,10 @@ def attend(
         if c.LAZY and not c.SUMS_BY_THREAD:
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
+    if words is not None and c.WORDS_LAST:
+        dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     # rounded after PV has read the old P: one set of registers for both, and no copies
-    return State(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, c), taken)
+    return State(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken)
 
 
 @gluon.jit

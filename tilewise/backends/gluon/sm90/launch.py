@@ -314,6 +314,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool, documents: bool =
         PEELED=config.peeled,
         SKIPS_HIDDEN=config.skips_hidden,
         PAIRS=loops or bool(problem.score.dropout),
+        WORDS_LAST=config.words_last,
         O_IN_Q=config.o_in_q,
         O_IN_BIAS=config.o_in_bias,
         Q_IN_REGISTERS=config.q_in_registers,
