@@ -142,7 +142,9 @@ class ResizedForward:
                 o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
                 lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
                 if self.shared is None:
-                    launches[0].run(values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse)
+                    launches[0].run(
+                        values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse
+                    )
                 else:
                     sums = torch.empty(self.shared, dtype=torch.float32, device=device)
                     sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
