@@ -50,7 +50,7 @@ from tilewise.backends.gluon.sm90.bias_tiles import (
     start_in_range,
     start_of,
 )
-from tilewise.backends.gluon.sm90.dropout import dropout_words, dropped_pairs
+from tilewise.backends.gluon.sm90.dropout import dropout_words
 from tilewise.backends.gluon.sm90.forward_masks import banded, mask_words, masked
 from tilewise.backends.gluon.sm90.key_bias import load_bias_of_keys
 from tilewise.backends.gluon.sm90.softmax import (
@@ -58,7 +58,9 @@ from tilewise.backends.gluon.sm90.softmax import (
     changed_rows_once_summed,
     online_softmax,
     rescaled,
+    rounded,
     sums_of_rows,
+    times_v,
     with_sink,
 )
 from tilewise.backends.gluon.sm90.toeplitz_tiles import (
@@ -221,40 +223,6 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
         if entry.mixed:
             s = masked(s, words, c)
     return s
-
-
-@gluon.jit
-def rounded(p, dropped, DTYPE: gl.constexpr, terms, c):
-    """P in the dtype of V; with several loops or dropout neighbours of two columns as one word, [64, BLOCK_N / 2].
-
-    Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
-    ``dropped``: of `dropout_words`, or None.
-    """
-    if c.PAIRS:
-        low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
-        KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
-        if dropped is not None:
-            return gl.inline_asm_elementwise(
-                f"{{ .reg .b32 x; cvt.rn.{KIND}.f32 x, $2, $1; lop3.b32 $0, x, $3, 0, 0x30; }}", "=r,f,f,r",
-                [low, high, dropped_pairs(dropped, low, terms, c)], dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        return gl.inline_asm_elementwise(
-            f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
-        return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def times_v(p, v, o, c):
-    """Issue o + P·V; ``p``: of `rounded`."""
-    if c.PAIRS:
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
-        p = gl.join(p, p).reshape([64, c.BLOCK_N])
-        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
-        p = gl.convert_layout(p.to(v.dtype, bitcast=True), OPERAND, assert_trivial=True)
-    return warpgroup_mma(p, v, o, is_async=True)
 
 
 @gluon.jit

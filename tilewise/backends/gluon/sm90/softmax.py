@@ -1,5 +1,5 @@
-"""The online softmax on what warpgroups hold of a product: reductions of rows, and the steps that are left out where no
-maximum has moved.
+"""The online softmax on what warpgroups hold of a product: reductions of rows, the steps that are left out where no
+maximum has moved, and P as an operand of P·V.
 
 A row of wgmma's result lies in four threads, which hold two neighbours of every eight columns each.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.gluon.compat import REDUCES_IN_TREES, chain
+from tilewise.backends.gluon.sm90.dropout import dropped_pairs
+from tilewise.backends.gluon.sm90.wgmma import accumulator
 
 SLACK = gl.constexpr(8.0)
 
@@ -153,3 +156,37 @@ def rescaled(o, alpha, changed, LAZY: gl.constexpr):
     else:
         parts *= alpha
     return gl.convert_layout(parts.reshape(o.shape), o.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def rounded(p, dropped, DTYPE: gl.constexpr, terms, c):
+    """P in the dtype of V; with several loops or dropout neighbours of two columns as one word, [64, BLOCK_N / 2].
+
+    Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
+    ``dropped``: of `dropout_words`, or None.
+    """
+    if c.PAIRS:
+        low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
+        KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
+        if dropped is not None:
+            return gl.inline_asm_elementwise(
+                f"{{ .reg .b32 x; cvt.rn.{KIND}.f32 x, $2, $1; lop3.b32 $0, x, $3, 0, 0x30; }}", "=r,f,f,r",
+                [low, high, dropped_pairs(dropped, low, terms, c)], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        return gl.inline_asm_elementwise(
+            f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
+        return gl.convert_layout(p.to(DTYPE), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def times_v(p, v, o, c):
+    """Issue o + P·V; ``p``: of `rounded`."""
+    if c.PAIRS:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
+        p = gl.join(p, p).reshape([64, c.BLOCK_N])
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [p], dtype=gl.int16, is_pure=True, pack=2)
+        p = gl.convert_layout(p.to(v.dtype, bitcast=True), OPERAND, assert_trivial=True)
+    return warpgroup_mma(p, v, o, is_async=True)
