@@ -264,7 +264,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
     LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
     # ptxas: what is the same in each step, made before the loop and kept, spills 200 to 670 bytes on sm_90; made where
-    # it is wanted, none to 32, in a tenth fewer instructions. At 64 dimensions registers are left, and it takes more.
+    # it is wanted, none to 32, in a tenth fewer instructions. At 64 dimensions, with registers left, it takes more.
     IN_STEPS: tl.constexpr = c.TMA and c.BLOCK_D > 64
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
