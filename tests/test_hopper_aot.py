@@ -65,7 +65,7 @@ SINKS = [
 DROPOUT = [
     ("3.6.0", replace(USUAL, dropout_p=0.1), 2 * (8 + 8) * 2, 0, False),
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (4 + 8) * 3, 0, False),
-    ("3.6.0", replace(USUAL, D=256, dropout_p=0.1, causal=True), 2 * (16 + 4) * 3, 40, False),
+    ("3.6.0", replace(USUAL, D=256, dropout_p=0.1, causal=True), 2 * (16 + 4) * 3, 48, False),
     ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * (8 + 8) * 2, 0, False),
     ("3.6.0", replace(USUAL, dropout_p=0.1, bias="1hmn"), 2 * (8 + 8) * 2, 8, False),
 ]
@@ -178,10 +178,10 @@ BACKWARDS = [
 # With dropout: delta of a subtile's queries stays beside dP, and the numbers of its words in the loop.
 DROPOUT_BACKWARDS = [
     ("3.6.0", replace(USUAL, dropout_p=0.1), 2 * 8 + 2 * 4 + 8, 0, False),
-    ("3.6.0", replace(USUAL, dropout_p=0.1, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 56, False),
+    ("3.6.0", replace(USUAL, dropout_p=0.1, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 24, False),
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0, False),
-    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (2 * (2 * 4 + 2 * 4) + 8) + 4, 4, False),
-    ("3.6.0", replace(USUAL, D=32, dropout_p=0.1), 2 * 2 + 2 * 4 + 4, 20, False),
+    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (2 * (2 * 4 + 2 * 4) + 8) + 4, 0, False),
+    ("3.6.0", replace(USUAL, D=32, dropout_p=0.1), 2 * 2 + 2 * 4 + 4, 8, False),
     ("3.6.0", replace(USUAL, D=256, dropout_p=0.1), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0, False),
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0, False),
     ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * 8 + 2 * 4 + 8, 0, False),

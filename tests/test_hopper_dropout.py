@@ -102,7 +102,7 @@ def run(asm: str, _: str, arguments: list[Any], *options: Any, **more_options: A
         elif name == "abs.f16x2":
             found = a & 0x7FFF7FFF
         elif name == "mov.b32":
-            found = a.contiguous().view(torch.int32).long()
+            found = a.contiguous().view(torch.int32).long() if a.is_floating_point() else a
         elif name == "xor.b32":
             found = a ^ more[0]
         elif name == "setp.ne.u32":

@@ -78,11 +78,11 @@ def group_words(rows, cols, words, m0, n0, KNOWN: gl.constexpr, terms):
 @gluon.jit
 def _dropped_halves(word, terms):
     """0xffff where the number of a half is less than the threshold, see `dropout_bounds`."""
-    LESS: gl.constexpr = "abs.f16x2 x, $1; set.lt.u32.f16x2 $0, x, y;"
-    MOST: gl.constexpr = "xor.b32 x, $1, 0x7fff7fff; abs.f16x2 x, x; set.geu.u32.f16x2 $0, x, y;"
-    CODE: gl.constexpr = MOST if terms.MOSTLY else LESS
+    OTHER: gl.constexpr = "xor.b32 x, x, 0x7fff7fff;" if terms.MOSTLY else ""
+    TEST: gl.constexpr = "geu" if terms.MOSTLY else "lt"
     return gl.inline_asm_elementwise(
-        f"{{ .reg .b32 x, y; mov.b32 y, $2; {CODE} }}", "=r,r,f",
+        f"{{ .reg .b32 x, y; mov.b32 x, $1; mov.b32 y, $2; {OTHER} abs.f16x2 x, x; set.{TEST}.u32.f16x2 $0, x, y; }}",
+        "=r,r,f",
         [word, terms.bound], dtype=gl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
 
