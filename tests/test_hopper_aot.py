@@ -95,7 +95,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=64, bias="b11n", deterministic=True), 2 * 4 + 2 * 4 + 8 + 4, 0),
     ("installed", replace(USUAL, D=64, Hkv=4, window=(300, 20)), 2 * 4 + 2 * 4 + 4 + 4, 0),
     ("3.6.0", replace(USUAL, D=64, causal=True, bias="b11n"), 2 * 4 + 2 * 4 + 4, 0),
-    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0),
+    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * (2 * 4 + 2 * 4) + 8, 0),
     ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 4),  # stored before the loop, read after it
@@ -183,7 +183,7 @@ DROPOUT_BACKWARDS = [
     ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, causal=True), 2 * (2 * (2 * 4 + 2 * 4) + 8) + 4, 0, False),
     ("3.6.0", replace(USUAL, D=32, dropout_p=0.1), 2 * 2 + 2 * 4 + 4, 8, False),
     ("3.6.0", replace(USUAL, D=256, dropout_p=0.1), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0, False),
-    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, bias="1hmn"), 2 * 4 + 2 * 4 + 4, 0, False),
+    ("3.6.0", replace(USUAL, D=64, dropout_p=0.1, bias="1hmn"), 2 * (2 * 4 + 2 * 4) + 8, 0, False),
     ("3.6.0", replace(USUAL, dropout_p=0.1, mask="b11n"), 2 * 8 + 2 * 4 + 8, 0, False),
 ]
 # Case, bytes that may spill with Triton 3.8 and with 3.9, where they need more. They are numbers of the warps that move

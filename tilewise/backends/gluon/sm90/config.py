@@ -16,6 +16,7 @@ ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
 LANES = 3  # batch elements of a program of the backward, see `has_lanes`
 LANES_FROM = 768  # queries, and keys
+MOST_PROGRAMS = 8  # of a group that shares a bias, see dbias_reduce
 L2_CACHE = 32 * 1024**2  # of 50 MiB, what is there again when the next program wants it
 
 
@@ -301,10 +302,14 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # Of a packed batch of short sequences a larger tile is mostly empty, and there are as many as sequences and heads:
     # more programs side by side.
     short = problem.totals is not None and max(problem.queries, problem.keys) <= ROWS
+    # Beside a shared bias too, but where dS is added onto a sum: that is what its two warps are too few for.
+    group = problem.broadcast_group(bias) if tile and bias is not None else None
+    onto_sum = group is not None and problem.bias_grad and MOST_PROGRAMS % (group.batch * group.kv_heads) != 0
+    halved = shared and (apart or onto_sum or not plain)
     if d == 32:
         small = band.unlimited and not (capped or wide or along_keys)
         programs = 3 if small else 2  # 136 registers, or 232
-    elif d == 64 and not wide and (short or shared or not (tile or problem.deterministic or plain)):
+    elif d == 64 and not wide and (short or halved or not (tile or problem.deterministic or plain)):
         programs = 2  # where order matters, half the keys are twice as many waits
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
     # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile

@@ -10,10 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.gluon.sm90.config import LANES, has_lanes
+from tilewise.backends.gluon.sm90.config import LANES, MOST_PROGRAMS, has_lanes
 from tilewise.problem import Problem
-
-MOST_PROGRAMS = 8
 
 
 class BroadcastGroup(NamedTuple):
