@@ -429,7 +429,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         if c.TOEPLITZ != "none":
             near_begin, near_end = near_queries(work_tile, terms, c)
             diagonal = diagonal_of(x.bias, work_tile.b, h, sizes.kv_heads * sizes.group, sizes, c)
-            if c.FAR_LO or c.FAR_HI:
+            if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and c.M_SUBTILES > 1:  # where it spills nothing
                 prefetch_near(diagonal, c.BLOCK_M, c.WARPS, terms, sizes, c)
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             begin = 0

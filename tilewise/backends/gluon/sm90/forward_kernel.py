@@ -410,7 +410,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         near, above, below = 0, 0, 0
         if c.TOEPLITZ != "none":
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
-        if c.FAR_LO or c.FAR_HI:
+        if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and not HAS_BAND:  # where it spills nothing
             prefetch_near(near, 64, 4, terms, sizes, c)
         state = attend(
             q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, "any", near
