@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,21 @@ def give_memory_back() -> Iterator[None]:
 
 @pytest.fixture
 def hopper_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Each of Hopper's backwards that has run, a `Backward`."""
+    """Each of Hopper's backwards that has run, a `Backward`; of one for other lengths that which it was made of."""
     from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.resized import ResizedBackward
 
     log: list[Any] = []
-    before = Backward.__call__
 
-    def watched(self: Any, *arguments: Any) -> Any:
-        log.append(self)
-        return before(self, *arguments)
+    def watch(kind: type, made: Callable[[Any], Any]) -> None:
+        before = kind.__call__
 
-    monkeypatch.setattr(Backward, "__call__", watched)
+        def watched(self: Any, *arguments: Any) -> Any:
+            log.append(made(self))
+            return before(self, *arguments)
+
+        monkeypatch.setattr(kind, "__call__", watched)
+
+    watch(Backward, lambda run: run)
+    watch(ResizedBackward, lambda run: run.of)
     return log

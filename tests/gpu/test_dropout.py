@@ -46,7 +46,7 @@ ONE_KEY = [
     {"D": 128, "Dv": 64, "dtype": HALF, "deterministic": True},
     {"D": 256},
     {"D": 64, "bias": "1hmn"},
-    {"D": 128, "bias": "1hmn", "layout": "heads_last"},
+    {"D": 128, "bias": "1hmn", "layout": "padded"},
     {"D": 128, "bias": "b11n"},
     {"D": 128, "mask": "b11n", "planted": math.nan, "sink": "h"},
 ]

@@ -136,6 +136,7 @@ def window_pair_attention_of(mask):
     return lambda *x: window_pair_attention(*x, mask)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears:UserWarning")
 def test_windows_are_one_launch_each_way():
     from torch.profiler import ProfilerActivity, profile
 
