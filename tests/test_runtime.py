@@ -21,7 +21,7 @@ INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? cols, Tensor? rows, "
     "Tensor? query, Tensor? key, Tensor? toeplitz, Tensor? query_shift, Tensor? key_shift, Tensor? query_buckets, "
     "Tensor? key_buckets, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor? used_k, Tensor? pairs, "
-    "Tensor? tiles, Tensor? bits, Tensor? begins, Tensor? ends"
+    "Tensor? tiles, Tensor? bits, Tensor? begins, Tensor? ends, Tensor? offsets"
 )
 WINDOWS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, float scale, int q_block, int k_block, bool shift"
 # Exported programs hold them: a change is one that older files do not survive.
