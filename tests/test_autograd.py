@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilewise import attention, autograd, call
 from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, cpu
 from tilewise.ops.runtime.prepared import Prepared
-from tilewise.score.lengths import Lengths
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Score, Terms
-from tilewise.score.tile_tensors import TileTensors
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -74,8 +72,7 @@ def operator_arguments(case, requires_grad):
         None if bias is None else torch.randn(bias, dtype=bias_dtype, requires_grad=requires_grad),
         None if mask is None else torch.rand(mask) < 0.7,
         None if sink is None else torch.randn(sink, dtype=bias_dtype, requires_grad=requires_grad),
-        *[None] * len(Parts._fields), torch.tensor([1, 2]) if dropped else None,
-        *[None] * (len(Lengths._fields) + len(TileTensors._fields)),
+        *[None] * len(Parts._fields), torch.tensor([1, 2]) if dropped else None, *[None] * (len(INPUT_NAMES) - 16),
         *terms, False, "auto", *(None, None, "") * 2, dropped, None, None, "", *[5 * (dropped > 0)] * 3, None, None, "",
     )  # fmt: skip
 
