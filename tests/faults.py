@@ -475,7 +475,8 @@ FAULTS = [
         "test_low_bits.py::test_cpu",
     ),
     Fault(
-        "backends/low_bits.py", "tl.minimum(tl.maximum(steps, LOWEST), HIGHEST)", "tl.maximum(steps, LOWEST)",
+        "backends/low_bits.py",
+        "tl.minimum(tl.maximum(steps, LEAST_STEP), GREATEST_STEP)", "tl.maximum(steps, LEAST_STEP)",
         "what of a float16 that is nearly 0 does not fit comes back as another number",
         "test_low_bits.py::test_numbers_come_back_in_triton",
     ),

@@ -7,14 +7,16 @@ import triton.language as tl
 
 from tilewise.score import low_bits as host
 
-LOWEST, HIGHEST = tl.constexpr(host.LOWEST), tl.constexpr(host.HIGHEST)
+# Names that no other module of kernels has: Triton orders equal names by where modules lie in memory, so that a key
+# of a kernel, and with it what the cache on disk has of it, would differ between processes.
+LEAST_STEP, GREATEST_STEP = tl.constexpr(host.LEAST_STEP), tl.constexpr(host.GREATEST_STEP)
 
 
 @triton.jit
 def low_bits(exact, rounded):
     """int16, of float32 and what it was rounded to."""
     steps = exact.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum(steps, LOWEST), HIGHEST).to(tl.int16)
+    return tl.minimum(tl.maximum(steps, LEAST_STEP), GREATEST_STEP).to(tl.int16)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOWEST, HIGHEST = -(2**15), 2**15 - 1
+LEAST_STEP, GREATEST_STEP = -(2**15), 2**15 - 1
 LOW_BYTES = 2
 
 
@@ -26,7 +26,7 @@ def low_bits(exact: Tensor, rounded: Tensor) -> Tensor:
     float16 is subnormal or not finite.
     """
     steps = exact.float().view(torch.int32) - rounded.float().view(torch.int32)
-    return steps.clamp_(LOWEST, HIGHEST).to(torch.int16)
+    return steps.clamp_(LEAST_STEP, GREATEST_STEP).to(torch.int16)
 
 
 def with_low_bits(rounded: Tensor, low: Tensor | None) -> Tensor:
