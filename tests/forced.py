@@ -19,20 +19,22 @@ from tilewise.score.terms import Band, Score, Terms
 def forced_splits(splits: int) -> Iterator[None]:
     """Forwards of few queries run in so many splits, whatever their sizes; what was prepared before is forgotten."""
     from tilewise import call, dispatch
-    from tilewise.backends.triton import launch
+    from tilewise.backends.triton import launch, resized
 
-    chosen = launch.splits
+    def forget() -> None:
+        for kept in (dispatch.forwards, dispatch.structures, call.usual_calls, call.structures):
+            kept.clear()
+
+    chosen = launch.splits, resized.shared_by
     launch.splits = lambda problem, config: splits if problem.few_queries else 1
-    dispatch.forwards.clear()
-    dispatch.structures.clear()
-    call.usual_calls.clear()
+    # A second call of the same structure is a resized one, also where its lengths are those of the first.
+    resized.shared_by = lambda problem, *_: splits if problem.few_queries else 1
+    forget()
     try:
         yield
     finally:
-        launch.splits = chosen
-        dispatch.forwards.clear()
-        dispatch.structures.clear()
-        call.usual_calls.clear()
+        launch.splits, resized.shared_by = chosen
+        forget()
 
 
 def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float]:
