@@ -68,25 +68,32 @@ def _packed_cases(size: int) -> list[Case]:
             Case("all_to_all", "several", "both sides", balancer, more={"dropout_p": 0.3, "dropout_seed": (1, 2)}),
             Case("all_gather", "plain", "causal", balancer, BRAIN, lse=False),
         ]
-    return found if size == 2 else found[::3]
+    # Each sequence is one rank's, and nothing is sent.
+    at_home = [
+        Case("all_gather", kind, "causal", "document", more={"lengths": (8,) * 4}) for kind in ("keys", "several")
+    ]
+    return (found if size == 2 else found[::3]) + at_home
 
 
 def check_packed(case: Case, mesh: DeviceMesh) -> None:
     """Of sequences that ranks cut anywhere, of one token and of none."""
     torch.manual_seed(1)
+    lengths = case.more.get("lengths", LENGTHS)
+    offsets = tuple(itertools.accumulate(lengths, initial=0))
+    more = {name: x for name, x in case.more.items() if name != "lengths"}
     shapes, build = PACKED[case.kind]
     shapes = {"q": ((T, H, D), 0), "k": ((T, Hkv, D), 0), "v": ((T, Hkv, Dv), 0), **shapes}
     tensors = {name: torch.randn(shape, dtype=DOUBLE).to(case.dtype) for name, (shape, _) in shapes.items()}
-    cu, terms = torch.tensor(OFFSETS), {**SEEN[case.seen], **case.more}
+    cu, terms = torch.tensor(offsets), {**SEEN[case.seen], **more}
 
     def part(x, axis):
-        return x if axis is None else shard(x, mesh, case.balancer, axis, cu_seqlens=OFFSETS)
+        return x if axis is None else shard(x, mesh, case.balancer, axis, cu_seqlens=offsets)
 
     whole = _leaves(case, tensors)
     local = _leaves(case, {name: part(x, shapes[name][1]) for name, x in tensors.items()})
-    lengths = cu, cu, max(LENGTHS), max(LENGTHS)
+    packed = cu, cu, max(lengths), max(lengths)
     expected, expected_lse = varlen_attention(
-        *(whole[x] for x in "qkv"), *lengths, **build(whole), **terms, return_lse=True
+        *(whole[x] for x in "qkv"), *packed, **build(whole), **terms, return_lse=True
     )
     found = context_parallel_varlen_attention(
         *(local[x] for x in "qkv"), cu, **build(local), **terms, mesh=mesh, method=case.method,
@@ -164,10 +171,11 @@ def check_packed_error(name: str, mesh: DeviceMesh) -> None:
 
 
 def check_documents(mesh: DeviceMesh) -> None:
-    """Every rank has as many tokens and, but for what does not divide, as many pairs; each token is one rank's."""
+    """Every rank has as many tokens and about as many pairs; each token is one rank's; few sequences are several's."""
     generator = torch.Generator().manual_seed(3)
-    for size in (1, 2, 3, 4, 8):
-        lengths = torch.randint(0, 90, (41,), generator=generator).tolist()
+    for size, longest in itertools.product((1, 2, 3, 4, 8), (90, 900)):
+        lengths = torch.randint(0, 90, (141,), generator=generator).tolist()
+        lengths[7] = longest
         lengths[-1] += -sum(lengths) % size
         offsets = tuple(itertools.accumulate(lengths, initial=0))
         split = documents.documents_of(size, True, offsets)
@@ -176,7 +184,10 @@ def check_documents(mesh: DeviceMesh) -> None:
         assert sorted(torch.cat(rows).tolist()) == list(range(offsets[-1]))
         pairs = [split.pairs(rank, True) for rank in range(size)]
         assert sum(pairs) == sum(n * (n + 1) // 2 for n in lengths)
-        assert max(pairs) - min(pairs) < 2 * sum(lengths)
+        assert max(pairs) < 1.03 * sum(pairs) / size
+        holders = torch.stack([split.seen_lengths(rank) > 0 for rank in range(size)]).sum(0)
+        assert (holders > 1).sum() <= size
+        assert (holders[7] > 1) == (longest**2 > sum(n * n for n in lengths) / size)
     q, k, v = (torch.zeros(32, heads, 64, dtype=BRAIN, requires_grad=True) for heads in (8, 4, 4))
     offsets = (0, 32 * mesh.size())
     plan = explain_context_parallel_varlen(q, k, v, offsets, mesh=mesh, causal=True, load_balancer="document")

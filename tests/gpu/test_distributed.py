@@ -12,7 +12,7 @@ import torch
 
 CHILD = Path(__file__).with_name("nccl_child.py")
 LIMIT = 240.0  # seconds, with all that is compiled: 20 for a case of a kind that is new, 7 for others
-SHARES = 4  # of the cases, so that processes can compile side by side
+SHARES = 10  # of the cases, so that processes can compile side by side
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -1,13 +1,11 @@
 """How the tokens of a packed batch are split over ranks, and which of them a rank has of each sequence: arithmetic.
 
-Contiguous: rank r has the r-th part of all tokens, where sequences may begin and end anywhere. "document": each
-sequence is cut into 2R chunks and rank r has the r-th of them from its start and the r-th from its end, so that under a
-causal mask each rank has as many visible pairs of each sequence as every other. Tokens that are left over, fewer than
-2R of a sequence, are dealt out one by one, from rank to rank and through all sequences, so that every rank gets as
-many. A rank has its chunks of the sequences' heads first, sequence by sequence, and then those of their tails.
+Contiguous: rank r has the r-th part of all tokens, where sequences may begin and end anywhere. "document": sequences
+are one rank's, and the longest everybody's, a head and a tail each, see `dealing`. A rank has what it has of sequences
+and their heads first, sequence by sequence, and then the tails.
 
-Source of cutting each sequence in two chunks a rank: TransformerEngine's context parallelism with packed batches, which
-pads sequences to multiples of 2R.
+The keys that a rank's queries see are those of the sequences of which it has tokens: `SeenKeys` are these, of which
+only what lies elsewhere is sent.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tilewise.distributed.dealing import deal
 from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
 from tilewise.score.lengths import Lengths
 
@@ -44,6 +43,54 @@ class Part(NamedTuple):
     chunk: Chunk
     lengths: Lengths  # of the local call
     longest: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class SeenKeys:
+    """The keys that a rank's queries see, ``count`` of them, and how they come together: what follows are places,
+    int64, on the device. Methods take tensors whose first axis is that of keys, or of the rows of a shard.
+
+    own: of this rank's rows among these keys; None: they are these keys, in order. sent: of the rows that others need
+    in this rank's shard, ``mine`` and then some of which nobody takes notice, so that every rank sends as many. at,
+    place: of what all ranks send, end to end, those which are among these keys, and where.
+    """
+
+    size: int
+    count: int
+    own: Tensor | None
+    mine: int
+    sent: Tensor
+    at: Tensor
+    place: Tensor
+
+    @property
+    def travels(self) -> bool:
+        return len(self.sent) > 0
+
+    def leaving(self, shard: Tensor) -> Tensor:
+        """What this rank sends."""
+        return shard.index_select(0, self.sent)
+
+    def together(self, shard: Tensor, stacked: Tensor | None) -> Tensor:
+        """These keys, of this rank's and what all have sent."""
+        if self.own is None:
+            return shard
+        found = shard.new_empty((self.count, *shard.shape[1:])).index_copy_(0, self.own, shard)
+        return found if stacked is None else found.index_copy_(0, self.place, stacked.index_select(0, self.at))
+
+    def staying(self, grad: Tensor) -> Tensor:
+        """Of gradients of these keys those of this rank's rows, by its queries alone."""
+        return grad if self.own is None else grad.index_select(0, self.own)
+
+    def going(self, grad: Tensor) -> Tensor:
+        """Of gradients of these keys what goes to each rank, (size, rows, ..)."""
+        found = grad.new_zeros((self.size * len(self.sent), *grad.shape[1:]))
+        found.index_copy_(0, self.at, grad.index_select(0, self.place))
+        return found.unflatten(0, (self.size, -1))
+
+    def arrive(self, total: Tensor, grad: Tensor) -> None:
+        """The sums over ranks of what `going` sent here, into the gradient of this rank's rows."""
+        total.index_copy_(0, self.sent[: self.mine], grad[: self.mine].to(total.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,24 +130,25 @@ class Documents:
             rows = self.offsets[-1] // self.size
             at = rank * rows - self.cu[:-1]
             return (Spans(at.clamp(min=0).minimum(lengths), (at + rows).clamp(min=0).minimum(lengths)),)
-        size = self.size
-        chunk, left = lengths // (2 * size), lengths % (2 * size)
-        dealt = left.cumsum(0) - left  # to the sequences before
-        ranks = torch.arange(size)[:, None]
-        mine = (dealt + left - 1 - ranks) // size - (dealt - 1 - ranks) // size  # 0, 1 or 2: head, then tail
-        chunks = torch.cat([chunk + (mine >= 1), (chunk + (mine >= 2)).flip(0)])
-        ends = chunks.cumsum(0)
-        head, tail = rank, 2 * size - 1 - rank
-        return Spans(ends[head] - chunks[head], ends[head]), Spans(ends[tail] - chunks[tail], ends[tail])
+        ends, (head, tail) = self._dealt.cumsum(0), (rank, 2 * self.size - 1 - rank)
+        return tuple(Spans(ends[n] - self._dealt[n], ends[n]) for n in (head, tail))
+
+    @cached_property
+    def _dealt(self) -> Tensor:
+        return deal(self.cu.diff().tolist(), self.size)
 
     def rows(self, rank: int) -> Tensor:
         """Of that rank's shard, the places of its rows among all tokens, int64, on the CPU."""
-        found = []
-        for span in self.spans(rank):
-            lengths = span.lengths
-            first = self.cu[:-1] + span.begin - (lengths.cumsum(0) - lengths)
-            found.append(torch.arange(int(lengths.sum())) + first.repeat_interleave(lengths))
-        return torch.cat(found)
+        key = "rows", rank
+        if key not in self._kept:
+            found = []
+            for span in self.spans(rank):
+                lengths = span.lengths
+                first = self.cu[:-1] + span.begin - (lengths.cumsum(0) - lengths)
+                found.append(torch.arange(int(lengths.sum())) + first.repeat_interleave(lengths))
+            self._kept[key] = torch.cat(found)
+        kept: Tensor = self._kept[key]
+        return kept
 
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The places of all ranks' rows, one rank after the other, and back."""
@@ -113,22 +161,78 @@ class Documents:
         return found
 
     def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
-        """The local calls of a rank that has the keys of all: each with the keys of a sequence up to its own last query
+        """The local calls of a rank that has its `SeenKeys`: each with the keys of a sequence up to its own last query
         under a causal mask, so that the last query sees the last key as in the whole."""
         key = rank, causal, device
         if key not in self._kept:
             found, local = [], 0
+            seen = self.seen_lengths(rank)
+            cu_k = torch.cat([seen.new_zeros(1), seen.cumsum(0)])
             for n, span in enumerate(self.spans(rank)):
                 lengths = span.lengths
-                used = span.end if causal else self.cu.diff()
+                used = span.end.minimum(seen) if causal else seen
                 cu_q = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
                 rows = int(lengths.sum())
-                on_device = Lengths(*(_sent(x, device) for x in (cu_q, self.cu, used)))
+                on_device = Lengths(*(_sent(x, device) for x in (cu_q, cu_k, used)))
                 longest = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
                 found.append(Part(Chunk(local, n, rows), on_device, longest))
                 local += rows
             self._kept[key] = tuple(found)
         return self._kept[key]
+
+    # --- keys ---
+
+    @cached_property
+    def _holders(self) -> Tensor:
+        """(size, B), bool: whether a rank has tokens of a sequence."""
+        counts = [torch.stack([x.lengths for x in self.spans(rank)]).sum(0) for rank in range(self.size)]
+        return torch.stack(counts) > 0
+
+    def seen_lengths(self, rank: int) -> Tensor:
+        """Of each sequence the keys that the rank needs: all or none."""
+        return torch.where(self._holders[rank], self.cu.diff(), 0)
+
+    @cached_property
+    def sent_rows(self) -> tuple[Tensor, ...]:
+        """Of each rank's shard the rows that others need, those of sequences of several ranks."""
+        shared = (self._holders.sum(0) > 1).repeat_interleave(self.cu.diff())
+        return tuple(shared[self.rows(rank)].nonzero()[:, 0] for rank in range(self.size))
+
+    @property
+    def sent_share(self) -> float:
+        """Of a rank's keys, of the rank that sends most."""
+        return max(len(x) for x in self.sent_rows) / max(self.offsets[-1] // self.size, 1)
+
+    def seen(self, rank: int, device: torch.device) -> SeenKeys:
+        key = "seen", rank, device
+        if key not in self._kept:
+            self._kept[key] = self._seen(rank, device)
+        found: SeenKeys = self._kept[key]
+        return found
+
+    def _seen(self, rank: int, device: torch.device) -> SeenKeys:
+        lengths = self.seen_lengths(rank)
+        # From a token's place among all to that among these keys, of tokens of these sequences.
+        shift = (lengths.cumsum(0) - lengths - self.cu[:-1]).repeat_interleave(self.cu.diff())
+        rows, sent = self.rows(rank), self.sent_rows
+        most = max(len(x) for x in sent)
+        is_seen = self._holders[rank].repeat_interleave(self.cu.diff())
+        at, places = [], []
+        for n, local in enumerate(sent):
+            tokens = self.rows(n)[local]
+            here = is_seen[tokens].nonzero()[:, 0]
+            at.append(n * most + here)
+            places.append((shift[tokens] + tokens)[here])
+        own, count = shift[rows] + rows, int(lengths.sum())
+        mine = sent[rank]
+        padded = torch.cat([mine, mine.new_zeros(most - len(mine))])
+        return SeenKeys(
+            self.size,
+            count,
+            None if torch.equal(own, torch.arange(count)) else _moved(own, device),
+            len(mine),
+            *(_moved(x, device) for x in (padded, torch.cat(at), torch.cat(places))),
+        )
 
     def whole(self, device: torch.device) -> Part:
         """All sequences in one call."""
@@ -155,8 +259,12 @@ BALANCERS = (None, "document")
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """In int32 on the device; from memory that is pinned, so that the host does not wait."""
-    x = x.to(torch.int32)
+    """In int32 on the device."""
+    return _moved(x.to(torch.int32), device)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """On the device; from memory that is pinned, so that the host does not wait."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,5 +1,7 @@
 """Keys and values gathered in groups of heads: what of one group is on its way while the one before is computed with.
 
+Of a packed batch what is gathered are the keys of sequences that several ranks have tokens of, `documents.SeenKeys`.
+
 Heads do not meet each other, so that a group needs no merge, and its numbers are those of all heads at once. A rank
 holds the keys of all ranks for two groups beside those it computes with, and of gradients as much. A backward gathers
 again instead of keeping what the forward gathered.
@@ -21,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.backends import Outputs, empty_output, lse_dtype
-from tilewise.distributed.collectives import all_gather, as_bytes, gathered, scattered
-from tilewise.distributed.layout import Chunk, Split, shards_of, whole_of
+from tilewise.distributed.collectives import all_gather, all_to_all, as_bytes, gathered, scattered
+from tilewise.distributed.layout import Chunk
 from tilewise.distributed.operands import ShardedCall
 
 MOST_GROUPS = 16
@@ -57,40 +59,57 @@ class Group(NamedTuple):
         return x.narrow(heads, self.n * size, size)
 
 
+class _Coming(NamedTuple):
+    """Of a tensor that moves with the keys: this rank's part; the collective, what it sends and what it fills, kept
+    until it is through, or None where there is nothing to send."""
+
+    part: Tensor
+    work: Any = None
+    sent: Tensor | None = None
+    stacked: Tensor | None = None
+
+
 class _Keys:
     """What moves with the keys, whole, group by group; the collectives of `AHEAD` groups are under way."""
 
     def __init__(self, call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> None:
         self.call, self.tensors, self.groups = call, tensors, groups
-        ranks = call.ranks
         self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
         # Small, and the same for all groups: key biases and masks.
-        self.shared = {
-            n: gathered(tensors[n], ranks, self.axis(n)) for n in call.moving if n not in self.by_heads
-        }  # fmt: skip
-        self.coming: list[list[tuple[Any, Tensor, Tensor]]] = []
+        self.shared = {n: self._now(n) for n in call.moving if n not in self.by_heads}
+        self.coming: list[list[_Coming]] = []
         for n in range(min(AHEAD, groups)):
             self._issue(Group(n, groups))
 
+    def _now(self, n: int) -> Tensor:
+        x, seen, axis = self.tensors[n], self.call.seen, self.axis(n)
+        if seen is None:
+            return gathered(x, self.call.ranks, axis)
+        return self._whole(n, self._sent(n, x, async_op=False))
+
+    def _sent(self, n: int, part: Tensor, async_op: bool) -> _Coming:
+        seen, size = self.call.seen, self.call.ranks.size
+        if seen is not None:  # rows are sorted in one pass if they are outermost
+            part = part.movedim(self.axis(n), 0)
+            if not seen.travels:
+                return _Coming(part)
+        sent = as_bytes((part if seen is None else seen.leaving(part)).contiguous())
+        stacked = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+        work = all_gather(stacked, sent, group=self.call.ranks.group, async_op=async_op)
+        return _Coming(part, work, sent, stacked)
+
     def _issue(self, group: Group) -> None:
-        works = []
-        for n in self.by_heads:
-            part = group.part(self.tensors[n], self.call.slots[n].heads)
-            if not isinstance(self.call.ranks.split, Split):  # which sorts rows, in one pass if they are outermost
-                part = part.movedim(self.axis(n), 0)
-            sent = as_bytes(part.contiguous())
-            stacked = sent.new_empty((self.call.ranks.size * sent.shape[0], *sent.shape[1:]))
-            work = all_gather(stacked, sent, group=self.call.ranks.group, async_op=True)
-            works.append((work, sent, stacked))  # kept until they are through
-        self.coming.append(works)
+        parts = [(n, group.part(self.tensors[n], self.call.slots[n].heads)) for n in self.by_heads]
+        self.coming.append([self._sent(n, part, async_op=True) for n, part in parts])
 
     def __iter__(self) -> Iterator[tuple[Group, list[Tensor]]]:
         """Each group, and the call's tensors with all keys and its heads."""
         for n in range(self.groups):
             group, found = Group(n, self.groups), list(self.tensors)
-            for at, (work, _, stacked) in zip(self.by_heads, self.coming[0], strict=True):
-                work.wait()
-                found[at] = self._whole(at, stacked.view(self.tensors[at].dtype))
+            for at, coming in zip(self.by_heads, self.coming[0], strict=True):
+                if coming.work is not None:
+                    coming.work.wait()
+                found[at] = self._whole(at, coming)
             self.coming.pop(0)
             if n + AHEAD < self.groups:
                 self._issue(Group(n + AHEAD, self.groups))
@@ -107,11 +126,15 @@ class _Keys:
         assert axis is not None
         return axis
 
-    def _whole(self, n: int, stacked: Tensor) -> Tensor:
-        ranks, axis = self.call.ranks, self.axis(n)
+    def _whole(self, n: int, coming: _Coming) -> Tensor:
+        ranks, axis, seen = self.call.ranks, self.axis(n), self.call.seen
+        stacked = coming.stacked
+        if stacked is not None:
+            stacked = stacked.view(self.tensors[n].dtype)
+        if seen is not None:
+            return seen.together(coming.part, stacked).movedim(0, axis)
+        assert stacked is not None
         shards = stacked.unflatten(0, (ranks.size, -1))
-        if not isinstance(ranks.split, Split):
-            return whole_of(shards, 0, ranks.split).movedim(0, axis)
         shape = list(shards.shape[1:])
         shape[axis] *= ranks.size
         whole = stacked.new_empty(shape)
@@ -132,7 +155,7 @@ class _Gradients:
         """Memory for those of a group; those of two groups before have come by now."""
         while len(self.going) >= AHEAD:
             self._receive()
-        if isinstance(self.call.ranks.split, Split):
+        if self.call.seen is None:
             for n, total in self.totals.items():
                 part = group.part(total, self.call.slots[n].heads)
                 self.filling[n] = part.new_empty((self.call.ranks.size, *part.shape))
@@ -141,7 +164,7 @@ class _Gradients:
         """Of the keys ``key``, to what is there; the ``first`` finds nothing there."""
         split, axis = self.call.ranks.split, self.call.slots[n].keys
         assert axis is not None
-        if not isinstance(split, Split):  # which gives the gradients of all keys, and sorts them when they are complete
+        if self.call.seen is not None:  # these are the gradients of all that it has, sorted when they are complete
             self.filling[n] = grad if first else self.filling[n].add_(grad)
             return
         sent = self.filling[n]
@@ -159,12 +182,14 @@ class _Gradients:
             to.narrow(axis, end - chunk.start, chunk.start + chunk.length - end).zero_()
 
     def send(self, group: Group) -> None:
-        ranks, works = self.call.ranks, []
+        ranks, seen, works = self.call.ranks, self.call.seen, []
         for n, sent in self.filling.items():
-            if not isinstance(ranks.split, Split):
-                axis = self.call.slots[n].keys
-                assert axis is not None
-                sent = shards_of(sent.movedim(axis, 0), 0, ranks.split).contiguous()
+            if seen is not None:
+                grad = sent.movedim(self.axis(n), 0)
+                self._total(group, n).copy_(seen.staying(grad))
+                if not seen.travels:
+                    continue
+                sent = seen.going(grad)
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(
                 received.flatten(0, 1), sent.flatten(0, 1), group=ranks.group, async_op=True
@@ -173,15 +198,25 @@ class _Gradients:
         self.filling = {}
         self.going.append((group, works))
 
+    def axis(self, n: int) -> int:
+        axis = self.call.slots[n].keys
+        assert axis is not None
+        return axis
+
+    def _total(self, group: Group, n: int) -> Tensor:
+        """Of a packed batch rows are its first axis."""
+        total = group.part(self.totals[n], self.call.slots[n].heads)
+        return total if self.call.seen is None else total.movedim(self.axis(n), 0)
+
     def _receive(self) -> None:
         group, works = self.going.pop(0)
         for n, work, _, received in works:
             work.wait()
-            total, axis = group.part(self.totals[n], self.call.slots[n].heads), self.call.slots[n].keys
-            assert axis is not None
-            if not isinstance(self.call.ranks.split, Split):
-                total = total.movedim(axis, 0)
-            total.copy_(torch.sum(received, 0, dtype=lse_dtype(received.dtype)))
+            total, grad = self._total(group, n), torch.sum(received, 0, dtype=lse_dtype(received.dtype))
+            if self.call.seen is None:
+                total.copy_(grad)
+            else:
+                self.call.seen.arrive(total, grad)
 
     def finish(self) -> None:
         while self.going:
@@ -259,8 +294,20 @@ def _backward(
     for n in keys.shared:
         total = totals[n]
         if total is not None:
-            totals[n] = scattered(total, call.ranks, keys.axis(n))
+            totals[n] = _home(call, total, keys.axis(n))
     return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
+
+
+def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:
+    """The sum over ranks of the gradient of what has no heads, in float32: this rank's rows."""
+    seen = call.seen
+    if seen is None:
+        return scattered(total, call.ranks, axis)
+    grad = total.movedim(axis, 0)
+    found = seen.staying(grad).contiguous()
+    if seen.travels:
+        seen.arrive(found, all_to_all(seen.going(grad), call.ranks).sum(0))
+    return found.movedim(0, axis)
 
 
 def _is_once(call: ShardedCall, n: int, groups: int) -> bool:
@@ -278,7 +325,7 @@ def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
         return torch.zeros_like(x) if slot.columns is not None else torch.empty_like(x)
     shape = list(x.shape)
     if slot.keys is not None:
-        shape[slot.keys] *= call.ranks.size
+        shape[slot.keys] = call.sizes.N if call.seen is None else call.seen.count
     return x.new_zeros(shape, dtype=lse_dtype(x.dtype))
 
 

@@ -21,6 +21,7 @@ from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term, shape_of, wide
 from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, drawn_seed, read_call, seed_tensor
+from tilewise.distributed.documents import SeenKeys
 from tilewise.distributed.layout import Chunk, Ranks, local_band
 from tilewise.problem import Sizes, check_flag, check_qkv
 from tilewise.score import dropout
@@ -148,6 +149,16 @@ class ShardedCall:
         counts = any(piece.term is not None and not isinstance(piece.term, LowRankBias) for piece in self.pieces)
         columns = any(slot.columns is not None for slot in self.slots)
         return self.band == Band(None, 0) and not (counts or columns or self.options.dropout_p)
+
+    @property
+    def seen(self) -> SeenKeys | None:
+        """Of a packed batch the keys that local calls have: not all."""
+        return None
+
+    @property
+    def sent_share(self) -> float:
+        """Of its keys, what a rank of a gathering call sends."""
+        return 1.0
 
     @property
     def moving(self) -> list[int]:

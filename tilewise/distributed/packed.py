@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from tilewise.call import Bias, Call, Seed, Window, check_dropout_seed, check_in
 from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.api import check_method, described
-from tilewise.distributed.documents import Documents, Part, packed_ranks, read_offsets
+from tilewise.distributed.documents import Documents, Part, SeenKeys, packed_ranks, read_offsets
 from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
 from tilewise.distributed.methods import attend
 from tilewise.distributed.operands import Options, Piece, Reader, ShardedCall, Slot
@@ -73,8 +74,8 @@ def context_parallel_varlen_attention(
             tokens are; terms of `tilewise.bias`, with values (T / ranks, H, R), u (1, H, T / ranks, r) and w.
         sink: (H,), the same on every rank, or of this rank's queries, (1|H, T / ranks).
         load_balancer: how the tokens were split, by `shard` with ``cu_seqlens``. None: in contiguous parts. "document":
-            of each sequence a chunk of its head and one of its tail for each rank, which gives all ranks equal work
-            under a causal mask.
+            each sequence on one rank, and of the longest a chunk of the head and one of the tail on every one, so that
+            all ranks have as many tokens and about as many visible pairs.
         method: "all_gather" gathers keys and values; of a window it takes one that ends with the query, and of terms
             that count positions those of causal calls; no dropout. "all_to_all" trades tokens for heads and takes all
             that. "auto": see `explain_context_parallel`.
@@ -172,7 +173,7 @@ def explain_context_parallel_varlen(
 @dataclass(frozen=True, eq=False)
 class PackedCall(ShardedCall):
     """Its q, k, v and o are (1, H, tokens, D), as backends take packed batches. A chunk of rows is one of
-    `Documents.parts`; keys are those of all ranks."""
+    `Documents.parts`; keys are `SeenKeys`, or of all_to_all all."""
 
     device: torch.device = CPU
 
@@ -192,8 +193,16 @@ class PackedCall(ShardedCall):
             return self.documents.whole(self.device)
         return self.documents.parts(self.ranks.rank, self.options.causal, self.device)[query.start]
 
+    @property
+    def seen(self) -> SeenKeys:
+        return self.documents.seen(self.ranks.rank, self.device)
+
+    @property
+    def sent_share(self) -> float:
+        return self.documents.sent_share
+
     def seen_keys(self, query: Chunk) -> Chunk:
-        return Chunk(0, 0, self.sizes.N)
+        return Chunk(0, 0, self.seen.count)
 
     def pairs(self, rank: int) -> int:
         """Without what a window hides."""
@@ -205,7 +214,9 @@ class PackedCall(ShardedCall):
 
     @property
     def group_flops(self) -> float:
-        return GROUP_FLOPS
+        """Groups are there to hide what is sent: of less there is less to hide."""
+        share = self.sent_share
+        return GROUP_FLOPS / share if share else math.inf
 
     def declines(self, method: str) -> str | None:
         if method == "ring":

@@ -101,6 +101,7 @@ def _all_gather(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
     moving = [(tensors[n], call.slots[n]) for n in call.moving]
     # Of what has heads parts go home as they are; the rest is summed over ranks in float32.
     grads = sum((_bytes if slot.heads is not None else _wide_bytes)(x) for x, slot in moving if x.requires_grad)
+    grads = int(call.sent_share * grads)
     groups = groups_of(call, tensors)
     held = size * keys if groups == 1 else size * 3 * keys // groups
     going = size * grads * min(2 * groups, 4) // groups
@@ -148,7 +149,8 @@ _COSTS = {"all_gather": _all_gather, "ring": _ring, "all_to_all": _all_to_all}
 def _moving(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes of what goes with one rank's keys, and of its gradients."""
     moving = [tensors[n] for n in call.moving]
-    return sum(_bytes(x) for x in moving), sum(_wide_bytes(x) for x in moving)
+    share = call.sent_share
+    return int(share * sum(_bytes(x) for x in moving)), int(share * sum(_wide_bytes(x) for x in moving))
 
 
 def _bytes(x: Tensor) -> int:
