@@ -42,7 +42,7 @@ class BackwardConstants(NamedTuple):
     FAR_HI: Any
     DTOEPLITZ: Any  # its gradient is wanted
     GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", "reduce" or "lanes"; of cols "sum"; by distance "add"
+    DBIAS: Any  # "none"; of a matrix "store", "accumulate", "reduce" or "lanes"; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.dropout import stream
-from tilewise.backends.gluon.compat import tma_store, warps_barrier
+from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
@@ -54,7 +54,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     work_tile_at,
     work_tile_count,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, new_slots
+from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, leaves_as_tiles, new_slots
 from tilewise.backends.gluon.sm90.dq_accum import (
     begin_dq,
     new_dq_ring,
@@ -216,7 +216,7 @@ def process_query_tile(
     corner = corner_of(m, work_tile, c)
     BIASED: gl.constexpr = c.BIAS == "matrix" and RANGE != "outside"
     ADDS: gl.constexpr = c.DBIAS == "add" and RANGE != "outside"
-    LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or ADDS
+    LEAVES: gl.constexpr = leaves_as_tiles(c.DBIAS) or ADDS
 
     # QK of the first subtile, unless it came ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
@@ -283,7 +283,7 @@ def process_query_tile(
         elif c.DTOEPLITZ:
             sums = summed(sums, ds, toeplitz, corner - i * c.SUBTILE_M, c)
             border(steps)
-        if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
+        if leaves_as_tiles(c.DBIAS) and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
         if ADDS and RANGE != "inside":
@@ -315,6 +315,8 @@ def process_query_tile(
     bias_b = work_tile.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
+    elif c.DBIAS == "accumulate":
+        tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "reduce":
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
@@ -557,7 +559,7 @@ def backward_kernel(
     if c.SHARES_KEYS:
         p_slots = gl.allocate_shared_memory(q.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = ABSENT
-    if (c.DBIAS == "store" or c.DBIAS == "reduce") and terms.HAS_CAP and not c.BIAS_APART:
+    if leaves_as_tiles(c.DBIAS) and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     added = ABSENT
     if c.BIAS == "cols":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.gluon.sm90.config import LANES, MOST_PROGRAMS, has_lanes
+from tilewise.backends.gluon.sm90.config import LANES, MOST_PROGRAMS, accumulates, has_lanes
 from tilewise.problem import Problem
 
 
@@ -41,7 +41,9 @@ def reduction(problem: Problem) -> str:
         return "add"
     if has_lanes(problem):
         return "lanes"
-    return "store" if problem.broadcast_group(bias).single else "reduce"
+    if problem.broadcast_group(bias).single:
+        return "store"
+    return "accumulate" if accumulates(problem) else "reduce"
 
 
 def broadcast_group(problem: Problem) -> BroadcastGroup:
@@ -79,7 +81,8 @@ def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[
     if how == "sum":
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
     # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
-    everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
+    everywhere = how in ("store", "reduce") and problem.score.band.unlimited and not adds(problem)
+    everywhere = everywhere and problem.mask is None
     fill = torch.empty if everywhere or sums_sparsely(problem) else torch.zeros
     return partial(fill, bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype)
 

@@ -47,6 +47,12 @@ class DbiasTiles(NamedTuple):
     lists: Any
 
 
+@gluon.constexpr_function
+def leaves_as_tiles(way):
+    """Whether dS of a matrix leaves from its tile in shared memory; ``way``: `Compiled.DBIAS`."""
+    return way in ("store", "accumulate", "reduce")
+
+
 @gluon.jit
 def dbias_tiles_of(pieces, dbias, lists, c):
     """`DbiasTiles`, which are no argument of a kernel: Triton 3.6 takes no descriptor inside a tuple."""
