@@ -47,6 +47,7 @@ from tilewise.backends.gluon.score import score_tile_gradient
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
+    first_of_sum,
     place_of,
     step_of,
     tile_list_of,
@@ -316,7 +317,8 @@ def process_query_tile(
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "accumulate":
-        tma_add(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
+        of_sum = first_of_sum(work_tile, sizes, c) + bias_b
+        tma_add(x.dbias, [of_sum, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "reduce":
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)

@@ -22,6 +22,7 @@ from tilewise.backends.gluon.sm90.config import (
     backward_config,
     backward_width,
     band_of,
+    dbias_sums,
     most_registers,
 )
 from tilewise.backends.gluon.sm90.dbias import (
@@ -212,7 +213,9 @@ class Backward:
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
-        self.sparse_sum = SparseSum(p, bias, block_n) if bias is not None and sums_sparsely(p) else None
+        self.sparse_sum = None
+        if bias is not None and dbias is not None and sums_sparsely(p):
+            self.sparse_sum = SparseSum(p, bias, dbias, block_n)
         if ring is not None:
             last, pieces = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
             self.reduce_group = Launch(
@@ -455,6 +458,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
+        DBIAS_SUMS=max(1, dbias_sums(problem)),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,

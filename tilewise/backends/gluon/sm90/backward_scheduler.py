@@ -223,6 +223,18 @@ def place_of(sizes, c):
 
 
 @gluon.jit
+def first_of_sum(work_tile, sizes, c):
+    """The first batch element of the sum to which a work tile's dS is added, of `config.dbias_sums`: one half of those
+    that share a bias add to each."""
+    if c.DBIAS_SUMS == 1:
+        return 0
+    else:
+        n = work_tile.b % sizes.broadcast_batch + sizes.broadcast_batch * (work_tile.hk % sizes.broadcast_heads)
+        second = 2 * n >= sizes.broadcast_batch * sizes.broadcast_heads
+        return second.to(gl.int32) * (sizes.batch if c.BIAS_BATCH else 1)
+
+
+@gluon.jit
 def tile_of_mask(b, h, n0, sizes, c):
     """The place of a tile of keys among those of all masks."""
     heads = sizes.kv_heads * sizes.group
