@@ -102,12 +102,12 @@ def calls(
     outputs = launch.Forward(problem, Inputs(q, k, v, shared, None))(Inputs(q, k, v, shared, None))
     plain = launch.Forward(described(None), Inputs(q, k, v, None, None))(Inputs(q, k, v, None, None))
 
-    def add(name: str, bias: Tensor | None = shared, grad: bool = True, halves: Any = None, **patches: Any) -> None:
+    def add(name: str, bias: Tensor | None = shared, grad: bool = True, **patches: Any) -> None:
         inputs, results = Inputs(q, k, v, bias, None), plain if bias is None else outputs
         needs = Needs(True, True, True, grad and bias is not None, False)
         of_dbias = {name: patches[name] for name in patches if hasattr(dbias, name)}
-        tiles = {} if halves is None else {"backward_config": lambda _: halves}
-        with patched(config, **patches), patched(dbias, **of_dbias), patched(backward_launch, **tiles):
+        of_launch = {name: patches[name] for name in patches if hasattr(backward_launch, name)}
+        with patched(config, **patches), patched(dbias, **of_dbias), patched(backward_launch, **of_launch):
             backward = backward_launch.Backward(described(bias, grad), inputs, results, cotangents, needs)
             backward(inputs, results, cotangents)  # compiles
         made[name] = partial(backward, inputs, results, cotangents)
@@ -117,11 +117,9 @@ def calls(
         add("no dBias", grad=False)
     if config.has_lanes(problem):
         add("three lanes")
-    add("ring of dS", has_lanes=no)
-    if timed and head_dim in (48, 64):
-        halves = config.backward_config(replace(problem, score=replace(score, softcap=1.0)))  # fits no subtiles
-        add("no dBias, programs of 64 keys", grad=False, halves=halves)
-        add("ring of dS, programs of 64 keys", halves=halves)
+    if config.dbias_sums(problem):
+        add("added to dBias")
+    add("ring of dS", has_lanes=no, dbias_sums=no)
     return made, problem.backward_flops, (q, k, v, do, shared)
 
 
