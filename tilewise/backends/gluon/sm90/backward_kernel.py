@@ -55,7 +55,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     work_tile_at,
     work_tile_count,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, leaves_as_tiles, new_slots
+from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, leaves_as_tiles, new_slots, wait_dbias_zeroed
 from tilewise.backends.gluon.sm90.dq_accum import (
     begin_dq,
     new_dq_ring,
@@ -390,6 +390,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
             wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
+    elif c.ZEROES_DBIAS:
+        wait_dbias_zeroed(tile_index, counters, sizes, c)
     wait_full(keys, slot, use_of(keys, nth))
     wait_full(values, slot, use_of(values, nth))
     if c.HIDES:
@@ -535,6 +537,8 @@ def backward_kernel(
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
+    elif c.ZEROES_DBIAS:
+        dbias_tiles = shared_dbias
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)

@@ -35,6 +35,7 @@ class Counters(NamedTuple):
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
     summed: Any  # and those that have added up their part of it
     tile_count_semaphore: Any  # without one, the work tiles that persistent programs have taken
+    dbias_zeroed: Any  # and of each group of programs those that have zeroed their part of its dBias, if programs do
 
 
 class KeyTile(NamedTuple):
@@ -60,7 +61,7 @@ def counters_at(counts, sizes, c):
     ended = dq_semaphores
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended)
+    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended, ended + 1)
 
 
 @gluon.jit
@@ -69,10 +70,10 @@ def done_at(counts, sizes):
     return counts + sizes.batch * sizes.kv_heads
 
 
-def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool) -> int:
+def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
-    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if reduces else 1)
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if reduces else 1 + zeroes * groups)
 
 
 @gluon.jit

@@ -63,6 +63,15 @@ def adds(problem: Problem) -> bool:
     return reduction(problem) in ("reduce", "lanes") and found.batch * found.heads > found.programs
 
 
+def zeroes_ahead(problem: Problem) -> bool:
+    """Whether persistent programs zero dBias for groups to come, before these add to it; else the host does, all of it:
+    where tiles are left out, or added to by more programs than a group has."""
+    found = broadcast_group(problem)
+    if reduction(problem) != "accumulate" or problem.mask is not None or not problem.score.band.unlimited:
+        return False
+    return found.batch * found.heads == found.programs > 1
+
+
 def sums_sparsely(problem: Problem) -> bool:
     """Whether `sparse_sum` zeroes what programs add to, and makes dBias of it: a single sum in dBias's dtype is dBias
     itself."""
@@ -72,10 +81,12 @@ def sums_sparsely(problem: Problem) -> bool:
     return dbias_sums(problem) > 1 if reduction(problem) == "accumulate" else adds(problem) and bias.dtype != torch.float32
 
 
-def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[..., Tensor] | None:
+def bias_gradient_allocation(
+    problem: Problem, bias: Tensor | None, ahead: bool = False
+) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
     or `dbias_sums` of its shape one after the other, else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N), or (1, H, T) of
-    a packed batch. Of a bias by distance `values.Sheared` does."""
+    a packed batch. Of a bias by distance `values.Sheared` does. ahead: programs zero it, see `zeroes_ahead`."""
     how = reduction(problem)
     if how in ("none", "add") or bias is None:
         return None
@@ -85,7 +96,7 @@ def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
     # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
     everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
-    stored = everywhere and how != "accumulate"
+    stored = everywhere and (how != "accumulate" or ahead)
     fill = torch.empty if stored or sums_sparsely(problem) else torch.zeros
     B, *shape = bias.shape
     sums = max(1, dbias_sums(problem))
