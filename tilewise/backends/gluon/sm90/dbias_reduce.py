@@ -1,6 +1,10 @@
-"""dBias of a bias that batch elements or heads share: their tiles of dS meet in memory, and spare warps add them up.
+"""dBias of a bias that batch elements or heads share.
 
-The programs of up to eight that share a bias run side by side: a group. Each stores its tiles of dS, rounded like those
+The programs of up to eight that share a bias run side by side: a group. Where few share it (see `config.dbias_sums`)
+each adds its tiles of dS to dBias by TMA, while these are in the L2 cache; persistent programs zero it for groups to
+come. What follows is for many sharers, and for sums in a fixed order.
+
+Tiles of dS meet in memory, and spare warps add them up. Each program stores its tiles of dS, rounded like those
 that dK and dQ are made of, or in the dtype of a bias that has another, in a ring of such groups. When a group has
 ended, idle warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `dbias_reduce_kernel`
 does so for the last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and
