@@ -117,7 +117,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", softcap=5.0), 2 * 8 + 2 * 4 + 8, 108),
     ("3.6.0", replace(USUAL, bias="bhmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 0),
     ("installed", replace(USUAL, bias="1hmn", bias_dtype=torch.float32), 2 * 8 + 2 * 4 + 4, 4),
-    ("3.6.0", replace(USUAL, bias="1hmn", bias_dtype=torch.float32, causal=True), 2 * (2 * 8 + 2 * 4 + 4), 8),  # persistent
+    ("3.6.0", replace(USUAL, bias="1hmn", bias_dtype=torch.float32, causal=True), 2 * (2 * 8 + 2 * 4 + 4), 8),
     ("3.6.0", replace(USUAL, D=64, bias="bhmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=64, mask="b1mn", bias="1hmn", bias_dtype=torch.float32), 2 * 4 + 2 * 4 + 8, 24),
     ("3.6.0", replace(USUAL, D=32, bias="1hmn", bias_dtype=torch.float32), 2 * 2 + 2 * 4 + 4, 0),

@@ -61,10 +61,10 @@ def test_who_adds(p, how, sums):
 def plain(monkeypatch):
     """The functions of the kernels as Python functions, on tensors."""
     gl = SimpleNamespace(
-        minimum=min, maximum=max, where=lambda c, x, y: x if c else y, cast=lambda x, _: x, int32=torch.int32, int64=None,
-        arange=lambda begin, end, _: torch.arange(begin, end), BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None,
-        zeros=lambda shape, *_: torch.zeros(shape), multiple_of=lambda x, _: x, max_constancy=lambda x, _: x,
-        constexpr=None,
+        minimum=min, maximum=max, where=lambda c, x, y: x if c else y, cast=lambda x, _: x, int32=torch.int32,
+        arange=lambda begin, end, _: torch.arange(begin, end), zeros=lambda shape, *_: torch.zeros(shape),
+        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, multiple_of=lambda x, _: x,
+        max_constancy=lambda x, _: x, int64=None, constexpr=None,
     )  # fmt: skip
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
@@ -85,7 +85,8 @@ def kernel_arguments(p):
 
 
 @pytest.mark.parametrize(
-    ("B", "H", "Hkv", "bias"), [(16, 2, 2, "1h"), (10, 4, 2, "1h"), (1, 16, 16, "11"), (3, 16, 4, "b1"), (2, 8, 8, "11")]
+    ("B", "H", "Hkv", "bias"),
+    [(16, 2, 2, "1h"), (10, 4, 2, "1h"), (1, 16, 16, "11"), (3, 16, 4, "b1"), (2, 8, 8, "11")],
 )
 def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
     p = problem(B, H, Hkv, bias)

@@ -107,8 +107,8 @@ class Backward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
-        # Programs zero dBias for groups to come, and the host for those that come first: of so many heads, each of which
-        # has a group for every tile of keys.
+        # Programs zero dBias for groups to come, and the host for those that come first: of so many heads, each with a
+        # group for every tile of keys.
         ahead = dynamic and zeroes_ahead(problem)
         self.zeroed_heads = -(-sizes.lag // sizes.key_tiles) if ahead else 0
         self.heads_alone = sizes.kv_heads // sizes.broadcast_heads  # that do not share a bias

@@ -73,7 +73,8 @@ def done_at(counts, sizes):
 def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
-    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if reduces else 1 + zeroes * groups)
+    of_groups = 2 * groups if reduces else 1 + zeroes * groups
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + of_groups
 
 
 @gluon.jit

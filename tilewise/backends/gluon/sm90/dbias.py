@@ -78,15 +78,20 @@ def sums_sparsely(problem: Problem) -> bool:
     bias = problem.bias
     if problem.mask is None or bias is None:
         return False
-    return dbias_sums(problem) > 1 if reduction(problem) == "accumulate" else adds(problem) and bias.dtype != torch.float32
+    if reduction(problem) == "accumulate":
+        return dbias_sums(problem) > 1
+    return adds(problem) and bias.dtype != torch.float32
 
 
 def bias_gradient_allocation(
     problem: Problem, bias: Tensor | None, ahead: bool = False
 ) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
-    or `dbias_sums` of its shape one after the other, else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N), or (1, H, T) of
-    a packed batch. Of a bias by distance `values.Sheared` does. ahead: programs zero it, see `zeroes_ahead`."""
+    or `dbias_sums` of its shape one after the other, else a float32 sum of its shape; for a bias over the keys the sums
+    of each head, float32 (B, H, N), or (1, H, T) of a packed batch. Of a bias by distance `values.Sheared` does.
+
+    ahead: persistent programs zero it, see `zeroes_ahead`.
+    """
     how = reduction(problem)
     if how in ("none", "add") or bias is None:
         return None
