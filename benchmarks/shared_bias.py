@@ -43,6 +43,7 @@ class Case(NamedTuple):
     causal: bool = False
     deterministic: bool = False
     dtype: torch.dtype = torch.bfloat16
+    bias_dtype: torch.dtype | None = None
 
 
 CASES = {
@@ -73,6 +74,12 @@ VALUES = {
     "float16": Case(4, 2, 260, 128, 264, dtype=torch.float16),
     "grouped": Case(4, 8, 260, 64, 264, kv_heads=2),
     "one for heads": Case(1, 8, 260, 128, 264, bias_heads=1),
+    "float32 bias": Case(12, 2, 333, 64, 472, bias_dtype=torch.float32),
+    "many D128": Case(4, 16, 1000, 128),
+    "many grouped": Case(4, 16, 1000, 64, kv_heads=8),
+    "many of one for heads": Case(1, 8, 520, 128, 2568, bias_heads=1),
+    "many causal": Case(8, 8, 1000, 128, causal=True),
+    "many of float32": Case(4, 16, 1000, 64, bias_dtype=torch.float32),
     "in order": Case(4, 4, 520, 64, 528, deterministic=True),
 }
 
@@ -90,7 +97,7 @@ def calls(
     keys, kv_heads = case.keys or length, case.kv_heads or heads
     q, do = (draw(batch, heads, length, head_dim) for _ in range(2))
     k, v = (draw(batch, kv_heads, keys, head_dim) for _ in range(2))
-    shared = draw(1, case.bias_heads or heads, length, keys)
+    shared = draw(1, case.bias_heads or heads, length, keys).to(case.bias_dtype or case.dtype)
     score = Score(head_dim**-0.5, None, Band.aligned(case.causal, None, keys - length))
 
     def described(bias: Tensor | None, grad: bool = True) -> Problem:
@@ -102,12 +109,12 @@ def calls(
     outputs = launch.Forward(problem, Inputs(q, k, v, shared, None))(Inputs(q, k, v, shared, None))
     plain = launch.Forward(described(None), Inputs(q, k, v, None, None))(Inputs(q, k, v, None, None))
 
-    def add(name: str, bias: Tensor | None = shared, grad: bool = True, halves: Any = None, **patches: Any) -> None:
+    def add(name: str, bias: Tensor | None = shared, grad: bool = True, **patches: Any) -> None:
         inputs, results = Inputs(q, k, v, bias, None), plain if bias is None else outputs
         needs = Needs(True, True, True, grad and bias is not None, False)
         of_dbias = {name: patches[name] for name in patches if hasattr(dbias, name)}
-        tiles = {} if halves is None else {"backward_config": lambda _: halves}
-        with patched(config, **patches), patched(dbias, **of_dbias), patched(backward_launch, **tiles):
+        of_launch = {name: patches[name] for name in patches if hasattr(backward_launch, name)}
+        with patched(config, **patches), patched(dbias, **of_dbias), patched(backward_launch, **of_launch):
             backward = backward_launch.Backward(described(bias, grad), inputs, results, cotangents, needs)
             backward(inputs, results, cotangents)  # compiles
         made[name] = partial(backward, inputs, results, cotangents)
@@ -117,11 +124,9 @@ def calls(
         add("no dBias", grad=False)
     if config.has_lanes(problem):
         add("three lanes")
-    add("ring of dS", has_lanes=no)
-    if timed and head_dim in (48, 64):
-        halves = config.backward_config(replace(problem, score=replace(score, softcap=1.0)))  # fits no subtiles
-        add("no dBias, programs of 64 keys", grad=False, halves=halves)
-        add("ring of dS, programs of 64 keys", halves=halves)
+    if config.dbias_sums(problem):
+        add("added to dBias")
+    add("ring of dS", has_lanes=no, dbias_sums=no)
     return made, problem.backward_flops, (q, k, v, do, shared)
 
 

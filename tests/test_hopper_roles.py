@@ -178,7 +178,7 @@ def test_every_part_of_dq_is_added_once(
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
         "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, GROUP_PROGRAMS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
-        PACKED=False, DQ_STORED=False,
+        PACKED=False, DQ_STORED=False, ZEROES_DBIAS=False,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)

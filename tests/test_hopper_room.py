@@ -61,7 +61,7 @@ def backward_bytes(problem: Problem, dynamic: bool) -> int:
     ds = (config.stages + cut if tile and not apart else 1) * m * n * size
     bias = config.stages * m * n * tile if apart else 0
     p = m * n * size if config.shares_keys else 0
-    stored = c.DBIAS.value in ("store", "reduce") and problem.score.softcap is not None and not apart
+    stored = c.DBIAS.value in ("store", "accumulate", "reduce") and problem.score.softcap is not None and not apart
     along_keys = n * 4 if c.BIAS.value == "cols" else 0
     bits = config.stages * 2 * n * 4 if problem.mask is not None else 0
     sums = config.sum_bytes if c.DBIAS.value == "reduce" else 0

@@ -121,7 +121,7 @@ def sparse_sum_of(
     of = Operand(torch.float16, *bias)
     shape = SimpleNamespace(bias=of, mask=Operand(torch.bool, *mask), queries=bias[2], keys=bias[3])
     like = torch.empty(bias[0], bias[1], bias[3], bias[2], dtype=torch.float16).mT
-    sums = SparseSum(shape, like, block_n)
+    sums = SparseSum(shape, like, total, block_n)
     zeroed = total.clone()
     sums.zero(states, zeroed)
     return zeroed, sums.result(states, total)

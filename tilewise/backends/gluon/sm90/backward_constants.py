@@ -41,8 +41,10 @@ class BackwardConstants(NamedTuple):
     FAR_LO: Any
     FAR_HI: Any
     DTOEPLITZ: Any  # its gradient is wanted
+    DBIAS_SUMS: Any  # to which tiles of dS are added with "accumulate", see config.dbias_sums
+    ZEROES_DBIAS: Any  # programs do, for groups to come
     GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", "reduce" or "lanes"; of cols "sum"; by distance "add"
+    DBIAS: Any  # "none"; of a matrix "store", "accumulate", "reduce" or "lanes"; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any

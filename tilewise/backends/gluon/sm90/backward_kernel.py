@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.dropout import stream
-from tilewise.backends.gluon.compat import tma_store, warps_barrier
+from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
@@ -47,6 +47,7 @@ from tilewise.backends.gluon.score import score_tile_gradient
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     entry_at,
+    first_of_sum,
     place_of,
     step_of,
     tile_list_of,
@@ -54,7 +55,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     work_tile_at,
     work_tile_count,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, new_slots
+from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, leaves_as_tiles, new_slots, wait_dbias_zeroed
 from tilewise.backends.gluon.sm90.dq_accum import (
     begin_dq,
     new_dq_ring,
@@ -216,7 +217,7 @@ def process_query_tile(
     corner = corner_of(m, work_tile, c)
     BIASED: gl.constexpr = c.BIAS == "matrix" and RANGE != "outside"
     ADDS: gl.constexpr = c.DBIAS == "add" and RANGE != "outside"
-    LEAVES: gl.constexpr = c.DBIAS == "store" or c.DBIAS == "reduce" or ADDS
+    LEAVES: gl.constexpr = leaves_as_tiles(c.DBIAS) or ADDS
 
     # QK of the first subtile, unless it came ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
@@ -283,7 +284,7 @@ def process_query_tile(
         elif c.DTOEPLITZ:
             sums = summed(sums, ds, toeplitz, corner - i * c.SUBTILE_M, c)
             border(steps)
-        if (c.DBIAS == "store" or c.DBIAS == "reduce") and not SAME:
+        if leaves_as_tiles(c.DBIAS) and not SAME:
             to = subtile_of(dbias_tile.reshape([c.BLOCK_M, c.BLOCK_N]), i, c)
             to.permute((1, 0)).store(ds.to(dbias_tile.dtype))
         if ADDS and RANGE != "inside":
@@ -315,6 +316,9 @@ def process_query_tile(
     bias_b = work_tile.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
+    elif c.DBIAS == "accumulate":
+        of_sum = first_of_sum(work_tile, sizes, c) + bias_b
+        tma_add(x.dbias, [of_sum, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "reduce":
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
@@ -386,6 +390,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
             wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
+    elif c.ZEROES_DBIAS:
+        wait_dbias_zeroed(tile_index, counters, sizes, c)
     wait_full(keys, slot, use_of(keys, nth))
     wait_full(values, slot, use_of(values, nth))
     if c.HIDES:
@@ -531,6 +537,8 @@ def backward_kernel(
     dbias_tiles = pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
+    elif c.ZEROES_DBIAS:
+        dbias_tiles = shared_dbias
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
@@ -557,7 +565,7 @@ def backward_kernel(
     if c.SHARES_KEYS:
         p_slots = gl.allocate_shared_memory(q.dtype, [1, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     dbias_tile = ABSENT
-    if (c.DBIAS == "store" or c.DBIAS == "reduce") and terms.HAS_CAP and not c.BIAS_APART:
+    if leaves_as_tiles(c.DBIAS) and terms.HAS_CAP and not c.BIAS_APART:
         dbias_tile = gl.allocate_shared_memory(q.dtype, [1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     added = ABSENT
     if c.BIAS == "cols":

@@ -22,6 +22,7 @@ from tilewise.backends.gluon.sm90.config import (
     backward_config,
     backward_width,
     band_of,
+    dbias_sums,
     most_registers,
 )
 from tilewise.backends.gluon.sm90.dbias import (
@@ -32,6 +33,7 @@ from tilewise.backends.gluon.sm90.dbias import (
     broadcast_group,
     reduction,
     sums_sparsely,
+    zeroes_ahead,
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import (
     COLS,
@@ -102,6 +104,14 @@ class Backward:
         sizes, groups = _sizes(problem, config, inputs.q.device)
         batch = 1 if p.totals is not None else p.batch
         row_programs = sizes.row_tiles * p.heads * batch
+        work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
+        packed = p.totals is not None
+        dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        # Programs zero dBias for groups to come, and the host for those that come first: of so many heads, each with a
+        # group for every tile of keys.
+        ahead = dynamic and zeroes_ahead(problem)
+        self.zeroed_heads = -(-sizes.lag // sizes.key_tiles) if ahead else 0
+        self.heads_alone = sizes.kv_heads // sizes.broadcast_heads  # that do not share a bias
         do, dlse, _ = cotangents
         # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
         # of a Toeplitz bias that again, of far tiles
@@ -113,7 +123,7 @@ class Backward:
             sum_tiles * block_m * width // DQ_COLS.value, DQ_COLS.value, dtype=torch.float32, device="meta"
         )
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
-        self.empty_dbias = bias_gradient_allocation(problem, bias)
+        self.empty_dbias = bias_gradient_allocation(problem, bias, ahead)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
         self.adds = reduction(problem) == "add"
         if self.adds and isinstance(self.values, Sheared):
@@ -126,7 +136,7 @@ class Backward:
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
-        counted = counters(sizes, groups, p.deterministic, ring is not None)
+        counted = counters(sizes, groups, p.deterministic, ring is not None, ahead)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
@@ -134,11 +144,8 @@ class Backward:
             self.summary = MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True)
             self.mask = KeptLists(self._known_mask, problem)
         dlse_rows = None if dlse is None else dlse[..., None]
-        work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
-        packed = p.totals is not None
-        dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
         weight = kept_weight(problem)
-        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic), bias_axes(problem)
+        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic, ahead), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
             self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
@@ -177,7 +184,7 @@ class Backward:
             (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
             num_warps=row_warps,
         )
-        dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None else None), POINTER, POINTER]
+        dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None or ahead else None), POINTER, POINTER]
         if ring is not None:
             dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
         self.main = Launch(
@@ -212,7 +219,9 @@ class Backward:
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
-        self.sparse_sum = SparseSum(p, bias, block_n) if bias is not None and sums_sparsely(p) else None
+        self.sparse_sum = None
+        if bias is not None and dbias is not None and sums_sparsely(p):
+            self.sparse_sum = SparseSum(p, bias, dbias, block_n)
         if ring is not None:
             last, pieces = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
             self.reduce_group = Launch(
@@ -301,6 +310,8 @@ class Backward:
                     dk.zero_()
                     dv.zero_()
             dbias = None if self.empty_dbias is None else self.empty_dbias(device=q.device)
+            if dbias is not None and self.zeroed_heads:
+                dbias.unflatten(1, (self.heads_alone, -1)).flatten(0, 1)[: self.zeroed_heads].zero_()
             values = None
             if self.values is not None and parts is not None and parts.query is not None:
                 values = parts.query
@@ -324,9 +335,9 @@ class Backward:
             tile_list = known.tile_list
             if key_list is not None:
                 tile_list = key_list
+            by_pointer = self.lanes or ring is not None or self.zeroed_heads
             dbias_tiles = (
-                dq_accum if ring is None else ring, dbias if self.lanes or ring is not None else None, counts,
-                known.group_lists,
+                dq_accum if ring is None else ring, dbias if by_pointer else None, counts, known.group_lists,
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
             found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
@@ -423,7 +434,9 @@ def _sorts(problem: Problem, config: BackwardConfig) -> bool:
     return band.hi is None or band.hi - distances.lo >= config.block_m + config.block_n
 
 
-def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: bool) -> BackwardConstants:
+def _compiled(
+    problem: Problem, config: BackwardConfig, width: int, dynamic: bool, ahead: bool = False
+) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
         BLOCK_M=config.block_m,
@@ -453,8 +466,10 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         SORTED=_sorts(problem, config),
         **toeplitz_constants(problem, 2 * config.block_m),
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
+        ZEROES_DBIAS=ahead,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
+        DBIAS_SUMS=max(1, dbias_sums(problem)),
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,

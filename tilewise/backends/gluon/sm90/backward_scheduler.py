@@ -35,6 +35,7 @@ class Counters(NamedTuple):
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
     summed: Any  # and those that have added up their part of it
     tile_count_semaphore: Any  # without one, the work tiles that persistent programs have taken
+    dbias_zeroed: Any  # and of each group of programs those that have zeroed their part of its dBias, if programs do
 
 
 class KeyTile(NamedTuple):
@@ -60,7 +61,7 @@ def counters_at(counts, sizes, c):
     ended = dq_semaphores
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended)
+    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended, ended + 1)
 
 
 @gluon.jit
@@ -69,10 +70,11 @@ def done_at(counts, sizes):
     return counts + sizes.batch * sizes.kv_heads
 
 
-def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool) -> int:
+def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
-    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if reduces else 1)
+    of_groups = 2 * groups if reduces else 1 + zeroes * groups
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + of_groups
 
 
 @gluon.jit
@@ -220,6 +222,18 @@ def step_of(m, g, work_tile):
 def place_of(sizes, c):
     """This program's place in the ring of dS; with a shared dBias it has one work tile."""
     return gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ring * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
+
+
+@gluon.jit
+def first_of_sum(work_tile, sizes, c):
+    """The first batch element of the sum to which a work tile's dS is added, of `config.dbias_sums`: one half of those
+    that share a bias add to each."""
+    if c.DBIAS_SUMS == 1:
+        return 0
+    else:
+        n = work_tile.b % sizes.broadcast_batch + sizes.broadcast_batch * (work_tile.hk % sizes.broadcast_heads)
+        second = 2 * n >= sizes.broadcast_batch * sizes.broadcast_heads
+        return second.to(gl.int32) * (sizes.batch if c.BIAS_BATCH else 1)
 
 
 @gluon.jit

@@ -265,6 +265,24 @@ def has_lanes(problem: Problem) -> bool:
     return backward_width(p) == 32 and score.band.unlimited and bias.batch == 1 and enough and long
 
 
+def dbias_sums(problem: Problem) -> int:
+    """How many sums a dBias comes from where programs that share a bias add their tiles of dS as they come, in the
+    bias's dtype and in any order; 0 where they do not.
+
+    A 16-bit sum has no more than eight summands: it is then nearer to float64 than unfused torch, whose dS is rounded
+    more often (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one."""
+    bias = problem.bias
+    if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != "matrix":
+        return 0
+    group = problem.broadcast_group(bias)
+    sharers = group.batch * group.heads
+    if group.single or has_lanes(problem):
+        return 0
+    if bias.dtype == torch.float32 or sharers <= MOST_PROGRAMS:
+        return 1
+    return 2 if sharers <= 2 * MOST_PROGRAMS and group.batch * group.kv_heads % 2 == 0 else 0
+
+
 def backward_config(problem: Problem) -> BackwardConfig:
     """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
     d, bias = backward_width(problem), problem.bias
@@ -305,6 +323,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     # Beside a shared bias too, but where dS is added onto a sum: that is what its two warps are too few for.
     group = problem.broadcast_group(bias) if tile and bias is not None else None
     onto_sum = group is not None and problem.bias_grad and MOST_PROGRAMS % (group.batch * group.kv_heads) != 0
+    onto_sum = onto_sum and not dbias_sums(problem)
     halved = shared and (apart or onto_sum or not plain)
     if d == 32:
         small = band.unlimited and not (capped or wide or along_keys)

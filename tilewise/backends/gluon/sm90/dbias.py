@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.gluon.sm90.config import LANES, MOST_PROGRAMS, has_lanes
+from tilewise.backends.gluon.sm90.config import LANES, MOST_PROGRAMS, dbias_sums, has_lanes
 from tilewise.problem import Problem
 
 
@@ -41,7 +41,9 @@ def reduction(problem: Problem) -> str:
         return "add"
     if has_lanes(problem):
         return "lanes"
-    return "store" if problem.broadcast_group(bias).single else "reduce"
+    if problem.broadcast_group(bias).single:
+        return "store"
+    return "accumulate" if dbias_sums(problem) else "reduce"
 
 
 def broadcast_group(problem: Problem) -> BroadcastGroup:
@@ -61,16 +63,35 @@ def adds(problem: Problem) -> bool:
     return reduction(problem) in ("reduce", "lanes") and found.batch * found.heads > found.programs
 
 
+def zeroes_ahead(problem: Problem) -> bool:
+    """Whether persistent programs zero dBias for groups to come, before these add to it; else the host does, all of it:
+    where tiles are left out, or added to by more programs than a group has."""
+    found = broadcast_group(problem)
+    if reduction(problem) != "accumulate" or problem.mask is not None or not problem.score.band.unlimited:
+        return False
+    return found.batch * found.heads == found.programs > 1
+
+
 def sums_sparsely(problem: Problem) -> bool:
-    """Whether `sparse_sum` zeroes the sum of these groups, and makes dBias of it: a float32 one is the sum itself."""
+    """Whether `sparse_sum` zeroes what programs add to, and makes dBias of it: a single sum in dBias's dtype is dBias
+    itself."""
     bias = problem.bias
-    return problem.mask is not None and adds(problem) and bias is not None and bias.dtype != torch.float32
+    if problem.mask is None or bias is None:
+        return False
+    if reduction(problem) == "accumulate":
+        return dbias_sums(problem) > 1
+    return adds(problem) and bias.dtype != torch.float32
 
 
-def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[..., Tensor] | None:
+def bias_gradient_allocation(
+    problem: Problem, bias: Tensor | None, ahead: bool = False
+) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
-    else a float32 sum of its shape; for a bias over the keys the sums of each head, float32 (B, H, N), or (1, H, T) of
-    a packed batch. Of a bias by distance `values.Sheared` does."""
+    or `dbias_sums` of its shape one after the other, else a float32 sum of its shape; for a bias over the keys the sums
+    of each head, float32 (B, H, N), or (1, H, T) of a packed batch. Of a bias by distance `values.Sheared` does.
+
+    ahead: persistent programs zero it, see `zeroes_ahead`.
+    """
     how = reduction(problem)
     if how in ("none", "add") or bias is None:
         return None
@@ -80,8 +101,11 @@ def bias_gradient_allocation(problem: Problem, bias: Tensor | None) -> Callable[
         return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
     # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
     everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
-    fill = torch.empty if everywhere or sums_sparsely(problem) else torch.zeros
-    return partial(fill, bias.shape, dtype=torch.float32 if adds(problem) else bias.dtype)
+    stored = everywhere and (how != "accumulate" or ahead)
+    fill = torch.empty if stored or sums_sparsely(problem) else torch.zeros
+    B, *shape = bias.shape
+    sums = max(1, dbias_sums(problem))
+    return partial(fill, (sums * B, *shape), dtype=torch.float32 if adds(problem) else bias.dtype)
 
 
 def bias_gradient(
@@ -93,6 +117,8 @@ def bias_gradient(
     that no sequence has.
     """
     if bias_axes(problem) == "matrix" and found is not None:
+        if found.shape[0] > bias.shape[0]:  # in float32, rounded once
+            found = found.unflatten(0, (-1, bias.shape[0])).sum(0)
         return found.to(bias.dtype)
     if found is not None:
         found = found[:, :, None]

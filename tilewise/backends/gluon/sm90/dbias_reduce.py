@@ -1,6 +1,10 @@
-"""dBias of a bias that batch elements or heads share: their tiles of dS meet in memory, and spare warps add them up.
+"""dBias of a bias that batch elements or heads share.
 
-The programs of up to eight that share a bias run side by side: a group. Each stores its tiles of dS, rounded like those
+The programs of up to eight that share a bias run side by side: a group. Where few share it (see `config.dbias_sums`)
+each adds its tiles of dS to dBias by TMA, while these are in the L2 cache; persistent programs zero it for groups to
+come. What follows is for many sharers, and for sums in a fixed order.
+
+Tiles of dS meet in memory, and spare warps add them up. Each program stores its tiles of dS, rounded like those
 that dK and dQ are made of, or in the dtype of a bias that has another, in a ring of such groups. When a group has
 ended, idle warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `dbias_reduce_kernel`
 does so for the last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and
@@ -23,6 +27,7 @@ from tilewise.backends.gluon.pipeline import ABSENT, count_up, wait_count
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     group_before,
+    groups,
     step_of,
     tile_of_mask,
     work_tile_of,
@@ -45,6 +50,12 @@ class DbiasTiles(NamedTuple):
     tiles: Any
     dbias: Any
     lists: Any
+
+
+@gluon.constexpr_function
+def leaves_as_tiles(way):
+    """Whether dS of a matrix leaves from its tile in shared memory; ``way``: `Compiled.DBIAS`."""
+    return way in ("store", "accumulate", "reduce")
 
 
 @gluon.jit
@@ -236,6 +247,39 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
             total = gl.zeros([ROWS, COLS], gl.float32, L)
         if not c.MASK:
             m, g = _tile_after(u, m, g, work_tile, sizes, EACH, c)
+
+
+@gluon.jit
+def zero_later_group(dbias, tile_index, counts, terms, sizes, c):
+    """One of the c.GROUP_PROGRAMS parts of dBias, a `Strided`, that a group has to which programs add when this one has
+    long begun: zeros of 16 bytes a thread, by two warps."""
+    WIDTH: gl.constexpr = 128 // dbias.pointer.dtype.element_ty.primitive_bitwidth
+    STEP: gl.constexpr = 64 * WIDTH // c.BLOCK_N  # rows
+    L: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // c.BLOCK_N, c.BLOCK_N // WIDTH], [2, 1], [1, 0])
+    group = tile_index // c.GROUP_PROGRAMS + sizes.lag
+    if group < groups(sizes, c):
+        work_tile = work_tile_of(group, 0, terms, sizes, c)
+        rows = gl.arange(0, STEP, gl.SliceLayout(1, L))
+        cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, L))
+        at = dbias.pointer + gl.cast(work_tile.b if c.BIAS_BATCH else 0, gl.int64) * dbias.stride0
+        at += work_tile.n0
+        inside = gl.max_constancy((cols < sizes.keys - work_tile.n0)[None, :] & (rows >= 0)[:, None], [1, WIDTH])
+        for g in range(1 if c.GROUP_BROADCASTS else sizes.group):
+            head = gl.cast((work_tile.hk * sizes.group + g) // c.BIAS_GROUP, gl.int64)
+            for row in range(tile_index % c.GROUP_PROGRAMS * STEP, sizes.queries, c.GROUP_PROGRAMS * STEP):
+                to = at + head * dbias.stride1 + (row + rows).to(gl.int64)[:, None] * dbias.stride2 + cols[None, :]
+                there = inside & (rows < sizes.queries - row)[:, None]
+                zeros = gl.zeros([STEP, c.BLOCK_N], dbias.pointer.dtype.element_ty, L)
+                gl.store(gl.multiple_of(to, [1, 16]), zeros, mask=gl.max_constancy(there, [1, WIDTH]))
+        count_up(counters_at(counts, sizes, c).dbias_zeroed + group)
+
+
+@gluon.jit
+def wait_dbias_zeroed(tile_index, counters, sizes, c):
+    """Wait until all parts of what a work tile adds to are zeros; those of the first groups were before the kernel."""
+    group = tile_index // c.GROUP_PROGRAMS
+    if group >= sizes.lag:
+        wait_count(counters.dbias_zeroed + group, c.GROUP_PROGRAMS)
 
 
 @gluon.jit

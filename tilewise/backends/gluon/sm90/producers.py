@@ -28,7 +28,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     work_tile_at,
     work_tile_count,
 )
-from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group
+from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group, zero_later_group
 from tilewise.backends.gluon.sm90.dq_accum import add_dq, zero_ahead
 from tilewise.backends.gluon.sm90.mask_tiles import load_bits
 from tilewise.backends.gluon.sm90.range_tiles import corner_of, tile_state
@@ -181,6 +181,8 @@ def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, count
         tile_index = next_tile_index(0, nth, tile_indices, c)
         while tile_index < work_tile_count(x, sizes, c):
             fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c)
+            if c.ZEROES_DBIAS:
+                zero_later_group(dbias_tiles, tile_index, counts, terms, sizes, c)
             if c.GROUP_PROGRAMS == 1:  # else heads are not in their order, and `preprocess_kernel` has zeroed all sums
                 zero_ahead(tile_index, dbias_tiles, counts, sizes, c)
             nth += 1

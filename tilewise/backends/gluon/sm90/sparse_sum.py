@@ -1,4 +1,4 @@
-"""The float32 sum of a dBias to which more programs add than form a group, where a mask hides tiles of it.
+"""The sum of a dBias, or two, where a mask hides tiles of it: float32, or see `config.dbias_sums`.
 
 Tiles that no program adds to are most of the sum's bytes: they are neither zeroed before nor read after, and dBias is
 written once, from the sum or as 0.
@@ -32,29 +32,28 @@ class SharersOfSum(NamedTuple):
 
 
 class SparseSum:
-    """Of one problem with a mask: `zero` before the backward, `result` after it.
+    """Of one problem with a mask: `zero` before the backward, `result` after it. total: the sums, one after the other.
 
     states: (matrices of the mask, tiles of keys, tiles of 64 queries) as `mask_kernels` has them for the backward.
     """
 
-    def __init__(self, problem: Problem, bias: Tensor, block_n: int) -> None:
+    def __init__(self, problem: Problem, bias: Tensor, total: Tensor, block_n: int) -> None:
         of, mask = problem.bias, problem.mask
         assert of is not None
         assert mask is not None
         tiles = -(-problem.queries // 64) * -(-problem.keys // block_n)
         self._like = torch.empty_like(bias, device="meta")
-        total = torch.empty(bias.shape, dtype=torch.float32, device="meta")
-        sharers = constants(sharers_of_sum(of, mask))
+        sharers, sums = constants(sharers_of_sum(of, mask)), total.shape[0] // of.batch
 
         def launch(casts: bool) -> Launch:
-            numbers = (of.heads, problem.queries, problem.keys, sharers, block_n, casts)
+            numbers = (of.batch, of.heads, problem.queries, problem.keys, sharers, sums, block_n, casts)
             layouts = (POINTER, strided(total), strided(self._like))
             return Launch(sparse_sum_kernel, of.batch * of.heads * tiles, layouts, numbers, num_warps=4)
 
         self._zero, self._cast = launch(False), launch(True)
 
     def zero(self, states: Tensor, total: Tensor) -> None:
-        """Of ``total``, float32 as the bias, what some program may add to."""
+        """Of ``total`` what some program may add to."""
         self._zero(states, total, None)
 
     def result(self, states: Tensor, total: Tensor) -> Tensor:
@@ -78,7 +77,8 @@ def sharers_of_sum(bias: Operand, mask: Operand) -> SharersOfSum:
 
 
 @triton.jit
-def sparse_sum_kernel(states, total, dbias, heads, queries, keys, s, BLOCK_N: tl.constexpr, CASTS: tl.constexpr):
+def sparse_sum_kernel(states, total, dbias, batch, heads, queries, keys, s, SUMS: tl.constexpr, BLOCK_N: tl.constexpr,
+                      CASTS: tl.constexpr):  # fmt: skip
     """One tile of 64 queries by BLOCK_N keys. total, dbias: `Strided`; s: `SharersOfSum`."""
     row_tiles, key_tiles = tl.cdiv(queries, 64), tl.cdiv(keys, BLOCK_N)
     pid = tl.program_id(0)
@@ -94,9 +94,14 @@ def sparse_sum_kernel(states, total, dbias, heads, queries, keys, s, BLOCK_N: tl
     place = tl.cast(b, tl.int64) * total.stride0 + tl.cast(h, tl.int64) * total.stride1
     of_total = total.pointer + place + row.to(tl.int64)[:, None] * total.stride2 + col[None, :] * total.stride3
     if CASTS:
-        x = tl.load(of_total, mask=inside & (found != 0), other=0.0)
+        x = tl.zeros([64, BLOCK_N], tl.float32)
+        for which in tl.static_range(SUMS):
+            of_sum = of_total + tl.cast(total.stride0, tl.int64) * (which * batch)
+            x += tl.load(of_sum, mask=inside & (found != 0), other=0.0)
         place = tl.cast(b, tl.int64) * dbias.stride0 + tl.cast(h, tl.int64) * dbias.stride1
         to = dbias.pointer + place + row.to(tl.int64)[:, None] * dbias.stride2 + col[None, :] * dbias.stride3
         tl.store(to, x.to(dbias.pointer.dtype.element_ty), mask=inside)
     elif found != 0:
-        tl.store(of_total, tl.zeros([64, BLOCK_N], tl.float32), mask=inside)
+        for which in tl.static_range(SUMS):
+            of_sum = of_total + tl.cast(total.stride0, tl.int64) * (which * batch)
+            tl.store(of_sum, tl.zeros([64, BLOCK_N], total.pointer.dtype.element_ty), mask=inside)

@@ -1,0 +1,151 @@
+"""A dBias that programs add to as their tiles of dS come, on Hopper: whether they do, onto which of its sums, and who
+zeroes it. The kernels' own functions, run as Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce
+from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
+
+
+def problem(B, H, Hkv, axes, M=300, N=700, dtype=torch.bfloat16, **changes):
+    sizes = {"b": B, "h": H, "k": Hkv, "1": 1}
+    found = Problem(
+        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
+        head_dim=64, value_dim=64, score=Score(0.1, None, Band()), bias_grad=True,
+        bias=Operand(dtype, sizes[axes[0]], sizes[axes[1]], M, N),
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+@pytest.mark.parametrize(
+    ("p", "how", "sums"),
+    [
+        (problem(4, 2, 2, "bh"), "store", 0),
+        (problem(4, 2, 2, "1h"), "accumulate", 1),
+        (problem(8, 2, 2, "1h"), "accumulate", 1),
+        (problem(3, 2, 2, "1h"), "accumulate", 1),
+        (problem(9, 2, 2, "1h"), "reduce", 0),  # no halves of nine
+        (problem(10, 2, 2, "1h"), "accumulate", 2),
+        (problem(1, 16, 16, "11"), "accumulate", 2),
+        (problem(1, 16, 2, "11"), "accumulate", 2),
+        (problem(1, 16, 1, "11"), "reduce", 0),  # all of them one program's
+        (problem(2, 16, 2, "11"), "reduce", 0),
+        (problem(2, 8, 2, "1k"), "accumulate", 1),
+        (problem(4, 2, 2, "1h", deterministic=True), "reduce", 0),
+        (problem(4, 2, 2, "1h", bias_grad=False), "none", 1),
+        (problem(40, 2, 2, "1h", dtype=torch.float32), "accumulate", 1),
+    ],
+)
+def test_who_adds(p, how, sums):
+    assert dbias.reduction(p) == how
+    assert config.dbias_sums(p) == sums
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The functions of the kernels as Python functions, on tensors."""
+    gl = SimpleNamespace(
+        minimum=min, maximum=max, where=lambda c, x, y: x if c else y, cast=lambda x, _: x, int32=torch.int32,
+        arange=lambda begin, end, _: torch.arange(begin, end), zeros=lambda shape, *_: torch.zeros(shape),
+        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, multiple_of=lambda x, _: x,
+        max_constancy=lambda x, _: x, int64=None, constexpr=None,
+    )  # fmt: skip
+    for module in (scheduler, dbias_reduce):
+        monkeypatch.setattr(module, "gl", gl)
+    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "groups"):
+        monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
+    monkeypatch.setattr(scheduler, "key_tile", lambda b, hk, n0, *_: SimpleNamespace(b=b, hk=hk, n0=n0))
+    for name in ("work_tile_of", "groups"):
+        found = getattr(scheduler, name)
+        monkeypatch.setattr(dbias_reduce, name, getattr(found, "fn", found))
+    return gl
+
+
+def kernel_arguments(p):
+    chosen = config.backward_config(p)
+    c = backward_launch._compiled(p, chosen, 64, True, dbias.zeroes_ahead(p))
+    sizes, _ = backward_launch._sizes(p, chosen, torch.device("meta"))
+    return sizes, SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "Hkv", "bias"),
+    [(16, 2, 2, "1h"), (10, 4, 2, "1h"), (1, 16, 16, "11"), (3, 16, 4, "b1"), (2, 8, 8, "11")],
+)
+def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
+    p = problem(B, H, Hkv, bias)
+    sizes, c = kernel_arguments(p)
+    assert c.DBIAS_SUMS == 2
+    added = Counter()
+    for b, hk in itertools.product(range(B), range(Hkv)):
+        work_tile = SimpleNamespace(b=torch.tensor(b), hk=torch.tensor(hk))
+        first = int(scheduler.first_of_sum.fn(work_tile, sizes, c))
+        assert first in (0, p.bias.batch)
+        for h in range(hk * p.group, (hk + 1) * p.group):
+            added[first + (b if c.BIAS_BATCH else 0), h // c.BIAS_GROUP] += 1
+    assert len(added) == 2 * p.bias.batch * p.bias.heads
+    assert max(added.values()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "Hkv", "bias", "dtype"),
+    [
+        (4, 24, 24, "1h", torch.bfloat16),
+        (4, 48, 24, "1h", torch.bfloat16),
+        (4, 48, 24, "1k", torch.float32),
+        (60, 4, 4, "b1", torch.bfloat16),
+        (2, 60, 60, "1h", torch.float32),
+    ],
+)
+def test_programs_zero_dbias_before_it_is_added_to(plain, monkeypatch, B, H, Hkv, bias, dtype):
+    """Every element once, by programs that began as much earlier as a GPU runs at once, but for what the host does."""
+    p = problem(B, H, Hkv, bias, M=30, N=400, dtype=dtype)
+    sizes, c = kernel_arguments(p)
+    assert c.ZEROES_DBIAS
+    zeroed = torch.zeros(p.bias.shape, dtype=torch.int32)
+    head_of_bias = zeroed.unflatten(1, (sizes.kv_heads // sizes.broadcast_heads, -1)).flatten(0, 1)
+    head_of_bias[: math.ceil(sizes.lag / sizes.key_tiles)] += 1
+    counted = Counter()
+
+    def store(at, _, mask):
+        zeroed.view(-1)[at[mask]] += 1
+
+    element = SimpleNamespace(primitive_bitwidth=8 * dtype.itemsize)
+
+    class Pointer(int):
+        dtype = SimpleNamespace(element_ty=element)
+
+    strides = dict(zip(("stride0", "stride1", "stride2", "stride3"), zeroed.stride(), strict=True))
+    to = SimpleNamespace(pointer=Pointer(0), **strides)
+    plain.store = store
+    monkeypatch.setattr(dbias_reduce, "counters_at", lambda *_: SimpleNamespace(dbias_zeroed=0))
+    monkeypatch.setattr(dbias_reduce, "count_up", lambda at: counted.update([at]))
+    count = sizes.key_tiles * B * Hkv
+    for tile_index in range(count):
+        dbias_reduce.zero_later_group.fn(to, tile_index, None, None, sizes, c)
+    groups = count // c.GROUP_PROGRAMS
+    assert counted == dict.fromkeys(range(sizes.lag, groups), c.GROUP_PROGRAMS)
+    host = head_of_bias[: math.ceil(sizes.lag / sizes.key_tiles)]
+    assert (host >= 1).all()
+    assert (head_of_bias[len(host) :] == 1).all()
+    waited = []
+    monkeypatch.setattr(dbias_reduce, "wait_count", lambda at, many: waited.append((at, many)))
+    for tile_index in range(count):
+        dbias_reduce.wait_dbias_zeroed.fn(tile_index, SimpleNamespace(dbias_zeroed=0), sizes, c)
+    assert Counter(at for at, _ in waited) == counted
