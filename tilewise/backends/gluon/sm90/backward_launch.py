@@ -469,6 +469,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,
+        VALUE_STAGES=config.value_stages if dynamic else 1,
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
     )

@@ -241,6 +241,19 @@ def tile_list_of(tile_list, work_tile, h, sizes, c):
 
 
 @gluon.jit
+def steps_of(x, work_tile, sizes, c):
+    """How many tiles of queries a work tile visits, of all of its query heads."""
+    if c.MASK:
+        steps = 0
+        for g in range(sizes.group):
+            count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
+            steps += count
+    else:
+        steps = sizes.group * (work_tile.end - work_tile.begin)
+    return steps
+
+
+@gluon.jit
 def entry_at(i, listed, work_tile, c):
     """The ``i``-th tile of queries, from the last to the first, and what cuts it (see
     `mask_kernels.tile_list_kernel`)."""

@@ -36,6 +36,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     head_and_tile,
     head_of,
     row_tile,
+    steps_of,
     tile_list_of,
     work_tile_at,
 )
@@ -207,6 +208,24 @@ def place_of_part(tile_of_head, part, c):
 
 
 @gluon.jit
+def dv_tile(x, dq_ring, c):
+    """The memory of dQ as a tile of dV."""
+    gl.static_assert(c.DQ_BY_TMA and c.DQ_PARTS == 1 and not c.DQ_STORED, "dQ has no memory of the size of dV")
+    return dq_ring.slots.index(0)._reinterpret(x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
+
+
+@gluon.jit
+def uses_of_slot(step, shared, c):
+    """A number that is odd when dQ's memory has been used an odd number of times before: by dQ of each step, and where
+    it leaves that way by dV of each work tile, which the slot of K counts."""
+    if c.VALUE_STAGES < c.KEY_STAGES:
+        gl.static_assert(c.KEY_STAGES == 2, "the slot does not say whether an odd number of work tiles came before")
+        return step + shared.slot
+    else:
+        return step
+
+
+@gluon.jit
 def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, terms, c):
     """A part of dQ out of its registers: into shared memory, where the part before has been read; or straight onto the
     sum, 512 neighbouring bytes a warp and instruction."""
@@ -242,15 +261,19 @@ def signal_stored(dq_ring, slot, c):
 
 
 @gluon.jit
-def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
+def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
     """Add dQ of one work tile to its sum by TMA, or store it; returns the steps done. Where order matters, each tile is
     added when the tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
+    With a single slot of V beside two of K that slot is given back here: who has dQ of the last step has read V. If
+    there is no step it is `producers.add` that does it.
     """
     begun, before = step, step  # before: the tile of queries of the step before
     if c.DQ_BY_TMA:
         work_tile = work_tile_at(tile_index, x, terms, sizes, c)
+        if c.VALUE_STAGES < c.KEY_STAGES:
+            end = begun + steps_of(x, work_tile, sizes, c)
         counters = counters_at(counts, sizes, c)
         wait_zeroed(work_tile, counters, sizes, c)
         for g in range(sizes.group):
@@ -272,6 +295,8 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
                     wait_count(counters.dq_semaphores + head + m, dq_order)
                 for part in gl.static_range(c.DQ_PARTS):
                     wait_full(dq_ring, 0, step * c.DQ_PARTS + part)
+                    if c.VALUE_STAGES < c.KEY_STAGES:
+                        mbarrier.arrive(values.empty.index(0), count=1, pred=step + 1 == end)
                     fence_async_shared()  # warps have stored, TMA reads
                     if c.DQ_STORED:
                         seq = work_tile.seq
