@@ -385,7 +385,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
-        wait_zeroed(work_tile, counters, sizes, c)
+        wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place

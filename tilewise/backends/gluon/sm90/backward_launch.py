@@ -11,7 +11,7 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, dev
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import BothLists
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
-from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
+from tilewise.backends.gluon.preprocess import Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
@@ -126,7 +126,7 @@ class Backward:
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
-        counted = counters(sizes, groups, p.deterministic, ring is not None)
+        counted = counters(sizes, groups, p.deterministic, ring is not None, p.totals is not None)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
@@ -172,9 +172,10 @@ class Backward:
                 POINTER,
                 POINTER,
                 POINTER,
-                *rows_listed,
+                *((Record(Lists, (POINTER, POINTER)),) if packed else ()),
             ),
-            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
+            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width)
+            + ((block_n,) if packed else ()),
             num_warps=row_warps,
         )
         dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None else None), POINTER, POINTER]
@@ -316,7 +317,9 @@ class Backward:
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
-            self.before(o, o_low, do, lse, dlse, bias if self.of_rows else None, stats, sums, counts, *rows_listed)
+            of_rows = bias if self.of_rows else None
+            both_lists = (*rows_listed, key_list) if rows_listed else ()
+            self.before(o, o_low, do, lse, dlse, of_rows, stats, sums, counts, *both_lists)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
@@ -368,8 +371,9 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     p, broadcast = problem, broadcast_group(problem)
     if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
-        sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
-        return sizes, 0
+        # Those of a head that is zeroed by others have begun when as many are under way as a GPU runs at once.
+        zeroed = multiprocessors(device) * config.programs + -(-p.keys // config.block_n)
+        return BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, zeroed), 0
     batch = broadcast.batch if config.lanes > 1 else p.batch
     shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
     return sized(config, shape, p.queries, p.keys, multiprocessors(device))

@@ -23,13 +23,17 @@ class BackwardSizes(NamedTuple):
     broadcast_heads: int
     ring: int  # groups of programs whose dS is kept for `dbias_reduce`
     lag: int  # groups back that one adds up
-    zeroed: int  # key/value heads whose sum of dQ is zeroed before; of others the head so many before does it
+    # Key/value heads whose sum of dQ is zeroed before; of others the head so many before does it. Of a packed batch,
+    # whose heads are of different lengths, work tiles.
+    zeroed: int
 
 
 class Counters(NamedTuple):
     """Pointers to int32 that are zero at first."""
 
-    zeroed: Any  # of each key/value head, the programs that have zeroed their part of its sum of dQ
+    # Of each key/value head, the programs that have zeroed their part of its sum of dQ; of a packed batch by its first
+    # tile of queries.
+    zeroed: Any
     done: Any  # the programs that have added all that they add to it
     dq_semaphores: Any  # where order matters, of each tile of queries the tiles of keys that have added to its dQ
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
@@ -60,7 +64,10 @@ def counters_at(counts, sizes, c):
     ended = dq_semaphores
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended)
+    if c.PACKED:
+        return Counters(ended + 1, done, dq_semaphores, ended, ended, ended)
+    else:
+        return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended)
 
 
 @gluon.jit
@@ -69,9 +76,12 @@ def done_at(counts, sizes):
     return counts + sizes.batch * sizes.kv_heads
 
 
-def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool) -> int:
+def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, packed: bool = False) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
+    if packed:
+        heads_of_sequences = sizes.kv_heads * sizes.row_tiles
+        return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + 1 + heads_of_sequences
     return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + (2 * groups if reduces else 1)
 
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
-from tilewise.backends.gluon.packed import box_of, first_tile_of, listed_tile
+from tilewise.backends.gluon.packed import box_of, first_tile_of, listed_tile, sum_of_head
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
@@ -39,6 +39,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     steps_of,
     tile_list_of,
     work_tile_at,
+    work_tile_count,
 )
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 from tilewise.backends.gluon.sm90.wgmma import accumulator
@@ -109,18 +110,32 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def zero_ahead(tile_index, dq_accum, counts, sizes, c):
-    """Zero the part of the sum of a key/value head that comes later which a work tile has to zero."""
+def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
+    """Zero the part of the sum of a key/value head that comes later which a work tile has to zero; of a packed batch
+    the head of the work tile that is `BackwardSizes.zeroed` later, of which all work tiles zero a part each."""
     UNIT: gl.constexpr = 1024
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
-    head, tile = head_and_tile(tile_index, sizes, c)
-    later = head + sizes.zeroed
-    if later < sizes.batch * sizes.kv_heads:
-        units = sizes.group * sizes.row_tiles * (c.BLOCK_M * c.BLOCK_D // UNIT)
-        at = dq_accum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
-        for unit in range(tile, units, sizes.key_tiles):
-            gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
-        count_up(counters_at(counts, sizes, c).zeroed + later)
+    UNITS: gl.constexpr = c.BLOCK_M * c.BLOCK_D // UNIT
+    if not c.PACKED:
+        head, tile = head_and_tile(tile_index, sizes, c)
+        later = head + sizes.zeroed
+        if later < sizes.batch * sizes.kv_heads:
+            units = sizes.group * sizes.row_tiles * UNITS
+            at = dq_accum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
+            for unit in range(tile, units, sizes.key_tiles):
+                gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
+            count_up(counters_at(counts, sizes, c).zeroed + later)
+    elif not c.DQ_STORED:
+        later, count = tile_index + sizes.zeroed, work_tile_count(x, sizes, c)
+        if later < count:
+            of = sum_of_head(x.tile_list, later, count, sizes.kv_heads, c.BLOCK_M, c.BLOCK_N)
+            if of.first >= sizes.zeroed:
+                for g in range(sizes.group):
+                    tile = (of.hk * sizes.group + g) * sizes.row_tiles + of.place
+                    at = dq_accum + gl.cast(tile, gl.int64) * (UNITS * UNIT) + gl.arange(0, UNIT, IN)
+                    for unit in range(of.part, of.tiles * UNITS, of.parts):
+                        gl.store(at + unit * UNIT, gl.zeros([UNIT], gl.float32, IN))
+                count_up(counters_at(counts, sizes, c).zeroed + of.hk * sizes.row_tiles + of.place)
 
 
 @gluon.jit
@@ -183,11 +198,18 @@ def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
 
 
 @gluon.jit
-def wait_zeroed(work_tile, counters, sizes, c):
+def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
     """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
-    head = head_of(work_tile, sizes, c)
-    if head >= sizes.zeroed:
-        wait_count(counters.zeroed + head, sizes.key_tiles)
+    if not c.PACKED:
+        head = head_of(work_tile, sizes, c)
+        if head >= sizes.zeroed:
+            wait_count(counters.zeroed + head, sizes.key_tiles)
+    elif not c.DQ_STORED:
+        first = tile_index - work_tile.n0 // c.BLOCK_N
+        if first >= sizes.zeroed:
+            listed = work_tile_count(x, sizes, c) - first  # fewer than it has, if lengths are none
+            tiles = gl.minimum(gl.cdiv(work_tile.seq.keys, c.BLOCK_N), listed)
+            wait_count(counters.zeroed + work_tile.hk * sizes.row_tiles + work_tile.first_tile, tiles)
 
 
 @gluon.jit
@@ -275,7 +297,7 @@ def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
         if c.VALUE_STAGES < c.KEY_STAGES:
             end = begun + steps_of(x, work_tile, sizes, c)
         counters = counters_at(counts, sizes, c)
-        wait_zeroed(work_tile, counters, sizes, c)
+        wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
         for g in range(sizes.group):
             h = work_tile.hk * sizes.group + g
             head = row_tile(work_tile, h, 0, sizes)

@@ -190,8 +190,8 @@ def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, count
         while tile_index < work_tile_count(x, sizes, c):
             fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c)
             if c.GROUP_PROGRAMS == 1:  # else heads are not in their order, and `preprocess_kernel` has zeroed all sums
-                zero_ahead(tile_index, dbias_tiles, counts, sizes, c)
+                zero_ahead(tile_index, x, dbias_tiles, counts, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
     elif c.GROUP_PROGRAMS == 1:
-        zero_ahead(gl.program_id(0), dbias_tiles, counts, sizes, c)
+        zero_ahead(gl.program_id(0), x, dbias_tiles, counts, sizes, c)
