@@ -219,7 +219,7 @@ class Backward:
             self.reduce_group = Launch(
                 dbias_reduce_kernel, last * pieces, dbias_tiles, (groups - last, pieces, terms, sizes, c), num_warps=2
             )  # fmt: skip
-        beside = runs_beside(work_tiles, programs) and not packed
+        beside = packed or runs_beside(work_tiles, programs)
         self.after = (
             None
             if self.dq_stored

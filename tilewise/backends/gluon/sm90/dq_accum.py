@@ -344,7 +344,9 @@ def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
 @gluon.jit
 def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_D: gl.constexpr):  # fmt: skip
-    """`postprocess_kernel` of a packed batch, after the backward: one program for each tile of the list and head."""
+    """`postprocess_kernel` of a packed batch, after the backward: one program for each tile of the list and head. They
+    are launched while the last programs of the backward run."""
+    wait_for_previous()
     n, h = gl.program_id(0) % sizes.row_tiles, gl.program_id(0) // sizes.row_tiles
     if n < gl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
