@@ -143,8 +143,9 @@ def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
     run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False))
     c = SimpleNamespace(**{name: value.value for name, value in run.main.numbers[2]._asdict().items()})
     value_dim, sizes, *rest = run.before.numbers
-    assert sizes.zeroed == run.programs + -(-problem.keys // c.BLOCK_N)
-    sizes = sizes._replace(zeroed=sizes.zeroed - run.programs + lag)
+    assert sizes.zeroed == 1 << 29  # all, by heads of this dimension
+    c.ZEROED_BY_TILE = True
+    sizes = sizes._replace(zeroed=lag + -(-problem.keys // c.BLOCK_N))
     run.before.numbers = (value_dim, sizes, *rest)
     stats, counts, dq_accum = run.buffers(inputs.q.device)
     dq_accum.fill_(torch.nan)

@@ -73,7 +73,9 @@ def test_a_backward_makes_both_lists_at_once(interpreter, lengths):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "lag"), [(SHORT, 1), (USED, 1), (USED, 3), (SOME, 4)], ids=["short", "used", "used, later", "many"]
+    ("lengths", "lag"),
+    [(SHORT, 1), (USED, 1), (USED, 3), (SOME, 4), (USED, 1 << 28)],
+    ids=["short", "used", "used, later", "many", "all before"],
 )
 def test_each_sum_is_zeroed_once_and_before(interpreter, monkeypatch, lengths, lag):
     """By the preprocess, or by work tiles that come earlier than all of a head's; and those of the head wait for all

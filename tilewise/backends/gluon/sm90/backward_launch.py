@@ -371,8 +371,11 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     p, broadcast = problem, broadcast_group(problem)
     if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
-        # Those of a head that is zeroed by others have begun when as many are under way as a GPU runs at once.
+        # Work tiles that zero the sum of a head have begun when the head's start that are so much later. Where the
+        # warps that compute add to the sum, they would have to wait, and spill: there all is zeroed before.
         zeroed = multiprocessors(device) * config.programs + -(-p.keys // config.block_n)
+        if config.dq_stored or not config.dq_by_tma:
+            zeroed = 1 << 29
         return BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, zeroed), 0
     batch = broadcast.batch if config.lanes > 1 else p.batch
     shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
@@ -475,6 +478,7 @@ def _compiled(problem: Problem, config: BackwardConfig, width: int, dynamic: boo
         KEY_STAGES=config.key_stages if dynamic else 1,
         VALUE_STAGES=config.value_stages if dynamic else 1,
         DYNAMIC=dynamic,
+        ZEROED_BY_TILE=problem.totals is not None and config.dq_by_tma and not config.dq_stored,
         PACKED=problem.totals is not None,
     )
     return constants(values)

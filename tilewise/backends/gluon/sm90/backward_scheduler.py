@@ -64,7 +64,7 @@ def counters_at(counts, sizes, c):
     ended = dq_semaphores
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    if c.PACKED:
+    if c.ZEROED_BY_TILE:
         return Counters(ended + 1, done, dq_semaphores, ended, ended, ended)
     else:
         return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended)

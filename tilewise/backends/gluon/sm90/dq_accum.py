@@ -116,7 +116,7 @@ def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
     UNIT: gl.constexpr = 1024
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
     UNITS: gl.constexpr = c.BLOCK_M * c.BLOCK_D // UNIT
-    if not c.PACKED:
+    if not c.ZEROED_BY_TILE:
         head, tile = head_and_tile(tile_index, sizes, c)
         later = head + sizes.zeroed
         if later < sizes.batch * sizes.kv_heads:
@@ -125,7 +125,7 @@ def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
             for unit in range(tile, units, sizes.key_tiles):
                 gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
             count_up(counters_at(counts, sizes, c).zeroed + later)
-    elif not c.DQ_STORED:
+    else:
         later, count = tile_index + sizes.zeroed, work_tile_count(x, sizes, c)
         if later < count:
             of = sum_of_head(x.tile_list, later, count, sizes.kv_heads, c.BLOCK_M, c.BLOCK_N)
@@ -200,11 +200,11 @@ def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
 @gluon.jit
 def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
     """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
-    if not c.PACKED:
+    if not c.ZEROED_BY_TILE:
         head = head_of(work_tile, sizes, c)
         if head >= sizes.zeroed:
             wait_count(counters.zeroed + head, sizes.key_tiles)
-    elif not c.DQ_STORED:
+    else:
         first = tile_index - work_tile.n0 // c.BLOCK_N
         if first >= sizes.zeroed:
             listed = work_tile_count(x, sizes, c) - first  # fewer than it has, if lengths are none
