@@ -58,12 +58,12 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
 from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, new_slots
 from tilewise.backends.gluon.sm90.dq_accum import (
     begin_dq,
-    new_dq_ring,
     dv_tile,
+    new_dq_ring,
     release_part,
     send_part,
-    uses_of_slot,
     signal_stored,
+    uses_of_slot,
     wait_zeroed,
 )
 from tilewise.backends.gluon.sm90.dropout import kept_of, signed_by_dropout, softmax_gradient

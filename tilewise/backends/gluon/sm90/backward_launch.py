@@ -153,7 +153,7 @@ class Backward:
         if packed:
             self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
-        rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
+        box = ragged if packed else descriptor
         self.pairs = None
         if toeplitz is not None:
             self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
