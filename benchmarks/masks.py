@@ -26,11 +26,13 @@ from tilewise.bench.run import Options, PlainProgress, run
 
 S, LONG = 16384, 32768
 HOPPER, TRITON, FLEX, FA4, VARLEN = "tilewise-hopper", "tilewise-triton", "flex", "fa4", "tilewise-varlen-hopper"
+FA4_VARLEN = "fa4-varlen"
 DENSE = cases.dense(128, S, causal=False)
 BLOCKS = {(share, biased): cases.masked(f"blocks {share}", S, biased=biased) for share in (25, 5) for biased in (0, 1)}
 WINDOWS = {width: cases.windowed(width, S) for width in (512, 2048)}
 DOCUMENTS = {causal: cases.masked("documents", LONG, causal) for causal in (True, False)}
 PACKED = {causal: packed.lognormal_case(128, causal) for causal in (True, False)}
+ALL_PACKED = {(dim, causal): packed.lognormal_case(dim, causal) for dim in (128, 64) for causal in (True, False)}
 WHOLE = {causal: cases.long(LONG, causal) for causal in (True, False)}
 KEPT = {causal: cases.masked("kept 2048", LONG, causal) for causal in (True, False)}
 
@@ -40,6 +42,7 @@ PARTS: list[tuple[list[AnyCase], tuple[str, ...]]] = [
     ([DENSE, BLOCKS[25, 0]], (HOPPER, TRITON)),
     ([BLOCKS[5, 0], BLOCKS[25, 1], BLOCKS[5, 1]], (HOPPER,)),
     ([*PACKED.values(), *DOCUMENTS.values()], (HOPPER, VARLEN)),
+    ([*ALL_PACKED.values()], (VARLEN, FA4_VARLEN)),
     ([*WINDOWS.values()], (HOPPER, FA4)),
     ([BLOCKS[25, 0], BLOCKS[5, 0]], (FLEX,)),
     ([*WINDOWS.values(), *DOCUMENTS.values()], (FLEX,)),
@@ -72,8 +75,16 @@ class Found:
         return None
 
     def times(self, case: AnyCase, provider: str, other: AnyCase, by: str) -> Callable[[Pass | None], float | None]:
-        """How many times as fast as ``other`` by somebody."""
-        return lambda which: _divided(self.seconds(other, by, which), self.seconds(case, provider, which))
+        """How many times as fast as ``other`` by somebody, by the part that has both if there is one."""
+
+        def ratio(which: Pass | None) -> float | None:
+            for found in (*(Found([part]) for part in self.parts), self):
+                ratio = _divided(found.seconds(other, by, which), found.seconds(case, provider, which))
+                if ratio is not None:
+                    return ratio
+            return None
+
+        return ratio
 
     def speed(self, case: AnyCase, other: AnyCase) -> Callable[[Pass | None], float | None]:
         """Of FLOP/s of visible pairs, by the Hopper backend."""
@@ -102,6 +113,9 @@ def gates(found: Found) -> Iterator[Gate]:
         yield Gate(name, found.times(BLOCKS[share, 1], HOPPER, case, HOPPER), (0.7, 0.7))
     name = "blocks 25 %: Triton, dense over sparse"
     yield Gate(name, found.times(BLOCKS[25, 0], TRITON, DENSE, TRITON), (1 / 0.35, 1 / 0.35))
+    for (dim, causal), case in ALL_PACKED.items():
+        name = f"packed, D={dim}, {'causal' if causal else 'full'}: x FlashAttention-4"
+        yield Gate(name, found.times(case, VARLEN, case, FA4_VARLEN), (1.0, 1.0))
     for width, case in WINDOWS.items():
         yield Gate(f"window {width}: x FlashAttention-4", found.times(case, HOPPER, case, FA4), (1.0, 1.0))
         yield Gate(f"window {width}: x FlexAttention", found.times(case, HOPPER, case, FLEX), (1.0, 1.0))

@@ -130,6 +130,34 @@ def lists_of_a_backward(x: Call) -> list[tuple[Tensor, ...]]:
     return [(row_list, *rows[:2]), (expected_rows, *rows[2:]), (key_list, *keys[:2]), (expected_keys, *keys[2:])]
 
 
+def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
+    """Which numbers of the sum of dQ, (tiles, numbers), the preprocess zeroes if ``lag`` work tiles are under way at
+    once; of each work tile of keys its `SumOfHead`; sizes, and what is compiled in."""
+    from hopper_packed_kernel import sums_of_heads_kernel
+
+    from tilewise.backends import Needs, Outputs
+    from tilewise.backends.gluon.sm90.backward_launch import Backward
+
+    problem, inputs = x.read()
+    outputs = Outputs(inputs.q, inputs.q[..., 0].float())
+    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False))
+    c = SimpleNamespace(**{name: value.value for name, value in run.main.numbers[2]._asdict().items()})
+    value_dim, sizes, *rest = run.before.numbers
+    assert sizes.zeroed == 1 << 29  # all, by heads of this dimension
+    c.ZEROED_BY_TILE = True
+    sizes = sizes._replace(zeroed=lag + -(-problem.keys // c.BLOCK_N))
+    run.before.numbers = (value_dim, sizes, *rest)
+    stats, counts, dq_accum = run.buffers(inputs.q.device)
+    dq_accum.fill_(torch.nan)
+    row_list, key_list = run.lists(inputs.lengths, inputs.q.clone(), None, inputs.k.clone(), inputs.v.clone())
+    run.before(*outputs[:1], None, outputs.o, outputs.lse, outputs.lse[..., None], None, stats, dq_accum, counts,
+               row_list, key_list)  # fmt: skip
+    assert (counts == 0).all()
+    found = torch.full((int(key_list[0]) * KV_HEADS, 6), -1, dtype=torch.int32)
+    sums_of_heads_kernel[(len(found),)](key_list, found, KV_HEADS, c.BLOCK_M, c.BLOCK_N)
+    return dq_accum.reshape(-1, c.BLOCK_M * c.BLOCK_D) == 0, found, sizes, c
+
+
 def _box(layout: Any, x: Tensor, at: list[int]) -> list[tuple[int, slice, slice]]:
     """Where TMA finds the rows of a box in the memory ``x`` of a descriptor's tensor: (row, columns, elements)."""
     *_, rows, cols = layout.block_shape

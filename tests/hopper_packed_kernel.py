@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.packed import listed_tile_and_head
+from tilewise.backends.gluon.packed import listed_tile_and_head, sum_of_head
 
 
 @triton.jit
@@ -16,3 +16,15 @@ def tiles_of_heads_kernel(tile_list, out, heads, BLOCK: tl.constexpr, BY_KEYS: t
     tl.store(out + 4 * t + 1, seq.first_key)
     tl.store(out + 4 * t + 2, tile)
     tl.store(out + 4 * t + 3, head)
+
+
+@triton.jit
+def sums_of_heads_kernel(tile_list, out, kv_heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    t = tl.program_id(0)
+    of = sum_of_head(tile_list, t, tl.num_programs(0), kv_heads, BLOCK_M, BLOCK_N)
+    tl.store(out + 6 * t, of.first)
+    tl.store(out + 6 * t + 1, of.hk)
+    tl.store(out + 6 * t + 2, of.place)
+    tl.store(out + 6 * t + 3, of.tiles)
+    tl.store(out + 6 * t + 4, of.part)
+    tl.store(out + 6 * t + 5, of.parts)

@@ -138,7 +138,27 @@ def test_which_programs_of_the_backward_stay(dim, length, changes, dynamic):
     config = backward_config(of(0.1, torch.bfloat16, **{"bias": None, **sizes, **changes}))
     assert config.dynamic == dynamic
     tile = changes.get("bias") is not None and changes["bias"].rows > 1
-    assert config.key_stages == (2 if dim <= 64 and not tile else 1)  # where there is room
+    assert config.key_stages == config.value_stages == (2 if dim <= 64 and not tile else 1)  # where there is room
+
+
+@pytest.mark.parametrize(
+    ("changes", "ahead"),
+    [
+        ({"score": Score(0.1, None, Band(-511, 0))}, True),
+        ({"totals": (8192, 8192)}, True),
+        ({"totals": (8192, 8192), **CAUSAL}, True),
+        ({"totals": (8192, 8192), "queries": 100, "keys": 100}, False),  # dQ is no sum, and has no memory of its own
+        ({"totals": (8192, 8192), "bias": Operand(torch.bfloat16, 1, 1, 1, 8192)}, False),
+        ({}, False),
+        (CAUSAL, False),
+    ],
+    ids=str,
+)
+def test_k_of_the_next_work_tile_comes_ahead(changes, ahead):
+    """At 128 dimensions, where work tiles are short."""
+    sizes = {"head_dim": 128, "value_dim": 128, "queries": 4096, "keys": 4096}
+    config = backward_config(of(0.1, torch.bfloat16, **{"bias": None, **sizes, **changes}))
+    assert (config.key_stages, config.value_stages) == ((2, 1) if ahead else (1, 1))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
     roles.waits_for = dict.fromkeys([*LANES, *OTHERS])
     terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, 260, "1hmn", D=32))
     assert c.LANES == 3
-    c.KEY_STAGES = STAGES
+    c.KEY_STAGES = c.VALUE_STAGES = STAGES
     count = sizes.key_tiles * sizes.kv_heads * sizes.batch
     numbers, indices = iter([*taken, count]), ring(empty=5)
     bias_ring, lanes = ring(empty=c.LANES), tuple(new_lane() for _ in LANES)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 SHORT = Lengths((70, 0, 3, 140, 1), (33, 1, 0, 80, 64), past=3)  # more queries than keys, and fewer
 MANY = Lengths(tuple(n % 5 for n in range(300)), tuple(n * 7 % 11 for n in range(300)))
+SOME = Lengths(tuple(n % 5 for n in range(30)), tuple(n * 7 % 11 for n in range(30)))
 USED = Lengths((129, 65, 5), (300, 70, 64), used=(257, 70, 0), past=1, longer=40)
 
 
@@ -69,6 +70,56 @@ def test_a_backward_makes_both_lists_at_once(interpreter, lengths):
         for tensor, right in zip(found[1:], expected[1:], strict=True):
             torch.testing.assert_close(tensor, right, rtol=0, atol=0, equal_nan=True)
     assert lengths.past == 0 or all((x == 0).any() and x.isnan().any() for x in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lag"),
+    [(SHORT, 1), (USED, 1), (USED, 3), (SOME, 4), (USED, 1 << 28)],
+    ids=["short", "used", "used, later", "many", "all before"],
+)
+def test_each_sum_is_zeroed_once_and_before(interpreter, monkeypatch, lengths, lag):
+    """By the preprocess, or by work tiles that come earlier than all of a head's; and those of the head wait for all
+    of them."""
+    from tilewise.backends.gluon.packed import SumOfHead
+    from tilewise.backends.gluon.sm90 import dq_accum
+
+    before, sums, sizes, c = interpreter(hopper_packed_child.sums_before, Call(lengths, causal=True), lag)
+    sums, times = [SumOfHead(*row) for row in sums.tolist()], before.to(torch.int32)
+    counted, waited = {}, []
+    gl = SimpleNamespace(
+        BlockedLayout=lambda *_: None, cast=lambda x, _: x, int64=None, float32=None, arange=lambda *_: 0,
+        zeros=lambda shape, *_: shape[0], minimum=min, cdiv=lambda a, b: -(-a // b),
+        store=lambda at, n: times.view(-1)[at : at + n].add_(1),
+    )  # fmt: skip
+    stubs = {
+        "gl": gl,
+        "work_tile_count": lambda *_: len(sums),
+        "sum_of_head": lambda tile_list, t, *_: sums[t],
+        "counters_at": lambda *_: SimpleNamespace(zeroed=0),
+        "count_up": lambda at: counted.setdefault(at, []).append(t),
+        "wait_count": lambda at, count: waited.append((at, count)),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(dq_accum, name, stub)
+    x, later = SimpleNamespace(tile_list=None), 0
+    for t, of in enumerate(sums):
+        dq_accum.zero_ahead.fn(t, x, 0, None, sizes, c)
+        seq = SimpleNamespace(keys=of.parts * c.BLOCK_N - 3)
+        work_tile = SimpleNamespace(n0=of.part * c.BLOCK_N, seq=seq, hk=of.hk, first_tile=of.place)
+        dq_accum.wait_zeroed.fn(t, work_tile, x, SimpleNamespace(zeroed=0), sizes, c)
+        assert len(waited) == (of.first >= sizes.zeroed)
+        for at, count in waited:
+            later += 1
+            assert len(counted[at]) == count == of.parts
+            assert max(counted[at]) <= of.first - lag
+        waited.clear()
+    assert later or lengths is not SOME
+    expected = torch.zeros_like(times)
+    for s in lengths.sequences():
+        for h in range(hopper_packed_child.HEADS):
+            first = h * sizes.row_tiles + s.q0 // c.BLOCK_M + s.b
+            expected[first : first + -(-s.m // c.BLOCK_M)] = 1
+    assert torch.equal(times, expected)
 
 
 def test_offsets_that_are_none(interpreter):

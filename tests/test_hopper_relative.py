@@ -293,7 +293,7 @@ def test_the_backwards_loops(monkeypatch, p, dim):
     names = "accumulator slot_of use_of wait_full warps_barrier operand counters_at signal_stored wait_zeroed sums_of"
     for name in (*names.split(), "fence_async_shared", "drop_what_is_not_finite"):
         monkeypatch.setattr(backward_kernel, name, MagicMock())
-    for name in ("entry_at", "tile_list_of"):
+    for name in ("entry_at", "steps_of", "tile_list_of"):
         monkeypatch.setattr(backward_kernel, name, getattr(backward_scheduler, name).fn)
     for name in ("corner_of", "next_corner"):
         monkeypatch.setattr(backward_kernel, name, getattr(range_tiles, name))

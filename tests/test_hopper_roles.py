@@ -62,9 +62,9 @@ class Roles:
         self.waits_for = {COMPUTES: None, ADDS: None, FETCHES: None}  # a condition, or that the role has ended
         self.stuck = []
 
-    def arrive(self, barrier, count):
+    def arrive(self, barrier, count, pred=True):
         with self.changed:
-            barrier.phase += count
+            barrier.phase += count if pred else 0
             self.changed.notify_all()
 
     def others_stop(self):
@@ -121,7 +121,7 @@ class Roles:
     ("work_tiles", "group", "entries", "parts"),
     [(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 5, 2), (1, 3, 4, 1), (3, 2, 3, 2), (1, 1, 0, 1), (2, 1, 1, 1), (4, 1, 3, 1)],
 )
-@pytest.mark.parametrize("programs", ["stay", "stay, K and V ahead", "have one work", "share a bias"])
+@pytest.mark.parametrize("programs", ["stay", "stay, K and V ahead", "stay, K ahead", "have one work", "share a bias"])
 def test_every_part_of_dq_is_added_once(
     monkeypatch, late, by_tma, ordered, later, programs, work_tiles, group, entries, parts
 ):
@@ -129,15 +129,24 @@ def test_every_part_of_dq_is_added_once(
     dK and dV in their place, have left."""
     dynamic, dbias_tiles = "stay" in programs, programs == "share a bias"
     work_tiles, key_stages = work_tiles if dynamic else 1, 2 if "ahead" in programs else 1
-    roles, added, counted, stored, kept, left = Roles(late), [], [], [], [], []
-    keys, values = (Ring(None, Barriers(key_stages), Barriers(key_stages)) for _ in range(2))
+    value_stages = 1 if programs == "stay, K ahead" else key_stages
+    if value_stages < key_stages and not (by_tma and parts == 1):
+        pytest.skip("dV leaves through the memory of dQ")
+    roles, added, counted, stored, kept, left, left_from = Roles(late), [], [], [], [], [], []
+    keys, values = (Ring(None, Barriers(stages), Barriers(stages)) for stages in (key_stages, value_stages))
     seq = SeqInfo(0, 0, 64 * entries, 64, 0)
-    gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x)
+    gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x,
+                         static_assert=lambda *_: None)  # fmt: skip
 
     def fill_at(ring, slot, use, source, place):
         roles.wait(ring.empty.index(slot), (use & 1) ^ 1)
-        kept.append((source, use * key_stages + slot))
+        kept.append((source, use * len(ring.full.barriers) + slot))
         roles.arrive(ring.full.index(slot), 1)
+
+    def tma_store(to, place, slot):
+        left.append((to, place[1], len(stored)))
+        if to == "dv":
+            left_from.append(slot.value)
 
     stubs = {
         "gl": gl,
@@ -151,7 +160,7 @@ def test_every_part_of_dq_is_added_once(
         "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
         "tma_add": lambda _, place, slot: added.append((place[0], slot.value)),
-        "tma_store": lambda to, place, slot: left.append((to, place[1], len(stored))),
+        "tma_store": tma_store,
         "as_threads_hold_it": lambda dq, _: dq,
         "place_of_part": lambda tile, part, c: tile * c.DQ_PARTS + part,
         "work_tile_at": lambda tile_index, *_: SimpleNamespace(b=0, hk=tile_index, n0=0, seq=seq),
@@ -165,6 +174,8 @@ def test_every_part_of_dq_is_added_once(
         "key_tiles": lambda *_: (0, 0, 0, 0),
         "count_up": lambda at: counted.append((at, len(left))),
         "count_stored": lambda at: counted.append((at, len(left))),
+        "steps_of": lambda *_: group * entries,
+        "dv_tile": lambda x, dq_ring, c: dq_ring.slots,
         "add_dq": dq_accum.add_dq.fn,
         **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys", "signal_done")},
         **dict.fromkeys(
@@ -177,8 +188,8 @@ def test_every_part_of_dq_is_added_once(
                 monkeypatch.setattr(module, name, stub)
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
-        "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, GROUP_PROGRAMS=1, MASK=False, BLOCK_M=64, BLOCK_N=64, WARPS=8,
-        PACKED=False, DQ_STORED=False, ZEROES_DBIAS=False,
+        "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, VALUE_STAGES=value_stages, GROUP_PROGRAMS=1, MASK=False,
+        BLOCK_M=64, BLOCK_N=64, WARPS=8, PACKED=False, DQ_STORED=False, ZEROES_DBIAS=False,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
@@ -193,16 +204,28 @@ def test_every_part_of_dq_is_added_once(
     def computes():
         step = 0
         for work_tile in range(work_tiles):
-            slot, use = work_tile % key_stages, work_tile // key_stages
-            for ring, name in ((keys, "k"), (values, "v")):
-                roles.wait(ring.full.index(slot), use % 2)
-                assert [n for kind, n in kept if kind == name and n % key_stages == slot][-1] == work_tile
+            slot = work_tile % key_stages
+            shared_now = SimpleNamespace(slot=slot)
+
+            def has(name, stages, work_tile=work_tile):
+                mine = [n for kind, n in kept if kind == name and n % stages == work_tile % stages]
+                return mine[-1] == work_tile
+
+            for ring, name, stages in ((keys, "k", key_stages), (values, "v", value_stages)):
+                roles.wait(ring.full.index(work_tile % stages), work_tile // stages % 2)
+                assert has(name, stages)
             for tile in tiles[work_tile] if by_tma else []:  # from registers they are atomic additions of their own
+                assert has("v", value_stages)
                 for part in range(parts):
-                    dq_accum.release_part.fn((tile, part), x, queries, tile, step, part, None, c)
+                    uses = dq_accum.uses_of_slot.fn(step, shared_now, c)
+                    dq_accum.release_part.fn((tile, part), x, queries, tile, uses, part, None, c)
                     dq_accum.send_part.fn(queries, c)
                 step += 1
             roles.is_late()
+            assert has("k", key_stages)
+            if value_stages < key_stages:
+                roles.wait(queries.empty, (dq_accum.uses_of_slot.fn(step, shared_now, c) & 1) ^ 1)
+                queries.slots.store(("dv", work_tile))
             stored.append(work_tile)
             dq_accum.signal_stored.fn(queries, slot, c)
 
@@ -214,6 +237,7 @@ def test_every_part_of_dq_is_added_once(
     })  # fmt: skip
     expected = [(t * parts + p, (t, p)) for work_tile in tiles for t, p in itertools.product(work_tile, range(parts))]
     assert added == (expected if by_tma else [])
+    assert value_stages == key_stages or left_from == [("dv", work_tile) for work_tile in range(work_tiles)]
     assert [found[:2] for found in left] == [(to, work_tile) for work_tile in range(work_tiles) for to in ("dv", "dk")]
     assert all(work_tile < so_far <= work_tile + key_stages for _, work_tile, so_far in left)
     assert kept == [(name, work_tile) for work_tile in range(work_tiles) for name in "kv"]

@@ -53,7 +53,7 @@ def backward_bytes(problem: Problem, dynamic: bool) -> int:
     config, size = backward_config(problem), problem.dtype.itemsize
     c = backward_launch._compiled(problem, config, backward_width(problem), dynamic)
     m, n, d = config.block_m, config.block_n, c.BLOCK_D.value
-    keys = 2 * c.KEY_STAGES.value * n * d * size
+    keys = (c.KEY_STAGES.value + c.VALUE_STAGES.value) * n * d * size
     queries = (config.stages + config.do_stages) * m * d * size + 2 * config.stages * m * 4
     dq = m * d // config.dq_parts * 4 if config.dq_by_tma else 0
     tile, apart = problem.bias_itemsize, c.BIAS_APART.value

@@ -72,6 +72,26 @@ def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
     return seq.first_query // BLOCK_M + tl.load(tile_list + LIST_HEAD + n * ENTRY + 5)
 
 
+class SumOfHead(NamedTuple):
+    """The sum of dQ of a sequence's key/value head, which its work tiles share out when they zero it."""
+
+    first: Any  # of the head's work tiles
+    hk: Any
+    place: Any  # of its first tile of queries, see `first_tile_of`
+    tiles: Any  # of queries
+    part: Any  # the one of a work tile
+    parts: Any  # as many as work tiles that are listed
+
+
+@triton.jit
+def sum_of_head(tile_list, t, count, kv_heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`SumOfHead` of the ``t``-th of ``count`` work tiles of keys."""
+    seq, tile, hk, n = listed_tile_and_head(tile_list, t, kv_heads, BLOCK_N, True)
+    parts = tl.minimum(tl.cdiv(seq.keys, BLOCK_N), count - (t - tile))
+    place = first_tile_of(tile_list, n, seq, BLOCK_M)
+    return SumOfHead(t - tile, hk, place, tl.cdiv(seq.queries, BLOCK_M), tile, parts)
+
+
 @gluon.jit
 def box_of(first, count, b, h, row, c, col=0):
     """Where TMA finds the tile from row ``row`` on, and column ``col``: of a packed batch, of the ``count`` rows from

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile
+from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile, sum_of_head
 from tilewise.backends.low_bits import with_low_bits
 from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 COARSE = tl.constexpr(COARSE_LSE)
+
+
+class Lists(NamedTuple):
+    """Of a packed batch, see `packed`: tiles of queries, and of keys."""
+
+    queries: Any
+    keys: Any
 
 
 @triton.jit
@@ -22,18 +31,37 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 
 @triton.jit
-def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, tile_list, value_dim, sizes,
+def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, lists, value_dim, sizes,
                              counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
-                             BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """`preprocess_kernel` of a packed batch: one program for each tile of the list and head. dq_accum: None where dQ is
-    no sum."""
+                             BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """`preprocess_kernel` of a packed batch: one program for each tile of queries and head. dq_accum: None where dQ is
+    no sum. Of others that of the first work tiles is zeroed here, and of sequences without a work tile."""
     _zero_counters(counts, counters)
+    if dq_accum is not None:
+        _zero_first_sums(dq_accum, lists.keys, sizes, BLOCK_M, BLOCK_D, BLOCK_N)
     n, h = tl.program_id(0) % sizes.row_tiles, tl.program_id(0) // sizes.row_tiles
-    if n < tl.load(tile_list):
-        seq, tile = listed_tile(tile_list, n)
-        place = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
-        _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, h, place, tile * BLOCK_M, seq,
+    if n < tl.load(lists.queries):
+        seq, tile = listed_tile(lists.queries, n)
+        place = h * sizes.row_tiles + first_tile_of(lists.queries, n, seq, BLOCK_M) + tile
+        _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, seq.keys == 0, h, place, tile * BLOCK_M, seq,
                     value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _zero_first_sums(dq_accum, key_list, sizes, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zero what `sm90.dq_accum.zero_ahead` does not: the sums of heads whose first work tile is among the first
+    `zeroed`, a part for each of their work tiles. No head has more than `zeroed` of these."""
+    UNIT: tl.constexpr = 1024
+    UNITS: tl.constexpr = BLOCK_M * BLOCK_D // UNIT
+    count = tl.load(key_list) * sizes.kv_heads
+    for t in range(tl.program_id(0), tl.minimum(count, 2 * sizes.zeroed), tl.num_programs(0)):
+        of = sum_of_head(key_list, t, count, sizes.kv_heads, BLOCK_M, BLOCK_N)
+        if of.first < sizes.zeroed:
+            for g in range(sizes.group):
+                tile = (of.hk * sizes.group + g) * sizes.row_tiles + of.place
+                at = dq_accum + tl.cast(tile, tl.int64) * (UNITS * UNIT) + tl.arange(0, UNIT)
+                for unit in range(of.part, of.tiles * UNITS, of.parts):
+                    tl.store(at + unit * UNIT, tl.zeros([UNIT], tl.float32))
 
 
 @triton.jit
@@ -57,7 +85,8 @@ def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, va
     pid = tl.program_id(0)
     bh = pid // sizes.row_tiles
     row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
-    _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, bh, pid, row0, seq, value_dim, sizes, weight,
+    zeroes = bh // sizes.group < sizes.zeroed
+    _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, zeroes, bh, pid, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -69,11 +98,11 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(outputs, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, seq, value_dim, sizes, weight,
+def _statistics(outputs, do, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
     """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among all tiles.
-    outputs: o and o_low."""
+    outputs: o and o_low. zeroes: the tile's sum of dQ."""
     o, o_low = outputs
     heads = sizes.kv_heads * sizes.group
     b, h = bh // heads, bh % heads
@@ -88,7 +117,7 @@ def _statistics(outputs, do, lse, dlse, bias, stats, dq_accum, bh, place, row0, 
     do_tile = _load_rows(do, b, h, rows, end, cols, value_dim)
     natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
     if dq_accum is not None:  # noqa: SIM102  (the one is decided when it is compiled)
-        if bh // sizes.group < sizes.zeroed:
+        if zeroes:
             zero_at = dq_accum + tl.cast(place, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
             tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
     delta = tl.sum(o_tile * do_tile, 1)

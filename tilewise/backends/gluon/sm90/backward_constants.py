@@ -59,5 +59,8 @@ class BackwardConstants(NamedTuple):
     HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
     HEAD_SWIZZLE: Any  # see backward_scheduler.head_and_tile
     KEY_STAGES: Any
+    VALUE_STAGES: Any  # fewer than KEY_STAGES: dV leaves through dQ's shared memory, see `producers`
     DYNAMIC: Any  # a program stays, and takes the next work tile that is left; else it has one
+    # Of a packed batch: which sums of dQ are zeroed before counts in work tiles, not in heads, see `zero_ahead`.
+    ZEROED_BY_TILE: Any
     PACKED: Any  # a packed batch: work tiles are listed, see packed

@@ -50,6 +50,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     first_of_sum,
     place_of,
     step_of,
+    steps_of,
     tile_list_of,
     tile_of_sum,
     work_tile_at,
@@ -58,10 +59,12 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
 from tilewise.backends.gluon.sm90.dbias_reduce import dbias_tiles_of, leaves_as_tiles, new_slots, wait_dbias_zeroed
 from tilewise.backends.gluon.sm90.dq_accum import (
     begin_dq,
+    dv_tile,
     new_dq_ring,
     release_part,
     send_part,
     signal_stored,
+    uses_of_slot,
     wait_zeroed,
 )
 from tilewise.backends.gluon.sm90.dropout import kept_of, signed_by_dropout, softmax_gradient
@@ -317,8 +320,7 @@ def process_query_tile(
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "accumulate":
-        of_sum = first_of_sum(work_tile, sizes, c) + bias_b
-        tma_add(x.dbias, [of_sum, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
+        tma_add(x.dbias, [first_of_sum(work_tile, sizes, c) + bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "reduce":
         place = step_of(m, h - work_tile.hk * sizes.group, work_tile)
         tma_store(x.dbias, [place_of(sizes, c), place, 0, 0], dbias_tile)
@@ -342,7 +344,7 @@ def process_query_tile(
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
-    release_part(dq, x, dq_ring, tile_of_head, step, 0, terms, c)
+    release_part(dq, x, dq_ring, tile_of_head, uses_of_slot(step, shared, c), 0, terms, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
     send_part(dq_ring, c)
@@ -382,10 +384,11 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     slot = slot_of(keys, nth)
+    v_slot = slot_of(values, nth)
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    v_tile = shared.v.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
+    v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     if not c.DQ_BY_TMA:
-        wait_zeroed(work_tile, counters, sizes, c)
+        wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
         if earlier >= 0:  # it had this program's place
@@ -393,7 +396,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     elif c.ZEROES_DBIAS:
         wait_dbias_zeroed(tile_index, counters, sizes, c)
     wait_full(keys, slot, use_of(keys, nth))
-    wait_full(values, slot, use_of(values, nth))
+    wait_full(values, v_slot, use_of(values, nth))
     if c.HIDES:
         drop_what_is_not_finite(k_tile, c)
         drop_what_is_not_finite(v_tile, c)
@@ -403,13 +406,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
                     shared.ds_ring)  # fmt: skip
 
-    steps = step
-    if not c.MASK:
-        steps += sizes.group * (work_tile.end - work_tile.begin)
-    else:
-        for g in range(sizes.group):
-            count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
-            steps += count
+    steps = step + steps_of(x, work_tile, sizes, c)
     corner = corner_of(work_tile.end - 1, work_tile, c)
     s, start, lse = ABSENT, ABSENT, ABSENT  # where nothing comes ahead
     if c.AHEAD:
@@ -499,10 +496,15 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
             store_sums(state.sums, x, work_tile, h, sizes, c)
             state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
 
-    # dK and dV leave through the shared memory of K and V
+    # dK and dV leave through the shared memory of K and V, or dV through that of dQ, when the last dQ has left it
     warps_barrier()  # the other warpgroup may still read them
-    v_tile.store(state.dv.to(DTYPE))
-    k_tile.store((state.dk * terms.scale).to(DTYPE))
+    if c.VALUE_STAGES < c.KEY_STAGES:
+        k_tile.store((state.dk * terms.scale).to(DTYPE))
+        mbarrier.wait(dq_ring.empty.index(0), (uses_of_slot(step, shared, c) & 1) ^ 1)
+        dv_tile(x, dq_ring, c).reshape([c.BLOCK_N, c.BLOCK_D]).store(state.dv.to(DTYPE))
+    else:
+        v_tile.store(state.dv.to(DTYPE))
+        k_tile.store((state.dk * terms.scale).to(DTYPE))
     signal_stored(dq_ring, slot, c)
     return step
 
@@ -534,13 +536,11 @@ def backward_kernel(
     """
     wait_for_previous()
     x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
-    dbias_tiles = pieces
+    dbias_tiles = shared_dbias if c.ZEROES_DBIAS else pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
-    elif c.ZEROES_DBIAS:
-        dbias_tiles = shared_dbias
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
-    values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
+    values = new_ring(v, c.VALUE_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
     ring = new_ring(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
     if c.DO_STAGES != c.STAGES:

@@ -11,7 +11,7 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, dev
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import BothLists
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
-from tilewise.backends.gluon.preprocess import packed_preprocess_kernel, preprocess_kernel
+from tilewise.backends.gluon.preprocess import Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
@@ -136,7 +136,7 @@ class Backward:
             places = sizes.ring * broadcast_group(problem).programs
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
-        counted = counters(sizes, groups, p.deterministic, ring is not None, ahead)
+        counted = counters(sizes, groups, p.deterministic, ring is not None, ahead, packed)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
@@ -160,7 +160,7 @@ class Backward:
         if packed:
             self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)
             self.gaps = inputs.lengths is not None and inputs.lengths.used_k is not None
-        rows_listed, box = (POINTER,) * packed, ragged if packed else descriptor
+        box = ragged if packed else descriptor
         self.pairs = None
         if toeplitz is not None:
             self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
@@ -179,9 +179,10 @@ class Backward:
                 POINTER,
                 POINTER,
                 POINTER,
-                *rows_listed,
+                *((Record(Lists, (POINTER, POINTER)),) if packed else ()),
             ),
-            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width),
+            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width)
+            + ((block_n,) if packed else ()),
             num_warps=row_warps,
         )
         dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None or ahead else None), POINTER, POINTER]
@@ -227,7 +228,7 @@ class Backward:
             self.reduce_group = Launch(
                 dbias_reduce_kernel, last * pieces, dbias_tiles, (groups - last, pieces, terms, sizes, c), num_warps=2
             )  # fmt: skip
-        beside = runs_beside(work_tiles, programs) and not packed
+        beside = packed or runs_beside(work_tiles, programs)
         self.after = (
             None
             if self.dq_stored
@@ -327,7 +328,9 @@ class Backward:
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
-            self.before(o, o_low, do, lse, dlse, bias if self.of_rows else None, stats, sums, counts, *rows_listed)
+            of_rows = bias if self.of_rows else None
+            both_lists = (*rows_listed, key_list) if rows_listed else ()
+            self.before(o, o_low, do, lse, dlse, of_rows, stats, sums, counts, *both_lists)
             ring = None if self.empty_ring is None else self.empty_ring()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
@@ -379,8 +382,12 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     p, broadcast = problem, broadcast_group(problem)
     if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
-        sizes = BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, p.kv_heads)
-        return sizes, 0
+        # Work tiles that zero the sum of a head have begun when the head's start that are so much later. Where the
+        # warps that compute add to the sum, they would have to wait, and spill: there all is zeroed before.
+        zeroed = multiprocessors(device) * config.programs + -(-p.keys // config.block_n)
+        if config.dq_stored or not config.dq_by_tma:
+            zeroed = 1 << 29
+        return BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, zeroed), 0
     batch = broadcast.batch if config.lanes > 1 else p.batch
     shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
     return sized(config, shape, p.queries, p.keys, multiprocessors(device))
@@ -484,7 +491,9 @@ def _compiled(
         HIDES=hides(problem),
         HEAD_SWIZZLE=config.head_swizzle,
         KEY_STAGES=config.key_stages if dynamic else 1,
+        VALUE_STAGES=config.value_stages if dynamic else 1,
         DYNAMIC=dynamic,
+        ZEROED_BY_TILE=problem.totals is not None and config.dq_by_tma and not config.dq_stored,
         PACKED=problem.totals is not None,
     )
     return constants(values)

@@ -23,13 +23,17 @@ class BackwardSizes(NamedTuple):
     broadcast_heads: int
     ring: int  # groups of programs whose dS is kept for `dbias_reduce`
     lag: int  # groups back that one adds up
-    zeroed: int  # key/value heads whose sum of dQ is zeroed before; of others the head so many before does it
+    # Key/value heads whose sum of dQ is zeroed before; of others the head so many before does it. Of a packed batch,
+    # whose heads are of different lengths, work tiles.
+    zeroed: int
 
 
 class Counters(NamedTuple):
     """Pointers to int32 that are zero at first."""
 
-    zeroed: Any  # of each key/value head, the programs that have zeroed their part of its sum of dQ
+    # Of each key/value head, the programs that have zeroed their part of its sum of dQ; of a packed batch by its first
+    # tile of queries.
+    zeroed: Any
     done: Any  # the programs that have added all that they add to it
     dq_semaphores: Any  # where order matters, of each tile of queries the tiles of keys that have added to its dQ
     ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
@@ -61,7 +65,10 @@ def counters_at(counts, sizes, c):
     ended = dq_semaphores
     if c.ORDERED:
         ended += heads * sizes.group * sizes.row_tiles
-    return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended, ended + 1)
+    if c.ZEROED_BY_TILE:
+        return Counters(ended + 1, done, dq_semaphores, ended, ended, ended, ended)
+    else:
+        return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended, ended + 1)
 
 
 @gluon.jit
@@ -70,10 +77,14 @@ def done_at(counts, sizes):
     return counts + sizes.batch * sizes.kv_heads
 
 
-def counters(sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False) -> int:
+def counters(
+    sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False, packed: bool = False
+) -> int:
     """How many counters there are."""
     heads = sizes.batch * sizes.kv_heads
     of_groups = 2 * groups if reduces else 1 + zeroes * groups
+    if packed:
+        of_groups = 1 + sizes.kv_heads * sizes.row_tiles  # and of the heads of each sequence
     return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + of_groups
 
 
@@ -252,6 +263,19 @@ def tile_list_of(tile_list, work_tile, h, sizes, c):
         return gl.load(at), at + 1
     else:
         return work_tile.end - work_tile.begin, 0
+
+
+@gluon.jit
+def steps_of(x, work_tile, sizes, c):
+    """How many tiles of queries a work tile visits, of all of its query heads."""
+    if c.MASK:
+        steps = 0
+        for g in range(sizes.group):
+            count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
+            steps += count
+    else:
+        steps = sizes.group * (work_tile.end - work_tile.begin)
+    return steps
 
 
 @gluon.jit

@@ -174,7 +174,9 @@ class BackwardConfig:
             straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         peeled: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
-        key_stages: tiles in the rings of K and V; those of the next work tile come before dK and dV of one have left.
+        key_stages: tiles in the ring of K; that of the next work tile comes before dK of one has left.
+        value_stages: tiles in the ring of V, as many; or one beside two of K, where dV leaves through the memory of dQ
+            and the next V comes as soon as the last step has read this one.
         dynamic: a program stays and takes whichever tile of keys is left, if some are; else there is one for each.
         head_swizzle: key/value heads whose tiles of keys alternate.
         deferred_release: where order matters, a tile of dQ counts as added a step later, when it is there without a
@@ -202,6 +204,7 @@ class BackwardConfig:
     m_subtiles: int = 1
     peeled: bool = False
     key_stages: int = 1
+    value_stages: int = 1
     dynamic: bool = False
     head_swizzle: int = 1
     deferred_release: bool = False
@@ -305,7 +308,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
     if has_lanes(problem):
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=1, stages=3, do_stages=3, dq_parts=1, dq_by_tma=False, ahead=False,
-            sum_bytes=0, loading_registers=72, key_stages=2, dynamic=True, lanes=LANES, computing_registers=144,
+            sum_bytes=0, loading_registers=72, key_stages=2, value_stages=2, dynamic=True, lanes=LANES,
+            computing_registers=144,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
     # the keys each: worth it with heads of 32, and of 64 where tiles do not come in subtiles (H200).
@@ -342,6 +346,9 @@ def backward_config(problem: Problem) -> BackwardConfig:
     d64 = d == 64 and not tile
     ahead = d64 and not diagonals and (programs == 1 or not along_keys)
     single = problem.keys <= block_n and (problem.totals is not None or _dense_stores(problem))
+    # At 128 dimensions there is room for two tiles of K, but for one of V. Worth most where work tiles are short.
+    few_steps = problem.totals is not None or (band.lo is not None and band.hi is not None)
+    keys_ahead = d == 128 and block_n == 2 * ROWS and few_steps and not (tile or along_keys or masked or single)
     # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
     crowded = masked and (apart or capped) and d == 128 and not wide
     return BackwardConfig(
@@ -353,7 +360,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
         peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
         k_in_registers=(d64 and (tall or not diagonals)) or (d == 32 and bias is None and not masked),
         v_in_registers=d64 and not tall and not diagonals and (programs == 2 or not along_keys),
-        key_stages=1 if d == 128 or tile else 2, dq_stored=single and d != 32,
+        key_stages=2 if keys_ahead or not (d == 128 or tile) else 1, value_stages=1 if d == 128 or tile else 2,
+        dq_stored=single and d != 32,
         dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
         head_swizzle=swizzle, deferred_release=later,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
-from tilewise.backends.gluon.packed import box_of, first_tile_of, listed_tile
+from tilewise.backends.gluon.packed import box_of, first_tile_of, listed_tile, sum_of_head
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
     Ring,
@@ -36,8 +36,10 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     head_and_tile,
     head_of,
     row_tile,
+    steps_of,
     tile_list_of,
     work_tile_at,
+    work_tile_count,
 )
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 from tilewise.backends.gluon.sm90.wgmma import accumulator
@@ -108,18 +110,32 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def zero_ahead(tile_index, dq_accum, counts, sizes, c):
-    """Zero the part of the sum of a key/value head that comes later which a work tile has to zero."""
+def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
+    """Zero the part of the sum of a key/value head that comes later which a work tile has to zero; of a packed batch
+    the head of the work tile that is `BackwardSizes.zeroed` later, of which all work tiles zero a part each."""
     UNIT: gl.constexpr = 1024
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
-    head, tile = head_and_tile(tile_index, sizes, c)
-    later = head + sizes.zeroed
-    if later < sizes.batch * sizes.kv_heads:
-        units = sizes.group * sizes.row_tiles * (c.BLOCK_M * c.BLOCK_D // UNIT)
-        at = dq_accum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
-        for unit in range(tile, units, sizes.key_tiles):
-            gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
-        count_up(counters_at(counts, sizes, c).zeroed + later)
+    UNITS: gl.constexpr = c.BLOCK_M * c.BLOCK_D // UNIT
+    if not c.ZEROED_BY_TILE:
+        head, tile = head_and_tile(tile_index, sizes, c)
+        later = head + sizes.zeroed
+        if later < sizes.batch * sizes.kv_heads:
+            units = sizes.group * sizes.row_tiles * UNITS
+            at = dq_accum + gl.cast(later, gl.int64) * units * UNIT + gl.arange(0, UNIT, IN)
+            for unit in range(tile, units, sizes.key_tiles):
+                gl.store(at + gl.cast(unit, gl.int64) * UNIT, gl.zeros([UNIT], gl.float32, IN))
+            count_up(counters_at(counts, sizes, c).zeroed + later)
+    else:
+        later, count = tile_index + sizes.zeroed, work_tile_count(x, sizes, c)
+        if later < count:
+            of = sum_of_head(x.tile_list, later, count, sizes.kv_heads, c.BLOCK_M, c.BLOCK_N)
+            if of.first >= sizes.zeroed:
+                for g in range(sizes.group):
+                    tile = (of.hk * sizes.group + g) * sizes.row_tiles + of.place
+                    at = dq_accum + gl.cast(tile, gl.int64) * (UNITS * UNIT) + gl.arange(0, UNIT, IN)
+                    for unit in range(of.part, of.tiles * UNITS, of.parts):
+                        gl.store(at + unit * UNIT, gl.zeros([UNIT], gl.float32, IN))
+                count_up(counters_at(counts, sizes, c).zeroed + of.hk * sizes.row_tiles + of.place)
 
 
 @gluon.jit
@@ -182,11 +198,18 @@ def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
 
 
 @gluon.jit
-def wait_zeroed(work_tile, counters, sizes, c):
+def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
     """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
-    head = head_of(work_tile, sizes, c)
-    if head >= sizes.zeroed:
-        wait_count(counters.zeroed + head, sizes.key_tiles)
+    if not c.ZEROED_BY_TILE:
+        head = head_of(work_tile, sizes, c)
+        if head >= sizes.zeroed:
+            wait_count(counters.zeroed + head, sizes.key_tiles)
+    else:
+        first = tile_index - work_tile.n0 // c.BLOCK_N
+        if first >= sizes.zeroed:
+            listed = work_tile_count(x, sizes, c) - first  # fewer than it has, if lengths are none
+            tiles = gl.minimum(gl.cdiv(work_tile.seq.keys, c.BLOCK_N), listed)
+            wait_count(counters.zeroed + work_tile.hk * sizes.row_tiles + work_tile.first_tile, tiles)
 
 
 @gluon.jit
@@ -204,6 +227,24 @@ def begin_dq(ds, shared, PART: gl.constexpr, c):
 def place_of_part(tile_of_head, part, c):
     """The first row of a part of a tile's sum; tiles are counted over all heads and batch elements."""
     return (tile_of_head * c.DQ_PARTS + part) * (c.BLOCK_M * c.BLOCK_D // c.DQ_PARTS // DQ_COLS)
+
+
+@gluon.jit
+def dv_tile(x, dq_ring, c):
+    """The memory of dQ as a tile of dV."""
+    gl.static_assert(c.DQ_BY_TMA and c.DQ_PARTS == 1 and not c.DQ_STORED, "dQ has no memory of the size of dV")
+    return dq_ring.slots.index(0)._reinterpret(x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
+
+
+@gluon.jit
+def uses_of_slot(step, shared, c):
+    """A number that is odd when dQ's memory has been used an odd number of times before: by dQ of each step, and where
+    it leaves that way by dV of each work tile, which the slot of K counts."""
+    if c.VALUE_STAGES < c.KEY_STAGES:
+        gl.static_assert(c.KEY_STAGES == 2, "the slot does not say whether an odd number of work tiles came before")
+        return step + shared.slot
+    else:
+        return step
 
 
 @gluon.jit
@@ -242,17 +283,21 @@ def signal_stored(dq_ring, slot, c):
 
 
 @gluon.jit
-def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
+def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
     """Add dQ of one work tile to its sum by TMA, or store it; returns the steps done. Where order matters, each tile is
     added when the tiles of keys before have added theirs.
 
     All programs walk from the last query to the first, so that each waits about a step for the one before it.
+    With a single slot of V beside two of K that slot is given back here: who has dQ of the last step has read V. If
+    there is no step it is `producers.add` that does it.
     """
     begun, before = step, step  # before: the tile of queries of the step before
     if c.DQ_BY_TMA:
         work_tile = work_tile_at(tile_index, x, terms, sizes, c)
+        if c.VALUE_STAGES < c.KEY_STAGES:
+            end = begun + steps_of(x, work_tile, sizes, c)
         counters = counters_at(counts, sizes, c)
-        wait_zeroed(work_tile, counters, sizes, c)
+        wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
         for g in range(sizes.group):
             h = work_tile.hk * sizes.group + g
             head = row_tile(work_tile, h, 0, sizes)
@@ -272,6 +317,8 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
                     wait_count(counters.dq_semaphores + head + m, dq_order)
                 for part in gl.static_range(c.DQ_PARTS):
                     wait_full(dq_ring, 0, step * c.DQ_PARTS + part)
+                    if c.VALUE_STAGES < c.KEY_STAGES:
+                        mbarrier.arrive(values.empty.index(0), count=1, pred=step + 1 == end)
                     fence_async_shared()  # warps have stored, TMA reads
                     if c.DQ_STORED:
                         seq = work_tile.seq
@@ -297,7 +344,9 @@ def add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c):
 @gluon.jit
 def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_D: gl.constexpr):  # fmt: skip
-    """`postprocess_kernel` of a packed batch, after the backward: one program for each tile of the list and head."""
+    """`postprocess_kernel` of a packed batch, after the backward: one program for each tile of the list and head. They
+    are launched while the last programs of the backward run."""
+    wait_for_previous()
     n, h = gl.program_id(0) % sizes.row_tiles, gl.program_id(0) // sizes.row_tiles
     if n < gl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)

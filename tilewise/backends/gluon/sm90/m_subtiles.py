@@ -110,11 +110,20 @@ def operand(tile, IN_REGISTERS: gl.constexpr, c):
 
 @gluon.jit
 def slot_of_keys(shared, c):
-    """Where K and V are."""
+    """Where K is."""
     if c.KEY_STAGES > 1:
         return hidden(shared.slot)
     else:
         return only_slot(c)
+
+
+@gluon.jit
+def slot_of_values(shared, c):
+    """Where V is."""
+    if c.VALUE_STAGES < c.KEY_STAGES:
+        return only_slot(c)
+    else:
+        return slot_of_keys(shared, c)
 
 
 @gluon.jit
@@ -157,4 +166,4 @@ def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, terms, c):
     if STARTS:
         start, _ = gl.broadcast(minus_delta_of(rows, slot, SUBTILE, c)[None, :], start)
     do = subtile_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
-    return times(shared.v_operand, shared.v, slot_of_keys(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c)
+    return times(shared.v_operand, shared.v, slot_of_values(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c)

@@ -29,7 +29,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     work_tile_count,
 )
 from tilewise.backends.gluon.sm90.dbias_reduce import reduce_earlier_group, zero_later_group
-from tilewise.backends.gluon.sm90.dq_accum import add_dq, zero_ahead
+from tilewise.backends.gluon.sm90.dq_accum import add_dq, dv_tile, zero_ahead
 from tilewise.backends.gluon.sm90.mask_tiles import load_bits
 from tilewise.backends.gluon.sm90.range_tiles import corner_of, tile_state
 from tilewise.backends.gluon.sm90.toeplitz_gradient import near_queries, place_of_lse
@@ -115,12 +115,12 @@ def load(x, rows, tile_indices, counts, terms, sizes, c):
 
 @gluon.jit
 def fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c):
-    """K and V of a program's ``nth`` work tile, when dK and dV have left that had their place."""
+    """K and V of a program's ``nth`` work tile, when dK and dV have left that had their place, or V when it has been
+    read that had."""
     work_tile = work_tile_at(tile_index, x, terms, sizes, c)
-    slot = slot_of(keys, nth)
     at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
-    fill_at(keys, slot, use_of(keys, nth), x.k, at)
-    fill_at(values, slot, use_of(values, nth), x.v, at)
+    fill_at(keys, slot_of(keys, nth), use_of(keys, nth), x.k, at)
+    fill_at(values, slot_of(values, nth), use_of(values, nth), x.v, at)
 
 
 @gluon.jit
@@ -131,7 +131,10 @@ def store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c):
     wait_full(dq_ring.stored, slot, use_of(dq_ring.stored, nth))
     fence_async_shared()  # warps have stored, TMA reads
     at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
-    tma_store(x.dv, at, shared.v.index(slot))
+    if c.VALUE_STAGES < c.KEY_STAGES:
+        tma_store(x.dv, at, dv_tile(x, dq_ring, c))
+    else:
+        tma_store(x.dv, at, shared.v.index(slot))
     tma_store(x.dk, at, shared.k.index(slot))
 
 
@@ -153,11 +156,16 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
         nth = 0
         tile_index = next_tile_index(0, nth, tile_indices, c)
         while tile_index < work_tile_count(x, sizes, c):
-            step = add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
+            begun = step
+            step = add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c)
             store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c)
             tma.store_wait(0)  # they have left shared memory
             release(keys, slot_of(keys, nth))
-            release(values, slot_of(values, nth))
+            if c.VALUE_STAGES < c.KEY_STAGES:
+                mbarrier.arrive(dq_ring.empty.index(0), count=1)  # of dV
+                mbarrier.arrive(values.empty.index(0), count=1, pred=step == begun)
+            else:
+                release(values, slot_of(values, nth))
             if not c.PACKED:  # of which nobody asks before the kernel has ended
                 signal_done(tile_index, x, counts, terms, sizes, c)
             nth += 1
@@ -165,7 +173,7 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
     else:
         tile_index = gl.program_id(0)
         fetch_keys(tile_index, gl.to_tensor(0), x, keys, values, terms, sizes, c)
-        add_dq(tile_index, step, x, dq_ring, counts, terms, sizes, c)
+        add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c)
         store_keys(tile_index, gl.to_tensor(0), x, dq_ring, shared, terms, sizes, c)
         signal_done(tile_index, x, counts, terms, sizes, c)
 
@@ -184,8 +192,8 @@ def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, count
             if c.ZEROES_DBIAS:
                 zero_later_group(dbias_tiles, tile_index, counts, terms, sizes, c)
             if c.GROUP_PROGRAMS == 1:  # else heads are not in their order, and `preprocess_kernel` has zeroed all sums
-                zero_ahead(tile_index, dbias_tiles, counts, sizes, c)
+                zero_ahead(tile_index, x, dbias_tiles, counts, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
     elif c.GROUP_PROGRAMS == 1:
-        zero_ahead(gl.program_id(0), dbias_tiles, counts, sizes, c)
+        zero_ahead(gl.program_id(0), x, dbias_tiles, counts, sizes, c)
