@@ -103,6 +103,16 @@ def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
     return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
+def comes_together(problem: Problem) -> bool:
+    """Whether K, V and the bias of a tile of keys come together, see `together_kernel`, where no tile is cut."""
+    p, score = problem, problem.score
+    if p.mask is not None or p.parts is not None or p.totals is not None or p.sink is not None:
+        return False
+    if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
+        return False
+    return backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
+
+
 def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))

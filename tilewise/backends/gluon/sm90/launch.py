@@ -17,6 +17,7 @@ from tilewise.backends.gluon.sm90.config import (
     L2_CACHE,
     Config,
     band_of,
+    comes_together,
     forward_config,
     most_registers,
     padded,
@@ -26,6 +27,7 @@ from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.documents import DocumentLists, DocumentSummary, as_packed, offsets_of
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
+from tilewise.backends.gluon.sm90.together_kernel import together_kernel
 from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
@@ -81,6 +83,7 @@ class Forward:
         # Where a program has one tile, or some have none, there is nothing to gain.
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
+        together = comes_together(problem) and not c.RAGGED.value
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.choices = self._choices(*band_of(problem), sizes.tiles)
         box = ragged if packed else descriptor
@@ -102,7 +105,7 @@ class Forward:
         is_matrix = c.BIAS.value == "matrix"
         self.dynamic = c.DYNAMIC.value
         self.main: Launch = Launch(
-            forward_kernel,
+            together_kernel if together else forward_kernel,
             min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
             (
                 box(q, 64, c.BLOCK_D.value),
@@ -118,7 +121,7 @@ class Forward:
                 POINTER,
                 POINTER,
             ),
-            (terms._replace(exponent=LOG2E, inverse=1.0) if config.scale_in_q else terms, sizes, c),
+            (terms._replace(exponent=LOG2E, inverse=1.0) if together or config.scale_in_q else terms, sizes, c),
             num_warps=4,
             **most_registers(config.programs, config.warpgroups + 1),
         )
