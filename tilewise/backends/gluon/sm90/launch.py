@@ -27,8 +27,8 @@ from tilewise.backends.gluon.sm90.dbias import bias_axes
 from tilewise.backends.gluon.sm90.documents import DocumentLists, DocumentSummary, as_packed, offsets_of
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
-from tilewise.backends.gluon.sm90.together_kernel import together_kernel
 from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
+from tilewise.backends.gluon.sm90.together_kernel import together_kernel
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
