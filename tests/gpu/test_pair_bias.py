@@ -1,4 +1,5 @@
-"""Hopper's backward of the pair bias of structure models: three batch elements of a program share the bias."""
+"""Hopper's kernels of the pair bias of structure models: the forward's tiles of K, V and the bias come together, and
+three batch elements of a program of the backward share the bias."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Case, check, run, tensors
+
+import tilewise
+from tilewise.backends.gluon.sm90 import launch
+from tilewise.backends.gluon.sm90.together_kernel import together_kernel
 
 PAIR = Case(B=45, H=4, M=768, N=768, D=32, bias="1hmn", dtype=torch.bfloat16)
 
@@ -47,3 +52,69 @@ def test_dbias_has_the_same_bits_where_that_is_asked_for():
     for _ in range(5):
         again = run(case, "hopper", "cuda", x)
         assert all(torch.equal(getattr(again, name), getattr(first, name)) for name in ("dq", "dk", "dv", "dbias"))
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The kernels of the forwards that are made."""
+    made, init = [], launch.Launch.__init__
+
+    def spy(self, kernel, *arguments, **options):
+        made.append(kernel)
+        init(self, kernel, *arguments, **options)
+
+    monkeypatch.setattr(launch.Launch, "__init__", spy)
+    return made
+
+
+SMALL = replace(PAIR, B=5, H=3, M=200, N=320)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"N": 64},
+        {"N": 128, "M": 1},
+        {"B": 300, "M": 256, "N": 192},  # programs have several tiles of queries
+        {"B": 256, "H": 4, "M": 768, "N": 768},
+        {"bias": "bhmn", "Hkv": 1},
+        {"bias": "11mn", "bias_dtype": torch.float16, "D": 17, "Dv": 24, "layout": "heads_last"},
+        {"dtype": torch.float16, "scale": 1.0},
+        {"bias_hides": True, "planted": float("nan")},
+        {"bias_hides": True, "blind": True},
+    ],
+    ids=str,
+)
+def test_tiles_that_come_together(forwards, terms):
+    check(replace(SMALL, **terms), "hopper", "cuda")
+    assert together_kernel in forwards
+
+
+@pytest.mark.parametrize("terms", [{"N": 319}, {"causal": True}, {"sink": "h"}, {"scale": 2.0}], ids=str)
+def test_tiles_that_come_apart(forwards, terms):
+    check(replace(SMALL, **terms), "hopper", "cuda")
+    assert together_kernel not in forwards
+
+
+@pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.bfloat16).min, -float("inf")])
+@pytest.mark.parametrize("keys", [slice(0, 64), slice(256, 320), slice(100, 320)], ids=str)
+def test_numbers_that_hide_keys(least, keys):
+    """Of whole tiles, the first that is visited and others; of one row all keys."""
+    x = tensors(SMALL, "cuda")
+    q, k, v, bias = x.q.detach(), x.k.detach(), x.v.detach(), x.bias.detach().clone()
+    bias[:, :, 10:150, keys] = least
+    bias[:, :, 7] = least
+    o, lse = tilewise.attention(q, k, v, bias=bias, return_lse=True, backend="hopper")
+    s = q.double() @ k.double().mT * q.shape[-1] ** -0.5 + bias.double()
+    rows = torch.arange(q.shape[2], device="cuda") != 7
+    right = s.softmax(-1) @ v.double()
+    rough = (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
+    allowed = 2 * (rough[:, :, rows] - right[:, :, rows]).abs().max() + 1e-5
+    assert (o[:, :, rows] - right[:, :, rows]).abs().max() <= allowed
+    assert (lse[:, :, rows] - s.logsumexp(-1)[:, :, rows]).abs().max() < 1e-3
+    if least == -float("inf"):
+        assert not o[:, :, 7].any()
+    else:
+        mean = s[:, :, 7:8].float().softmax(-1) @ v.float()  # of float32, where the scores of such keys are alike
+        assert (o[:, :, 7:8].float() - mean).abs().max() < 0.02

@@ -103,6 +103,23 @@ def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
     return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
+def comes_together(problem: Problem) -> bool:
+    """Whether K, V and the bias of a tile of keys come together, see `together_kernel`, where no tile is cut."""
+    p, score = problem, problem.score
+    if p.mask is not None or p.parts is not None or p.totals is not None or p.sink is not None:
+        return False
+    if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
+        return False
+    # Q is scaled in its dtype, in two parts: 2^-25 is the least that the second has of a float16
+    scales = 2**-4 <= score.scale <= 1
+    return scales and backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
+
+
+def elements_together(problem: Problem) -> int:
+    """Batch elements of a program of `together_kernel`, two or one: two read a bias that they share once."""
+    return 1
+
+
 def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))

@@ -54,12 +54,16 @@ def sums_of_rows(x, BY_THREAD: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr, shift=None):
+def online_softmax(
+    s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr, shift=None, lowest=None
+):
     """``(p, m, l, alpha)``; l and alpha of rows, or of each thread of a row where ``l_i`` is, see `sums_of_rows`.
 
     LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
     nothing to do (as in FlashAttention-4). MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
-    shift: what is to be added to all scores of the tile, or of a row; the maximum counts it.
+    shift: what is to be added to all scores of the tile, or of a row; the maximum counts it. lowest: what the maximum
+    times ``exponent`` is taken to be where that is less: there a bias that stands for -inf, as the least number of a
+    dtype does, would pass the range of float32.
     """
     BY_THREAD: gl.constexpr = len(l_i.shape) == 2
     most = maxima_of_rows(s)
@@ -75,7 +79,10 @@ def online_softmax(s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKE
     alpha = gl.exp2((m_i - base) * exponent)
     if shift is not None:
         base -= shift
-    p = gl.exp2(s * exponent - (base * exponent)[:, None])
+    base *= exponent
+    if lowest is not None:
+        base = gl.maximum(base, lowest)
+    p = gl.exp2(s * exponent - base[:, None])
     if BY_THREAD:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None]
         alpha, _ = gl.broadcast(alpha, l_i)

@@ -1,0 +1,196 @@
+"""The Hopper forward of small heads beside a bias tile: which calls take it, what compilers make of it, and how its
+warps hand tiles on, as Python threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from aot_child import compile_hopper_case
+from aot_compilers import hold_hopper
+from helpers import Case
+
+from tilewise.problem import Operand, Problem
+from tilewise.score.terms import Band, Score
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from tilewise.backends.gluon.sm90 import together_kernel
+from tilewise.backends.gluon.sm90.config import SHARED_MEMORY, comes_together, forward_config
+
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+PAIR = Case(B=256, H=4, M=256, N=256, D=32, bias="1hmn", dtype=BRAIN)
+
+
+@pytest.mark.parametrize("triton", ["3.6.0", "installed"])
+@pytest.mark.parametrize(
+    "case", [PAIR, replace(PAIR, D=24, M=77, N=320, bias="bhmn", bias_dtype=HALF, Hkv=2, layout="heads_last")], ids=str
+)
+def test_compiled(compilers, triton, case):
+    codes = compilers.compile(compile_hopper_case, triton, 90, case)
+    assert [code.kernel.name for code in codes] == ["together_kernel", "repair_kernel"]
+    hold_hopper(codes, 0)
+    # of each warpgroup the first tile of keys, the others, and P·V of the last; Q has two parts
+    assert codes[0].wgmma == 2 * (2 * 2 + (2 * 2 + 4) + 4)
+    assert not codes[0].kernel.instructions["scaled bias"]
+    assert 2 * (codes[0].kernel.shared + 1024) <= SHARED_MEMORY + 1024
+
+
+def test_tiles_that_their_end_cuts_have_the_other(compilers):
+    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, replace(PAIR, N=250))
+    assert [code.kernel.name for code in codes] == ["forward_kernel", "repair_kernel"]
+
+
+def of(bias=BRAIN, band=None, cap=None, scale=0.2, dim=32, **terms):
+    operand = bias and Operand(bias, 1, 4, 256, 256)
+    score = Score(scale, cap, band or Band())
+    return Problem("cuda", (9, 0), BRAIN, 256, 4, 4, 256, 256, dim, dim, score, operand, **terms)
+
+
+@pytest.mark.parametrize("problem", [of(), of(HALF), of(dim=17), of(scale=1.0)])
+def test_which_calls_come_together(problem):
+    assert comes_together(problem)
+    assert forward_config(problem).programs == 2
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        of(None), of(FLOAT), of(cap=5.0), of(scale=1.5), of(scale=0.01), of(scale=-0.2), of(dim=40),
+        of(band=Band.aligned(True, None, 0)), of(mask=Operand(torch.bool, 256, 1, 1, 256)),
+        of(sink=Operand(FLOAT, 1, 4, 1, 1)), of(totals=(512, 512)),
+    ],
+)  # fmt: skip
+def test_which_do_not(problem):
+    assert not comes_together(problem)
+
+
+# --- roles ---
+
+
+class Memory:
+    """Slots of tiles and barriers: whose turn it is, and what is read too early or written too early."""
+
+    def __init__(self, stages, warpgroups):
+        self.changed = threading.Condition()
+        self.stages, self.warpgroups = stages, warpgroups
+        self.phases = [0] * stages  # uses that have come
+        self.left = [warpgroups] * stages  # warpgroups that have left what is there
+        self.waited = [True] * stages  # whether who loads knows
+        self.tiles = {}
+
+    def until(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=20), "a wait that never ends"
+
+    def expect(self, slot, size):
+        self.missing = size
+
+    def load(self, descriptor, at, slot, place):
+        with self.changed:
+            kind, index = place
+            assert self.left[slot] == self.warpgroups, "written while it is read"
+            assert self.waited[slot], "who loads does not know that all have left"
+            self.tiles[kind, index] = tuple(at)
+            self.missing -= descriptor.block_type.nbytes
+            if not self.missing:
+                self.left[slot], self.waited[slot] = 0, False
+                self.phases[slot] += 1
+                self.changed.notify_all()
+
+    def wait(self, slot, phase, pred=True):
+        if pred:
+            self.until(lambda: self.phases[slot] % 2 != phase % 2)
+
+    def wait_left(self, slot, c):
+        self.until(lambda: self.left[slot] == self.warpgroups)
+        self.waited[slot] = True
+
+    def leave(self, slot, c):
+        with self.changed:
+            self.left[slot] += 1
+            assert self.left[slot] <= self.warpgroups, "left twice"
+            self.changed.notify_all()
+
+
+@pytest.mark.parametrize("elements", [1, 2])
+@pytest.mark.parametrize(("keys", "tiles"), [(1, 5), (2, 3), (3, 1), (4, 4), (6, 3), (12, 2)])
+def test_tiles_are_handed_on(monkeypatch, keys, tiles, elements):
+    """``keys`` tiles of keys for each of ``tiles`` tiles of queries, of so many batch elements."""
+    warpgroups = range(2 * elements)
+    stages, read = together_kernel.STAGES.value, {w: [] for w in warpgroups}
+    memory = Memory(stages, 2 * elements)
+    gl = MagicMock()
+    gl.where = lambda condition, x, y: x if condition else y
+    gl.to_tensor, gl.static_range, gl.constexpr = lambda x: x, range, MagicMock()
+    gl.program_id, gl.num_programs = lambda axis: 0, lambda axis: 1
+    names = "new_ring fill_at release slot_of use_of wait_full widened online_softmax rescaled rounded sums_of_rows"
+    more = "accumulator finish in_two_parts tma tma_store fence_async_shared warpgroup_mma times_v"
+    for name in (*names.split(), *more.split()):
+        monkeypatch.setattr(together_kernel, name, MagicMock())
+    together_kernel.online_softmax.return_value = (0, 0, 0, 0)
+
+    def work_tile_at(t, *_):
+        return SimpleNamespace(seq=MagicMock(), b=0, h=t, row0=0, count=keys, last=keys - 1)
+
+    replaced = {
+        "gl": gl, "STAGES": stages, "following": together_kernel.following.fn, "attend": together_kernel.attend.fn,
+        "work_tile_at": work_tile_at, "entry_at": lambda i, tile, c: SimpleNamespace(n=tile.last - i),
+        "box_of": lambda first, count, b, h, row, c, col=0: [b, h, row],
+        "bias_box": lambda tile, b, row, n0, terms, c: [tile.h, row, n0],
+        "tma_load": memory.load, "wait_left": memory.wait_left, "leave": memory.leave,
+        "mbarrier": SimpleNamespace(wait=memory.wait, expect=memory.expect),
+        "warpgroup_mma_wait": lambda count, deps: deps if len(deps) > 1 else deps[0],
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(together_kernel, name, value)
+
+    def ring(kind):
+        """Whose index names a slot for `load`, and says in another thread what was read there."""
+
+        def index(slot):
+            role = threading.current_thread().name
+            if role == "load":
+                return kind, slot
+            read[int(role)].append((kind, memory.tiles[kind, slot]))
+            return MagicMock()
+
+        return SimpleNamespace(index=index)
+
+    full = SimpleNamespace(index=lambda slot: slot)
+    shared = together_kernel.Shared(MagicMock(), MagicMock(), ring("k"), ring("v"), ring("bias"), full, MagicMock())
+    sized = {
+        name: SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for name, n in {"k": 4, "v": 4, "bias": 8}.items()
+    }
+    x = SimpleNamespace(q=MagicMock(), o=MagicMock(), **sized)
+    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, BLOCK_D=32, BLOCK_DV=32, BIAS_BATCH=False, ELEMENTS=elements)
+    sizes = SimpleNamespace(tiles=tiles, group=1)
+    failed = []
+
+    def role(function, *arguments):
+        try:
+            function(x, shared, *arguments)
+        except Exception as error:  # noqa: BLE001  (of another thread)
+            failed.append(error)
+
+    threads = [threading.Thread(target=role, args=(together_kernel.load.fn, MagicMock(), sizes, c), name="load")]
+    for w in warpgroups:
+        arguments = (together_kernel.compute.fn, None, MagicMock(), sizes, c, w)
+        threads.append(threading.Thread(target=role, args=arguments, name=str(w)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    order = [(h, 64 * n) for h in range(tiles) for n in reversed(range(keys))]
+    for w in warpgroups:
+        keys_read = [(w // 2, *at) for at in order]
+        assert [at for kind, at in read[w] if kind == "k"] == keys_read
+        assert [at for kind, at in read[w] if kind == "v"] == keys_read
+        assert [at for kind, at in read[w] if kind == "bias"] == [(h, 64 * (w % 2), n0) for h, n0 in order]
