@@ -173,7 +173,8 @@ def packed_zero_kernel(laid, tile_list, tiles, entries, lo, inner_lo, inner_hi, 
     n, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
-        origin = tl.cast(h, tl.int64) * head + FRONT + first_entry_of(seq, lo) + tl.cast(seq.first_query, tl.int64) * row
+        origin = tl.cast(h, tl.int64) * head + tl.cast(seq.first_query, tl.int64) * row
+        origin += FRONT + first_entry_of(seq, lo)
         zero_tile(laid, origin, row, tile * BLOCK_M, seq.queries, seq.keys, seq.diagonal, entries, lo, inner_lo,
                   inner_hi, STEP, BLOCK_M, BLOCK_N, ROWS, COLS)  # fmt: skip
 
