@@ -107,9 +107,8 @@ def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: in
     gradient = run.values.empty_gradient(values)
     assert gradient._base is not None or not run.values.gradient_copies
     gradient.fill_(float("nan"))
-    entries = run.values.entries(gradient)
-    run.zeros(entries)
-    return entries
+    run.zeros(gradient)
+    return run.values.entries(gradient)
 
 
 def repair(M: int, N: int, lo: int, count: int, causal: bool, reverse: bool) -> tuple[Tensor, ...]:

@@ -168,11 +168,12 @@ def _hold_repair(interpreter, call):
     [
         Call(SHORT, values=(-40, 41), causal=True),
         Call(SHORT, values=(-30, 71)),
+        Call(SHORT, values=(-31, 32), causal=True),  # words of two from here on
         Call(USED, values=(-261, 300), window=(250, 20)),
-        Call(Lengths((200, 9), (330, 300)), values=(-300, 301), causal=True, reverse=True),
         Call(Lengths((200, 130), (200, 150)), values=(3, 150), window=(None, 90)),
+        Call(Lengths((200, 9), (330, 300)), values=(-300, 301), causal=True, reverse=True),
     ],
-    ids=["causal", "full", "window", "reverse", "ahead"],
+    ids=["causal", "full", "even", "window", "ahead", "reverse"],
 )
 def test_values_by_distance_are_tiles(interpreter, call):
     """Each tile that TMA reads has the entries of its pairs, beside other sequences' values and NaN; and through the

@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends import address
 from tilewise.backends.gluon.packed import listed_tile
-from tilewise.backends.gluon.values import WIDEST, Sheared
+from tilewise.backends.gluon.values import WIDEST, Sheared, step_of
 from tilewise.backends.launcher import POINTER, Launch, strided
 from tilewise.problem import Problem
 
 FRONT = tl.constexpr(WIDEST)  # elements before the first row
 STEP = tl.constexpr(8)  # elements of 16 bytes, or of 32
+PART = 32  # queries of a program that moves values: one warp, so that what is of a row is worked out once for its words
 
 
 @triton.jit
@@ -40,70 +42,148 @@ def first_entry_of(seq, lo):
 
 
 @triton.jit
-def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE: tl.constexpr, BACK: tl.constexpr,
-                BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """The values of one tile of the list to where they are laid out, or BACK; those of keys that there are. values:
-    `Strided`; row, head: the strides of the copy. tiles: at most as many are listed."""
-    n, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    if n < tl.load(tile_list):
-        seq, tile = listed_tile(tile_list, n)
-        end = tl.minimum((tile + 1) * BLOCK, seq.queries)
-        at = values.pointer + tl.cast(h, tl.int64) * values.stride1
-        to = laid + tl.cast(h, tl.int64) * head + FRONT + first_entry_of(seq, lo)
-        for row0 in tl.range(tile * BLOCK, end, ROWS, num_stages=1):
-            rows = row0 + tl.arange(0, ROWS)
-            place = (seq.first_query + rows).to(tl.int64)[:, None]
-            for col0 in tl.range(0, entries, COLS, num_stages=1):
-                cols = col0 + tl.arange(0, COLS)
-                inside = (rows < end)[:, None] & (cols < entries)[None, :]
-                key = (rows + seq.diagonal + lo)[:, None] + cols[None, :]
-                there = inside & (key >= 0) & (key < seq.keys)  # the rest no tile reads, or its scores are hidden
-                entry = cols
-                if REVERSE:
-                    entry = entries - 1 - cols
-                at_values = at + place * values.stride2 + entry.to(tl.int64)[None, :] * values.stride3
-                at_laid = to + place * row + cols[None, :]
-                if BACK:
-                    tl.store(at_values, tl.load(at_laid, mask=there, other=0.0), mask=inside)
-                else:
-                    tl.store(at_laid, tl.load(at_values, mask=there), mask=there)
+def move_pairs(at, to, shift, rows, seq, end, lo, entries, stride, row, BACK: tl.constexpr, COLS: tl.constexpr):
+    """Some rows of values of 16 bits to where they are laid out, or BACK, a word of two at a time.
+
+    at, to: entry 0 of the sequence's query 0 there and here. shift: of ``to`` in its word, in elements. A row of values
+    begins with a word. Laid out every other row does not: a word of it is then the upper half of one word and the lower
+    half of the next. Beside a row and its neighbour are columns that nobody reads, so that a word may reach into them.
+    """
+    WORD: tl.constexpr = tl.pointer_type(tl.uint32)
+    place = rows.to(tl.int64)
+    odd = (shift + rows) & 1  # `row` is odd
+    first = -(rows + seq.diagonal + lo)  # of the entries that have a key
+    last = tl.where(rows < end, tl.minimum(first + seq.keys, entries), 0)
+    if not BACK:  # the first of an odd row stands by itself, and words of such rows are counted behind it
+        single = (odd == 1) & (first <= 0) & (last > 0)
+        tl.store(to + place * row, tl.load(at + place * stride, mask=single), mask=single)
+    values = (at + place * stride).to(WORD)[:, None]
+    laid = (to + place * row - odd).to(WORD)[:, None]
+    odd, first, last, inside = odd[:, None], first[:, None], last[:, None], (rows < end)[:, None]
+    # of whole words, from 0 to before `count`; what differs between the words of a thread is a constant
+    word, count = tl.arange(0, COLS)[None, :], entries // 2
+    for _ in tl.range(0, count, COLS, num_stages=1):
+        if BACK:
+            found = _two_of(laid + (word + odd), odd, (word >= first >> 1) & (word < (last + 1) >> 1))
+            low = tl.where((word >= (first + 1) >> 1) & (word < (last + 1) >> 1), 0xFFFF, 0)
+            high = tl.where((word >= first >> 1) & (word < last >> 1), 0xFFFF, 0)
+            found &= low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+            tl.store(values + (word + odd) - odd, found, mask=inside & (word < count))
+        else:
+            there = (word >= (first - odd) >> 1) & (word < (last - odd + 1) >> 1)  # the rest no tile reads, or hides
+            found = _two_of(values + (word + odd), odd, there & (word < count - odd), there)
+            tl.store(laid + (word + odd), found, mask=there)
+        values, laid, first, last, count = values + COLS, laid + COLS, first - 2 * COLS, last - 2 * COLS, count - COLS
 
 
 @triton.jit
-def zero_tile(at, stride, m0, queries, keys, diagonal, entries, lo, inner_lo, inner_hi, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Zero what `range_tiles.let_out` adds to, or nobody comes to, of the rows of a tile of queries from ``m0`` on of
-    the gradient at ``at``. lo, inner_lo, inner_hi: see `score.Terms`."""
+def _two_of(at, odd, mask, first_mask=None):
+    """The word at ``at``, or where ``odd`` is 1 the upper half of the one before and its lower half. (The address is
+    said so that Triton sees no more than a word in it: four neighbours of a thread would be no vector for the mask, and
+    32 threads would touch four lines.)"""
+    word = tl.load(at - odd, mask=mask if first_mask is None else first_mask, other=0).to(tl.uint64)
+    following = tl.load(at, mask=mask, other=0).to(tl.uint64)
+    return ((word | (following << 32)) >> (16 * odd).to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
+def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE: tl.constexpr, BACK: tl.constexpr,
+                PAIRS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+                COLS: tl.constexpr):  # fmt: skip
+    """The values of PART queries of one tile of the list to where they are laid out, or BACK; those of keys that there
+    are. values: `Strided`; row, head: the strides of the copy. tiles: at most as many are listed. PAIRS: see
+    `move_pairs`."""
+    PARTS: tl.constexpr = BLOCK // PART
+    n, h = tl.program_id(0) // PARTS % tiles, tl.program_id(0) // PARTS // tiles
+    if n < tl.load(tile_list):
+        seq, tile = listed_tile(tile_list, n)
+        begin = tile * BLOCK + tl.program_id(0) % PARTS * PART
+        end = tl.minimum(begin + PART, seq.queries)
+        at = values.pointer + tl.cast(h, tl.int64) * values.stride1
+        at += tl.cast(seq.first_query, tl.int64) * values.stride2
+        shift = first_entry_of(seq, lo)
+        to = laid + tl.cast(h, tl.int64) * head + FRONT + shift + tl.cast(seq.first_query, tl.int64) * row
+        for row0 in tl.range(begin, end, ROWS, num_stages=1):
+            rows = row0 + tl.arange(0, ROWS)
+            if PAIRS:
+                move_pairs(at, to, shift + seq.first_query, rows, seq, end, lo, entries, values.stride2, row, BACK,
+                           COLS // 2)  # fmt: skip
+            else:
+                place = rows.to(tl.int64)[:, None]
+                for col0 in tl.range(0, entries, COLS, num_stages=1):
+                    cols = col0 + tl.arange(0, COLS)
+                    inside = (rows < end)[:, None] & (cols < entries)[None, :]
+                    key = (rows + seq.diagonal + lo)[:, None] + cols[None, :]
+                    there = inside & (key >= 0) & (key < seq.keys)  # the rest no tile reads, or its scores are hidden
+                    entry = cols
+                    if REVERSE:
+                        entry = entries - 1 - cols
+                    at_values = at + place * values.stride2 + entry.to(tl.int64)[None, :] * values.stride3
+                    at_laid = to + place * row + cols[None, :]
+                    if BACK:
+                        tl.store(at_values, tl.load(at_laid, mask=there, other=0.0), mask=inside)
+                    else:
+                        tl.store(at_laid, tl.load(at_values, mask=there), mask=there)
+
+
+@triton.jit
+def zero_tile(at, origin, stride, m0, queries, keys, diagonal, entries, lo, inner_lo, inner_hi, STEP: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Zero what `range_tiles.let_out` adds to, or nobody comes to, of the rows of a tile of queries from ``m0`` on of a
+    gradient. origin: where from ``at`` on query 0 has its entry 0, int64. lo, inner_lo, inner_hi: see `score.Terms`.
+
+    In the sheared view tiles of keys that are stored are a rectangle. So in memory what is left between those of a row
+    and those of the next is one run, of the same length for all rows, which begins and ends at a multiple of STEP, 16
+    bytes; and it is zeroed as such. The first begins with the tile's rows, or up to STEP - 1 columns before them that
+    have no use, and the last ends with them.
+    """
     # the tiles of keys that are stored: from `first` to before `last`, in keys
     position = m0 + diagonal
     first = tl.cdiv(tl.maximum(position + BLOCK_M - 1 + inner_lo, 0), BLOCK_N) * BLOCK_N
     last = tl.minimum(tl.maximum(position + inner_hi + 1, 0) // BLOCK_N, tl.cdiv(keys, BLOCK_N)) * BLOCK_N
-    last = tl.maximum(last, first)
-    for row0 in tl.range(m0, tl.minimum(m0 + BLOCK_M, queries), ROWS, num_stages=1):
+    n = tl.minimum(queries - m0, BLOCK_M)
+    m0 = tl.cast(m0, tl.int64)
+    begin = (origin + m0 * stride) & -STEP
+    end = origin + (m0 + n - 1) * stride + entries
+    stored = origin + m0 * (stride - 1) + first - lo - diagonal  # of the first row
+    if last <= first:
+        stored, last = begin, first
+    length = last - first
+    rest = stride - 1 - length
+    width = tl.maximum(rest, tl.maximum(stored - begin, end - (stored + length + (n - 1) * (stride - 1))))
+    for row0 in tl.range(0, n + 1, ROWS, num_stages=1):
         rows = row0 + tl.arange(0, ROWS)
-        begin, end = first - lo - diagonal - rows, last - lo - diagonal - rows  # of each row, in entries
-        at_rows = at + rows.to(tl.int64)[:, None] * stride
-        for col0 in tl.range(0, entries, COLS, num_stages=1):
-            least, most = first - lo - diagonal - row0, last - lo - diagonal - (row0 + ROWS - 1)
-            if (col0 < least) | (col0 + COLS > most):  # else all of it is stored
-                cols = col0 + tl.arange(0, COLS)
-                rest = (cols[None, :] < begin[:, None]) | (cols[None, :] >= end[:, None])
-                inside = (rows < queries)[:, None] & (cols < entries)[None, :]
-                zeros = tl.zeros([ROWS, COLS], at.dtype.element_ty)
-                tl.store(at_rows + cols[None, :], zeros, mask=rest & inside)
+        run = stored + rows.to(tl.int64) * (stride - 1)  # ends where a row's stored tiles begin
+        ends = tl.where(rows < n, run, end // STEP * STEP)
+        run = tl.multiple_of(tl.where(rows == 0, begin, run - rest), STEP)
+        count = tl.where(rows <= n, ends - run, 0)
+        for col0 in tl.range(0, tl.cast(width, tl.int32), COLS, num_stages=1):
+            cols = col0 + tl.arange(0, COLS)
+            inside = (cols // STEP * STEP)[None, :] < count[:, None]
+            tl.store(at + run[:, None] + cols[None, :], tl.zeros([ROWS, COLS], at.dtype.element_ty), mask=inside)
+    tail = end // STEP * STEP + tl.arange(0, STEP)
+    tl.store(at + tail, tl.zeros([STEP], at.dtype.element_ty), mask=(tail >= begin) & (tail < end))
 
 
 @triton.jit
-def packed_zero_kernel(laid, tile_list, tiles, entries, lo, inner_lo, inner_hi, row, head, BLOCK_M: tl.constexpr,
-                       BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+def packed_zero_kernel(laid, tile_list, tiles, entries, lo, inner_lo, inner_hi, row, head, STEP: tl.constexpr,
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+                       COLS: tl.constexpr):  # fmt: skip
     """`zero_tile` of one tile of the list, in a copy."""
     n, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
-        at = laid + tl.cast(h, tl.int64) * head + FRONT + first_entry_of(seq, lo)
-        at += tl.cast(seq.first_query, tl.int64) * row
-        zero_tile(at, row, tile * BLOCK_M, seq.queries, seq.keys, seq.diagonal, entries, lo, inner_lo, inner_hi,
-                  BLOCK_M, BLOCK_N, ROWS, COLS)  # fmt: skip
+        origin = tl.cast(h, tl.int64) * head + tl.cast(seq.first_query, tl.int64) * row
+        origin += FRONT + first_entry_of(seq, lo)
+        zero_tile(laid, origin, row, tile * BLOCK_M, seq.queries, seq.keys, seq.diagonal, entries, lo, inner_lo,
+                  inner_hi, STEP, BLOCK_M, BLOCK_N, ROWS, COLS)  # fmt: skip
+
+
+def in_pairs(values: Tensor, reverse: bool) -> bool:
+    """Whether `move_pairs` can read and write values (1, H, T, R): rows of words of two."""
+    strides = values.stride(1) if values.shape[1] > 1 else 0, values.stride(2) if values.shape[2] > 1 else 0
+    even = all(n % 2 == 0 for n in (*strides, values.shape[3]))
+    return even and not reverse and values.dtype.itemsize == 2 and values.stride(3) == 1 and address(values) % 4 == 0
 
 
 class PackedValues:
@@ -132,10 +212,12 @@ class PackedValues:
         self.copy = self._move(values, back=False)
 
     def _move(self, values: Tensor, back: bool) -> Launch:
-        numbers = (self.tiles, self.distances.lo, self.distances.count, self.row, self.head, self.distances.reverse)
+        reverse, count = self.distances.reverse, self.distances.count
+        cols = min(256, triton.next_power_of_2(count))
         return Launch(
-            move_kernel, self.tiles * self.heads, (strided(values), POINTER, POINTER),
-            (*numbers, back, self.block_m, 16, min(256, triton.next_power_of_2(self.distances.count))), num_warps=4,
+            move_kernel, self.tiles * (self.block_m // PART) * self.heads, (strided(values), POINTER, POINTER),
+            (self.tiles, self.distances.lo, count, self.row, self.head, reverse, back, in_pairs(values, reverse),
+             self.block_m, PART, 4, cols), num_warps=1,
         )  # fmt: skip
 
     def prepare_gradient(self, values: Tensor, terms: Any, block_n: int) -> Tensor:
@@ -145,7 +227,7 @@ class PackedValues:
         self.zeros = Launch(
             packed_zero_kernel, self.tiles * self.heads, (POINTER, POINTER),
             (self.tiles, self.distances.count, terms.first, terms.inner_lo, terms.inner_hi, self.row, self.head,
-             self.block_m, block_n, 16, 128), num_warps=4,
+             step_of(self.dtype), self.block_m, block_n, 16, 128), num_warps=4,
         )  # fmt: skip
         return like
 

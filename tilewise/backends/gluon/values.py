@@ -110,8 +110,9 @@ def empty_values(values: Tensor, distances: Distances, device: torch.device | st
 class Sheared:
     """The values of a layout, and their gradient, for TMA to read and add to.
 
-    like: `sheared` values, for a descriptor. gradient_plain, gradient_like: the gradient's entries, and the same of it.
-    None of them has memory: what is prepared is kept.
+    like: `sheared` values, for a descriptor. gradient_like: the same of the gradient; gradient_laid, gradient_plain: as
+    it comes together, with gradient_front columns in front, and its entries. None of them has memory: what is prepared
+    is kept.
     """
 
     def __init__(self, values: Tensor, distances: Distances):
@@ -122,7 +123,9 @@ class Sheared:
         plain = torch.empty_like(values, device="meta")
         self.gradient_copies = not fits(plain, distances)
         laid = empty_values(values, distances, "meta") if self.gradient_copies else plain
-        self.gradient_like, self.gradient_plain = sheared(laid), self.entries(laid)
+        self.gradient_laid, self.gradient_like = laid, sheared(laid)
+        self.gradient_front = front_of(distances, laid.dtype)
+        self.gradient_plain = self.entries(laid)
 
     def entries(self, laid: Tensor) -> Tensor:
         """Of what `empty_values` gives, or of values, all but the columns in front."""

@@ -147,7 +147,7 @@ class Backward:
         weight = kept_weight(problem)
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic, ahead), bias_axes(problem)
         if self.adds and isinstance(self.values, Sheared):
-            self.zeros = zeros_launch(self.values.gradient_plain, p.keys, terms, block_m, block_n)
+            self.zeros = zeros_launch(self.values, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
         # For what `resized` knows of: q, k and v and their gradients.
@@ -319,7 +319,7 @@ class Backward:
                 bias = laid_out(self.values, values, *rows_listed or (None,))
                 if self.adds and isinstance(self.values, Sheared):
                     dbias = self.values.empty_gradient(values)
-                    self.zeros(self.values.entries(dbias))
+                    self.zeros(dbias)
                 elif self.adds and isinstance(self.values, PackedValues):
                     dbias = self.values.empty_gradient(values, rows_listed[0])
             dtoeplitz, pairs = None, None
