@@ -29,7 +29,7 @@ def start() -> None:
 
 
 def _hurry() -> None:
-    """A third of the interpreter's time is left: it looks through triton.language for what to patch at each call of each
+    """Leaves a third of the interpreter's time: it looks through triton.language for what to patch at each call of each
     function, and follows each sum and product of integers with one in 64 bits to see whether it overflowed."""
     import triton.language as tl
     from triton.runtime import interpreter
@@ -41,8 +41,8 @@ def _hurry() -> None:
 
 
 def _remember_types(tl: Any, interpreter: Any) -> None:
-    """Each operation makes the type of a tile and a tensor of that type, and asks for numpy's name of it. A kernel has few
-    types: each is checked and written out when it is first met, and copied from then on."""
+    """Each operation makes the type of a tile and a tensor of that type, and asks for numpy's name of it. A kernel has
+    few types: each is checked and written out when it is first met, and copied from then on."""
     dtypes: dict[str, Any] = {}
     tiles: dict[tuple[Any, ...], dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
