@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
+import bytecode_written  # noqa: F401  (before torch)
 import pytest
 import torch
 from durations import pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  (hooks)

@@ -29,14 +29,44 @@ def start() -> None:
 
 
 def _hurry() -> None:
-    """Halves the interpreter's time: it looks through triton.language for what to patch at each call of each function,
-    and follows each sum and product of integers with one in 64 bits to see whether it overflowed."""
+    """Leaves a third of the interpreter's time: it looks through triton.language for what to patch at each call of each
+    function, and follows each sum and product of integers with one in 64 bits to see whether it overflowed."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # once and for all
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     _watch_overflow(False)
+    _remember_types(tl, interpreter)
+
+
+def _remember_types(tl: Any, interpreter: Any) -> None:
+    """Each operation makes the type of a tile and a tensor of that type, and asks for numpy's name of it. A kernel has
+    few types: each is checked and written out when it is first met, and copied from then on."""
+    dtypes: dict[str, Any] = {}
+    tiles: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    new_dtype, new_tile, new_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+
+    def numpy_dtype(of: Any) -> Any:
+        if of.name not in dtypes:
+            dtypes[of.name] = new_dtype(of)
+        return dtypes[of.name]
+
+    def init_tile(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in tiles:
+            new_tile(self, element_ty, shape)
+            tiles[key] = vars(self).copy()
+        vars(self).update(tiles[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            new_tensor(self, None, type)
+            tensors[type.name] = vars(self).copy()
+        vars(self).update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__ = numpy_dtype, init_tile, init_tensor
 
 
 def _watch_overflow(on: bool) -> None:
