@@ -58,6 +58,7 @@ from tilewise.backends.kernel_arguments import (
     sink_layout,
     strided,
     strided_if_any,
+    strided_rows,
     strides_of,
 )
 from tilewise.backends.short_launch import Members, Short, Varied
@@ -81,6 +82,7 @@ __all__ = [
     "sink_layout",
     "strided",
     "strided_if_any",
+    "strided_rows",
 ]
 
 _WHOLE = -2  # what a resized launch is kept under, beside what `Short` keeps

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from tilewise.backends.kernel_arguments import POINTER, Record, Strided
+from tilewise.backends.kernel_arguments import POINTER, Record, Strided, keeps
 
 _ADDRESSES = 256  # of a launch, whose descriptors are kept
 _ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
@@ -78,7 +78,7 @@ class Short:
         descriptors, tensors = iter(metadata), enumerate(there)
         fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
         for layout, begin in zip(layouts, at.layouts, strict=True):
-            place = len(writer.items)
+            place = len(writer.constants)
             if isinstance(layout, Record):
                 members = [(x, *next(tensors)) for x in layout.layouts]
                 writer.record(layout, begin)
@@ -93,8 +93,7 @@ class Short:
                 writer.row(layout, begin)
                 fills.append((place, "strided", n, mask))
             else:
-                writer.box(layout, begin)
-                fills.append((place, "box", n, len(boxes), place + 1 + len(layout.shape), len(writer.items)))
+                fills.append((place, "box", n, len(boxes), *writer.box(layout, begin)))
                 boxes.append(_box(layout, next(descriptors)))
         for x, number in zip(numbers, at.numbers, strict=True):
             writer.write(x, number)
@@ -151,11 +150,11 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
                 found.append(f"({begin}, *r[{at}])" if strided else begin)
             lines.append(f"a[{place}] = ({', '.join(found)},)")
         elif kind == "box":  # its address is a multiple of 16, or no descriptor can be made
-            n, which, middle, end = rest
+            n, which, shape, strides = rest
             key = f"{address(n, 0)} + {which}" if which else address(n, 0)
             lines.append(f"d{which} = get({key})")
-            sizes = f"a[{place + 1}:{middle}], a[{middle}:{end}]"
-            filled = f"fill(p{n}, swizzle{which}, size{which}, type{which}, box{which}, {sizes}, padding{which})"
+            sizes = f"box{which}, {shape}, {strides}"
+            filled = f"fill(p{n}, swizzle{which}, size{which}, type{which}, {sizes}, padding{which})"
             made.append(f"if d{which} is None: d{which} = kept[{key}] = {filled}")
             stored.append(f"a[{place}] = d{which}")
         else:
@@ -197,11 +196,11 @@ def _function(name: str, source: Sequence[str], **known: Any) -> Any:
 
 class _Writer:
     """Writes the function that makes a list of arguments from ``values``, of which some are given: which axes are of
-    size 1 is the same for all. constants: the list of no values."""
+    size 1, and which of these keep their strides, is the same for all. constants: the list of no values."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
-        self.items: list[str] = []
         self.constants: list[Any] = []
+        self._items: list[str] = []
         self._known: dict[str, Any] = {}
         self._values = values
         self._unpacked: dict[int, str] = {}
@@ -224,36 +223,45 @@ class _Writer:
         names = ["None" if x is POINTER else self._row(x, begin) for x, begin in rows]
         self._append([None if x is POINTER else x[1:] for x in layout.layouts], f"({', '.join(names)},)")
 
-    def box(self, layout: Any, at: int | None) -> None:
-        """A descriptor's place, its shape and strides."""
+    def box(self, layout: Any, at: int | None) -> tuple[str, str]:
+        """A descriptor's place, its shape and strides; says where a launch finds these two."""
         self.write(None)
-        sizes = [*layout.shape, *layout.strides]
+        begin = len(self.constants)
+        middle, end = begin + len(layout.shape), begin + len(layout.shape) + len(layout.strides)
+        self.constants += [*layout.shape, *layout.strides]
         if at is None:
-            for x in sizes:
-                self.write(x)
-            return
-        shape, strides = self._place(at)
+            self._items += [self._constant(x) for x in self.constants[begin:]]
+            return f"a[{begin}:{middle}]", f"a[{middle}:{end}]"
+        strides = self._strides(at)
+        self._items.append(f"*s{at}")
+        shape, lies, _ = self._values[at]
+        if all(n != 1 or keeps(s) for n, s in zip(shape[:3], lies, strict=False)) and lies[-1] == 1:
+            self._items.append(f"*t{at}")
+            return f"values[{at}][0]", f"values[{at}][1]"
         if len(shape) == 4:
-            sizes_of = self._values[at][0]
-            strides = [f"w{at}" if n == 1 else x for n, x in zip(sizes_of[:3], strides, strict=False)] + ["1"]
-        for x, name in zip(sizes, (*shape, *strides), strict=True):
-            self._append(x, name)
+            pairs = zip(shape, lies, strict=True)
+            strides = [f"w{at}" if n == 1 and not keeps(s) else x for x, (n, s) in zip(strides, pairs, strict=True)]
+            strides[3] = "1"
+        self._items += strides
+        return f"values[{at}][0]", f"a[{middle}:{end}]"
 
     def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
         names = [self._unpacked.get(n, "_") for n in range(len(self._values))]
         source = [
-            "def listed(values):", f"    {', '.join(f'({x})' for x in names)}, = values",
-            f"    return [{', '.join(self.items)}]",
+            "def listed(values):", f"    {', '.join(names)}, = values", f"    return [{', '.join(self._items)}]",
         ]  # fmt: skip
         found: Callable[[tuple[Any, ...]], list[Any]] = _function("listed", source, **self._known)
         return found
 
     def _append(self, x: Any, name: str) -> None:
         self.constants.append(x)
-        self.items.append(name)
+        self._items.append(name)
 
     def _either(self, x: Any, at: int | None) -> str:
-        return self._constant(x) if at is None else self._unpack(at, f"v{at}")
+        if at is None:
+            return self._constant(x)
+        self._unpacked[at] = f"v{at}"
+        return f"v{at}"
 
     def _constant(self, x: Any) -> str:
         if x is None or type(x) is int or type(x) is bool:
@@ -262,24 +270,17 @@ class _Writer:
         self._known[name] = x
         return name
 
-    def _unpack(self, at: int, names: str) -> str:
-        self._unpacked[at] = names
-        return names
-
-    def _place(self, at: int) -> tuple[list[str], list[str]]:
-        axes = range(len(self._values[at][0]))
-        shape, strides = [f"s{at}_{n}" for n in axes], [f"t{at}_{n}" for n in axes]
-        self._unpack(at, f"({', '.join(shape)},), ({', '.join(strides)},), w{at}")
-        return shape, strides
-
     def _strides(self, at: int) -> list[str]:
-        strides = [f"t{at}_{n}" for n in range(len(self._values[at][0]))]
-        if at not in self._unpacked:
-            self._unpack(at, f"_, ({', '.join(strides)},), _")
-        return strides
+        self._unpacked[at] = f"(s{at}, t{at}, w{at})"
+        return [f"t{at}[{n}]" for n in range(len(self._values[at][1]))]
 
     def _row(self, layout: Strided, at: int | None) -> str:
         if at is None:
             return self._constant(layout[1:])
-        pairs = zip(self._values[at][0], self._strides(at), strict=True)
-        return f"({', '.join(['0' if n == 1 else x for n, x in pairs])})"
+        strides = self._strides(at)
+        shape, lies, _ = self._values[at]
+        pairs = zip(shape, lies, layout[1:], strict=True)
+        gone = [n == 1 and (before == 0 or not keeps(s)) for n, s, before in pairs]
+        if not any(gone):
+            return f"t{at}"
+        return f"({', '.join(['0' if is_gone else x for is_gone, x in zip(gone, strides, strict=True)])})"

@@ -46,7 +46,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
     packed_postprocess_kernel,
     postprocess_kernel,
 )
-from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiprocessors
+from tilewise.backends.gluon.sm90.launch import always_hides, hides, limits_of, multiprocessors
 from tilewise.backends.gluon.sm90.resized import (
     ResizedBackward,
     backward_bases,
@@ -65,7 +65,7 @@ from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, ends, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided, strided_if_any
+from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided, strided_if_any, strided_rows
 from tilewise.backends.protocol import Structure
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -149,6 +149,8 @@ class Backward:
         self.made: dict[tuple, Any] = {}
         self.tiled: dict[tuple[int, int], Any] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
+        self.lo, self.hi = band_of(problem)[2:]
+        self.limits = limits_of(self.lo, self.hi)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
             self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)
@@ -163,9 +165,9 @@ class Backward:
             packed_preprocess_kernel if packed else preprocess_kernel,
             row_programs,
             (
-                strided(outputs.o),
+                strided_rows(outputs.o),
                 strided_if_any(outputs.o_low),
-                strided(do),
+                strided_rows(do),
                 POINTER,
                 strided(dlse_rows),
                 strided(bias if self.of_rows else None),
@@ -225,7 +227,7 @@ class Backward:
             else Launch(
                 packed_postprocess_kernel if packed else postprocess_kernel,
                 row_programs,
-                (POINTER, strided(dq), POINTER),
+                (POINTER, strided_rows(dq), POINTER),
                 (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
                 num_warps=4 * config.warpgroups,
                 launch_pdl=beside,

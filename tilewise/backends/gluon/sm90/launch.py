@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +45,7 @@ from tilewise.backends.launcher import (
     sink_layout,
     strided,
     strided_if_any,
+    strided_rows,
 )
 from tilewise.backends.protocol import Structure
 from tilewise.backends.score import varied_limits
@@ -53,6 +53,7 @@ from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
+MOST_TILED = 4096  # numbers of tiles that are remembered
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
@@ -82,7 +83,11 @@ class Forward:
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
-        self.choices = self._choices(*band_of(problem), sizes.tiles)
+        self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
+        self.block_n, self.tiled = config.block_n, {}
+        self.choices = self._choices(*band_of(problem), sizes.tiles > programs)
+        self.lo, self.hi = band_of(problem)[2:]
+        self.limits = limits_of(self.lo, self.hi)
         box = ragged if packed else descriptor
         self.mask: KeptLists[KnownMask] | None = None
         self.documents: KeptLists[DocumentLists] | None = None
@@ -132,12 +137,13 @@ class Forward:
                 packed_repair_kernel if packed else repair_kernel,
                 min(_looks(sizes.queries, *self.looks), programs),
                 (
-                    *(strided(x) for x in (q, k, v, bias)),
+                    *(strided_rows(x) for x in (q, k, v)),
+                    strided(bias),
                     pairs,
                     sink_layout(sink),
                     POINTER,
                     *tile_list,
-                    strided(o),
+                    strided_rows(o),
                     strided_if_any(o_low),
                     POINTER,
                 ),
@@ -154,19 +160,20 @@ class Forward:
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
         _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
-        (row_tiles, work_tiles, at_once, last_head), kind = _tiled(*self.shape, -(-M // self.block_m), self.programs)
-        if self._choices(M, N, lo, hi, work_tiles) != self.choices:
+        row_tiles = -(-M // self.block_m)
+        tiled = self.tiled.get(row_tiles) or self._tiled(row_tiles)
+        programs, work_tiles, at_once, last_head, most, kind = tiled
+        if self._choices(M, N, lo, hi, work_tiles > most) != self.choices:
             return None
         o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
-        first, last = tiles.clipped(lo, hi)
-        programs, looks, (wide, value_wide) = self.programs, _looks(M, *self.looks), self.widths
+        first, last, ends = self.limits if lo == self.lo and hi == self.hi else limits_of(lo, hi)
+        looks, (wide, value_wide) = _looks(M, *self.looks), self.widths
         values = (
-            work_tiles if work_tiles < programs else programs, looks if looks < programs else programs,
-            first, last, M, N, row_tiles, work_tiles, at_once, last_head,
+            programs, looks if looks < most else most, first, last, M, N, row_tiles, work_tiles, at_once, last_head,
             (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
             (o_shape, o_strides, value_wide), *(self._more(inputs) if self.has_more else ()),
         )  # fmt: skip
-        kind = kind, M & 15 == 0, N & 15 == 0, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+        kind = kind, ends, M & 15 == 0, N & 15 == 0
         found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
         return Resized(self, layout_o, values, found)
 
@@ -176,14 +183,24 @@ class Forward:
         found = [] if bias is None else [place(bias.shape, bias.stride(), bias.element_size())]
         return found if sink is None else [*found, place((*sink.shape, 1), (*sink.stride(), 1), 1)]
 
-    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool | str, ...]:
-        """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
+    def _tiled(self, row_tiles: int) -> tuple[Any, ...]:
+        """What so many tiles of queries make of sizes: how many programs, all from tiles of queries on, how many
+        programs run at once, and `kinds` of the sizes."""
+        sizes, kind = _tiled(*self.shape, row_tiles, self.programs)
+        if len(self.tiled) >= MOST_TILED:
+            self.tiled.clear()
+        found = self.tiled[row_tiles] = min(sizes[1], self.programs), *sizes[1:], self.programs, kind
+        return found
+
+    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, takes_more: bool) -> tuple[bool | str, ...]:
+        """All that depends on lengths in what is compiled in, of a problem without a mask and parts; takes_more:
+        whether a program has more than one tile of queries."""
         return (
-            N % self.config.block_n != 0,
+            N % self.block_n != 0,
             self.always_hides or tiles.hides(M, N, lo, hi),
             self.banded and sees_few(M, N, lo, hi),
-            tiles_of_rows > self.programs,
-            self.raster.at(M, N),
+            takes_more,
+            self.order or self.raster.at(M, N),
         )
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -260,7 +277,12 @@ def _sized(
     return ForwardSizes(batch, heads, group, queries, keys, *found)
 
 
-@lru_cache(4096)
+def limits_of(lo: int | None, hi: int | None) -> tuple[int, int, tuple[Any, ...]]:
+    """The band's limits as kernels get them, and their `kinds`."""
+    limits = tiles.clipped(lo, hi)
+    return *limits, kinds(limits)
+
+
 def _tiled(
     batch: int, heads: int, group: int, row_tiles: int, programs: int
 ) -> tuple[tuple[int, int, int, int], tuple[Any, ...]]:  # fmt: skip

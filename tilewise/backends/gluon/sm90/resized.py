@@ -10,6 +10,7 @@ from tilewise.backends import Gradients, Inputs, Outputs, device_of, gradient_st
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import BackwardConfig, head_swizzle
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
+from tilewise.backends.gluon.sm90.launch import limits_of
 from tilewise.backends.launcher import Launch, Varied, Whole, kinds, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import varied_limits
@@ -155,15 +156,14 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     ring, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
     if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, run.programs) != run.choices:
         return None
-    cols = DQ_COLS.value
+    cols, (wide, value_wide) = DQ_COLS.value, run.widths
     dv_strides = gradient_strides(v_shape, v_strides)
     same = k_strides == v_strides and k_shape == v_shape
     dk_strides = dv_strides if same else gradient_strides(k_shape, k_strides)
     same = q_strides == k_strides and q_shape == k_shape
     dq_strides = dk_strides if same else gradient_strides(q_shape, q_strides)
     o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
-    wide, value_wide = run.widths
-    first, last = tiles.clipped(lo, hi)
+    first, last, ends = run.limits if lo == run.lo and hi == run.hi else limits_of(lo, hi)
     values = (
         row_programs, programs, first, last, M, N, row_tiles, key_tiles, ring, zeroed, counted,
         (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
@@ -172,7 +172,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
         ((stats,), (1,), 0), ((accum, cols), (cols, 1), 0),
         ((*dlse[0], 1), (*dlse[1], 1), 4) if dlse else None,
     )  # fmt: skip
-    kind = kind, M & 15 == 0, N & 15 == 0, M == 1, N == 1, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+    kind = kind, ends, M & 15 == 0, N & 15 == 0  # a structure knows which is 1
     found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), values, found)
 
