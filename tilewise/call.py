@@ -440,11 +440,15 @@ def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
 
 def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     q, k, v, bias, mask, sink, *_ = inputs
-    on_cpu = q.is_cpu
+    if q.is_cuda:
+        q_begin, k_begin, v_begin = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+    elif q.is_cpu:
+        q_begin = k_begin = v_begin = 0
+    else:
+        q_begin, k_begin, v_begin = [address(x) % 16 for x in (q, k, v)]
     return (  # first `layouts` of q, k and v
-        q.shape, q.dtype, q.device, q.stride(), 0 if on_cpu else address(q) % 16,
-        k.shape, k.dtype, k.device, k.stride(), 0 if on_cpu else address(k) % 16,
-        v.shape, v.dtype, v.device, v.stride(), 0 if on_cpu else address(v) % 16,
+        q.shape, q.dtype, q.device, q.stride(), q_begin, k.shape, k.dtype, k.device, k.stride(), k_begin,
+        v.shape, v.dtype, v.device, v.stride(), v_begin,
         None if bias is None else layouts(bias)[0], None if mask is None else layouts(mask)[0],
         None if sink is None else layouts(sink)[0],
         None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,

@@ -29,6 +29,11 @@ Layout = tuple[tuple[int, ...], Any, Any, tuple[int, ...], int]
 
 def layouts(*tensors: Tensor | None) -> tuple[Layout | None, ...]:
     """Of tensors, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    first = tensors[0]
+    if first is not None and first.is_cuda:  # what `address` would ask of each
+        return tuple([
+            None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() & 15) for x in tensors
+        ])  # fmt: skip
     return tuple([
         None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
         for x in tensors

@@ -46,7 +46,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
     packed_postprocess_kernel,
     postprocess_kernel,
 )
-from tilewise.backends.gluon.sm90.launch import always_hides, hides, limits_of, multiprocessors
+from tilewise.backends.gluon.sm90.launch import always_hides, hides, multiprocessors
 from tilewise.backends.gluon.sm90.resized import (
     ResizedBackward,
     backward_bases,
@@ -149,8 +149,6 @@ class Backward:
         self.made: dict[tuple, Any] = {}
         self.tiled: dict[tuple[int, int], Any] = {}
         self.resizable = not (packed or bias is not None or p.mask is not None or p.parts is not None or needs.sink)
-        self.lo, self.hi = band_of(problem)[2:]
-        self.limits = limits_of(self.lo, self.hi)
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
             self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_low_bits, empty_output, output_layout
+from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_low_bits, empty_output, is_elsewhere, output_layout
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import SEMAPHORE, TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
@@ -86,8 +87,6 @@ class Forward:
         self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
         self.block_n, self.tiled = config.block_n, {}
         self.choices = self._choices(*band_of(problem), sizes.tiles > programs)
-        self.lo, self.hi = band_of(problem)[2:]
-        self.limits = limits_of(self.lo, self.hi)
         box = ragged if packed else descriptor
         self.mask: KeptLists[KnownMask] | None = None
         self.documents: KeptLists[DocumentLists] | None = None
@@ -166,7 +165,7 @@ class Forward:
         if self._choices(M, N, lo, hi, work_tiles > most) != self.choices:
             return None
         o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
-        first, last, ends = self.limits if lo == self.lo and hi == self.hi else limits_of(lo, hi)
+        first, last, ends = limits_of(lo, hi)
         looks, (wide, value_wide) = _looks(M, *self.looks), self.widths
         values = (
             programs, looks if looks < most else most, first, last, M, N, row_tiles, work_tiles, at_once, last_head,
@@ -244,16 +243,18 @@ class Resized:
         self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, _, sink, _, seed, *_ = inputs
+        q, k, v, bias, _, sink, _, seed, _, _ = inputs
+        if is_elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self(inputs)
         values, launches, (kept, repair_kept) = self.varied, self.launches, self.kept
-        with device_of(q):
-            device, (shape, strides) = q.device, self.layout_o
-            o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
-            lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
-            count = torch.zeros(1, dtype=torch.int32, device=device) if self.of.dynamic else None
-            launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
-            if len(launches) > 1:
-                launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
+        shape, strides = self.layout_o
+        o = q.new_empty_strided(shape, strides)
+        lse = q.new_empty(shape[:3], dtype=torch.float32)
+        count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
+        launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
+        if len(launches) > 1:
+            launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
         return Outputs(o, lse)
 
 
@@ -277,6 +278,7 @@ def _sized(
     return ForwardSizes(batch, heads, group, queries, keys, *found)
 
 
+@lru_cache(1024)
 def limits_of(lo: int | None, hi: int | None) -> tuple[int, int, tuple[Any, ...]]:
     """The band's limits as kernels get them, and their `kinds`."""
     limits = tiles.clipped(lo, hi)

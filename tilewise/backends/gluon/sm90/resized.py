@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Outputs, device_of, gradient_strides
+from tilewise.backends import Gradients, Inputs, Outputs, gradient_strides, is_elsewhere
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import BackwardConfig, head_swizzle
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
@@ -163,7 +163,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     same = q_strides == k_strides and q_shape == k_shape
     dq_strides = dk_strides if same else gradient_strides(q_shape, q_strides)
     o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
-    first, last, ends = run.limits if lo == run.lo and hi == run.hi else limits_of(lo, hi)
+    first, last, ends = limits_of(lo, hi)
     values = (
         row_programs, programs, first, last, M, N, row_tiles, key_tiles, ring, zeroed, counted,
         (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
@@ -201,29 +201,28 @@ class ResizedBackward:
         return resized_problem(self.of.problem, self.structure, *self.band)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, _, _, _, _, seed, *_ = inputs
+        q, k, v, _, _, _, _, seed, _, _ = inputs
+        if is_elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self(inputs, outputs, cotangents)
         (o, lse, _), (do, dlse, _), (stats_size, counted, accum) = outputs, cotangents, self.sizes
+        assert lse is not None
         values, launches, (kept, main_kept, after_kept) = self.varied, self.launches, self.kept
-        with device_of(q):
-            device, dtype, wide = q.device, q.dtype, torch.float32
-            stats = torch.empty(stats_size, dtype=wide, device=device)
-            counts = torch.empty(counted, dtype=torch.int32, device=device)
-            (shape, strides, _), (k_shape, k_strides, _), (v_shape, v_strides, _) = values[_DQ : _DV + 1]
-            dq = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            dk = torch.empty_strided(k_shape, k_strides, dtype=dtype, device=device)
-            dv = torch.empty_strided(v_shape, v_strides, dtype=dtype, device=device)
-            if self.of.dq_stored:  # dQ is no sum: the kernel wants a pointer, which it does not follow
-                sums, leaves, pointer = None, dq, stats
-                if self.zeroes_dq:
-                    dq.zero_()
-            else:
-                sums = leaves = pointer = torch.empty((accum, DQ_COLS.value), dtype=wide, device=device)
-            launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts)
-            launches[1].run(
-                values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None,
-                counts, None,
-            )  # fmt: skip
-            if sums is not None:
-                launches[2].run(values, after_kept, sums, dq, counts)
+        stats = lse.new_empty(stats_size)  # float32, as all that is summed
+        counts = lse.new_empty(counted, dtype=torch.int32)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # in `gradient_strides`
+        if self.of.dq_stored:  # dQ is no sum: the kernel wants a pointer, which it does not follow
+            sums, leaves, pointer = None, dq, stats
+            if self.zeroes_dq:
+                dq.zero_()
+        else:
+            sums = leaves = pointer = lse.new_empty((accum, DQ_COLS.value))
+        launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts)
+        launches[1].run(
+            values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None, counts,
+            None,
+        )  # fmt: skip
+        if sums is not None:
+            launches[2].run(values, after_kept, sums, dq, counts)
         needs = self.of.needs
         return Gradients(dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, None)
