@@ -201,12 +201,10 @@ def test_numbers_that_triton_tells_apart(launch, number, other, same, where):
 
 
 def test_strides_of_a_resized_launch(launch):
-    from tilewise.backends.launcher import place
-
     run, kernel = launch
     x, other = at(0), torch.zeros(1, 3, 5, 8)
     run(x, x, None)
-    given = (7, place(other.shape, other.stride(), 4))
+    given = (7, other.shape, other.stride())
     resized = run.resized(9, (1, None, None), given, (9, 0.5))
     for _ in range(2):
         resized(other, x, None)

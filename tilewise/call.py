@@ -282,7 +282,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
     if known is None:
-        if term is not None or inputs.q.dim() != 4:
+        if term is not None or tiles is not None:
             return None
         if inputs.sink is not None:
             if inputs.sink.dim() not in (1, 3):
@@ -319,14 +319,14 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
 def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
     """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_usual_key`,
     which has read the tensors already."""
-    if inputs.tiles is not None:
-        return None
     sink, arguments = key[17], key[19]
     if inputs.sink is not None:  # in rows, as the key's may not be
         (sink,) = layouts(inputs.sink)
     structure = structure_of(key[:5], key[5:10], key[10:15], key[15], key[16], sink)
-    known = None if structure is None else structures.get((structure.key, arguments))
-    if structure is None or known is None:
+    if structure is None:
+        return None
+    known = structures.get((structure.key, arguments))
+    if known is None:
         return None
     terms, aligned, variants = known
     if aligned and terms.hi is not None:

@@ -106,14 +106,9 @@ def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
 
 # --- for other sizes ---
 
-Places = Sequence["int | tuple[int | None, ...] | None"]  # where layouts' tensors stand; of a `Record` a tuple
-Place = tuple[Sequence[int], Sequence[int], int]
-
-
-def place(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Place:
-    """How a tensor lies: shape, strides, and what a descriptor of four axes steps by along one of size 1, see
-    `row_strides`."""
-    return shape, strides, row_width(shape[-1], itemsize)
+# Where in values of a launch layouts' tensors stand, each by its shape and, next to that, its strides; of a `Record` a
+# tuple.
+Places = Sequence["int | tuple[int | None, ...] | None"]
 
 
 def row_width(columns: int, itemsize: int) -> int:
@@ -122,20 +117,29 @@ def row_width(columns: int, itemsize: int) -> int:
 
 
 def placed(layout: Any, at: Any, values: Sequence[Any]) -> Any:
-    """``layout`` of a tensor that lies as `Place` number ``at`` of ``values`` says; as it is where that is None. Along
-    the same axes of size 1 strides are 0."""
+    """``layout`` of a tensor that lies as ``values`` say from number ``at`` on; as it is where that is None. Axes of
+    size 1 are the same, and where one does not keep its stride it has the layout's."""
     if at is None or layout is POINTER:
         return layout
     if isinstance(layout, Record):
         return Record(layout.kind, tuple([placed(x, y, values) for x, y in zip(layout.layouts, at, strict=True)]))
-    shape, strides, width = values[at]
+    shape, strides = values[at], values[at + 1]
+    fixed = layout[1:] if isinstance(layout, Strided) else layout.strides
+    pairs = zip(fixed, strides, gives(layout, shape, strides), strict=True)
+    strides = [own if given else x for x, own, given in pairs]
+    if isinstance(layout, Strided):
+        return Strided(None, *strides)
+    return bound(layout, None, shape=list(shape), strides=strides)
+
+
+def gives(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> list[bool]:
+    """Whether each stride is the tensor's own, not what its layout has for an axis of size 1."""
     if isinstance(layout, Strided):
         pairs = zip(shape, strides, layout[1:], strict=True)
-        return Strided(None, *[0 if n == 1 and (before == 0 or not keeps(s)) else s for n, s, before in pairs])
-    if len(shape) == 4:
-        pairs = zip(shape[:3], strides[:3], strict=True)
-        strides = *[width if n == 1 and not keeps(s) else s for n, s in pairs], 1
-    return bound(layout, None, shape=list(shape), strides=list(strides))
+        return [n != 1 or (before != 0 and keeps(s)) for n, s, before in pairs]
+    if len(shape) < 4:
+        return [True] * len(shape)
+    return [*[n != 1 or keeps(s) for n, s in zip(shape[:3], strides[:3], strict=True)], strides[3] == 1]
 
 
 def layout_kind(layout: Any) -> Any:

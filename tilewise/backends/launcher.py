@@ -45,14 +45,12 @@ from triton.runtime import driver
 
 from tilewise.backends.kernel_arguments import (
     POINTER,
-    Place,
     Places,
     Record,
     Strided,
     bound,
     boxed,
     layout_kind,
-    place,
     placed,
     row_strides,
     sink_layout,
@@ -67,7 +65,6 @@ __all__ = [
     "POINTER",
     "Launch",
     "Members",
-    "Place",
     "Places",
     "Record",
     "Strided",
@@ -76,7 +73,6 @@ __all__ = [
     "boxed",
     "constants",
     "kinds",
-    "place",
     "resized_launches",
     "row_strides",
     "sink_layout",
@@ -156,8 +152,8 @@ class Launch:
     def resized(
         self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...]
     ) -> Callable[..., Any]:  # fmt: skip
-        """The same for other sizes, see `resized_launches`; places: of each layout where its tensor's `Place` stands in
-        ``given``."""
+        """The same for other sizes, see `resized_launches`; places: of each layout where in ``given`` its tensor's
+        shape and strides stand."""
         at = len(given)
         varied = Varied(places, at, range(at + 1, at + 1 + len(numbers)))
         values = (*given, programs, *numbers)

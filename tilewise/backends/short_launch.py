@@ -12,12 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from tilewise.backends.kernel_arguments import POINTER, Record, Strided, keeps
+from tilewise.backends.kernel_arguments import POINTER, Record, Strided, gives
 
 _ADDRESSES = 256  # of a launch, whose descriptors are kept
 _ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
@@ -28,9 +29,9 @@ Members = int | None | tuple["int | None", ...]
 
 
 class Varied(NamedTuple):
-    """Where in ``values`` stands what differs between launches, None for what stays: how each layout's tensor lies, a
-    `kernel_arguments.Place`, of a `Record` one for each member; how many programs; each of the numbers, of a tuple each
-    of its members."""
+    """Where in ``values`` stands what differs between launches, None for what stays: each layout's tensor, its shape
+    and next to that its strides, of a `Record` one for each member; how many programs; each of the numbers, of a tuple
+    each of its members."""
 
     layouts: Sequence[Any]
     programs: int | None
@@ -200,22 +201,21 @@ class _Writer:
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.constants: list[Any] = []
-        self._items: list[str] = []
+        self._items: list[str | tuple[Any]] = []  # one alone in a tuple is a constant
         self._known: dict[str, Any] = {}
         self._values = values
-        self._unpacked: dict[int, str] = {}
 
     def write(self, x: Any, at: Members = None) -> None:
         """An argument, ``x`` or what stands in values."""
         if isinstance(at, tuple):
-            names = [self._either(y, n) for y, n in zip(x, at, strict=True)]
+            names = [self._constant(y) if n is None else f"values[{n}]" for y, n in zip(x, at, strict=True)]
             self._append(x, f"({', '.join(names)},)")
         else:
-            self._append(x, self._either(x, at))
+            self._append(x, (x,) if at is None else f"values[{at}]")
 
     def row(self, layout: Strided, at: int | None) -> None:
         """The strides of a tensor by pointer."""
-        self._append(layout[1:], self._row(layout, at))
+        self._append(layout[1:], (layout[1:],) if at is None else self._row(layout, at))
 
     def record(self, layout: Record, at: Sequence[int | None] | None) -> None:
         """Those of its members, None of a plain pointer."""
@@ -226,42 +226,34 @@ class _Writer:
     def box(self, layout: Any, at: int | None) -> tuple[str, str]:
         """A descriptor's place, its shape and strides; says where a launch finds these two."""
         self.write(None)
-        begin = len(self.constants)
-        middle, end = begin + len(layout.shape), begin + len(layout.shape) + len(layout.strides)
-        self.constants += [*layout.shape, *layout.strides]
+        begin, sizes = len(self.constants), [*layout.shape, *layout.strides]
+        middle, end = begin + len(layout.shape), begin + len(sizes)
+        self.constants += sizes
         if at is None:
-            self._items += [self._constant(x) for x in self.constants[begin:]]
+            self._items += [(x,) for x in sizes]
             return f"a[{begin}:{middle}]", f"a[{middle}:{end}]"
-        strides = self._strides(at)
-        self._items.append(f"*s{at}")
-        shape, lies, _ = self._values[at]
-        if all(n != 1 or keeps(s) for n, s in zip(shape[:3], lies, strict=False)) and lies[-1] == 1:
-            self._items.append(f"*t{at}")
-            return f"values[{at}][0]", f"values[{at}][1]"
-        if len(shape) == 4:
-            pairs = zip(shape, lies, strict=True)
-            strides = [f"w{at}" if n == 1 and not keeps(s) else x for x, (n, s) in zip(strides, pairs, strict=True)]
-            strides[3] = "1"
-        self._items += strides
-        return f"values[{at}][0]", f"a[{middle}:{end}]"
+        given = gives(layout, self._values[at], self._values[at + 1])
+        self._items.append(f"*values[{at}]")
+        if all(given):
+            self._items.append(f"*values[{at + 1}]")
+            return f"values[{at}]", f"values[{at + 1}]"
+        self._items += self._strides(layout.strides, given, at)
+        return f"values[{at}]", f"a[{middle}:{end}]"
 
     def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
-        names = [self._unpacked.get(n, "_") for n in range(len(self._values))]
-        source = [
-            "def listed(values):", f"    {', '.join(names)}, = values", f"    return [{', '.join(self._items)}]",
-        ]  # fmt: skip
+        items: list[Any] = []
+        for is_constant, some in groupby(self._items, lambda x: isinstance(x, tuple)):
+            if is_constant:  # all that stand side by side at once
+                items.append(f"*{self._constant(tuple([x for (x,) in some]))}")
+            else:
+                items += some
+        source = ["def listed(values):", f"    return [{', '.join(items)}]"]
         found: Callable[[tuple[Any, ...]], list[Any]] = _function("listed", source, **self._known)
         return found
 
-    def _append(self, x: Any, name: str) -> None:
+    def _append(self, x: Any, item: str | tuple[Any]) -> None:
         self.constants.append(x)
-        self._items.append(name)
-
-    def _either(self, x: Any, at: int | None) -> str:
-        if at is None:
-            return self._constant(x)
-        self._unpacked[at] = f"v{at}"
-        return f"v{at}"
+        self._items.append(item)
 
     def _constant(self, x: Any) -> str:
         if x is None or type(x) is int or type(x) is bool:
@@ -270,17 +262,13 @@ class _Writer:
         self._known[name] = x
         return name
 
-    def _strides(self, at: int) -> list[str]:
-        self._unpacked[at] = f"(s{at}, t{at}, w{at})"
-        return [f"t{at}[{n}]" for n in range(len(self._values[at][1]))]
-
     def _row(self, layout: Strided, at: int | None) -> str:
         if at is None:
             return self._constant(layout[1:])
-        strides = self._strides(at)
-        shape, lies, _ = self._values[at]
-        pairs = zip(shape, lies, layout[1:], strict=True)
-        gone = [n == 1 and (before == 0 or not keeps(s)) for n, s, before in pairs]
-        if not any(gone):
-            return f"t{at}"
-        return f"({', '.join(['0' if is_gone else x for is_gone, x in zip(gone, strides, strict=True)])})"
+        given = gives(layout, self._values[at], self._values[at + 1])
+        return f"values[{at + 1}]" if all(given) else f"({', '.join(self._strides(layout[1:], given, at))})"
+
+    def _strides(self, fixed: Sequence[int], given: Sequence[bool], at: int) -> list[str]:
+        """Each of a tensor that lies as values say from number ``at`` on, or the layout's."""
+        pairs = zip(fixed, given, strict=True)
+        return [f"values[{at + 1}][{n}]" if own else repr(x) for n, (x, own) in enumerate(pairs)]

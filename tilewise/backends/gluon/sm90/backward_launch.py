@@ -65,7 +65,7 @@ from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, ends, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided, strided_if_any, strided_rows
+from tilewise.backends.launcher import POINTER, Launch, Record, constants, strided, strided_if_any, strided_rows
 from tilewise.backends.protocol import Structure
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -94,7 +94,6 @@ class Backward:
         self.width = width = backward_width(problem)
         block_m, block_n = config.block_m, config.block_n
         self.multiprocessors = multiprocessors(q.device)
-        self.widths = place(q.shape, (), q.element_size())[-1], place(v.shape, (), q.element_size())[-1]
         self.block_m, self.dq_stored, self.lanes = block_m, config.dq_stored, config.lanes > 1
         self.zeroes_dq = self.dq_stored and problem.totals is None and leaves_queries_out(*band_of(problem))
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
@@ -239,6 +238,7 @@ class Backward:
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
+        self.shape = sizes.batch, sizes.kv_heads, sizes.group, sizes.lag
         self.bases = backward_bases(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta

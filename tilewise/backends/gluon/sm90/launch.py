@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_low_bits, empty_output, is_elsewhere, output_layout
+from tilewise.backends import (
+    Inputs,
+    Outputs,
+    allocation,
+    device_of,
+    empty_low_bits,
+    empty_output,
+    is_elsewhere,
+    output_layout,
+)
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import SEMAPHORE, TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
@@ -36,12 +45,10 @@ from tilewise.backends.launcher import (
     POINTER,
     Launch,
     Members,
-    Place,
     Varied,
     Whole,
     constants,
     kinds,
-    place,
     resized_launches,
     sink_layout,
     strided,
@@ -76,6 +83,7 @@ class Forward:
         if parts is not None and parts.toeplitz is not None:
             self.pairs, bias = Pairs(problem, parts.toeplitz, 1.0 / problem.score.scale), parts.toeplitz
         self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
+        self.value_dim = problem.value_dim
         self.shape, self.block_m = (problem.batch, problem.heads, problem.group), config.block_m
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
@@ -149,38 +157,38 @@ class Forward:
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
-        # For `resized`: row widths of descriptors, and `resized_launches` of these.
+        # For `resized`, and `resized_launches` of these.
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
-        self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
-        _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
+        _, M, N, layouts = structure
         row_tiles = -(-M // self.block_m)
         tiled = self.tiled.get(row_tiles) or self._tiled(row_tiles)
         programs, work_tiles, at_once, last_head, most, kind = tiled
         if self._choices(M, N, lo, hi, work_tiles > most) != self.choices:
             return None
-        o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
+        layout_o = output_layout(layouts[0], layouts[1], self.value_dim)
         first, last, ends = limits_of(lo, hi)
-        looks, (wide, value_wide) = _looks(M, *self.looks), self.widths
+        looks, (batch, heads, group) = _looks(M, *self.looks), self.shape
         values = (
-            programs, looks if looks < most else most, first, last, M, N, row_tiles, work_tiles, at_once, last_head,
-            (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
-            (o_shape, o_strides, value_wide), *(self._more(inputs) if self.has_more else ()),
+            programs, looks if looks < most else most, first, last,
+            (batch, heads, group, M, N, row_tiles, work_tiles, at_once, last_head), *layout_o, *layouts,
         )  # fmt: skip
+        if self.has_more:
+            values += self._more(inputs)
         kind = kind, ends, M & 15 == 0, N & 15 == 0
         found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
         return Resized(self, layout_o, values, found)
 
-    def _more(self, inputs: Inputs) -> list[Place]:
+    def _more(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
         """How bias and sink lie."""
         bias, sink = inputs.bias, inputs.sink
-        found = [] if bias is None else [place(bias.shape, bias.stride(), bias.element_size())]
-        return found if sink is None else [*found, place((*sink.shape, 1), (*sink.stride(), 1), 1)]
+        found = () if bias is None else (bias.shape, bias.stride())
+        return found if sink is None else (*found, (*sink.shape, 1), (*sink.stride(), 1))
 
     def _tiled(self, row_tiles: int) -> tuple[Any, ...]:
         """What so many tiles of queries make of sizes: how many programs, all from tiles of queries on, how many
@@ -296,21 +304,20 @@ def _tiled(
     return found, kinds(found)
 
 
-# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes from queries
-# on; then how tensors lie.
-_MAIN, _REPAIR, _LO, _HI, _QUERIES, _FIRST = 0, 1, 2, 3, 4, 10
+# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes; then how
+# tensors lie.
+_MAIN, _REPAIR, _LO, _HI, _SIZES, _FIRST = range(6)
 
 
 def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
     """The launches, and what of them differs with lengths; see `resized_launches`."""
-    q, k, v, o, end = range(_FIRST, _FIRST + 5)
+    o, q, k, v, end = range(_FIRST, _FIRST + 10, 2)
     bias = end if has_bias else None
-    sink = end + has_bias if has_sink else None
-    sizes = None, None, None, *range(_QUERIES, _FIRST)
-    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), sizes, None
+    sink = end + 2 * has_bias if has_sink else None
+    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), _SIZES, None
     found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None, None), _MAIN, numbers))]
     if repair is not None:
-        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), sizes, None
+        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), _SIZES, None
         found.append((repair, Varied((q, k, v, bias, None, sink, None, o, None, None), _REPAIR, numbers)))
     return found
 
