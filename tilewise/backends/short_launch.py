@@ -244,7 +244,7 @@ class _Writer:
         items: list[Any] = []
         for is_constant, some in groupby(self._items, lambda x: isinstance(x, tuple)):
             if is_constant:  # all that stand side by side at once
-                items.append(f"*{self._constant(tuple([x for (x,) in some]))}")
+                items.append(f"*{self._constant(tuple([x[0] for x in some]))}")
             else:
                 items += some
         source = ["def listed(values):", f"    return [{', '.join(items)}]"]

@@ -93,7 +93,8 @@ class Forward:
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
-        self.block_n, self.tiled = config.block_n, {}
+        self.block_n = config.block_n
+        self.tiled: dict[int, tuple[Any, ...]] = {}
         self.choices = self._choices(*band_of(problem), sizes.tiles > programs)
         box = ragged if packed else descriptor
         self.mask: KeptLists[KnownMask] | None = None
