@@ -117,14 +117,14 @@ FAULTS = [
         "test_launcher.py::test_the_short_way_declines_another_alignment",
     ),
     Fault(
-        "backends/short_launch.py", "'0' if n == 1 else x for n, x in pairs", "x for n, x in pairs",
+        "backends/kernel_arguments.py", "(before != 0 and keeps(s))", "keeps(s)",
         "a resized launch steps along an axis of size 1",
         "test_launcher.py::test_a_resized_launch_hands_over_what_a_new_one_would",
     ),
     Fault(
-        "backends/short_launch.py", 'f"w{at}" if n == 1 else x', "x",
+        "backends/kernel_arguments.py", "[*[n != 1 or keeps(s) for n, s in", "[*[True for n, s in",
         "a resized launch's descriptor has the stride of an axis of size 1, which TMA may refuse",
-        "test_launcher.py::test_a_resized_launch_hands_over_what_a_new_one_would",
+        "test_launcher.py::test_strides_along_an_axis_of_size_1",
     ),
     Fault(
         "backends/short_launch.py", "            kept.clear()\n", "            kept.popitem()\n",

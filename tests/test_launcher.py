@@ -201,21 +201,54 @@ def test_numbers_that_triton_tells_apart(launch, number, other, same, where):
 
 
 def test_strides_of_a_resized_launch(launch):
-    from tilewise.backends.launcher import place
-
     run, kernel = launch
-    x, other = at(0), torch.zeros(1, 3, 5, 8)
+    x, other = at(0), torch.zeros(2, 3, 5, 8)
     run(x, x, None)
-    given = (7, place(other.shape, other.stride(), 4))
+    given = (7, other.shape, other.stride())
     resized = run.resized(9, (1, None, None), given, (9, 0.5))
     for _ in range(2):
         resized(other, x, None)
     grid, (rows, pointer, absent, *numbers) = kernel.found[-1].launches[-1]
     assert grid == (9, 1, 1)
-    assert rows[1:] == (0, *other.stride()[1:])
+    assert rows[1:] == other.stride()
     assert pointer is x
     assert absent == (None, 0, 0, 0, 0)
     assert numbers == [9, 0.5]
+
+
+class Box:
+    """Stands in for a descriptor."""
+
+    def __init__(self, shape, strides, block_shape):
+        self.shape, self.strides, self.block_shape = shape, strides, block_shape
+
+
+@pytest.mark.parametrize(
+    ("strides", "rows", "box"),
+    [
+        ((480, 160, 32, 1), (480, 160, 32, 1), (480, 160, 32, 1)),  # as they are
+        ((0, 160, 32, 1), (0, 160, 32, 1), (8, 160, 32, 1)),
+        ((488, 160, 40, 1), (0, 160, 40, 1), (8, 160, 40, 1)),
+        ((2**31, 160, 32, 1), (0, 160, 32, 1), (8, 160, 32, 1)),
+    ],
+)
+def test_strides_along_an_axis_of_size_1(strides, rows, box):
+    """Those that TMA can step by, and that Triton takes for 0's like, stay, so that launches for other sizes may take
+    all as they are. Else by pointer 0, by TMA a row; of such launches too."""
+    from tilewise.backends.kernel_arguments import gives, placed, row_strides, strided, strided_rows
+
+    x = torch.empty_strided((1, 3, 5, 8), strides, dtype=torch.bfloat16, device="meta")
+    assert strided(x)[1:] == (0, *strides[1:])
+    assert strided_rows(x)[1:] == rows
+    assert row_strides(x.shape, strides, 2) == box
+    layout = Box([1, 3, 5, 8], list(box), [1, 1, 4, 8])
+    other = (1, 3, 7, 8), (strides[0] and strides[0] + 32, 224, 32, 1)
+    found = placed(layout, 0, other)
+    assert found.strides == [other[1][0] if rows[0] else 8, *other[1][1:]]
+    assert found.shape == list(other[0])
+    by_pointer = placed(strided_rows(x), 0, other)
+    assert by_pointer[1:] == (other[1][0] if rows[0] else 0, *other[1][1:])
+    assert all(gives(layout, *other)) == bool(rows[0])
 
 
 class Driver:

@@ -88,8 +88,12 @@ def _backward_fake(
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:
     """``saved``: the inputs' tensors and `Outputs`. No cotangent of o is one of zeros."""
-    *given, o, lse, o_low = saved
-    inputs = Inputs(*given) if len(given) == 6 else Inputs.of(given)
+    if len(saved) == 9:  # of the usual call
+        q, k, v, bias, mask, sink, o, lse, o_low = saved
+        inputs = Inputs(q, k, v, bias, mask, sink)
+    else:
+        *given, o, lse, o_low = saved
+        inputs = Inputs.of(given)
     outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
     # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
@@ -153,15 +157,17 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse=None):
         needs = ctx.needs_input_grad[:-1]
-        count = len(needs)
         if not is_eager_backward(do, dlse):
             return *_by_operator(ctx.saved_tensors, ctx.terms, do, dlse, list(needs)), None
         if do is None and dlse is None:
-            return (None,) * (count + 1)
-        call = do, dlse, ctx.saved_tensors, ctx.terms, Needs(*needs)
+            return (None,) * (len(needs) + 1)
+        saved, terms = ctx.saved_tensors, ctx.terms
         if profiler._is_profiler_enabled:
-            return *recorded("tilewise::attention_backward", (do, dlse, *call[2]), _gradients, *call)[:count], None
-        return *_gradients(*call)[:count], None
+            call = do, dlse, saved, terms, Needs(*needs)
+            grads = recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
+        else:
+            grads = _gradients(do, dlse, saved, terms, Needs(*needs))
+        return *grads[: len(needs)], None
 
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
@@ -222,6 +228,8 @@ def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
     return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
 
 
+for _function in (_EagerAttention, _EagerFolded):  # else two functions ask each time which one it is
+    _function._backward_cls.apply = _function.backward  # type: ignore[attr-defined]
 _apply = apply_of(_EagerAttention)
 _apply_folded = apply_of(_EagerFolded)
 

@@ -282,7 +282,7 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
     key = _usual_key(inputs, tiles, arguments)
     known = usual_calls.get(key)
     if known is None:
-        if term is not None or inputs.q.dim() != 4:
+        if term is not None or tiles is not None:
             return None
         if inputs.sink is not None:
             if inputs.sink.dim() not in (1, 3):
@@ -319,14 +319,14 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
 def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
     """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_usual_key`,
     which has read the tensors already."""
-    if inputs.tiles is not None:
-        return None
     sink, arguments = key[17], key[19]
     if inputs.sink is not None:  # in rows, as the key's may not be
         (sink,) = layouts(inputs.sink)
     structure = structure_of(key[:5], key[5:10], key[10:15], key[15], key[16], sink)
-    known = None if structure is None else structures.get((structure.key, arguments))
-    if structure is None or known is None:
+    if structure is None:
+        return None
+    known = structures.get((structure.key, arguments))
+    if known is None:
         return None
     terms, aligned, variants = known
     if aligned and terms.hi is not None:
@@ -440,11 +440,15 @@ def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
 
 def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     q, k, v, bias, mask, sink, *_ = inputs
-    on_cpu = q.is_cpu
+    if q.is_cuda:
+        q_begin, k_begin, v_begin = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+    elif q.is_cpu:
+        q_begin = k_begin = v_begin = 0
+    else:
+        q_begin, k_begin, v_begin = [address(x) % 16 for x in (q, k, v)]
     return (  # first `layouts` of q, k and v
-        q.shape, q.dtype, q.device, q.stride(), 0 if on_cpu else address(q) % 16,
-        k.shape, k.dtype, k.device, k.stride(), 0 if on_cpu else address(k) % 16,
-        v.shape, v.dtype, v.device, v.stride(), 0 if on_cpu else address(v) % 16,
+        q.shape, q.dtype, q.device, q.stride(), q_begin, k.shape, k.dtype, k.device, k.stride(), k_begin,
+        v.shape, v.dtype, v.device, v.stride(), v_begin,
         None if bias is None else layouts(bias)[0], None if mask is None else layouts(mask)[0],
         None if sink is None else layouts(sink)[0],
         None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,

@@ -80,12 +80,12 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Te
     key = (found, terms, needs)
     run = backwards.get(key)
     if run is None:
-        structure, variants = _structure(inputs, found), None
+        structure = structure_of(*found) if len(found) == 10 else None  # type: ignore[arg-type]
         if structure is not None:
             alike = "backward", structure.key, terms_key(terms), needs
             variants = structures.get(alike)
-        if structure is not None and variants is not None:
-            run = variants.resized(structure, terms, inputs, outputs, cotangents, needs)
+            if variants is not None:
+                run = variants.resized(structure, terms, inputs, outputs, cotangents, needs)
         if run is None:
             names = _irregular(inputs, cotangents.o)
             grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}

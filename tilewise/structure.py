@@ -29,6 +29,11 @@ Layout = tuple[tuple[int, ...], Any, Any, tuple[int, ...], int]
 
 def layouts(*tensors: Tensor | None) -> tuple[Layout | None, ...]:
     """Of tensors, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    first = tensors[0]
+    if first is not None and first.is_cuda:  # what `address` would ask of each
+        return tuple([
+            None if x is None else (x.shape, x.dtype, x.device, x.stride(), x.data_ptr() & 15) for x in tensors
+        ])  # fmt: skip
     return tuple([
         None if x is None else (x.shape, x.dtype, x.device, x.stride(), 0 if x.is_cpu else address(x) % 16)
         for x in tensors
@@ -46,17 +51,23 @@ def structure_of(
     q_shape, q_dtype, q_device, q_strides, q_begin = q
     k_shape, k_dtype, k_device, k_strides, k_begin = k
     v_shape, v_dtype, v_device, v_strides, v_begin = v
-    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+    try:
+        batch, heads, M, head_dim = q_shape
+        v_batch, kv_heads, N, value_dim = v_shape
+        (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = q_strides, k_strides, v_strides
+    except ValueError:  # not four axes each
         return None
-    batch, heads, M, head_dim = q_shape
-    v_batch, kv_heads, N, value_dim = v_shape
-    if k_shape != (batch, kv_heads, N, head_dim) or v_batch != batch or M == 0 or N == 0:
+    if k_shape != (batch, kv_heads, N, head_dim) or v_batch != batch or not (M and N):
         return None
-    (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = q_strides, k_strides, v_strides
     # Of their bits all that follows asks: a power of two is reached by all together if it is by one.
     strides = qb | qh | qm | kb | kh | kn | vb | vh | vn
-    dense = heads * (M if M > N else N) * (head_dim if head_dim > value_dim else value_dim)
-    if (strides | qd | kd | vd | dense) >= 2**31 or 2 * batch * heads * (M + N + 256) >= _MOST:
+    wide = (False, False)
+    if (strides | qd | kd | vd | heads * (M + N) * (head_dim + value_dim)) >= _WIDE:
+        dense = heads * (M if M > N else N) * (head_dim if head_dim > value_dim else value_dim)
+        if (strides | qd | kd | vd | dense) >= 2**31:
+            return None
+        wide = (strides | qd | kd | vd) >= _WIDE, dense >= _WIDE
+    if 2 * batch * heads * (M + N + 256) >= _MOST:
         return None
     few = M <= 64 and 16 * M <= N  # `Problem.few_queries`
     # Nearly all have rows without gaps, multiples of 16 apart: then there is nothing to tell one by one.
@@ -64,7 +75,7 @@ def structure_of(
     key: tuple = (
         batch, heads, kv_heads, head_dim, value_dim, q_dtype, k_dtype, v_dtype, q_device, k_device, v_device,
         0 if usual else _codes((*q_strides, *k_strides, *v_strides)), qh < qm, kh < kn, vh < vn,
-        q_begin, k_begin, v_begin, (strides | qd | kd | vd) >= _WIDE, dense >= _WIDE, M if few else M == 1, few, N == 1,
+        q_begin, k_begin, v_begin, wide, M if few else M == 1, few, N == 1,
         # strides of what is made, or factors of them
         0 if not (head_dim | value_dim) & 15 else _codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),
     )  # fmt: skip
@@ -87,27 +98,29 @@ def structure_of(
         o, lse, do, dlse = more
         if o is None or lse is None or do is None:
             return None
-        for shape, dtype, device, steps, begin in (o, do):
-            b, h, m, d = steps
-            bits = b | h | m
-            if shape[2] != M or (bits | d) >= _WIDE:
-                return None
-            usual = d == 1 and not bits & 15 and b and h and m
-            key += (shape[:2], shape[3], dtype, device, 0 if usual else _codes(steps), h < m, begin)
-        for x in (lse, dlse):
-            if x is None:
-                key += (None,)
-                continue
-            shape, dtype, device, steps, begin = x
-            b, h, m = steps
-            if shape[2] != M or (b | h | m) >= _WIDE:
-                return None
+        o_shape, o_dtype, o_device, o_strides, o_begin = o
+        do_shape, do_dtype, do_device, do_strides, do_begin = do
+        lse_shape, lse_dtype, lse_device, lse_strides, lse_begin = lse
+        if not o_shape == do_shape == (batch, heads, M, value_dim) or lse_shape != o_shape[:3]:
+            return None
+        (ob, oh, om, od), (db, dh, dm, dd) = o_strides, do_strides
+        strides = ob | oh | om | db | dh | dm
+        if (strides | od | dd) >= _WIDE or max(lse_strides) >= _WIDE:
+            return None
+        usual = od == dd == 1 and not strides & 15 and ob and oh and om and db and dh and dm
+        key += (
+            o_dtype, o_device, do_dtype, do_device, 0 if usual else _codes((*o_strides, *do_strides)), oh < om, dh < dm,
+            o_begin, do_begin, lse_dtype, lse_device, lse_begin,
             # That of a forward has no gaps and is read by pointer alone.
-            whole = x is lse and b == heads * M and h == M and m == 1
-            key += (shape[:2], dtype, device, 0 if whole else _codes(steps), begin)
-        found = (*found, o[0], o[3], lse[0], lse[3], do[0], do[3])
+            0 if lse_strides == (heads * M, M, 1) else _codes(lse_strides),
+        )  # fmt: skip
+        found = (*found, o_shape, o_strides, lse_shape, lse_strides, do_shape, do_strides)
         if dlse is not None:
-            found = (*found, dlse[0], dlse[3])
+            shape, dtype, device, steps, begin = dlse
+            if shape != lse_shape or max(steps) >= _WIDE:
+                return None
+            key += (dtype, device, _codes(steps), begin)
+            found = (*found, shape, steps)
     return tuple.__new__(Structure, (key, M, N, found))
 
 

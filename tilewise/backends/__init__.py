@@ -113,9 +113,16 @@ def allocation(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
 
 
 _HERE: AbstractContextManager = nullcontext()
+# Where a tensor is on a GPU CUDA has begun: nobody need look whether it has, in two functions more.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU that is not the current one, on which Triton launches."""
+    index = x.get_device()
+    return index >= 0 and index != _current_device()
 
 
 def device_of(x: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensor's own, at no cost where it already is."""
-    index = x.get_device()
-    return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
+    """Make the tensor's device the current one, at no cost where it already is."""
+    return torch.cuda.device(x.get_device()) if is_elsewhere(x) else _HERE

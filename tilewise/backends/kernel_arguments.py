@@ -41,6 +41,19 @@ def strided(x: Tensor | None) -> Strided:
     return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
+def strided_rows(x: Tensor | None) -> Strided:
+    """The same of a tensor that is not broadcast, as q, k, v and what is made of them: nobody steps along its axes of
+    size 1, so that `keeps` strides, and a launch for other sizes takes all as they are."""
+    if x is None:
+        return Strided(None, 0, 0, 0, 0)
+    return Strided(None, *(0 if n == 1 and not keeps(s) else s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def keeps(stride: int) -> bool:
+    """Whether an axis of size 1 keeps its stride, which TMA can step by, and which Triton takes for 0's like."""
+    return stride & 15 == 0 and 0 < stride < 2**31
+
+
 def strided_if_any(x: Tensor | None) -> Any:
     """The same of what most calls lack: without one the kernel is compiled as if it knew of none."""
     return POINTER if x is None else strided(x)
@@ -86,23 +99,16 @@ def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
 
 def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Sequence[int]:
     """Strides of a descriptor of four axes, which must be multiples of 16 bytes also along an axis of size 1."""
-    (a, b, c, d), (s, t, u, _) = shape, strides
-    if a != 1 != b and c != 1:
-        return s, t, u, 1
-    row = row_width(d, itemsize)
-    return row if a == 1 else s, row if b == 1 else t, row if c == 1 else u, 1
+    row = row_width(shape[3], itemsize)
+    pairs = zip(shape[:3], strides[:3], strict=True)
+    return *[row if n == 1 and not keeps(s) else s for n, s in pairs], 1
 
 
 # --- for other sizes ---
 
-Places = Sequence["int | tuple[int | None, ...] | None"]  # where layouts' tensors stand; of a `Record` a tuple
-Place = tuple[Sequence[int], Sequence[int], int]
-
-
-def place(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Place:
-    """How a tensor lies: shape, strides, and what a descriptor of four axes steps by along one of size 1, see
-    `row_strides`."""
-    return shape, strides, row_width(shape[-1], itemsize)
+# Where in values of a launch layouts' tensors stand, each by its shape and, next to that, its strides; of a `Record` a
+# tuple.
+Places = Sequence["int | tuple[int | None, ...] | None"]
 
 
 def row_width(columns: int, itemsize: int) -> int:
@@ -111,17 +117,29 @@ def row_width(columns: int, itemsize: int) -> int:
 
 
 def placed(layout: Any, at: Any, values: Sequence[Any]) -> Any:
-    """``layout`` of a tensor that lies as `Place` number ``at`` of ``values`` says; as it is where that is None."""
+    """``layout`` of a tensor that lies as ``values`` say from number ``at`` on; as it is where that is None. Axes of
+    size 1 are the same, and where one does not keep its stride it has the layout's."""
     if at is None or layout is POINTER:
         return layout
     if isinstance(layout, Record):
         return Record(layout.kind, tuple([placed(x, y, values) for x, y in zip(layout.layouts, at, strict=True)]))
-    shape, strides, width = values[at]
+    shape, strides = values[at], values[at + 1]
+    fixed = layout[1:] if isinstance(layout, Strided) else layout.strides
+    pairs = zip(fixed, strides, gives(layout, shape, strides), strict=True)
+    strides = [own if given else x for x, own, given in pairs]
     if isinstance(layout, Strided):
-        return Strided(None, *[0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
-    if len(shape) == 4:
-        strides = [width if n == 1 else s for n, s in zip(shape[:3], strides, strict=False)] + [1]
-    return bound(layout, None, shape=list(shape), strides=list(strides))
+        return Strided(None, *strides)
+    return bound(layout, None, shape=list(shape), strides=strides)
+
+
+def gives(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> list[bool]:
+    """Whether each stride is the tensor's own, not what its layout has for an axis of size 1."""
+    if isinstance(layout, Strided):
+        pairs = zip(shape, strides, layout[1:], strict=True)
+        return [n != 1 or (before != 0 and keeps(s)) for n, s, before in pairs]
+    if len(shape) < 4:
+        return [True] * len(shape)
+    return [*[n != 1 or keeps(s) for n, s in zip(shape[:3], strides[:3], strict=True)], strides[3] == 1]
 
 
 def layout_kind(layout: Any) -> Any:

@@ -45,19 +45,18 @@ from triton.runtime import driver
 
 from tilewise.backends.kernel_arguments import (
     POINTER,
-    Place,
     Places,
     Record,
     Strided,
     bound,
     boxed,
     layout_kind,
-    place,
     placed,
     row_strides,
     sink_layout,
     strided,
     strided_if_any,
+    strided_rows,
     strides_of,
 )
 from tilewise.backends.short_launch import Members, Short, Varied
@@ -66,7 +65,6 @@ __all__ = [
     "POINTER",
     "Launch",
     "Members",
-    "Place",
     "Places",
     "Record",
     "Strided",
@@ -75,12 +73,12 @@ __all__ = [
     "boxed",
     "constants",
     "kinds",
-    "place",
     "resized_launches",
     "row_strides",
     "sink_layout",
     "strided",
     "strided_if_any",
+    "strided_rows",
 ]
 
 _WHOLE = -2  # what a resized launch is kept under, beside what `Short` keeps
@@ -154,8 +152,8 @@ class Launch:
     def resized(
         self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...]
     ) -> Callable[..., Any]:  # fmt: skip
-        """The same for other sizes, see `resized_launches`; places: of each layout where its tensor's `Place` stands in
-        ``given``."""
+        """The same for other sizes, see `resized_launches`; places: of each layout where in ``given`` its tensor's
+        shape and strides stand."""
         at = len(given)
         varied = Varied(places, at, range(at + 1, at + 1 + len(numbers)))
         values = (*given, programs, *numbers)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from tilewise.backends.kernel_arguments import POINTER, Record, Strided
+from tilewise.backends.kernel_arguments import POINTER, Record, Strided, gives
 
 _ADDRESSES = 256  # of a launch, whose descriptors are kept
 _ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
@@ -28,9 +29,9 @@ Members = int | None | tuple["int | None", ...]
 
 
 class Varied(NamedTuple):
-    """Where in ``values`` stands what differs between launches, None for what stays: how each layout's tensor lies, a
-    `kernel_arguments.Place`, of a `Record` one for each member; how many programs; each of the numbers, of a tuple each
-    of its members."""
+    """Where in ``values`` stands what differs between launches, None for what stays: each layout's tensor, its shape
+    and next to that its strides, of a `Record` one for each member; how many programs; each of the numbers, of a tuple
+    each of its members."""
 
     layouts: Sequence[Any]
     programs: int | None
@@ -78,7 +79,7 @@ class Short:
         descriptors, tensors = iter(metadata), enumerate(there)
         fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
         for layout, begin in zip(layouts, at.layouts, strict=True):
-            place = len(writer.items)
+            place = len(writer.constants)
             if isinstance(layout, Record):
                 members = [(x, *next(tensors)) for x in layout.layouts]
                 writer.record(layout, begin)
@@ -93,8 +94,7 @@ class Short:
                 writer.row(layout, begin)
                 fills.append((place, "strided", n, mask))
             else:
-                writer.box(layout, begin)
-                fills.append((place, "box", n, len(boxes), place + 1 + len(layout.shape), len(writer.items)))
+                fills.append((place, "box", n, len(boxes), *writer.box(layout, begin)))
                 boxes.append(_box(layout, next(descriptors)))
         for x, number in zip(numbers, at.numbers, strict=True):
             writer.write(x, number)
@@ -151,11 +151,11 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
                 found.append(f"({begin}, *r[{at}])" if strided else begin)
             lines.append(f"a[{place}] = ({', '.join(found)},)")
         elif kind == "box":  # its address is a multiple of 16, or no descriptor can be made
-            n, which, middle, end = rest
+            n, which, shape, strides = rest
             key = f"{address(n, 0)} + {which}" if which else address(n, 0)
             lines.append(f"d{which} = get({key})")
-            sizes = f"a[{place + 1}:{middle}], a[{middle}:{end}]"
-            filled = f"fill(p{n}, swizzle{which}, size{which}, type{which}, box{which}, {sizes}, padding{which})"
+            sizes = f"box{which}, {shape}, {strides}"
+            filled = f"fill(p{n}, swizzle{which}, size{which}, type{which}, {sizes}, padding{which})"
             made.append(f"if d{which} is None: d{which} = kept[{key}] = {filled}")
             stored.append(f"a[{place}] = d{which}")
         else:
@@ -197,26 +197,25 @@ def _function(name: str, source: Sequence[str], **known: Any) -> Any:
 
 class _Writer:
     """Writes the function that makes a list of arguments from ``values``, of which some are given: which axes are of
-    size 1 is the same for all. constants: the list of no values."""
+    size 1, and which of these keep their strides, is the same for all. constants: the list of no values."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
-        self.items: list[str] = []
         self.constants: list[Any] = []
+        self._items: list[str | tuple[Any]] = []  # one alone in a tuple is a constant
         self._known: dict[str, Any] = {}
         self._values = values
-        self._unpacked: dict[int, str] = {}
 
     def write(self, x: Any, at: Members = None) -> None:
         """An argument, ``x`` or what stands in values."""
         if isinstance(at, tuple):
-            names = [self._either(y, n) for y, n in zip(x, at, strict=True)]
+            names = [self._constant(y) if n is None else f"values[{n}]" for y, n in zip(x, at, strict=True)]
             self._append(x, f"({', '.join(names)},)")
         else:
-            self._append(x, self._either(x, at))
+            self._append(x, (x,) if at is None else f"values[{at}]")
 
     def row(self, layout: Strided, at: int | None) -> None:
         """The strides of a tensor by pointer."""
-        self._append(layout[1:], self._row(layout, at))
+        self._append(layout[1:], (layout[1:],) if at is None else self._row(layout, at))
 
     def record(self, layout: Record, at: Sequence[int | None] | None) -> None:
         """Those of its members, None of a plain pointer."""
@@ -224,36 +223,37 @@ class _Writer:
         names = ["None" if x is POINTER else self._row(x, begin) for x, begin in rows]
         self._append([None if x is POINTER else x[1:] for x in layout.layouts], f"({', '.join(names)},)")
 
-    def box(self, layout: Any, at: int | None) -> None:
-        """A descriptor's place, its shape and strides."""
+    def box(self, layout: Any, at: int | None) -> tuple[str, str]:
+        """A descriptor's place, its shape and strides; says where a launch finds these two."""
         self.write(None)
-        sizes = [*layout.shape, *layout.strides]
+        begin, sizes = len(self.constants), [*layout.shape, *layout.strides]
+        middle, end = begin + len(layout.shape), begin + len(sizes)
+        self.constants += sizes
         if at is None:
-            for x in sizes:
-                self.write(x)
-            return
-        shape, strides = self._place(at)
-        if len(shape) == 4:
-            sizes_of = self._values[at][0]
-            strides = [f"w{at}" if n == 1 else x for n, x in zip(sizes_of[:3], strides, strict=False)] + ["1"]
-        for x, name in zip(sizes, (*shape, *strides), strict=True):
-            self._append(x, name)
+            self._items += [(x,) for x in sizes]
+            return f"a[{begin}:{middle}]", f"a[{middle}:{end}]"
+        given = gives(layout, self._values[at], self._values[at + 1])
+        self._items.append(f"*values[{at}]")
+        if all(given):
+            self._items.append(f"*values[{at + 1}]")
+            return f"values[{at}]", f"values[{at + 1}]"
+        self._items += self._strides(layout.strides, given, at)
+        return f"values[{at}]", f"a[{middle}:{end}]"
 
     def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
-        names = [self._unpacked.get(n, "_") for n in range(len(self._values))]
-        source = [
-            "def listed(values):", f"    {', '.join(f'({x})' for x in names)}, = values",
-            f"    return [{', '.join(self.items)}]",
-        ]  # fmt: skip
+        items: list[Any] = []
+        for is_constant, some in groupby(self._items, lambda x: isinstance(x, tuple)):
+            if is_constant:  # all that stand side by side at once
+                items.append(f"*{self._constant(tuple([x[0] for x in some]))}")
+            else:
+                items += some
+        source = ["def listed(values):", f"    return [{', '.join(items)}]"]
         found: Callable[[tuple[Any, ...]], list[Any]] = _function("listed", source, **self._known)
         return found
 
-    def _append(self, x: Any, name: str) -> None:
+    def _append(self, x: Any, item: str | tuple[Any]) -> None:
         self.constants.append(x)
-        self.items.append(name)
-
-    def _either(self, x: Any, at: int | None) -> str:
-        return self._constant(x) if at is None else self._unpack(at, f"v{at}")
+        self._items.append(item)
 
     def _constant(self, x: Any) -> str:
         if x is None or type(x) is int or type(x) is bool:
@@ -262,24 +262,13 @@ class _Writer:
         self._known[name] = x
         return name
 
-    def _unpack(self, at: int, names: str) -> str:
-        self._unpacked[at] = names
-        return names
-
-    def _place(self, at: int) -> tuple[list[str], list[str]]:
-        axes = range(len(self._values[at][0]))
-        shape, strides = [f"s{at}_{n}" for n in axes], [f"t{at}_{n}" for n in axes]
-        self._unpack(at, f"({', '.join(shape)},), ({', '.join(strides)},), w{at}")
-        return shape, strides
-
-    def _strides(self, at: int) -> list[str]:
-        strides = [f"t{at}_{n}" for n in range(len(self._values[at][0]))]
-        if at not in self._unpacked:
-            self._unpack(at, f"_, ({', '.join(strides)},), _")
-        return strides
-
     def _row(self, layout: Strided, at: int | None) -> str:
         if at is None:
             return self._constant(layout[1:])
-        pairs = zip(self._values[at][0], self._strides(at), strict=True)
-        return f"({', '.join(['0' if n == 1 else x for n, x in pairs])})"
+        given = gives(layout, self._values[at], self._values[at + 1])
+        return f"values[{at + 1}]" if all(given) else f"({', '.join(self._strides(layout[1:], given, at))})"
+
+    def _strides(self, fixed: Sequence[int], given: Sequence[bool], at: int) -> list[str]:
+        """Each of a tensor that lies as values say from number ``at`` on, or the layout's."""
+        pairs = zip(fixed, given, strict=True)
+        return [f"values[{at + 1}][{n}]" if own else repr(x) for n, (x, own) in enumerate(pairs)]

@@ -30,7 +30,6 @@ from tilewise.backends.launcher import (
     Record,
     boxed,
     constants,
-    place,
     sink_layout,
     strided,
     strided_if_any,
@@ -177,7 +176,6 @@ class Forward:
         self.group, self.banded = problem.group, not problem.score.band.unlimited
         self.has_more = bias is not None or mask is not None or sink is not None
         self.made: dict[tuple, Any] = {}
-        self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.main = Launch(
             forward_kernel,
             forward_programs(problem, config, shares),

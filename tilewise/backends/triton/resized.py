@@ -9,7 +9,7 @@ import torch
 from triton import OutOfResources
 
 from tilewise.backends import Inputs, Outputs, device_of, gradient_strides, output_layout
-from tilewise.backends.launcher import Launch, Place, Varied, Whole, place, resized_launches
+from tilewise.backends.launcher import Launch, Varied, Whole, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import limited, varied_limits
 from tilewise.backends.triton.config import Config, shared_by
@@ -51,13 +51,14 @@ def _ragged(queries: int, keys: int, group: int, config: Config) -> tuple[bool, 
 # --- forward ---
 
 # Where in values of `resized_forward` things stand: programs of both launches, the band's limits and sizes; how tensors
-# lie, q, k, v, o and the sums of shares, then bias, mask and sink, those that are there.
-_PROGRAMS, _MERGES, _LO, _HI, _QUERIES, _KEYS, _SPLITS, _Q, _K, _V, _O, _SHARES, _MORE = range(13)
+# lie, o, the sums of shares, q, k and v, then bias, mask and sink, those that are there.
+_PROGRAMS, _MERGES, _LO, _HI, _QUERIES, _KEYS, _SPLITS, _FIRST = range(8)
+_O, _SHARES, _Q, _K, _V, _MORE = range(_FIRST, _FIRST + 12, 2)
 
 
 def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
     """The launches of a `launch.Forward`, and what of them differs with lengths; see `resized_launches`."""
-    more = iter(range(_MORE, _MORE + 3))
+    more = iter(range(_MORE, _MORE + 6, 2))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     merges = run.merge is not None
     main = (_Q, _K, _V, bias, mask, None if merges else sink, *(None,) * 4, _SHARES if merges else _O, None, None)
@@ -73,7 +74,7 @@ def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
     """A `launch.Forward` for other lengths than ``run``'s; None where these ask for something else that is compiled
     in."""
-    _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
+    _, M, N, layouts = structure
     problem, config = run.problem, run.config
     group, first, last = run.group, *tiles.clipped(lo, hi)
     shares = shared_by(problem, config, M, N, first, last)
@@ -81,16 +82,15 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
         return None
     if inputs.mask is not None and lists_pay(resized_problem(problem, structure, lo, hi), config):
         return None
-    layout_o = output_layout(q_shape, q_strides, v_shape[3])
-    o_shape, o_strides = layout_o
-    batch, heads, _, value_dim = o_shape
-    shared = (shares * batch, heads, M, value_dim), (heads * M * value_dim, M * value_dim, value_dim, 1), 0
-    wide, value_wide = run.widths
+    layout_o = output_layout(layouts[0], layouts[1], problem.value_dim)
+    batch, heads, _, value_dim = layout_o[0]
+    shared = (shares * batch, heads, M, value_dim), (heads * M * value_dim, M * value_dim, value_dim, 1)
     values = (
         _programs(problem, M, config, shares), batch * heads * M, first, last, M, N, shares,
-        (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
-        (o_shape, o_strides, value_wide), shared, *(_more(inputs) if run.has_more else ()),
+        *layout_o, *shared, *layouts,
     )  # fmt: skip
+    if run.has_more:
+        values += _more(inputs)
     kind = (
         M & 15 == 0,
         M == 1,
@@ -106,11 +106,11 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
     return ResizedForward(run, structure, (lo, hi), layout_o, shared[0] if len(found) > 1 else None, values, found)
 
 
-def _more(inputs: Inputs) -> list[Place]:
+def _more(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
     """How bias, mask and sink lie, which hardly any call has."""
     _, _, _, bias, mask, sink, *_ = inputs
-    found = [place(x.shape, x.stride(), x.element_size()) for x in (bias, mask) if x is not None]
-    return found if sink is None else [*found, place((*sink.shape, 1), (*sink.stride(), 1), 1)]
+    found = tuple([y for x in (bias, mask) if x is not None for y in (x.shape, x.stride())])
+    return found if sink is None else (*found, (*sink.shape, 1), (*sink.stride(), 1))
 
 
 class ResizedForward:
@@ -166,7 +166,7 @@ def _limited(terms: Any, problem: Problem) -> Any:
 # --- backward ---
 
 # Where in what `resized_backward` gives tensors stand.
-_BQ, _BK, _BV, _DO, _OUT, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(11)
+_BQ, _BK, _BV, _DO, _OUT, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(0, 22, 2)
 
 
 def resized_backward(
@@ -194,11 +194,10 @@ def resized_backward(
         for make, x in zip(gradients, made, strict=True)
     ]
     new.empty_gradients.append(None if accumulator is None else partial(empty, *accum))
-    given: tuple[Any, ...] = tuple([place(x.shape, x.stride(), x.element_size()) for x in (q, k, v, do, outputs.o)])
-    given += tuple([place(shape, strides, q.element_size()) for shape, strides in made])
-    given += ((heads, padded), (padded, 1), 0), (*accum, 0)
+    given: tuple[Any, ...] = tuple([y for x in (q, k, v, do, outputs.o) for y in (x.shape, x.stride())])
+    given = *given, *[y for x in made for y in x], (heads, padded), (padded, 1), *accum
     if dlse is not None:
-        given += (place((*dlse.shape, 1), (*dlse.stride(), 1), 4),)
+        given = *given, (*dlse.shape, 1), (*dlse.stride(), 1)
     new.preprocess = run.preprocess.resized(
         row_programs,
         (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None, None),

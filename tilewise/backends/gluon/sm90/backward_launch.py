@@ -67,7 +67,7 @@ from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Sheared, as_matrix, ends, range_constants
 from tilewise.backends.kept_lists import Flat, KeptLists, flat_and_lists
-from tilewise.backends.launcher import POINTER, Launch, Record, constants, place, strided, strided_if_any
+from tilewise.backends.launcher import POINTER, Launch, Record, constants, strided, strided_if_any, strided_rows
 from tilewise.backends.protocol import Structure
 from tilewise.backends.sinks import SinkGradient
 from tilewise.problem import Problem
@@ -96,7 +96,6 @@ class Backward:
         self.width = width = backward_width(problem)
         block_m, block_n = config.block_m, config.block_n
         self.multiprocessors = multiprocessors(q.device)
-        self.widths = place(q.shape, (), q.element_size())[-1], place(v.shape, (), q.element_size())[-1]
         self.block_m, self.dq_stored, self.lanes = block_m, config.dq_stored, config.lanes > 1
         self.zeroes_dq = self.dq_stored and problem.totals is None and leaves_queries_out(*band_of(problem))
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
@@ -170,9 +169,9 @@ class Backward:
             packed_preprocess_kernel if packed else preprocess_kernel,
             row_programs,
             (
-                strided(outputs.o),
+                strided_rows(outputs.o),
                 strided_if_any(outputs.o_low),
-                strided(do),
+                strided_rows(do),
                 POINTER,
                 strided(dlse_rows),
                 strided(bias if self.of_rows else None),
@@ -235,7 +234,7 @@ class Backward:
             else Launch(
                 packed_postprocess_kernel if packed else postprocess_kernel,
                 row_programs,
-                (POINTER, strided(dq), POINTER),
+                (POINTER, strided_rows(dq), POINTER),
                 (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
                 num_warps=4 * config.warpgroups,
                 launch_pdl=beside,
@@ -249,6 +248,7 @@ class Backward:
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
+        self.shape = sizes.batch, sizes.kv_heads, sizes.group, sizes.lag
         self.bases = backward_bases(self, dlse is not None)
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends import Inputs, Outputs, allocation, device_of, empty_low_bits, empty_output, output_layout
+from tilewise.backends import (
+    Inputs,
+    Outputs,
+    allocation,
+    device_of,
+    empty_low_bits,
+    empty_output,
+    is_elsewhere,
+    output_layout,
+)
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import SEMAPHORE, TileList
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
@@ -40,16 +49,15 @@ from tilewise.backends.launcher import (
     POINTER,
     Launch,
     Members,
-    Place,
     Varied,
     Whole,
     constants,
     kinds,
-    place,
     resized_launches,
     sink_layout,
     strided,
     strided_if_any,
+    strided_rows,
 )
 from tilewise.backends.protocol import Structure
 from tilewise.backends.score import varied_limits
@@ -57,6 +65,7 @@ from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.problem import Problem
 from tilewise.score import tiles
 
+MOST_TILED = 4096  # numbers of tiles that are remembered
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
@@ -87,6 +96,7 @@ class Forward:
         if parts is not None and parts.toeplitz is not None:
             self.pairs, bias = Pairs(problem, parts.toeplitz, 1.0 / problem.score.scale), parts.toeplitz
         self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
+        self.value_dim = problem.value_dim
         self.shape, self.block_m = (problem.batch, problem.heads, problem.group), config.block_m
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
@@ -99,7 +109,10 @@ class Forward:
         if together:
             main = self._together(problem, config, main, multiprocessors(q.device))
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
-        self.choices = self._choices(*band_of(problem), sizes.tiles)
+        self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
+        self.block_n = config.block_n
+        self.tiled: dict[int, tuple[Any, ...]] = {}
+        self.choices = self._choices(*band_of(problem), sizes.tiles > programs)
         box = ragged if packed else descriptor
         self.mask: KeptLists[KnownMask] | None = None
         self.documents: KeptLists[DocumentLists] | None = None
@@ -153,23 +166,23 @@ class Forward:
                 packed_repair_kernel if packed else repair_kernel,
                 min(_looks(sizes.queries, *self.looks), programs),
                 (
-                    *(strided(x) for x in (q, k, v, bias)),
+                    *(strided_rows(x) for x in (q, k, v)),
+                    strided(bias),
                     pairs,
                     sink_layout(sink),
                     POINTER,
                     *tile_list,
-                    strided(o),
+                    strided_rows(o),
                     strided_if_any(o_low),
                     POINTER,
                 ),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
-        # For `resized`: row widths of descriptors, and `resized_launches` of these.
+        # For `resized`, and `resized_launches` of these.
         self.resizable = (
             main.sizes is sizes and inputs.parts is None and inputs.lengths is None and problem.mask is None
         )
-        self.widths = place(q.shape, (), q.element_size())[-1], place(o.shape, (), q.element_size())[-1]
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
@@ -186,37 +199,49 @@ class Forward:
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""
-        _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides) = structure
-        (row_tiles, work_tiles, at_once, last_head), kind = _tiled(*self.shape, -(-M // self.block_m), self.programs)
-        if self._choices(M, N, lo, hi, work_tiles) != self.choices:
+        _, M, N, layouts = structure
+        row_tiles = -(-M // self.block_m)
+        tiled = self.tiled.get(row_tiles) or self._tiled(row_tiles)
+        programs, work_tiles, at_once, last_head, most, kind = tiled
+        if self._choices(M, N, lo, hi, work_tiles > most) != self.choices:
             return None
-        o_shape, o_strides = layout_o = output_layout(q_shape, q_strides, v_shape[3])
-        first, last = tiles.clipped(lo, hi)
-        programs, looks, (wide, value_wide) = self.programs, _looks(M, *self.looks), self.widths
+        layout_o = output_layout(layouts[0], layouts[1], self.value_dim)
+        first, last, ends = limits_of(lo, hi)
+        looks, (batch, heads, group) = _looks(M, *self.looks), self.shape
         values = (
-            work_tiles if work_tiles < programs else programs, looks if looks < programs else programs,
-            first, last, M, N, row_tiles, work_tiles, at_once, last_head,
-            (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
-            (o_shape, o_strides, value_wide), *(self._more(inputs) if self.has_more else ()),
+            programs, looks if looks < most else most, first, last,
+            (batch, heads, group, M, N, row_tiles, work_tiles, at_once, last_head), *layout_o, *layouts,
         )  # fmt: skip
-        kind = kind, M & 15 == 0, N & 15 == 0, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+        if self.has_more:
+            values += self._more(inputs)
+        kind = kind, ends, M & 15 == 0, N & 15 == 0
         found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
         return Resized(self, layout_o, values, found)
 
-    def _more(self, inputs: Inputs) -> list[Place]:
+    def _more(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
         """How bias and sink lie."""
         bias, sink = inputs.bias, inputs.sink
-        found = [] if bias is None else [place(bias.shape, bias.stride(), bias.element_size())]
-        return found if sink is None else [*found, place((*sink.shape, 1), (*sink.stride(), 1), 1)]
+        found = () if bias is None else (bias.shape, bias.stride())
+        return found if sink is None else (*found, (*sink.shape, 1), (*sink.stride(), 1))
 
-    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, tiles_of_rows: int) -> tuple[bool | str, ...]:
-        """All that depends on lengths in what is compiled in, of a problem without a mask and parts."""
+    def _tiled(self, row_tiles: int) -> tuple[Any, ...]:
+        """What so many tiles of queries make of sizes: how many programs, all from tiles of queries on, how many
+        programs run at once, and `kinds` of the sizes."""
+        sizes, kind = _tiled(*self.shape, row_tiles, self.programs)
+        if len(self.tiled) >= MOST_TILED:
+            self.tiled.clear()
+        found = self.tiled[row_tiles] = min(sizes[1], self.programs), *sizes[1:], self.programs, kind
+        return found
+
+    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, takes_more: bool) -> tuple[bool | str, ...]:
+        """All that depends on lengths in what is compiled in, of a problem without a mask and parts; takes_more:
+        whether a program has more than one tile of queries."""
         return (
-            N % self.config.block_n != 0,
+            N % self.block_n != 0,
             self.always_hides or tiles.hides(M, N, lo, hi),
             self.banded and sees_few(M, N, lo, hi),
-            tiles_of_rows > self.programs,
-            self.raster.at(M, N),
+            takes_more,
+            self.order or self.raster.at(M, N),
         )
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -260,16 +285,18 @@ class Resized:
         self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        q, k, v, bias, _, sink, _, seed, *_ = inputs
+        q, k, v, bias, _, sink, _, seed, _, _ = inputs
+        if is_elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self(inputs)
         values, launches, (kept, repair_kept) = self.varied, self.launches, self.kept
-        with device_of(q):
-            device, (shape, strides) = q.device, self.layout_o
-            o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
-            lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
-            count = torch.zeros(1, dtype=torch.int32, device=device) if self.of.dynamic else None
-            launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
-            if len(launches) > 1:
-                launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
+        shape, strides = self.layout_o
+        o = q.new_empty_strided(shape, strides)
+        lse = q.new_empty(shape[:3], dtype=torch.float32)
+        count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
+        launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
+        if len(launches) > 1:
+            launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
         return Outputs(o, lse)
 
 
@@ -293,7 +320,13 @@ def _sized(
     return ForwardSizes(batch, heads, group, queries, keys, *found)
 
 
-@lru_cache(4096)
+@lru_cache(1024)
+def limits_of(lo: int | None, hi: int | None) -> tuple[int, int, tuple[Any, ...]]:
+    """The band's limits as kernels get them, and their `kinds`."""
+    limits = tiles.clipped(lo, hi)
+    return *limits, kinds(limits)
+
+
 def _tiled(
     batch: int, heads: int, group: int, row_tiles: int, programs: int
 ) -> tuple[tuple[int, int, int, int], tuple[Any, ...]]:  # fmt: skip
@@ -305,21 +338,20 @@ def _tiled(
     return found, kinds(found)
 
 
-# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes from queries
-# on; then how tensors lie.
-_MAIN, _REPAIR, _LO, _HI, _QUERIES, _FIRST = 0, 1, 2, 3, 4, 10
+# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes; then how
+# tensors lie.
+_MAIN, _REPAIR, _LO, _HI, _SIZES, _FIRST = range(6)
 
 
 def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
     """The launches, and what of them differs with lengths; see `resized_launches`."""
-    q, k, v, o, end = range(_FIRST, _FIRST + 5)
+    o, q, k, v, end = range(_FIRST, _FIRST + 10, 2)
     bias = end if has_bias else None
-    sink = end + has_bias if has_sink else None
-    sizes = None, None, None, *range(_QUERIES, _FIRST)
-    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), sizes, None
+    sink = end + 2 * has_bias if has_sink else None
+    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), _SIZES, None
     found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None, None), _MAIN, numbers))]
     if repair is not None:
-        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), sizes, None
+        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), _SIZES, None
         found.append((repair, Varied((q, k, v, bias, None, sink, None, o, None, None), _REPAIR, numbers)))
     return found
 

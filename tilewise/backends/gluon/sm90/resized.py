@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Outputs, device_of, gradient_strides
+from tilewise.backends import Gradients, Inputs, Outputs, gradient_strides, is_elsewhere
 from tilewise.backends.gluon.sm90.backward_scheduler import BackwardSizes, counters
 from tilewise.backends.gluon.sm90.config import BackwardConfig, head_swizzle
 from tilewise.backends.gluon.sm90.dq_accum import DQ_COLS
+from tilewise.backends.gluon.sm90.launch import limits_of
 from tilewise.backends.launcher import Launch, Varied, Whole, kinds, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.score import varied_limits
@@ -79,11 +80,9 @@ def leaves_queries_out(queries: int, keys: int, lo: int | None, hi: int | None) 
     return (hi is not None and hi < 0) or (lo is not None and queries - 1 + lo > keys - 1)
 
 
-# Where in values of `resized_backward` things stand: programs, the band's limits, sizes, counters; how tensors lie.
-_ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _QUERIES, _KEYS, _ROW_TILES, _KEY_TILES, _RING, _ZEROED, _COUNTED, _FIRST = range(
-    12
-)
-_Q, _K, _V, _O, _DO, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(_FIRST, _FIRST + 11)
+# Where in values of `resized_backward` things stand: programs, the band's limits, counters, sizes; how tensors lie.
+_ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _COUNTED, _SIZES, _FIRST = range(7)
+_STATS, _ACCUM, _DQ, _DK, _DV, _Q, _K, _V, _O, _LSE, _DO, _DLSE = range(_FIRST, _FIRST + 24, 2)
 
 
 def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
@@ -91,20 +90,15 @@ def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
     before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
     main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 5)
-    terms, sizes, _ = run.main.numbers
-    differ = {
-        "queries": _QUERIES, "keys": _KEYS, "row_tiles": _ROW_TILES, "key_tiles": _KEY_TILES, "ring": _RING,
-        "zeroed": _ZEROED,
-    }  # fmt: skip
-    varied_sizes = tuple([differ.get(name) for name in sizes._fields])
+    terms = run.main.numbers[0]
     same = [None] * (len(run.before.numbers) - 3)
     found = [
-        (run.before, Varied(before, _ROW_PROGRAMS, (None, varied_sizes, _COUNTED, *same))),
-        (run.main, Varied(main, _PROGRAMS, (varied_limits(terms, _LO, _HI), varied_sizes, None))),
+        (run.before, Varied(before, _ROW_PROGRAMS, (None, _SIZES, _COUNTED, *same))),
+        (run.main, Varied(main, _PROGRAMS, (varied_limits(terms, _LO, _HI), _SIZES, None))),
     ]
     if not run.dq_stored:
         same = [None] * (len(run.after.numbers) - 3)
-        found.append((run.after, Varied((None, _DQ, None), _ROW_PROGRAMS, (None, None, varied_sizes, *same))))
+        found.append((run.after, Varied((None, _DQ, None), _ROW_PROGRAMS, (None, None, _SIZES, *same))))
     return found
 
 
@@ -148,31 +142,30 @@ def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
 def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | None) -> ResizedBackward | None:
     """A `backward_launch.Backward` for other lengths than ``run``'s; None where these ask for something else that is
     compiled in."""
-    _, M, N, (q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *more) = structure
+    _, M, N, layouts = structure
+    q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *_ = layouts
     config = run.config
     row_tiles, key_tiles = -(-M // config.block_m), -(-N // config.block_n)
     tiled = _tiled(run, row_tiles, key_tiles)
     ring, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
     if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, run.programs) != run.choices:
         return None
-    cols = DQ_COLS.value
     dv_strides = gradient_strides(v_shape, v_strides)
     same = k_strides == v_strides and k_shape == v_shape
     dk_strides = dv_strides if same else gradient_strides(k_shape, k_strides)
     same = q_strides == k_strides and q_shape == k_shape
     dq_strides = dk_strides if same else gradient_strides(q_shape, q_strides)
-    o_shape, o_strides, _, _, do_shape, do_strides, *dlse = more
-    wide, value_wide = run.widths
-    first, last = tiles.clipped(lo, hi)
+    first, last, ends = limits_of(lo, hi)
+    batch, kv_heads, group, lag = run.shape
     values = (
-        row_programs, programs, first, last, M, N, row_tiles, key_tiles, ring, zeroed, counted,
-        (q_shape, q_strides, wide), (k_shape, k_strides, wide), (v_shape, v_strides, value_wide),
-        (o_shape, o_strides, value_wide), (do_shape, do_strides, value_wide), (q_shape, dq_strides, wide),
-        (k_shape, dk_strides, wide), (v_shape, dv_strides, value_wide),
-        ((stats,), (1,), 0), ((accum, cols), (cols, 1), 0),
-        ((*dlse[0], 1), (*dlse[1], 1), 4) if dlse else None,
+        row_programs, programs, first, last, counted,
+        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ring, lag, zeroed), (stats,), (1,),
+        (accum, DQ_COLS.value), (DQ_COLS.value, 1), q_shape, dq_strides, k_shape, dk_strides, v_shape, dv_strides,
+        *layouts,
     )  # fmt: skip
-    kind = kind, M & 15 == 0, N & 15 == 0, M == 1, N == 1, first & 15 == 0, first == 1, last & 15 == 0, last == 1
+    if len(layouts) > 12:  # the kernel's rows of the LSE's cotangent have one column
+        values = *values[:-2], (*layouts[12], 1), (*layouts[13], 1)
+    kind = kind, ends, M & 15 == 0, N & 15 == 0  # a structure knows which is 1
     found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), values, found)
 
@@ -194,36 +187,35 @@ class ResizedBackward:
     @property
     def layouts(self) -> list[Any]:
         """Of dQ, dK and dV: shape and strides."""
-        return [x[:2] for x in self.varied[_DQ : _DV + 1]]
+        return [self.varied[at : at + 2] for at in (_DQ, _DK, _DV)]
 
     @property
     def problem(self) -> Problem:
         return resized_problem(self.of.problem, self.structure, *self.band)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-        q, k, v, _, _, _, _, seed, *_ = inputs
+        q, k, v, _, _, _, _, seed, _, _ = inputs
+        if is_elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self(inputs, outputs, cotangents)
         (o, lse, _), (do, dlse, _), (stats_size, counted, accum) = outputs, cotangents, self.sizes
+        assert lse is not None
         values, launches, (kept, main_kept, after_kept) = self.varied, self.launches, self.kept
-        with device_of(q):
-            device, dtype, wide = q.device, q.dtype, torch.float32
-            stats = torch.empty(stats_size, dtype=wide, device=device)
-            counts = torch.empty(counted, dtype=torch.int32, device=device)
-            (shape, strides, _), (k_shape, k_strides, _), (v_shape, v_strides, _) = values[_DQ : _DV + 1]
-            dq = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            dk = torch.empty_strided(k_shape, k_strides, dtype=dtype, device=device)
-            dv = torch.empty_strided(v_shape, v_strides, dtype=dtype, device=device)
-            if self.of.dq_stored:  # dQ is no sum: the kernel wants a pointer, which it does not follow
-                sums, leaves, pointer = None, dq, stats
-                if self.zeroes_dq:
-                    dq.zero_()
-            else:
-                sums = leaves = pointer = torch.empty((accum, DQ_COLS.value), dtype=wide, device=device)
-            launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts)
-            launches[1].run(
-                values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None,
-                counts, None,
-            )  # fmt: skip
-            if sums is not None:
-                launches[2].run(values, after_kept, sums, dq, counts)
+        stats = lse.new_empty(stats_size)  # float32, as all that is summed
+        counts = lse.new_empty(counted, dtype=torch.int32)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # in `gradient_strides`
+        if self.of.dq_stored:  # dQ is no sum: the kernel wants a pointer, which it does not follow
+            sums, leaves, pointer = None, dq, stats
+            if self.zeroes_dq:
+                dq.zero_()
+        else:
+            sums = leaves = pointer = lse.new_empty((accum, DQ_COLS.value))
+        launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts)
+        launches[1].run(
+            values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None, counts,
+            None,
+        )  # fmt: skip
+        if sums is not None:
+            launches[2].run(values, after_kept, sums, dq, counts)
         needs = self.of.needs
         return Gradients(dq if needs.q else None, dk if needs.k else None, dv if needs.v else None, None)
