@@ -62,9 +62,6 @@ def calls(
             forwards[name] = partial(launch.Forward(problem, inputs), inputs)
     with patched(launch, raster=lambda _: launch.Raster("batch", 0, 0)):
         forwards["together, order of the batch"] = partial(launch.Forward(problem, inputs), inputs)
-    if length % 2 == 0:
-        with patched(launch, elements_together=lambda _: 2):
-            forwards["together, two batch elements"] = partial(launch.Forward(problem, inputs), inputs)
     if "backward" not in passes:
         return forwards, backwards, problem, inputs
     outputs = next(iter(forwards.values()))()

@@ -115,11 +115,6 @@ def comes_together(problem: Problem) -> bool:
     return scales and backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
 
 
-def elements_together(problem: Problem) -> int:
-    """Batch elements of a program of `together_kernel`, two or one: two read a bias that they share once."""
-    return 1
-
-
 def forward_config(problem: Problem) -> Config:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from tilewise.backends.gluon.sm90.config import (
     Config,
     band_of,
     comes_together,
-    elements_together,
     forward_config,
     most_registers,
     padded,
@@ -39,7 +37,7 @@ from tilewise.backends.gluon.sm90.documents import DocumentLists, DocumentSummar
 from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forward_kernel
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
 from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
-from tilewise.backends.gluon.sm90.together_kernel import TogetherConstants, together_kernel
+from tilewise.backends.gluon.sm90.together_kernel import together_kernel
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
@@ -69,15 +67,6 @@ MOST_TILED = 4096  # numbers of tiles that are remembered
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
-class Main(NamedTuple):
-    """What the main kernel is made with."""
-
-    constants: Any
-    sizes: ForwardSizes
-    programs: int  # that run at once
-    registers: dict[str, int]
-
-
 class Forward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
@@ -105,9 +94,6 @@ class Forward:
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
         together = comes_together(problem) and not c.RAGGED.value
-        main = Main(c, sizes, programs, most_registers(config.programs, config.warpgroups + 1))
-        if together:
-            main = self._together(problem, config, main, multiprocessors(q.device))
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
         self.block_n = config.block_n
@@ -133,7 +119,7 @@ class Forward:
         self.dynamic = c.DYNAMIC.value
         self.main: Launch = Launch(
             together_kernel if together else forward_kernel,
-            min(main.sizes.tiles, main.programs),  # the next tile's loads run under the end of the last
+            min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
             (
                 box(q, 64, c.BLOCK_D.value),
                 box(k, config.block_n, c.BLOCK_D.value),
@@ -148,13 +134,9 @@ class Forward:
                 POINTER,
                 POINTER,
             ),
-            (
-                terms._replace(exponent=LOG2E, inverse=1.0) if together or config.scale_in_q else terms,
-                main.sizes,
-                main.constants,
-            ),
+            (terms._replace(exponent=LOG2E, inverse=1.0) if together or config.scale_in_q else terms, sizes, c),
             num_warps=4,
-            **main.registers,
+            **most_registers(config.programs, config.warpgroups + 1),
         )
         self.repair, self.looks = None, (1, 0, 1)
         if c.HIDES.value:
@@ -180,22 +162,10 @@ class Forward:
                 num_warps=8,
             )
         # For `resized`, and `resized_launches` of these.
-        self.resizable = (
-            main.sizes is sizes and inputs.parts is None and inputs.lengths is None and problem.mask is None
-        )
+        self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
-
-    def _together(self, problem: Problem, config: Config, main: Main, processors: int) -> Main:
-        """Of `together_kernel`."""
-        elements = elements_together(problem)
-        values = TogetherConstants(*(x.value for x in main.constants), elements)
-        if elements == 1:
-            return main._replace(constants=constants(values))
-        half = _sizes(replace(problem, batch=problem.batch // elements), config, processors)
-        values = values._replace(COMPUTING_REGISTERS=112)
-        return Main(constants(values), half, processors, most_registers(1, elements * config.warpgroups + 1))
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """For other lengths; None where these ask for something else that is compiled in."""

@@ -9,7 +9,6 @@ bias no multiplication.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -36,14 +35,12 @@ from tilewise.backends.gluon.pipeline import (
 )
 from tilewise.backends.gluon.score import widened
 from tilewise.backends.gluon.sm90.bias_tiles import bias_box
-from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, Operands, finish
+from tilewise.backends.gluon.sm90.forward_kernel import Operands, finish
 from tilewise.backends.gluon.sm90.softmax import online_softmax, rescaled, rounded, sums_of_rows, times_v
 from tilewise.backends.gluon.sm90.wgmma import accumulator
-from tilewise.backends.gluon.tile_scheduler import QueryTile, entry_at, work_tile_at
+from tilewise.backends.gluon.tile_scheduler import entry_at, work_tile_at
 
 STAGES = gl.constexpr(3)  # of the ring; two programs on a multiprocessor have room for no more
-# `elements`: batch elements of a program, each of which has as many warpgroups; they share the tiles of the bias.
-TogetherConstants = namedtuple("TogetherConstants", (*ForwardConstants._fields, "ELEMENTS"))
 
 
 class Shared(NamedTuple):
@@ -51,9 +48,9 @@ class Shared(NamedTuple):
 
     q: Any  # a ring
     low: Any  # for each warpgroup, see `in_two_parts`
-    k: Any  # STAGES tiles of each of these, for each batch element
+    k: Any  # STAGES tiles of each of these
     v: Any
-    bias: Any  # for each 64 queries
+    bias: Any  # for each warpgroup
     full: Any  # a barrier for each stage
     o: Any
 
@@ -84,8 +81,8 @@ def following(place):
 def leave(slot, c):
     """Give a slot back; a warp does not wait for the others."""
     gl.inline_asm_elementwise(
-        f"{{ .reg .u32 id; fence.proxy.async.shared::cta; add.u32 id, $1, {FIRST_NAMED_BARRIER}; "
-        f"bar.arrive id, {128 * c.WARPGROUPS * c.ELEMENTS + 32}; mov.b32 $0, 0; }}",
+        "{ .reg .u32 id; fence.proxy.async.shared::cta; "
+        f"add.u32 id, $1, {FIRST_NAMED_BARRIER}; bar.arrive id, {128 * c.WARPGROUPS + 32}; mov.b32 $0, 0; }}",
         "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -94,8 +91,8 @@ def leave(slot, c):
 def wait_left(slot, c):
     """Wait, in a role of one warp, until all warpgroups have left a slot."""
     gl.inline_asm_elementwise(
-        f"{{ .reg .u32 id; add.u32 id, $1, {FIRST_NAMED_BARRIER}; "
-        f"bar.sync id, {128 * c.WARPGROUPS * c.ELEMENTS + 32}; mov.b32 $0, 0; }}",
+        "{ .reg .u32 id; "
+        f"add.u32 id, $1, {FIRST_NAMED_BARRIER}; bar.sync id, {128 * c.WARPGROUPS + 32}; mov.b32 $0, 0; }}",
         "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -103,9 +100,7 @@ def wait_left(slot, c):
 @gluon.jit
 def load(x, shared, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K, V and the bias."""
-    OF_KEYS: gl.constexpr = c.ELEMENTS * (x.k.block_type.nbytes + x.v.block_type.nbytes)
-    BYTES: gl.constexpr = OF_KEYS + c.WARPGROUPS * x.bias.block_type.nbytes
-    ALL: gl.constexpr = c.WARPGROUPS * c.ELEMENTS
+    BYTES: gl.constexpr = x.k.block_type.nbytes + x.v.block_type.nbytes + c.WARPGROUPS * x.bias.block_type.nbytes
     place = Place(gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     t = 0
@@ -114,26 +109,21 @@ def load(x, shared, terms, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         hk = tile.h // sizes.group
         b = tile.b if c.BIAS_BATCH else 0
-        for g in gl.static_range(ALL):
-            row = tile.row0 + 64 * (g % c.WARPGROUPS)
-            b_of = tile.b * c.ELEMENTS + g // c.WARPGROUPS
-            at = box_of(tile.seq.first_query, tile.seq.queries, b_of, tile.h, row, c)
-            fill_at(shared.q, slot_of(shared.q, t, g, ALL), use_of(shared.q, t, ALL), x.q, at)
+        for w in gl.static_range(c.WARPGROUPS):
+            at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
+            fill_at(shared.q, slot_of(shared.q, t, w, c.WARPGROUPS), use_of(shared.q, t, c.WARPGROUPS), x.q, at)
         for i in range(tile.count):
             if step >= STAGES:
                 wait_left(place.slot, c)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
             full = shared.full.index(place.slot)
             mbarrier.expect(full, BYTES)
-            for e in gl.static_range(c.ELEMENTS):
-                at = box_of(tile.seq.first_key, tile.seq.keys, tile.b * c.ELEMENTS + e, hk, n0, c)
-                tma_load(x.k, at, full, shared.k.index(place.slot * c.ELEMENTS + e))
+            at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
+            tma_load(x.k, at, full, shared.k.index(place.slot))
             for w in gl.static_range(c.WARPGROUPS):
                 at_bias = bias_box(tile, b, tile.row0 + 64 * w, n0, terms, c)
                 tma_load(x.bias, at_bias, full, shared.bias.index(place.slot * c.WARPGROUPS + w))
-            for e in gl.static_range(c.ELEMENTS):
-                at = box_of(tile.seq.first_key, tile.seq.keys, tile.b * c.ELEMENTS + e, hk, n0, c)
-                tma_load(x.v, at, full, shared.v.index(place.slot * c.ELEMENTS + e))
+            tma_load(x.v, at, full, shared.v.index(place.slot))
             place = following(place)
             step += 1
         tile_index += gl.num_programs(0)
@@ -162,13 +152,11 @@ def attend(q, low, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.
     more: whether the next tile is one of the same queries, for which it waits.
     """
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
-    ELEMENT: gl.constexpr = WARPGROUP // c.WARPGROUPS
-    PART: gl.constexpr = WARPGROUP % c.WARPGROUPS
     if not FIRST:
-        v = shared.v.index(before.slot * c.ELEMENTS + ELEMENT).reshape([c.BLOCK_N, c.BLOCK_DV])
+        v = shared.v.index(before.slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(rows.p, v, rows.o, c)
-    start = widened(shared.bias.index(here.slot * c.WARPGROUPS + PART).reshape([64, c.BLOCK_N]).load(S))
-    k = shared.k.index(here.slot * c.ELEMENTS + ELEMENT).reshape([c.BLOCK_N, c.BLOCK_D]).permute((1, 0))
+    start = widened(shared.bias.index(here.slot * c.WARPGROUPS + WARPGROUP).reshape([64, c.BLOCK_N]).load(S))
+    k = shared.k.index(here.slot).reshape([c.BLOCK_N, c.BLOCK_D]).permute((1, 0))
     s_pending = warpgroup_mma(q, k, start, is_async=True)
     s_pending = warpgroup_mma(low, k, s_pending, is_async=True)
     if FIRST:
@@ -187,10 +175,7 @@ def attend(q, low, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.
 
 @gluon.jit
 def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The role of a warpgroup, of all batch elements: O and the LSE of its 64 queries of each tile."""
-    ALL: gl.constexpr = c.WARPGROUPS * c.ELEMENTS
-    ELEMENT: gl.constexpr = WARPGROUP // c.WARPGROUPS
-    PART: gl.constexpr = WARPGROUP % c.WARPGROUPS
+    """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     low = shared.low.index(WARPGROUP).reshape([64, c.BLOCK_D])
@@ -199,10 +184,9 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     tile_index = gl.program_id(0)
     while tile_index < sizes.tiles:
         tile = work_tile_at(tile_index, x, terms, sizes, c)
-        b = tile.b * c.ELEMENTS + ELEMENT
-        slot = slot_of(shared.q, t, WARPGROUP, ALL)
+        slot = slot_of(shared.q, t, WARPGROUP, c.WARPGROUPS)
         q = shared.q.slots.index(slot).reshape([64, c.BLOCK_D])
-        wait_full(shared.q, slot, use_of(shared.q, t, ALL))
+        wait_full(shared.q, slot, use_of(shared.q, t, c.WARPGROUPS))
         in_two_parts(q, low, terms, c)
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
@@ -217,21 +201,20 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
         # PV of the first tile of keys
         release(shared.q, slot)
-        v = shared.v.index(place.slot * c.ELEMENTS + ELEMENT).reshape([c.BLOCK_N, c.BLOCK_DV])
+        v = shared.v.index(place.slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o = warpgroup_mma_wait(0, deps=(times_v(rows.p, v, rows.o, c),))
         leave(place.slot, c)
         place = following(place)
         l_i = gl.convert_layout(gl.sum(rows.l, axis=1), ROWS, assert_trivial=True)
-        mine = QueryTile(tile.seq, b, tile.h, tile.row0, tile.count, tile.last, 0, 0, 0)
-        o = finish(rows.m, l_i, o, x, lse, mine, terms, sizes, c, PART)
+        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
 
         # O leaves by TMA, through shared memory
         stage = shared.o.index(WARPGROUP)
         tma.store_wait(0)  # of the tile before
         stage.reshape([64, c.BLOCK_DV]).store(o.to(x.q.dtype))
         fence_async_shared()
-        row = tile.row0 + 64 * PART
-        tma_store(x.o, box_of(tile.seq.first_query, tile.seq.queries, b, tile.h, row, c), stage)
+        row = tile.row0 + 64 * WARPGROUP
+        tma_store(x.o, box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c), stage)
         tile_index += gl.num_programs(0)
         t += 1
     tma.store_wait(0)
@@ -244,38 +227,22 @@ def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, t
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-    ALL: gl.constexpr = c.WARPGROUPS * c.ELEMENTS
     shared = Shared(
-        new_ring(q, c.Q_STAGES * ALL, 64, c.BLOCK_D, 1),
-        new_tiles(q, ALL, 64, c.BLOCK_D),
-        new_tiles(k, STAGES * c.ELEMENTS, c.BLOCK_N, c.BLOCK_D),
-        new_tiles(v, STAGES * c.ELEMENTS, c.BLOCK_N, c.BLOCK_DV),
+        new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
+        new_tiles(q, c.WARPGROUPS, 64, c.BLOCK_D),
+        new_tiles(k, STAGES, c.BLOCK_N, c.BLOCK_D),
+        new_tiles(v, STAGES, c.BLOCK_N, c.BLOCK_DV),
         new_tiles(bias, STAGES * c.WARPGROUPS, 64, c.BLOCK_N),
         full,
-        new_tiles(o, ALL, 64, c.BLOCK_DV),
+        new_tiles(o, c.WARPGROUPS, 64, c.BLOCK_DV),
     )
     fence_async_shared()
-    FEW: gl.constexpr = c.LOADING_REGISTERS
-    MANY: gl.constexpr = c.COMPUTING_REGISTERS
-    if ALL == 2:
-        gl.warp_specialize(
-            [
-                (compute, (x, shared, lse, terms, sizes, c, 0)),
-                (compute, (x, shared, lse, terms, sizes, c, 1)),
-                (load, (x, shared, terms, sizes, c)),
-            ],
-            [4, 1],
-            [MANY, FEW],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (compute, (x, shared, lse, terms, sizes, c, 0)),
-                (compute, (x, shared, lse, terms, sizes, c, 1)),
-                (compute, (x, shared, lse, terms, sizes, c, 2)),
-                (compute, (x, shared, lse, terms, sizes, c, 3)),
-                (load, (x, shared, terms, sizes, c)),
-            ],
-            [4, 4, 4, 1],
-            [MANY, MANY, MANY, FEW],
-        )
+    gl.warp_specialize(
+        [
+            (compute, (x, shared, lse, terms, sizes, c, 0)),
+            (compute, (x, shared, lse, terms, sizes, c, 1)),
+            (load, (x, shared, terms, sizes, c)),
+        ],
+        [4, 1],
+        [c.COMPUTING_REGISTERS, c.LOADING_REGISTERS],
+    )
