@@ -32,10 +32,10 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 @triton.jit
 def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, lists, value_dim, sizes,
-                             counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
-                             BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """`preprocess_kernel` of a packed batch: one program for each tile of queries and head. dq_accum: None where dQ is
-    no sum. Of others that of the first work tiles is zeroed here, and of sequences without a work tile."""
+                             counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr,
+                             BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """`preprocess_kernel` of a packed batch: one program for each tile of queries and head. bias: or None. dq_accum:
+    None where dQ is no sum. Of others that of the first work tiles is zeroed here, and of sequences without a work tile."""
     _zero_counters(counts, counters)
     if dq_accum is not None:
         _zero_first_sums(dq_accum, lists.keys, sizes, BLOCK_M, BLOCK_D, BLOCK_N)
@@ -44,7 +44,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
         seq, tile = listed_tile(lists.queries, n)
         place = h * sizes.row_tiles + first_tile_of(lists.queries, n, seq, BLOCK_M) + tile
         _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, seq.keys == 0, h, place, tile * BLOCK_M, seq,
-                    value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+                    value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, bias is not None, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit

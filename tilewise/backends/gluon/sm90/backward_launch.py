@@ -165,6 +165,8 @@ class Backward:
             self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
             self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
+        along_rows = bias if self.of_rows else None
+        tiled: tuple[Any, ...] = (block_m, width, block_n) if packed else (self.of_rows, block_m, width)
         self.before = Launch(
             packed_preprocess_kernel if packed else preprocess_kernel,
             row_programs,
@@ -174,14 +176,13 @@ class Backward:
                 strided_rows(do),
                 POINTER,
                 strided(dlse_rows),
-                strided(bias if self.of_rows else None),
+                strided_if_any(along_rows) if packed else strided(along_rows),
                 POINTER,
                 POINTER,
                 POINTER,
                 *((Record(Lists, (POINTER, POINTER)),) if packed else ()),
             ),
-            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, self.of_rows, block_m, width)
-            + ((block_n,) if packed else ()),
+            (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, *tiled),
             num_warps=row_warps,
         )
         dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None or ahead else None), POINTER, POINTER]
