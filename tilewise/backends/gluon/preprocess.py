@@ -35,7 +35,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
                              counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr,
                              BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """`preprocess_kernel` of a packed batch: one program for each tile of queries and head. bias: or None. dq_accum:
-    None where dQ is no sum. Of others that of the first work tiles is zeroed here, and of sequences without a work tile."""
+    None where dQ is no sum. Of others that of the first work tiles is zeroed here, and of sequences without any."""
     _zero_counters(counts, counters)
     if dq_accum is not None:
         _zero_first_sums(dq_accum, lists.keys, sizes, BLOCK_M, BLOCK_D, BLOCK_N)
@@ -43,7 +43,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
     if n < tl.load(lists.queries):
         seq, tile = listed_tile(lists.queries, n)
         place = h * sizes.row_tiles + first_tile_of(lists.queries, n, seq, BLOCK_M) + tile
-        _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, seq.keys == 0, h, place, tile * BLOCK_M, seq,
+        _statistics((o, o_low, do), lse, dlse, bias, stats, dq_accum, seq.keys == 0, h, place, tile * BLOCK_M, seq,
                     value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, bias is not None, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, va
     bh = pid // sizes.row_tiles
     row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
     zeroes = bh // sizes.group < sizes.zeroed
-    _statistics((o, o_low), do, lse, dlse, bias, stats, dq_accum, zeroes, bh, pid, row0, seq, value_dim, sizes, weight,
+    _statistics((o, o_low, do), lse, dlse, bias, stats, dq_accum, zeroes, bh, pid, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -98,12 +98,12 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(outputs, do, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, row0, seq, value_dim, sizes, weight,
+def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
     """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among all tiles.
-    outputs: o and o_low. zeroes: the tile's sum of dQ."""
-    o, o_low = outputs
+    outputs: o, o_low and do. zeroes: the tile's sum of dQ."""
+    o, o_low, do = outputs
     heads = sizes.kv_heads * sizes.group
     b, h = bh // heads, bh % heads
     within = row0 + tl.arange(0, BLOCK_M)
