@@ -228,8 +228,6 @@ def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
     return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
 
 
-for _function in (_EagerAttention, _EagerFolded):  # else two functions ask each time which one it is
-    _function._backward_cls.apply = _function.backward  # type: ignore[attr-defined]
 _apply = apply_of(_EagerAttention)
 _apply_folded = apply_of(_EagerFolded)
 
