@@ -188,6 +188,13 @@ def check_documents(mesh: DeviceMesh) -> None:
         holders = torch.stack([split.seen_lengths(rank) > 0 for rank in range(size)]).sum(0)
         assert (holders > 1).sum() <= size
         assert (holders[7] > 1) == (longest**2 > sum(n * n for n in lengths) / size)
+    # As many tokens are not as many pairs: of three that are long one is everybody's on two ranks.
+    offsets = tuple(itertools.accumulate([400] * 3 + [20] * 60, initial=0))
+    for size in (2, 3, 4, 8):
+        split = documents.documents_of(size, True, offsets)
+        pairs = [split.pairs(rank, True) for rank in range(size)]
+        assert max(pairs) < 1.03 * sum(pairs) / size
+        assert sum(x.lengths for x in split.spans(0)).sum() == offsets[-1] // size
     q, k, v = (torch.zeros(32, heads, 64, dtype=BRAIN, requires_grad=True) for heads in (8, 4, 4))
     offsets = (0, 32 * mesh.size())
     plan = explain_context_parallel_varlen(q, k, v, offsets, mesh=mesh, causal=True, load_balancer="document")
