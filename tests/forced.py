@@ -9,21 +9,23 @@ from dataclasses import replace
 import torch
 from helpers import Case, check
 
+from tilewise import call, dispatch
 from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.score import dropout
 from tilewise.score.terms import Band, Score, Terms
 
 
+def forget() -> None:
+    """What was prepared for forwards: the next call of each kind prepares anew."""
+    for kept in (dispatch.forwards, dispatch.structures, call.usual_calls, call.structures):
+        kept.clear()
+
+
 @contextlib.contextmanager
 def forced_splits(splits: int) -> Iterator[None]:
     """Forwards of few queries run in so many splits, whatever their sizes; what was prepared before is forgotten."""
-    from tilewise import call, dispatch
     from tilewise.backends.triton import launch, resized
-
-    def forget() -> None:
-        for kept in (dispatch.forwards, dispatch.structures, call.usual_calls, call.structures):
-            kept.clear()
 
     chosen = launch.splits, resized.shared_by
     launch.splits = lambda problem, config: splits if problem.few_queries else 1

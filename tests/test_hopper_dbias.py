@@ -50,6 +50,7 @@ def problem(B, H, Hkv, axes, M=300, N=700, dtype=torch.bfloat16, **changes):
         (problem(4, 2, 2, "1h", deterministic=True), "reduce", 0),
         (problem(4, 2, 2, "1h", bias_grad=False), "none", 1),
         (problem(40, 2, 2, "1h", dtype=torch.float32), "accumulate", 1),
+        (problem(4, 2, 2, "1h", dtype=torch.float16), "reduce", 0),  # unfused torch rounds once
     ],
 )
 def test_who_adds(p, how, sums):

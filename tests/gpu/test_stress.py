@@ -180,6 +180,7 @@ def test_hopper_backward_repeats(case):
     bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
     assert explain(*x, bias=bias, **case.terms, backend="hopper").plan.backward == "hopper"
     first = run(case, "hopper", "cuda", inputs)
+    least, most = (None, None) if case.bias != "1hmn" else sums_of_dbias(case, inputs)
     for _ in range(100):
         again = run(case, "hopper", "cuda", inputs)
         assert torch.equal(again.dk, first.dk)
@@ -187,8 +188,22 @@ def test_hopper_backward_repeats(case):
         torch.testing.assert_close(again.dq, first.dq, rtol=2e-2, atol=1e-4)
         if case.bias == "bhmn":
             assert torch.equal(again.dbias, first.dbias)
+        elif least is not None:
+            assert ((least <= again.dbias) & (again.dbias <= most)).all()
         elif case.bias is not None:
             torch.testing.assert_close(again.dbias, first.dbias, rtol=2e-2, atol=1e-4)
+
+
+def sums_of_dbias(case, inputs):
+    """The least and the most that the dBias of single batch elements can add up to, in any order, where each addition
+    rounds: B - 1 unit roundoffs of the sum of their sizes (Higham, Accuracy and Stability of Numerical Algorithms)."""
+    of_each = inputs._replace(bias=inputs.bias.expand(case.B, -1, -1, -1).contiguous())
+    each = run(replace(case, bias="bhmn"), "hopper", "cuda", of_each).dbias
+    n = (case.B - 1) * torch.finfo(each.dtype).eps / 2
+    each = each.float()
+    off = n / (1 - n) * each.abs().sum(0, keepdim=True) + 1e-6
+    total = each.sum(0, keepdim=True)
+    return total - off, total + off
 
 
 @pytest.mark.parametrize("terms", [{}, {"bias": "1hmn"}, {"bias": "b11n", "causal": True}, {"D": 256}], ids=str)

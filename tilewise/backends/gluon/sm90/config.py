@@ -285,13 +285,16 @@ def dbias_sums(problem: Problem) -> int:
     bias's dtype and in any order; 0 where they do not.
 
     A 16-bit sum has no more than eight summands: it is then nearer to float64 than unfused torch, whose dS is rounded
-    more often (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one."""
+    more often (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one. Beside
+    q of the other 16-bit dtype unfused torch has float32 scores, and rounds dBias once: so do the other ways."""
     bias = problem.bias
     if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != "matrix":
         return 0
     group = problem.broadcast_group(bias)
     sharers = group.batch * group.heads
     if group.single or has_lanes(problem):
+        return 0
+    if bias.dtype not in (torch.float32, problem.dtype):
         return 0
     if bias.dtype == torch.float32 or sharers <= MOST_PROGRAMS:
         return 1
