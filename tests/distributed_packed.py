@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from distributed_child import (
@@ -38,6 +40,7 @@ from tilewise.distributed import (
     shard,
     unshard,
 )
+from tilewise.distributed import packed as packed_module
 
 LENGTHS = (5, 1, 0, 19, 7)
 OFFSETS = tuple(itertools.accumulate(LENGTHS, initial=0))
@@ -68,9 +71,14 @@ def _packed_cases(size: int) -> list[Case]:
             Case("all_to_all", "several", "both sides", balancer, more={"dropout_p": 0.3, "dropout_seed": (1, 2)}),
             Case("all_gather", "plain", "causal", balancer, BRAIN, lse=False),
         ]
-    # Each sequence is one rank's, and nothing is sent.
+    # Each sequence is one rank's, and nothing is sent; of four ranks two have no part of what others send each other;
+    # heads in one group.
     at_home = [
-        Case("all_gather", kind, "causal", "document", more={"lengths": (8,) * 4}) for kind in ("keys", "several")
+        Case("all_gather", kind, "causal", "document", more=more)
+        for kind, more in itertools.product(
+            ("keys", "several"),
+            ({"lengths": (8,) * 4}, {"lengths": (5, 5, 4, 4, 4, 4, 2, 2, 2)}, {"groups": 1}),
+        )
     ]
     return (found if size == 2 else found[::3]) + at_home
 
@@ -80,7 +88,7 @@ def check_packed(case: Case, mesh: DeviceMesh) -> None:
     torch.manual_seed(1)
     lengths = case.more.get("lengths", LENGTHS)
     offsets = tuple(itertools.accumulate(lengths, initial=0))
-    more = {name: x for name, x in case.more.items() if name != "lengths"}
+    more = {name: x for name, x in case.more.items() if name not in ("lengths", "groups")}
     shapes, build = PACKED[case.kind]
     shapes = {"q": ((T, H, D), 0), "k": ((T, Hkv, D), 0), "v": ((T, Hkv, Dv), 0), **shapes}
     tensors = {name: torch.randn(shape, dtype=DOUBLE).to(case.dtype) for name, (shape, _) in shapes.items()}
@@ -95,10 +103,11 @@ def check_packed(case: Case, mesh: DeviceMesh) -> None:
     expected, expected_lse = varlen_attention(
         *(whole[x] for x in "qkv"), *packed, **build(whole), **terms, return_lse=True
     )
-    found = context_parallel_varlen_attention(
-        *(local[x] for x in "qkv"), cu, **build(local), **terms, mesh=mesh, method=case.method,
-        load_balancer=case.balancer, return_lse=case.lse,
-    )  # fmt: skip
+    with patch.object(packed_module, "GROUP_FLOPS", math.inf if "groups" in case.more else 0.0):
+        found = context_parallel_varlen_attention(
+            *(local[x] for x in "qkv"), cu, **build(local), **terms, mesh=mesh, method=case.method,
+            load_balancer=case.balancer, return_lse=case.lse,
+        )  # fmt: skip
     o, lse = found if case.lse else (found, None)
     close = {DOUBLE: {}, BRAIN: {"rtol": 2e-2, "atol": 4e-2}}[case.dtype]
     torch.testing.assert_close(o, part(expected, 0), msg=lambda text: f"o: {text}", **close)

@@ -40,4 +40,4 @@ def test_two_gpus_get_what_one_gets(tmp_path, share):
         print(line)
     wrong = [{name: words for name, words, *_ in lines if words} for lines in found]
     assert wrong == [{}, {}]
-    assert len(found[0]) > 20 // SHARES
+    assert len(found[0]) >= 20 // SHARES

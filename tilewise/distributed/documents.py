@@ -1,11 +1,11 @@
 """How the tokens of a packed batch are split over ranks, and which of them a rank has of each sequence: arithmetic.
 
 Contiguous: rank r has the r-th part of all tokens, where sequences may begin and end anywhere. "document": sequences
-are one rank's, and the longest everybody's, a head and a tail each, see `dealing`. A rank has what it has of sequences
-and their heads first, sequence by sequence, and then the tails.
+are one rank's, and the longest everybody's, a head and a tail each, see `dealing`. A rank has first the sequences that
+are its alone, one after the other, then what it has of others or their heads, and then their tails.
 
-The keys that a rank's queries see are those of the sequences of which it has tokens: `SeenKeys` are these, of which
-only what lies elsewhere is sent.
+What is a rank's alone is computed with its keys where they lie, and waits for nobody. The other queries see keys of the
+sequences of which the rank has tokens: `SeenKeys` are these, of which only what lies elsewhere is sent.
 """
 
 from __future__ import annotations
@@ -38,24 +38,30 @@ class Spans(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a shard that one local call computes: ``chunk`` of the shard, and what these are of each sequence."""
+    """Rows of a shard that one local call computes: ``chunk`` of the shard, and what these are of each sequence.
+
+    at_home: the sequences that are the rank's alone, with its own keys as they lie; of all its rows, of which the last
+    ones belong to no sequence of this call.
+    """
 
     chunk: Chunk
     lengths: Lengths  # of the local call
     longest: tuple[int, int]
+    at_home: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class SeenKeys:
-    """The keys that a rank's queries see, ``count`` of them, and how they come together: what follows are places,
-    int64, on the device. Methods take tensors whose first axis is that of keys, or of the rows of a shard.
+    """The keys that a rank's queries from ``first`` on see, ``count`` of them, and how they come together: what follows
+    are places, int64, on the device. Methods take tensors whose first axis is that of keys, or of the rows of a shard.
 
-    own: of this rank's rows among these keys; None: they are these keys, in order. sent: of the rows that others need
-    in this rank's shard, ``mine`` and then some of which nobody takes notice, so that every rank sends as many. at,
-    place: of what all ranks send, end to end, those which are among these keys, and where.
+    own: of this rank's rows from ``first`` on among these keys; None: they are these keys, in order. sent: of the rows
+    that others need in this rank's shard, ``mine`` and then some of which nobody takes notice, so that every rank sends
+    as many. at, place: of what all ranks send, end to end, those which are among these keys, and where.
     """
 
     size: int
+    first: int
     count: int
     own: Tensor | None
     mine: int
@@ -73,14 +79,15 @@ class SeenKeys:
 
     def together(self, shard: Tensor, stacked: Tensor | None) -> Tensor:
         """These keys, of this rank's and what all have sent."""
+        shard = shard[self.first :]
         if self.own is None:
             return shard
         found = shard.new_empty((self.count, *shard.shape[1:])).index_copy_(0, self.own, shard)
         return found if stacked is None else found.index_copy_(0, self.place, stacked.index_select(0, self.at))
 
-    def staying(self, grad: Tensor) -> Tensor:
-        """Of gradients of these keys those of this rank's rows, by its queries alone."""
-        return grad if self.own is None else grad.index_select(0, self.own)
+    def stay(self, total: Tensor, grad: Tensor) -> None:
+        """Of gradients of these keys those of this rank's rows, by its queries alone, into that of its shard."""
+        total[self.first :].copy_(grad if self.own is None else grad.index_select(0, self.own))
 
     def going(self, grad: Tensor) -> Tensor:
         """Of gradients of these keys what goes to each rank, (size, rows, ..)."""
@@ -142,9 +149,9 @@ class Documents:
         key = "rows", rank
         if key not in self._kept:
             found = []
-            for span in self.spans(rank):
-                lengths = span.lengths
-                first = self.cu[:-1] + span.begin - (lengths.cumsum(0) - lengths)
+            alone = Spans(torch.zeros_like(self.cu[:-1]), self.lengths_alone(rank))
+            for begin, lengths in [(x.begin, x.lengths) for x in (alone, *self._shared_spans(rank))]:
+                first = self.cu[:-1] + begin - (lengths.cumsum(0) - lengths)
                 found.append(torch.arange(int(lengths.sum())) + first.repeat_interleave(lengths))
             self._kept[key] = torch.cat(found)
         kept: Tensor = self._kept[key]
@@ -161,21 +168,28 @@ class Documents:
         return found
 
     def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
-        """The local calls of a rank that has its `SeenKeys`: each with the keys of a sequence up to its own last query
-        under a causal mask, so that the last query sees the last key as in the whole."""
+        """The local calls of a rank, those that have rows: of the sequences that are its alone, and of spans of others
+        with its `SeenKeys`, each with the keys of a sequence up to its own last query under a causal mask, so that the
+        last query sees the last key as in the whole. A part's ``chunk.start`` is its number."""
         key = rank, causal, device
         if key not in self._kept:
-            found, local = [], 0
-            seen = self.seen_lengths(rank)
-            cu_k = torch.cat([seen.new_zeros(1), seen.cumsum(0)])
-            for n, span in enumerate(self.spans(rank)):
+            found: list[Part] = []
+            alone, seen = self.lengths_alone(rank), self.seen_lengths(rank)
+            local = int(alone.sum())
+            if local:
+                cu, longest = _sent(_offsets(alone), device), int(alone.max())
+                rows = self.offsets[-1] // self.size
+                found.append(Part(Chunk(0, 0, rows), Lengths(cu, cu), (longest, longest), at_home=True))
+            cu_k = _offsets(seen)
+            for span in self._shared_spans(rank):
                 lengths = span.lengths
-                used = span.end.minimum(seen) if causal else seen
-                cu_q = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
                 rows = int(lengths.sum())
-                on_device = Lengths(*(_sent(x, device) for x in (cu_q, cu_k, used)))
-                longest = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
-                found.append(Part(Chunk(local, n, rows), on_device, longest))
+                if not rows:
+                    continue
+                used = span.end.minimum(seen) if causal else seen
+                on_device = Lengths(*(_sent(x, device) for x in (_offsets(lengths), cu_k, used)))
+                most = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
+                found.append(Part(Chunk(local, len(found), rows), on_device, most))
                 local += rows
             self._kept[key] = tuple(found)
         return self._kept[key]
@@ -188,9 +202,22 @@ class Documents:
         counts = [torch.stack([x.lengths for x in self.spans(rank)]).sum(0) for rank in range(self.size)]
         return torch.stack(counts) > 0
 
+    @cached_property
+    def _alone(self) -> Tensor:
+        """(B,), bool: sequences of one rank, whose rows follow each other in its shard."""
+        return (self._holders.sum(0) == 1) if self.balanced else torch.zeros(len(self.offsets) - 1, dtype=torch.bool)
+
+    def lengths_alone(self, rank: int) -> Tensor:
+        """Of each sequence its tokens if they are that rank's alone, else 0."""
+        return torch.where(self._alone & self._holders[rank], self.cu.diff(), 0)
+
+    def _shared_spans(self, rank: int) -> list[Spans]:
+        """`spans` of the other sequences."""
+        return [Spans(x.begin, torch.where(self._alone, x.begin, x.end)) for x in self.spans(rank)]
+
     def seen_lengths(self, rank: int) -> Tensor:
-        """Of each sequence the keys that the rank needs: all or none."""
-        return torch.where(self._holders[rank], self.cu.diff(), 0)
+        """Of each sequence the keys that `SeenKeys` have: all or none."""
+        return torch.where(~self._alone & self._holders[rank], self.cu.diff(), 0)
 
     @cached_property
     def sent_rows(self) -> tuple[Tensor, ...]:
@@ -223,11 +250,14 @@ class Documents:
             here = is_seen[tokens].nonzero()[:, 0]
             at.append(n * most + here)
             places.append((shift[tokens] + tokens)[here])
-        own, count = shift[rows] + rows, int(lengths.sum())
+        first, count = int(self.lengths_alone(rank).sum()), int(lengths.sum())
+        rows = rows[first:]
+        own = shift[rows] + rows
         mine = sent[rank]
         padded = torch.cat([mine, mine.new_zeros(most - len(mine))])
         return SeenKeys(
             self.size,
+            first,
             count,
             None if torch.equal(own, torch.arange(count)) else _moved(own, device),
             len(mine),
@@ -252,6 +282,10 @@ class Documents:
     def whole_of(self, shards: Tensor, dim: int) -> Tensor:
         x = shards.movedim(0, dim).flatten(dim, dim + 1)
         return x.index_select(dim, self.order(x.device)[1]) if self.balanced else x
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 _read: Any = WeakTensorKeyDictionary()  # of tensors on a GPU, what they held and when they were last written
@@ -298,15 +332,17 @@ def read_offsets(name: str, offsets: Tensor | Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def packed_ranks(mesh: DeviceMesh, load_balancer: LoadBalancer, offsets: tuple[int, ...]) -> Ranks:
-    """`Ranks` that split a packed batch.
+def packed_ranks(
+    mesh: DeviceMesh, load_balancer: LoadBalancer, offsets: tuple[int, ...], ranks: Ranks | None = None
+) -> Ranks:
+    """`Ranks` that split a packed batch, of a mesh or made of its ``ranks``.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
     """
     if load_balancer not in BALANCERS:
         raise ValueError(f"load_balancer: of a packed batch must be None or 'document', got {load_balancer!r}")
-    ranks = Ranks.of(mesh, None)
+    ranks = Ranks.of(mesh, None) if ranks is None else ranks
     if offsets[-1] % ranks.size:
         raise ValueError(
             f"cu_seqlens: {offsets[-1]} tokens do not divide by {ranks.size} ranks; pad the batch by a sequence"

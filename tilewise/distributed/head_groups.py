@@ -1,6 +1,7 @@
 """Keys and values gathered in groups of heads: what of one group is on its way while the one before is computed with.
 
-Of a packed batch what is gathered are the keys of sequences that several ranks have tokens of, `documents.SeenKeys`.
+Of a packed batch what is gathered are the keys of sequences that several ranks have tokens of, `documents.SeenKeys`;
+the others are computed first, with this rank's keys as they lie.
 
 Heads do not meet each other, so that a group needs no merge, and its numbers are those of all heads at once. A rank
 holds the keys of all ranks for two groups beside those it computes with, and of gradients as much. A backward gathers
@@ -29,6 +30,9 @@ from tilewise.distributed.operands import ShardedCall
 
 MOST_GROUPS = 16
 AHEAD = 2  # groups
+LATE = (
+    2**24
+)  # bytes that a rank sends, of a Hopper GPU and its NVLink a tenth of a millisecond: less than the host takes
 PartGradients = Callable[..., list[Tensor | None]]
 
 
@@ -78,7 +82,10 @@ class _Keys:
         # Small, and the same for all groups: key biases and masks.
         self.shared = {n: self._now(n) for n in call.moving if n not in self.by_heads}
         self.coming: list[list[_Coming]] = []
-        for n in range(min(AHEAD, groups)):
+        # What is this rank's alone begins at once, before so little is sent.
+        moving = sum(tensors[n].numel() * tensors[n].element_size() for n in self.by_heads)
+        self.late = call.seen is not None and groups == 1 and call.sent_share * moving <= LATE
+        for n in range(0 if self.late else min(AHEAD, groups)):
             self._issue(Group(n, groups))
 
     def _now(self, n: int) -> Tensor:
@@ -102,24 +109,32 @@ class _Keys:
         parts = [(n, group.part(self.tensors[n], self.call.slots[n].heads)) for n in self.by_heads]
         self.coming.append([self._sent(n, part, async_op=True) for n, part in parts])
 
-    def __iter__(self) -> Iterator[tuple[Group, list[Tensor]]]:
-        """Each group, and the call's tensors with all keys and its heads."""
+    def __iter__(self) -> Iterator[tuple[Group, Iterator[tuple[list[Chunk], list[Tensor]]]]]:
+        """Each group with its `_parts`, which are to be taken before the next group."""
         for n in range(self.groups):
-            group, found = Group(n, self.groups), list(self.tensors)
-            for at, coming in zip(self.by_heads, self.coming[0], strict=True):
-                if coming.work is not None:
-                    coming.work.wait()
+            group = Group(n, self.groups)
+            yield group, self._parts(group)
+
+    def _parts(self, group: Group) -> Iterator[tuple[list[Chunk], list[Tensor]]]:
+        """Chunks of queries, and the call's tensors with the group's heads and the keys of these."""
+        call = self.call
+        found = [group.part(x, slot.heads) for x, slot in zip(self.tensors, call.slots, strict=True)]
+        here = [query for query in call.row_chunks if call.at_home(query)]
+        rest = [query for query in call.row_chunks if not call.at_home(query)]
+        if here:
+            yield here, list(found)
+        if self.late:
+            self._issue(group)
+        for at, coming in zip(self.by_heads, self.coming.pop(0), strict=True):
+            if coming.work is not None:
+                coming.work.wait()
+            if rest:
                 found[at] = self._whole(at, coming)
-            self.coming.pop(0)
-            if n + AHEAD < self.groups:
-                self._issue(Group(n + AHEAD, self.groups))
-            for at, x in enumerate(found):
-                if at in self.shared:
-                    found[at] = self.shared[at]
-                elif at not in self.by_heads:
-                    found[at] = group.part(x, self.call.slots[at].heads)
-            yield group, found
-            found = []  # free before the next
+        del coming
+        if group.n + AHEAD < self.groups:
+            self._issue(Group(group.n + AHEAD, self.groups))
+        if rest:
+            yield rest, [self.shared.get(at, x) for at, x in enumerate(found)]
 
     def axis(self, n: int) -> int:
         axis = self.call.slots[n].keys
@@ -146,28 +161,27 @@ class _Keys:
 class _Gradients:
     """Gradients of what moves with the keys on their way home, group by group."""
 
-    def __init__(self, call: ShardedCall, totals: dict[int, Tensor]) -> None:
-        self.call, self.totals = call, totals
+    def __init__(self, call: ShardedCall, moving: Sequence[int], totals: list[Tensor | None]) -> None:
+        self.call, self.moving, self.totals = call, moving, totals
         self.going: list[tuple[Group, list[tuple[int, Any, Tensor, Tensor]]]] = []
         self.filling: dict[int, Tensor] = {}
 
-    def begin(self, group: Group) -> None:
-        """Memory for those of a group; those of two groups before have come by now."""
+    def begin(self) -> None:
+        """Those of two groups before have come by now."""
         while len(self.going) >= AHEAD:
             self._receive()
-        if self.call.seen is None:
-            for n, total in self.totals.items():
-                part = group.part(total, self.call.slots[n].heads)
-                self.filling[n] = part.new_empty((self.call.ranks.size, *part.shape))
 
-    def add(self, n: int, grad: Tensor, key: Chunk, first: bool) -> None:
-        """Of the keys ``key``, to what is there; the ``first`` finds nothing there."""
-        split, axis = self.call.ranks.split, self.call.slots[n].keys
-        assert axis is not None
+    def add(self, n: int, grad: Tensor, key: Chunk) -> None:
+        """Of the keys ``key``, to what is there: nothing at first."""
+        ranks, axis, first = self.call.ranks, self.axis(n), n not in self.filling
         if self.call.seen is not None:  # these are the gradients of all that it has, sorted when they are complete
             self.filling[n] = grad if first else self.filling[n].add_(grad)
             return
-        sent = self.filling[n]
+        if first:
+            shape = list(grad.shape)
+            shape[axis] = self.call.keys
+            self.filling[n] = grad.new_empty((ranks.size, *shape))
+        sent, split = self.filling[n], ranks.split
         for rank, chunk in split.all_chunks(sent.shape[axis + 1]):
             begin = min(max(key.start, chunk.start), chunk.start + chunk.length)
             end = max(min(key.start + key.length, chunk.start + chunk.length), begin)
@@ -183,10 +197,13 @@ class _Gradients:
 
     def send(self, group: Group) -> None:
         ranks, seen, works = self.call.ranks, self.call.seen, []
-        for n, sent in self.filling.items():
-            if seen is not None:
-                grad = sent.movedim(self.axis(n), 0)
-                self._total(group, n).copy_(seen.staying(grad))
+        for n in self.moving:
+            if seen is None:
+                sent = self.filling[n]
+            else:
+                total = self._total(group, n)
+                grad = self.filling[n].movedim(self.axis(n), 0) if n in self.filling else total[:0]
+                seen.stay(total, grad)
                 if not seen.travels:
                     continue
                 sent = seen.going(grad)
@@ -205,7 +222,9 @@ class _Gradients:
 
     def _total(self, group: Group, n: int) -> Tensor:
         """Of a packed batch rows are its first axis."""
-        total = group.part(self.totals[n], self.call.slots[n].heads)
+        whole = self.totals[n]
+        assert whole is not None
+        total = group.part(whole, self.call.slots[n].heads)
         return total if self.call.seen is None else total.movedim(self.axis(n), 0)
 
     def _receive(self) -> None:
@@ -237,23 +256,29 @@ class Gathered(NamedTuple):
 
 
 def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> Outputs:
-    q, v, chunks = tensors[0], tensors[2], call.row_chunks
-    if groups == len(chunks) == 1:
-        (_, found), query = next(iter(_Keys(call, tensors, 1))), chunks[0]
-        key = call.seen_keys(query)
-        return call.outputs(call.cut(found, query, key), query, key)
+    q, v = tensors[0], tensors[2]
+    whole: Outputs | None = None
+    for group, parts in _Keys(call, tensors, groups):
+        for queries, found in parts:
+            for query in queries:
+                key = call.seen_keys(query)
+                part = call.outputs(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
+                if whole is None and groups == 1 and query.length == q.shape[2]:
+                    whole = part
+                    continue
+                whole = _empty_outputs(call, q, v) if whole is None else whole
+                for to, x in zip(whole, part, strict=True):
+                    if to is not None and x is not None:
+                        group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
+            del found
+    assert whole is not None
+    return whole
+
+
+def _empty_outputs(call: ShardedCall, q: Tensor, v: Tensor) -> Outputs:
     o = empty_output(q, v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
     o_low = torch.empty_like(o, dtype=torch.int16) if call.keeps_low_bits(q.dtype) else None
-    for group, found in _Keys(call, tensors, groups):
-        for query in chunks:
-            key = call.seen_keys(query)
-            parts = call.outputs(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
-            for to, x in zip((o, lse, o_low), parts, strict=True):
-                if to is not None and x is not None:
-                    group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
-        del found
-    return Outputs(o, lse, o_low)
+    return Outputs(o, q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype)), o_low)
 
 
 def _first_head(call: ShardedCall, group: Group) -> int:
@@ -265,31 +290,35 @@ def _backward(
     needs: Sequence[bool], part_gradients: PartGradients,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of ``tensors``; ``outputs`` are those of whole rows, the sink included."""
-    totals = [_total(call, n, x, groups) if needs[n] else None for n, x in enumerate(tensors)]
+    # Gradients of q, k and v by a call of all rows are the tensors to which those of other calls come.
+    first = call.row_chunks[0]
+    taken = [groups == 1 and call.at_home(first) and n < 3 for n in range(len(tensors))]
+    totals = [_total(call, n, x, groups) if needs[n] and not taken[n] else None for n, x in enumerate(tensors)]
     keys = _Keys(call, tensors, groups)
-    leaving = _Gradients(call, {n: x for n in keys.by_heads if (x := totals[n]) is not None})
-    # Those that see most keys first: the others add to what these have left.
-    queries = sorted(call.row_chunks, key=lambda query: -call.seen_keys(query).length)
-    for group, found in keys:
-        leaving.begin(group)
-        for query in queries:
-            at = query, call.seen_keys(query)
-            rows = [_rows(x, group, query) for x in (outputs, cotangents)]
-            grads = part_gradients(
-                call, call.cut(found, *at), at, *rows, needs, sink=True, first_head=_first_head(call, group)
-            )
-            for n, grad in enumerate(grads):
-                total = totals[n]
-                if total is None or grad is None:
-                    continue
-                if n in leaving.totals:
-                    leaving.add(n, grad, at[1], first=query is queries[0])
-                else:
-                    to = call.cut_one(n, group.part(total, call.slots[n].heads), *at)
-                    to.copy_(grad) if _is_once(call, n, groups) else to.add_(grad)
-            del grads
+    leaving = _Gradients(call, [n for n in keys.by_heads if needs[n]], totals)
+    for group, parts in keys:
+        leaving.begin()
+        for queries, found in parts:
+            # Those that see most keys first: the others add to what these have left.
+            for query in sorted(queries, key=lambda query: -call.seen_keys(query).length):
+                at = query, call.seen_keys(query)
+                rows = [_rows(x, group, query) for x in (outputs, cotangents)]
+                grads = part_gradients(
+                    call, call.cut(found, *at), at, *rows, needs, sink=True, first_head=_first_head(call, group)
+                )
+                for n, grad in enumerate(grads):
+                    if grad is None:
+                        continue
+                    if taken[n] and query == first:
+                        totals[n] = grad
+                    elif n in leaving.moving and not call.at_home(query):
+                        leaving.add(n, grad, at[1])
+                    else:
+                        to = _place(call, n, totals[n], group, at)
+                        to.copy_(grad) if _is_one_each(call, n, groups) else to.add_(grad)
+                del grads
+            del found
         leaving.send(group)
-        del found
     leaving.finish()
     for n in keys.shared:
         total = totals[n]
@@ -298,13 +327,25 @@ def _backward(
     return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
 
 
+def _place(
+    call: ShardedCall, n: int, total: Tensor | None, group: Group, at: tuple[Chunk, Chunk]
+) -> Tensor:  # fmt: skip
+    """What these queries and keys have of the gradient of tensor ``n``; see `_total`."""
+    assert total is not None
+    slot, (query, key) = call.slots[n], at
+    total = group.part(total, slot.heads)
+    if call.seen is None or slot.keys is None:
+        return call.cut_one(n, total, query, key)
+    return total.narrow(slot.keys, 0 if call.at_home(query) else call.keys, key.length)
+
+
 def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:
     """The sum over ranks of the gradient of what has no heads, in float32: this rank's rows."""
     seen = call.seen
     if seen is None:
         return scattered(total, call.ranks, axis)
-    grad = total.movedim(axis, 0)
-    found = seen.staying(grad).contiguous()
+    found, grad = total.movedim(axis, 0).split([call.keys, seen.count])
+    seen.stay(found, grad)
     if seen.travels:
         seen.arrive(found, all_to_all(seen.going(grad), call.ranks).sum(0))
     return found.movedim(0, axis)
@@ -316,16 +357,21 @@ def _is_once(call: ShardedCall, n: int, groups: int) -> bool:
     return slot.rows is not None and (slot.heads is not None or groups == 1)
 
 
-def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
-    """Where the gradient of tensor ``n`` comes together."""
+def _is_one_each(call: ShardedCall, n: int, groups: int) -> bool:
+    """`_is_once`, or one from this rank's calls, with keys that go home group by group."""
     slot = call.slots[n]
-    if slot.keys is not None and slot.heads is not None:
-        return torch.empty_like(x)
-    if _is_once(call, n, groups):
+    return _is_once(call, n, groups) or (slot.keys is not None and slot.heads is not None)
+
+
+def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
+    """Where the gradient of tensor ``n`` comes together. Of keys without heads of a packed batch: those of the shard,
+    by what is at home, and then `SeenKeys`."""
+    slot = call.slots[n]
+    if _is_one_each(call, n, groups):
         return torch.zeros_like(x) if slot.columns is not None else torch.empty_like(x)
     shape = list(x.shape)
     if slot.keys is not None:
-        shape[slot.keys] = call.sizes.N if call.seen is None else call.seen.count
+        shape[slot.keys] = call.sizes.N if call.seen is None else call.keys + call.seen.count
     return x.new_zeros(shape, dtype=lse_dtype(x.dtype))
 
 

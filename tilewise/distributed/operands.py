@@ -155,6 +155,11 @@ class ShardedCall:
         """Of a packed batch the keys that local calls have: not all."""
         return None
 
+    def at_home(self, query: Chunk) -> bool:
+        """Whether these are all rows of the shard, with this rank's keys alone: of a packed batch the sequences that no
+        other rank has, beside which the rows of others come to nothing."""
+        return False
+
     @property
     def sent_share(self) -> float:
         """Of its keys, what a rank of a gathering call sends."""

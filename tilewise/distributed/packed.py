@@ -116,7 +116,7 @@ def _run(
         check_flag("return_lse", return_lse)
         check_method(method)
         offsets = read_offsets("cu_seqlens", cu_seqlens)
-        ranks = packed_ranks(mesh, load_balancer, offsets)
+        ranks = packed_ranks(mesh, load_balancer, offsets, ranks)
         call, tensors = read(qkv, given["bias"], given["sink"], ranks, options, given["dropout_seed"])
         description = described(call, tensors, method, return_lse)
         chosen = agreed(ranks, description)
@@ -173,7 +173,7 @@ def explain_context_parallel_varlen(
 @dataclass(frozen=True, eq=False)
 class PackedCall(ShardedCall):
     """Its q, k, v and o are (1, H, tokens, D), as backends take packed batches. A chunk of rows is one of
-    `Documents.parts`; keys are `SeenKeys`, or of all_to_all all."""
+    `Documents.parts`; keys are this rank's, or `SeenKeys`, or of all_to_all all."""
 
     device: torch.device = CPU
 
@@ -185,11 +185,10 @@ class PackedCall(ShardedCall):
 
     @property
     def row_chunks(self) -> tuple[Chunk, ...]:
-        parts = self.documents.parts(self.ranks.rank, self.options.causal, self.device)
-        return tuple(part.chunk for part in parts if part.chunk.length)
+        return tuple(part.chunk for part in self.documents.parts(self.ranks.rank, self.options.causal, self.device))
 
     def _part(self, query: Chunk) -> Part:
-        if query.length == self.sizes.M:  # all tokens, of some heads
+        if query.length == self.sizes.M > self.queries:  # all tokens, of some heads
             return self.documents.whole(self.device)
         return self.documents.parts(self.ranks.rank, self.options.causal, self.device)[query.start]
 
@@ -201,8 +200,11 @@ class PackedCall(ShardedCall):
     def sent_share(self) -> float:
         return self.documents.sent_share
 
+    def at_home(self, query: Chunk) -> bool:
+        return self._part(query).at_home
+
     def seen_keys(self, query: Chunk) -> Chunk:
-        return Chunk(0, 0, self.seen.count)
+        return Chunk(0, 0, self.keys if self.at_home(query) else self.seen.count)
 
     def pairs(self, rank: int) -> int:
         """Without what a window hides."""
