@@ -86,6 +86,9 @@ def test_a_run_of_two_processes(tmp_path, monkeypatch):
     assert [x.measured_s for x in scaled if x.prediction.ranks == 2] == [rows[name].both.median_s for name in METHODS]
     results.write(found, tmp_path / "again.json")
     assert results.read(tmp_path / "again.json") == found
+    runs = [json.loads((tmp_path / "again.json").read_text()), {}]
+    (tmp_path / "several.json").write_text(json.dumps({"parts": runs}))
+    assert results.read(tmp_path / "several.json") == found
 
 
 def test_files_that_hold_something_else(tmp_path):

@@ -104,11 +104,13 @@ def write(results: Results, path: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    """The results in ``path``. Raises OSError, and ResultsError if it holds something else."""
+    """The results in ``path``, of several runs the first. Raises OSError, or ResultsError for something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ResultsError(f"{path}: not JSON: {error}") from None
+    if isinstance(document, dict) and document.get("parts"):
+        document = document["parts"][0]
     if not isinstance(document, dict) or (document.pop("schema", None), document.pop("kind", None)) != (SCHEMA, KIND):
         raise ResultsError(f"{path}: not results of tilewise bench --nproc of schema {SCHEMA}")
     try:
