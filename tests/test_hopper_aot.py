@@ -246,7 +246,8 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
     codes = compilers.compile(compile_hopper_case, triton, 90, case, True, again=again)
     spilled = ceiling(triton, case, spilled)
     mask = ["summary_kernel", "tile_list_kernel"] if case.mask else []
-    shared = ["dbias_reduce_kernel"] if case.bias == "1hmn" and (case.deterministic or case.B > 16) else []
+    other = case.bias_dtype not in (None, case.dtype, torch.float32)  # dBias is rounded once
+    shared = ["dbias_reduce_kernel"] if case.bias == "1hmn" and (case.deterministic or case.B > 16 or other) else []
     groups = ["group_list_kernel"] if case.mask and shared else []
     sparse = ["sparse_sum_kernel"] if case.mask and case.bias == "1hmn" and case.B > 8 else []  # of dBias
     names = ["preprocess_kernel", *mask, *groups, *sparse, "backward_kernel", "postprocess_kernel", *shared, *sparse]
