@@ -78,6 +78,7 @@ def run(seconds: float, arguments: Sequence[str], more: dict[str, str]) -> int:
     before = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = str(len(outcomes(more[OUTCOMES])))
     environment = {**os.environ, **more, BEFORE: known, "PYTHONPATH": os.pathsep.join(before)}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # of a run that has started this one
     command = [sys.executable, "-m", "pytest", "-p", "gpu_workers", "--dist", "worksteal", "-q", *arguments]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
     try:
