@@ -163,6 +163,24 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
     return *found[:3], config.block_m, config.block_n, x.mask
 
 
+def longest_first(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of two matrices of random lengths, ``count`` of each, before and after `longest_first_kernel`; and how a
+    mask's lists end where its work tiles are to come in that order, beside how they end otherwise."""
+    from tilewise.backends.gluon.mask_kernels import longest_first_kernel
+    from tilewise.backends.gluon.masks import MaskSummary
+
+    lists = torch.randint(0, 9, (2, count, 5), dtype=torch.int32, generator=torch.Generator().manual_seed(count))
+    ordered = lists.clone()
+    longest_first_kernel[(2 * -(-count // 64),)](ordered, count, 5, 64)
+    x = tensors(Case(B=2, H=2, M=200, N=400, D=64, mask="bhmn"))
+    _sparse(x.mask)
+    problem = Problem.of(x.q, x.k, x.v, None, x.mask, *(None,) * 5, Score(1.0, None, Band()))
+    usual, other = (MaskSummary(problem, x.mask, x.q.device, 64, 1, True, longest_first=a)([x.mask]) for a in (0, 1))
+    listed = torch.arange(usual.tile_list.shape[2]) <= usual.tile_list[..., :1]  # what stands behind is anything
+    assert torch.equal(usual.tile_list[listed], other.tile_list[..., :-1][listed])
+    return lists, ordered, other.tile_list
+
+
 def _problem_of(case: Case, x: Tensors) -> Problem:
     score = Score(1.0, None, Band.aligned(case.causal, case.window, case.N - case.M))
     return Problem.of(x.q, x.k, x.v, x.bias, x.mask, *(None,) * 5, score, deterministic=case.deterministic)

@@ -104,6 +104,60 @@ def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
     assert max(added.values()) <= 8
 
 
+MASK = Operand(torch.bool, 1, 1, 4096, 4096)
+
+
+def masked(**changes):
+    """Sixteen heads of 128 dimensions share a bias beside a mask."""
+    changes = {"mask": MASK, "head_dim": 128, "value_dim": 128} | changes
+    return problem(1, 16, 16, "11", 4096, 4096, **changes)
+
+
+@pytest.mark.parametrize(
+    ("p", "programs"),
+    [
+        (masked(), 8),  # of so many the L2 cache has room for Q, dO and dq_accum
+        (masked(queries=16384), 2),
+        (masked(queries=16384, bias_grad=False), 2),
+        (masked(queries=16384, head_dim=64, value_dim=64), 4),
+        (masked(queries=1 << 20), 1),
+        (masked(queries=16384, score=Score(0.1, None, Band(None, 0))), 2),
+        (masked(queries=16384, mask=None), 0),
+        (masked(queries=16384, mask=Operand(torch.bool, 1, 1, 1, 4096)), 0),  # all tiles of keys see as much
+        (masked(queries=16384, deterministic=True), 0),
+        (masked(queries=16384, batch=2), 0),  # the ring has an order of its own
+        (masked(queries=16384, bias=Operand(torch.bfloat16, 1, 16, 16384, 4096)), 0),  # nobody shares it
+    ],
+)
+def test_few_heads_run_together_beside_a_mask(p, programs):
+    assert config.longest_first(p) == (programs > 0)
+    if programs:
+        assert dbias.broadcast_group(p).programs == programs
+        assert config.backward_config(p).head_swizzle == 1
+
+
+@pytest.mark.parametrize(("mask", "Hkv"), [("11", 16), ("1h", 16), ("b1", 4)])
+def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, mask, Hkv):
+    """Programs of a group have one tile, whose place is that of the mask of those who share the bias."""
+    B, H, M, N = 3, 16, 5000, 700
+    of = Operand(torch.bool, B if mask[0] == "b" else 1, H if mask[1] == "h" else 1, M, N)
+    p = problem(B, H, Hkv, "b1", M, N, mask=of, head_dim=128, value_dim=128)
+    sizes, c = kernel_arguments(p)
+    tiles, matrices = sizes.key_tiles, of.batch * of.heads
+    order = torch.stack([torch.randperm(tiles) for _ in range(matrices)])
+    lists = torch.full((matrices, tiles, 2 + sizes.row_tiles), -1)
+    lists[..., -1] = order
+    plain.load = lambda at: int(lists.view(-1)[at])
+    monkeypatch.setattr(scheduler, "mask_of", lambda b, h, heads, c: (c.MASK_BATCH * b * heads + h) // c.MASK_GROUP)
+    found = []
+    for group, member in itertools.product(range(B * Hkv * tiles // c.GROUP_PROGRAMS), range(c.GROUP_PROGRAMS)):
+        work = scheduler.work_tile_of.fn(group, member, None, sizes, c, 0)
+        found.append((work.b, work.hk, work.n0 // c.BLOCK_N))
+        matrix = work.b if mask[0] == "b" else 0
+        assert found[-1][2] == order[matrix, group % tiles]
+    assert sorted(found) == list(itertools.product(range(B), range(Hkv), range(tiles)))
+
+
 @pytest.mark.parametrize(
     ("B", "H", "Hkv", "bias", "dtype"),
     [

@@ -65,6 +65,15 @@ def test_summary(interpreter, case):
             assert not (shown & band)[at, hidden].any()
 
 
+def test_work_tiles_come_the_longest_first(interpreter):
+    """More of them than a program of the kernel places; their lists stay as they are."""
+    lists, ordered, of_mask = interpreter(interpreter_child.longest_first, 150)
+    assert torch.equal(lists[..., :-1], ordered[..., :-1])
+    for found in (*ordered, *of_mask):
+        lengths = found[:, 0].tolist()
+        assert found[:, -1].tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])  # equal ones in order
+
+
 @pytest.mark.parametrize(
     "case",
     [

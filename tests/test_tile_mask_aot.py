@@ -78,6 +78,21 @@ def test_compiled_kernels_of_a_shared_dbias(compilers, triton):
         assert kernel.name == "backward_kernel" or not kernel.spill_stores, f"{kernel.name} spills"
 
 
+def test_compiled_kernels_of_a_dbias_of_sixteen_heads(compilers):
+    """They add to its two sums, and work tiles come the longest first."""
+    case = dataclasses.replace(USUAL, B=1, bias="11mn")
+    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, case, True, "bits 128")
+    names = [code.kernel.name for code in codes]
+    assert names == [
+        "preprocess_kernel", "tile_summary_kernel", "tile_list_kernel", "longest_first_kernel", "sparse_sum_kernel",
+        "backward_kernel", "postprocess_kernel", "sparse_sum_kernel",
+    ]  # fmt: skip
+    for kernel, _, hazards in codes:
+        print(kernel)
+        assert not kernel.spill_stores, f"{kernel.name} spills {kernel.spill_stores} bytes"
+        assert not hazards
+
+
 @pytest.mark.parametrize(("shape", "chunks"), [((1, 16, 4096, 128), 4), ((1, 1, 4096, 1), 1)])
 def test_compiled_kernels_of_dynamic_masks(compilers, shape, chunks):
     """Each level of 4,096 keys, of which Triton makes few kernels; none spills. One head, chunk and column: numbers of

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise import TileMask, attention, dynamic_mask, gather
 from tilewise.backends import Inputs
+from tilewise.backends.gluon.sm90 import config, launch
 from tilewise.dynamic_mask import running_smallest
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
@@ -62,6 +63,18 @@ def test_beside_other_terms(backend, name, terms):
 @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
 def test_a_shared_dbias_under_a_bool_mask(mask):
     helpers.check(replace(USUAL, B=4, H=8, Hkv=4, M=800, N=800, bias="11mn", mask=mask), "hopper", "cuda")
+
+
+@pytest.mark.parametrize(("heads", "M"), [(1, 1471), (2, 1475)])
+@pytest.mark.parametrize("terms", [{}, {"causal": True}, {"B": 4, "bias": "1hmn"}, {"grads": "qkv", "D": 64}], ids=str)
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+def test_few_heads_run_together(monkeypatch, heads, M, terms):
+    """As where the L2 cache has room for no more of those that share a bias: lengths that no other test has."""
+    case = replace(USUAL, **{"B": 1, "H": 8, "Hkv": 8, "M": M, "N": 1504, "D": 128, "bias": "11mn", **terms})
+    room = heads * M * case.D * 8
+    monkeypatch.setattr(config, "L2_CACHE", room)
+    monkeypatch.setattr(launch, "L2_CACHE", room)
+    check(case, "bits", "hopper", 128, "cuda")
 
 
 @pytest.mark.parametrize("terms", FOR_TRITON, ids=str)

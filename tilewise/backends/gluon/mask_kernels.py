@@ -30,6 +30,7 @@ class MaskConstants(NamedTuple):
     DQ_ORDER: Any  # its entries have an order, see `tile_list_kernel`
     BANDED: Any  # a band hides pairs, too
     AT_ONCE: Any  # tiles of a program of `tile_summary_kernel`
+    LONGEST_FIRST: Any  # work tiles come in the order that `longest_first_kernel` finds
 
 
 @triton.jit
@@ -240,7 +241,7 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
     total = tl.sum(listed_tiles, 0)
     place = total - tl.cumsum(listed_tiles, 0)
     flags = ((n < full_begin) | (n >= full_end)).to(tl.int32) + 2 * (kind > 0).to(tl.int32)
-    at = tile_list + tl.cast(pid, tl.int64) * ((2 * others if c.DQ_ORDER else others) + 1)
+    at = tile_list + tl.cast(pid, tl.int64) * ((2 * others if c.DQ_ORDER else others) + 1 + c.LONGEST_FIRST)
     tl.store(at + 1 + place, 4 * n + flags, mask=listed_tiles != 0)
     if c.BY_KEYS:
         tl.store(at, total)
@@ -264,6 +265,24 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
             some = _states_of(states, bh.to(tl.int64) * key_count + before, n, inside, row_count, c)
             order += (some > 0).to(tl.int32)
         tl.store(at + 1 + others + place, order, mask=listed_tiles != 0)
+
+
+@triton.jit
+def longest_first_kernel(tile_list, count, width, BLOCK: tl.constexpr):
+    """Which work tile sees how much: behind the list of the i-th of a matrix's ``count`` stands which is the i-th
+    longest, of equal ones the first. width: of a list, with this number."""
+    blocks = tl.cdiv(count, BLOCK)
+    pid = tl.program_id(0)
+    lists = tile_list + tl.cast(pid // blocks, tl.int64) * count * width
+    i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lists + i * width, mask=i < count, other=-1)
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, count, BLOCK):
+        j = first + tl.arange(0, BLOCK)
+        other = tl.load(lists + j * width, mask=j < count, other=-1)
+        before = (other[None, :] > length[:, None]) | ((other[None, :] == length[:, None]) & (j[None, :] < i[:, None]))
+        place += tl.sum((before & (j < count)[None, :]).to(tl.int32), 1)
+    tl.store(lists + place * width + (width - 1), i, mask=i < count)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.backends import allocation
 from tilewise.backends.gluon.mask_kernels import (
     MaskConstants,
+    longest_first_kernel,
     summary_kernel,
     tile_list_kernel,
     tile_summary_kernel,
@@ -48,6 +49,7 @@ class MaskSummary:
         block_n: int,
         warpgroups: int,
         by_keys: bool = False,
+        longest_first: bool = False,
     ) -> None:
         p, of = problem, problem.mask
         assert of is not None
@@ -67,14 +69,19 @@ class MaskSummary:
             programs, others = row_tiles, key_tiles
             self.bits = workspace(rows, key_tiles, 4)
             self.states = workspace(chunks, key_tiles, dtype=torch.int8)
-        self.tile_list = workspace(programs, 1 + (2 if ordered else 1) * others)
+        width = 1 + (2 if ordered else 1) * others + longest_first
+        self.tile_list = workspace(programs, width)
+        self.order = None
+        if longest_first:
+            self.order = Launch(
+                longest_first_kernel, matrices * -(-programs // 64), (POINTER,), (programs, width, 64), num_warps=4
+            )
         how = tile_how(p, ROWS, block_n)
         tiles, banded = 1 << (others - 1).bit_length(), not p.score.band.unlimited
         count = matrices * chunks * key_tiles
         at_once = 8 if how is not None and count >= MANY else 1
-        c = constants(
-            MaskConstants(block_n, warpgroups, rows > 1, tiles, by_keys, how is not None, ordered, banded, at_once)
-        )
+        flags = by_keys, how is not None, ordered, banded, at_once, longest_first
+        c = constants(MaskConstants(block_n, warpgroups, rows > 1, tiles, *flags))
         if how is None:
             self.summarise = Launch(
                 summary_kernel, count, (strided(mask), POINTER, POINTER), (of.heads, rows, p.keys, c), num_warps=4
@@ -97,4 +104,6 @@ class MaskSummary:
         bits, states, tile_list = self.bits(), self.states(), self.tile_list()
         self.summarise(*mask, bits, states)
         self.list(states, bits, tile_list)
+        if self.order is not None:
+            self.order(tile_list)
         return KnownMask(bits, tile_list, states)

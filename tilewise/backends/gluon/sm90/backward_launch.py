@@ -23,6 +23,7 @@ from tilewise.backends.gluon.sm90.config import (
     backward_width,
     band_of,
     dbias_sums,
+    longest_first,
     most_registers,
 )
 from tilewise.backends.gluon.sm90.dbias import (
@@ -140,7 +141,7 @@ class Backward:
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
         if p.mask is not None:
-            self.summary = MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True)
+            self.summary = MaskSummary(problem, mask, q.device, block_n, 1, True, longest_first(problem))
             self.mask = KeptLists(self._known_mask, problem)
         dlse_rows = None if dlse is None else dlse[..., None]
         weight = kept_weight(problem)
@@ -481,6 +482,7 @@ def _compiled(
         MASK=mask is not None,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
+        LONGEST_FIRST=longest_first(problem),
         MASK_ROWS=mask is not None and mask.rows > 1,
         GROUP_PROGRAMS=broadcast_group(problem).programs,
         SUM_BYTES=config.sum_bytes,

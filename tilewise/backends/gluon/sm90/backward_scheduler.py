@@ -154,7 +154,7 @@ def key_tile(b, hk, n0, seq, first_tile, terms, c):
 
 
 @gluon.jit
-def work_tile_of(group, member, terms, sizes, c):
+def work_tile_of(group, member, terms, sizes, c, tile_list=None):
     """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
     head, tile = head_and_tile(group, sizes, c)
     parts = groups_per_broadcast(sizes, c)
@@ -162,6 +162,10 @@ def work_tile_of(group, member, terms, sizes, c):
     alone = sizes.kv_heads // sizes.broadcast_heads
     b = member % sizes.broadcast_batch + head // parts // alone
     hk = member // sizes.broadcast_batch + head // parts % alone
+    if c.LONGEST_FIRST:  # by the mask of the group's first program
+        first = head // parts
+        at = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c) * sizes.key_tiles
+        tile = gl.load(tile_list + (at + tile) * (2 + sizes.row_tiles) + (1 + sizes.row_tiles))
     return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
 
 
@@ -212,7 +216,7 @@ def work_tile_at(tile_index, x, terms, sizes, c):
     if c.PACKED:
         return packed_work_tile(tile_index, x, terms, sizes, c)
     else:
-        return work_tile_of(tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS, terms, sizes, c)
+        return work_tile_of(tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS, terms, sizes, c, x.tile_list)
 
 
 @gluon.jit
@@ -259,7 +263,8 @@ def tile_list_of(tile_list, work_tile, h, sizes, c):
     """The tile list of one query head: ``(how many, where they are listed)``."""
     if c.MASK:
         PER_TILE: gl.constexpr = 2 if c.ORDERED else 1
-        at = tile_list + tile_of_mask(work_tile.b, h, work_tile.n0, sizes, c) * (1 + PER_TILE * sizes.row_tiles)
+        WIDTH: gl.constexpr = 1 + c.LONGEST_FIRST
+        at = tile_list + tile_of_mask(work_tile.b, h, work_tile.n0, sizes, c) * (WIDTH + PER_TILE * sizes.row_tiles)
         return gl.load(at), at + 1
     else:
         return work_tile.end - work_tile.begin, 0
