@@ -164,14 +164,18 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
 
 
 def longest_first(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists of two matrices of random lengths, ``count`` of each, before and after `longest_first_kernel`; and how a
-    mask's lists end where its work tiles are to come in that order, beside how they end otherwise."""
+    """Lists of three matrices, ``count`` of each, of random tiles but for the last one's, before and after
+    `longest_first_kernel`; and those of a mask whose work tiles are to come in that order."""
     from tilewise.backends.gluon.mask_kernels import longest_first_kernel
     from tilewise.backends.gluon.masks import MaskSummary
 
-    lists = torch.randint(0, 9, (2, count, 5), dtype=torch.int32, generator=torch.Generator().manual_seed(count))
+    visited = torch.rand(3, count, 40, generator=torch.Generator().manual_seed(count)) < torch.rand(3, count, 1) / 3
+    visited[2] = (torch.arange(40) >= torch.arange(count)[:, None] % 9) & (torch.arange(40) < 12)
+    lists = torch.zeros(3, count, 42, dtype=torch.int32)
+    lists[..., 0] = visited.sum(-1)
+    lists[..., 1:-1] = torch.where(visited, 4 * torch.arange(40) + 1, -4).sort(dim=-1, descending=True).values
     ordered = lists.clone()
-    longest_first_kernel[(2 * -(-count // 64),)](ordered, count, 5, 64)
+    longest_first_kernel[(3 * -(-count // 64),)](ordered, count, 42, 64)
     x = tensors(Case(B=2, H=2, M=200, N=400, D=64, mask="bhmn"))
     _sparse(x.mask)
     problem = Problem.of(x.q, x.k, x.v, None, x.mask, *(None,) * 5, Score(1.0, None, Band()))

@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem
+from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band, Score
 
 if importlib.util.find_spec("triton") is None:
@@ -271,11 +271,11 @@ def test_dq_is_no_sum_where_all_keys_are_one_tile(changes, stored):
         assert sizes.zeroed == problem.batch * problem.kv_heads
 
 
-def one_bias(length, rows):
-    """Sixteen heads that share a bias, beside a mask of so many rows, if any."""
-    mask = Operand(torch.bool, 1, 1, rows, length) if rows else None
-    bias = Operand(torch.bfloat16, 1, 1, length, length)
-    return {"batch": 1, "heads": 16, "kv_heads": 16, "bias": bias, "mask": mask}
+def one_bias(length, kind):
+    """Sixteen heads that share a bias, beside a mask by tiles or a bool one."""
+    bias, mask = (Operand(dtype, 1, 1, length, length) for dtype in (torch.bfloat16, torch.bool))
+    tiles = TileOperand(128, 128, kind) if kind else None
+    return {"batch": 1, "heads": 16, "kv_heads": 16, "bias": bias, "mask": mask, "tile_mask": tiles}
 
 
 @pytest.mark.parametrize(
@@ -288,10 +288,10 @@ def one_bias(length, rows):
         (768, 32, {"bias": Operand(torch.bfloat16, 768, 4, 768, 768)}, "tiles"),
         (768, 32, {"bias": Operand(torch.bfloat16, 768, 1, 768, 768)}, "heads"),
         (768, 32, CAUSAL, "longest"),
-        (16384, 128, one_bias(16384, 16384), "longest"),  # few heads at once, whose keys and values fit
-        (16384, 128, one_bias(16384, 1), "heads"),
-        (16384, 128, one_bias(16384, 0), "heads"),
-        (1024, 128, one_bias(1024, 1024), "heads"),
+        (16384, 128, one_bias(16384, "bits"), "longest"),  # few heads at once, whose keys and values fit
+        (16384, 128, one_bias(16384, "intervals"), "heads"),
+        (16384, 128, one_bias(16384, ""), "heads"),
+        (1024, 128, one_bias(1024, "bits"), "heads"),
     ],
 )
 def test_order_of_the_forward(length, head_dim, changes, order):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem
+from tilewise.problem import Operand, Problem, TileOperand
 from tilewise.score.terms import Band, Score
 
 if importlib.util.find_spec("triton") is None:
@@ -69,7 +69,7 @@ def plain(monkeypatch):
     )  # fmt: skip
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "groups"):
+    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "groups", "listed_head_and_tile"):
         monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
     monkeypatch.setattr(scheduler, "key_tile", lambda b, hk, n0, *_: SimpleNamespace(b=b, hk=hk, n0=n0))
     for name in ("work_tile_of", "groups"):
@@ -104,12 +104,12 @@ def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
     assert max(added.values()) <= 8
 
 
-MASK = Operand(torch.bool, 1, 1, 4096, 4096)
+MASK, BITS = Operand(torch.bool, 1, 1, 4096, 4096), TileOperand(128, 128, "bits")
 
 
 def masked(**changes):
     """Sixteen heads of 128 dimensions share a bias beside a mask."""
-    changes = {"mask": MASK, "head_dim": 128, "value_dim": 128} | changes
+    changes = {"mask": MASK, "tile_mask": BITS, "head_dim": 128, "value_dim": 128} | changes
     return problem(1, 16, 16, "11", 4096, 4096, **changes)
 
 
@@ -122,8 +122,9 @@ def masked(**changes):
         (masked(queries=16384, head_dim=64, value_dim=64), 4),
         (masked(queries=1 << 20), 1),
         (masked(queries=16384, score=Score(0.1, None, Band(None, 0))), 2),
-        (masked(queries=16384, mask=None), 0),
-        (masked(queries=16384, mask=Operand(torch.bool, 1, 1, 1, 4096)), 0),  # all tiles of keys see as much
+        (masked(queries=16384, mask=None, tile_mask=None), 0),
+        (masked(queries=16384, tile_mask=None), 0),  # nobody knows, nor do neighbours of intervals need it
+        (masked(queries=16384, tile_mask=TileOperand(128, 128, "intervals", True)), 0),
         (masked(queries=16384, deterministic=True), 0),
         (masked(queries=16384, batch=2), 0),  # the ring has an order of its own
         (masked(queries=16384, bias=Operand(torch.bfloat16, 1, 16, 16384, 4096)), 0),  # nobody shares it
@@ -136,17 +137,21 @@ def test_few_heads_run_together_beside_a_mask(p, programs):
         assert config.backward_config(p).head_swizzle == 1
 
 
+@pytest.mark.parametrize("sorts", [True, False])
 @pytest.mark.parametrize(("mask", "Hkv"), [("11", 16), ("1h", 16), ("b1", 4)])
-def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, mask, Hkv):
-    """Programs of a group have one tile, whose place is that of the mask of those who share the bias."""
+def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, mask, Hkv, sorts):
+    """Programs of a group have one tile, whose place is that of the mask of the first who share the bias. Tiles that
+    come as they lie come to all of these before the next."""
+    monkeypatch.setattr(config, "L2_CACHE", 2 * 16 // Hkv * 5000 * 128 * 8)  # two heads at once
     B, H, M, N = 3, 16, 5000, 700
     of = Operand(torch.bool, B if mask[0] == "b" else 1, H if mask[1] == "h" else 1, M, N)
-    p = problem(B, H, Hkv, "b1", M, N, mask=of, head_dim=128, value_dim=128)
+    p = problem(B, H, Hkv, "b1", M, N, mask=of, tile_mask=BITS, head_dim=128, value_dim=128)
     sizes, c = kernel_arguments(p)
     tiles, matrices = sizes.key_tiles, of.batch * of.heads
+    assert c.GROUP_PROGRAMS == 2
     order = torch.stack([torch.randperm(tiles) for _ in range(matrices)])
     lists = torch.full((matrices, tiles, 2 + sizes.row_tiles), -1)
-    lists[..., -1] = order
+    lists[..., -1] = order if sorts else -1 - torch.arange(tiles)
     plain.load = lambda at: int(lists.view(-1)[at])
     monkeypatch.setattr(scheduler, "mask_of", lambda b, h, heads, c: (c.MASK_BATCH * b * heads + h) // c.MASK_GROUP)
     found = []
@@ -154,7 +159,8 @@ def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, m
         work = scheduler.work_tile_of.fn(group, member, None, sizes, c, 0)
         found.append((work.b, work.hk, work.n0 // c.BLOCK_N))
         matrix = work.b if mask[0] == "b" else 0
-        assert found[-1][2] == order[matrix, group % tiles]
+        nth = group % (Hkv // 2 * tiles)
+        assert found[-1][2] == (order[matrix, nth % tiles] if sorts else nth // (Hkv // 2))
     assert sorted(found) == list(itertools.product(range(B), range(Hkv), range(tiles)))
 
 

@@ -269,20 +269,33 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
 
 @triton.jit
 def longest_first_kernel(tile_list, count, width, BLOCK: tl.constexpr):
-    """Which work tile sees how much: behind the list of the i-th of a matrix's ``count`` stands which is the i-th
-    longest, of equal ones the first. width: of a list, with this number."""
+    """In which order the ``count`` work tiles of a matrix come: behind the list of the i-th stands which is the i-th
+    longest, of equal ones the first. width: of a list, with this number.
+
+    Where they visit most of what lies between their first and their last tile, neighbours visit the same and stay in
+    step: there work tiles come as they lie, and behind the list of the i-th stands -1 - i.
+    """
     blocks = tl.cdiv(count, BLOCK)
     pid = tl.program_id(0)
     lists = tile_list + tl.cast(pid // blocks, tl.int64) * count * width
     i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lists + i * width, mask=i < count, other=-1)
     place = tl.zeros([BLOCK], tl.int32)
+    visited, between = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for first in range(0, count, BLOCK):
         j = first + tl.arange(0, BLOCK)
-        other = tl.load(lists + j * width, mask=j < count, other=-1)
+        at = lists + j * width
+        other = tl.load(at, mask=j < count, other=-1)
         before = (other[None, :] > length[:, None]) | ((other[None, :] == length[:, None]) & (j[None, :] < i[:, None]))
         place += tl.sum((before & (j < count)[None, :]).to(tl.int32), 1)
-    tl.store(lists + place * width + (width - 1), i, mask=i < count)
+        some = other > 0
+        ends = tl.load(at + 1, mask=some, other=0) // 4 - tl.load(at + other, mask=some, other=0) // 4
+        visited += tl.where(some, other, 0)
+        between += tl.where(some, ends + 1, 0)
+    if 2 * tl.sum(visited, 0) > tl.sum(between, 0):
+        tl.store(lists + i * width + (width - 1), -1 - i, mask=i < count)
+    else:
+        tl.store(lists + place * width + (width - 1), i, mask=i < count)
 
 
 @triton.jit

@@ -154,18 +154,34 @@ def key_tile(b, hk, n0, seq, first_tile, terms, c):
 
 
 @gluon.jit
+def listed_head_and_tile(group, parts, tile_list, sizes, c):
+    """The same in the order that `mask_kernels.longest_first_kernel` has found in the mask of the first of those who
+    share a bias. Where it is that of the tiles as they lie, all ``parts`` groups of these run side by side."""
+    first, nth = group // (parts * sizes.key_tiles), group % (parts * sizes.key_tiles)
+    alone = sizes.kv_heads // sizes.broadcast_heads
+    mask = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c)
+    width = 2 + sizes.row_tiles
+    orders = tile_list + mask * sizes.key_tiles * width + (width - 1)
+    if gl.load(orders) < 0:
+        head, tile = first * parts + nth % parts, nth // parts
+    else:
+        head = first * parts + nth // sizes.key_tiles
+        tile = gl.load(orders + nth % sizes.key_tiles * width)
+    return head, tile
+
+
+@gluon.jit
 def work_tile_of(group, member, terms, sizes, c, tile_list=None):
     """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
-    head, tile = head_and_tile(group, sizes, c)
     parts = groups_per_broadcast(sizes, c)
+    if c.LONGEST_FIRST:
+        head, tile = listed_head_and_tile(group, parts, tile_list, sizes, c)
+    else:
+        head, tile = head_and_tile(group, sizes, c)
     member = head % parts * c.GROUP_PROGRAMS + member
     alone = sizes.kv_heads // sizes.broadcast_heads
     b = member % sizes.broadcast_batch + head // parts // alone
     hk = member // sizes.broadcast_batch + head // parts % alone
-    if c.LONGEST_FIRST:  # by the mask of the group's first program
-        first = head // parts
-        at = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c) * sizes.key_tiles
-        tile = gl.load(tile_list + (at + tile) * (2 + sizes.row_tiles) + (1 + sizes.row_tiles))
     return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
 
 

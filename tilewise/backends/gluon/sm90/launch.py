@@ -30,6 +30,7 @@ from tilewise.backends.gluon.sm90.config import (
     forward_config,
     most_registers,
     padded,
+    scatters,
     sees_few,
 )
 from tilewise.backends.gluon.sm90.dbias import bias_axes
@@ -393,14 +394,14 @@ class Raster(NamedTuple):
 def raster(problem: Problem) -> Raster:
     """`Problem.raster_order`, but tiles of one head also beside a bias that batch elements share, where the L2 cache
     has room for all of that and not for the head's keys and values: in the order of the batch every tile of queries
-    would read these from memory again. So it would in the order of the heads, where a mask makes tiles of queries visit
-    different keys and their keys and values do not fit: there few heads run together (one H100, blocks at 25 % of
-    16,384 keys, D=128, 16 heads, a bias (1,1,M,N): 1.29 ms to 1.04)."""
+    would read these from memory again. So it would in the order of the heads, where a mask `scatters` what tiles of
+    queries visit and their keys and values do not fit: there few heads run together (one H100, blocks at 25 % of 16,384
+    keys, D=128, 16 heads, a bias (1,1,M,N): 1.29 ms to 1.04)."""
     p, bias, order = problem, problem.bias, problem.raster_order
     if bias is None or p.totals is not None or p.parts is not None:
         return Raster(order, 0, 0)
     key_bytes = (p.head_dim + p.value_dim) * p.dtype.itemsize
-    if order == "heads" and p.mask is not None and p.mask.rows > 1:
+    if order == "heads" and scatters(p):
         return Raster(order, p.broadcast_group(bias).kv_heads * key_bytes, 0)
     if order != "batch":
         return Raster(order, 0, 0)
