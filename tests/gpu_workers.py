@@ -4,8 +4,9 @@
     python tests/gpu_workers.py --seconds 580        # as much of it as fits
     python tests/gpu_workers.py --fresh -- -k varlen # from the start; pytest's arguments behind --
 
-Compiling is nearly all of the time: one process takes hours, 34 on 32 cores 13 minutes. Tests of several GPUs start
-processes of their own, which wait for each other: they run last, beside nothing else.
+Compiling is nearly all of the time: one process takes hours, 34 on 32 cores 10 minutes. Tests of several GPUs start
+processes of their own, which wait for each other: they run last, beside nothing else. What has failed because so many
+processes had no memory left passes in a second run, with few --processes.
 
 Of pytest this is a plugin, too: it gives each worker a GPU and writes down what came out.
 """
@@ -75,7 +76,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def run(seconds: float, arguments: Sequence[str], more: dict[str, str]) -> int:
     """pytest's status, 0 where nothing was left to run; 124 if the time was up: it is told to stop, and says what it
     has found."""
-    before = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Children of tests import tilewise, too, which need not be installed.
+    before = [str(Path(__file__).parent), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = str(len(outcomes(more[OUTCOMES])))
     environment = {**os.environ, **more, BEFORE: known, "PYTHONPATH": os.pathsep.join(before)}
     environment.pop("PYTEST_XDIST_WORKER", None)  # of a run that has started this one
