@@ -208,7 +208,8 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
     clears its bits, which nobody has written.
 
     BY_KEYS: (batch·heads, key tiles, 1 + tiles of queries), there may be none. With DQ_ORDER as many numbers more: of
-    each entry, how many tiles of keys before this one visit the same tile of queries.
+    each entry, how many tiles of keys before this one visit the same tile of queries. With LONGEST_FIRST one more,
+    which `longest_first_kernel` writes.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(queries, 64)
