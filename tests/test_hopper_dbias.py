@@ -69,7 +69,14 @@ def plain(monkeypatch):
     )  # fmt: skip
     for module in (scheduler, dbias_reduce):
         monkeypatch.setattr(module, "gl", gl)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "groups", "listed_head_and_tile"):
+    for name in (
+        "head_and_tile",
+        "heads_at_once",
+        "groups_per_broadcast",
+        "groups",
+        "listed_head_and_tile",
+        "tile_of_mask",
+    ):
         monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
     monkeypatch.setattr(scheduler, "key_tile", lambda b, hk, n0, *_: SimpleNamespace(b=b, hk=hk, n0=n0))
     for name in ("work_tile_of", "groups"):
@@ -104,6 +111,14 @@ def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
     assert max(added.values()) <= 8
 
 
+def test_two_sums_are_added_in_float32():
+    p = problem(10, 2, 2, "1h", M=30, N=40)
+    assert config.dbias_sums(p) == 2
+    bias, found = torch.zeros(1, 2, 30, 40, dtype=torch.bfloat16), torch.randn(2, 2, 30, 40).bfloat16()
+    dbias_found = dbias.bias_gradient(p, bias, found, None, None)
+    assert torch.equal(dbias_found, (found[:1].float() + found[1:].float()).bfloat16())
+
+
 MASK, BITS = Operand(torch.bool, 1, 1, 4096, 4096), TileOperand(128, 128, "bits")
 
 
@@ -126,6 +141,7 @@ def masked(**changes):
         (masked(queries=16384, tile_mask=None), 0),  # nobody knows, nor do neighbours of intervals need it
         (masked(queries=16384, tile_mask=TileOperand(128, 128, "intervals", True)), 0),
         (masked(queries=16384, deterministic=True), 0),
+        (masked(queries=16384, deterministic=True, bias_grad=False), 0),  # dQ has an order of its own
         (masked(queries=16384, batch=2), 0),  # the ring has an order of its own
         (masked(queries=16384, bias=Operand(torch.bfloat16, 1, 16, 16384, 4096)), 0),  # nobody shares it
     ],
@@ -152,6 +168,7 @@ def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, m
     order = torch.stack([torch.randperm(tiles) for _ in range(matrices)])
     lists = torch.full((matrices, tiles, 2 + sizes.row_tiles), -1)
     lists[..., -1] = order if sorts else -1 - torch.arange(tiles)
+    lists[..., 0] = torch.arange(matrices * tiles).view(matrices, tiles)  # how many are listed: of each another number
     plain.load = lambda at: int(lists.view(-1)[at])
     monkeypatch.setattr(scheduler, "mask_of", lambda b, h, heads, c: (c.MASK_BATCH * b * heads + h) // c.MASK_GROUP)
     found = []
@@ -161,6 +178,10 @@ def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, m
         matrix = work.b if mask[0] == "b" else 0
         nth = group % (Hkv // 2 * tiles)
         assert found[-1][2] == (order[matrix, nth % tiles] if sorts else nth // (Hkv // 2))
+        h = work.hk * p.group
+        count, listed = scheduler.tile_list_of.fn(0, work, h, sizes, c)
+        assert count == (h if mask[1] == "h" else matrix) * tiles + found[-1][2]
+        assert int(lists.view(-1)[listed - 1]) == count
     assert sorted(found) == list(itertools.product(range(B), range(Hkv), range(tiles)))
 
 

@@ -21,10 +21,8 @@ from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
-HOPPER = pytest.param(
-    "hopper",
-    marks=pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
-)
+hopper_alone = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+HOPPER = pytest.param("hopper", marks=hopper_alone)
 both_backends = pytest.mark.parametrize("backend", ["triton", HOPPER])
 USUAL = Case(B=2, H=4, Hkv=2, M=799, N=799, D=64, dtype=BRAIN)
 TERMS = [
@@ -60,14 +58,14 @@ def test_beside_other_terms(backend, name, terms):
 
 
 @pytest.mark.parametrize("mask", ["bhmn", "1kmn", "b11n"])
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+@hopper_alone
 def test_a_shared_dbias_under_a_bool_mask(mask):
     helpers.check(replace(USUAL, B=4, H=8, Hkv=4, M=800, N=800, bias="11mn", mask=mask), "hopper", "cuda")
 
 
 @pytest.mark.parametrize(("heads", "M"), [(1, 1471), (2, 1475)])
 @pytest.mark.parametrize("terms", [{}, {"causal": True}, {"B": 4, "bias": "1hmn"}, {"grads": "qkv", "D": 64}], ids=str)
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+@hopper_alone
 def test_few_heads_run_together(monkeypatch, heads, M, terms):
     """As where the L2 cache has room for no more of those that share a bias: lengths that no other test has."""
     case = replace(USUAL, **{"B": 1, "H": 8, "Hkv": 8, "M": M, "N": 1504, "D": 128, "bias": "11mn", **terms})
@@ -99,7 +97,6 @@ def test_hidden_nan(backend, name, value):
     check(replace(USUAL, M=800, N=800, planted=value, bias="11mn"), name, backend, 64, "cuda")
 
 
-hopper_alone = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
 LONG = replace(USUAL, B=1, M=4500, N=4500)  # more tiles than programs
 FOR_DOCUMENTS = [
     {},

@@ -48,7 +48,7 @@ class BackwardConstants(NamedTuple):
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
-    LONGEST_FIRST: Any  # of work tiles, see `mask_kernels.longest_first_kernel`
+    LONGEST_FIRST: Any  # work tiles come in the order that `mask_kernels.longest_first_kernel` finds
     MASK_ROWS: Any  # the mask differs between queries
     GROUP_PROGRAMS: Any  # programs that share a bias and run side by side
     SUM_BYTES: Any  # of shared memory, for what is added up

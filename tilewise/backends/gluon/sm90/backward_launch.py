@@ -141,7 +141,8 @@ class Backward:
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
         if p.mask is not None:
-            self.summary = MaskSummary(problem, mask, q.device, block_n, 1, True, longest_first(problem))
+            sorts = longest_first(problem)
+            self.summary = MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True, longest_first=sorts)
             self.mask = KeptLists(self._known_mask, problem)
         dlse_rows = None if dlse is None else dlse[..., None]
         weight = kept_weight(problem)

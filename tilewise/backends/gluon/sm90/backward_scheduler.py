@@ -155,8 +155,8 @@ def key_tile(b, hk, n0, seq, first_tile, terms, c):
 
 @gluon.jit
 def listed_head_and_tile(group, parts, tile_list, sizes, c):
-    """The same in the order that `mask_kernels.longest_first_kernel` has found in the mask of the first of those who
-    share a bias. Where it is that of the tiles as they lie, all ``parts`` groups of these run side by side."""
+    """`head_and_tile` in the order that `mask_kernels.longest_first_kernel` has found in the mask of the first of those
+    who share a bias. Where it is that of the tiles as they lie, all ``parts`` groups of these run side by side."""
     first, nth = group // (parts * sizes.key_tiles), group % (parts * sizes.key_tiles)
     alone = sizes.kv_heads // sizes.broadcast_heads
     mask = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c)

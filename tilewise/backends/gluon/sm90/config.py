@@ -261,8 +261,7 @@ def scatters(problem: Problem) -> bool:
     """Whether neighbouring tiles may see tiles that have nothing to do with each other, as blocks do. Intervals of
     queries, as of windows and documents, say that they do not; a bool mask says nothing, and is taken for one of these.
     """
-    tiles = problem.tile_mask
-    return problem.mask is not None and tiles is not None and tiles.kind == "bits"
+    return problem.tile_mask is not None and problem.tile_mask.kind == "bits"
 
 
 def longest_first(problem: Problem) -> bool:
@@ -273,9 +272,7 @@ def longest_first(problem: Problem) -> bool:
     neighbours visit the same queries, and stay in step anyway (documents: 0.70 ms to 0.88); of blocks that happen to be
     such, their lists tell."""
     p, bias = problem, problem.bias
-    if bias is None or bias.axes != "matrix" or not scatters(p) or p.deterministic:
-        return False
-    if p.totals is not None or p.score.query is not None or p.score.toeplitz is not None:
+    if bias is None or bias.axes != "matrix" or not scatters(p) or p.deterministic or p.score.query is not None:
         return False
     return not p.broadcast_group(bias).single and (not p.bias_grad or dbias_sums(p) > 0)
 

@@ -125,7 +125,9 @@ def bias_gradient(
     that no sequence has.
     """
     if bias_axes(problem) == "matrix" and found is not None:
-        if found.shape[0] > bias.shape[0]:  # of two, in float32, rounded once; a sum over an axis takes twice as long
+        if (
+            found.shape[0] > bias.shape[0]
+        ):  # of two, in float32, rounded once; a sum over an axis has half of a copy's speed
             found = torch.add(*found.chunk(2))
         return found.to(bias.dtype)
     if found is not None:
