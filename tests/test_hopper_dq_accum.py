@@ -83,7 +83,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
     """dQ of the heads that a group's programs finish, from a ring of the sum: rows and columns past the end of a head
     are not written, and nothing of other heads is."""
     B, H, group, M, D, scale = 4, 4, 2, 150, 24, 0.5
-    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4)
+    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, LANES=2)
     sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=5)
     expected = torch.randn(B, H, M, D, generator=torch.Generator().manual_seed(0))
     given = torch.zeros(B, H, 192, 32)
@@ -105,16 +105,17 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
     stubs = {
         "arange": lambda begin, end, _: torch.arange(begin, end), "cast": lambda x, _: x, "int64": torch.int64,
         "zeros": lambda shape, *_: torch.zeros(shape), "static_assert": lambda holds, _: None, "float32": None,
-        "load": load, "store": store,
+        "load": load, "store": store, "BlockedLayout": lambda *_: None, "SliceLayout": lambda *_: None,
+        "convert_layout": lambda x, _, **__: x,
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(dq_accum.gl, name, stub, raising=False)
-    monkeypatch.setattr(dq_accum, "place_in_strip", dq_accum.place_in_strip.fn)
+    monkeypatch.setattr(dq_accum, "in_rows", dq_accum.in_rows.fn)
     dq = torch.zeros(B, H, M, D)
     layout = SimpleNamespace(pointer=Pointer(0), stride0=H * M * D, stride1=M * D, stride2=D)
     places, written = sizes.zeroed * group * sizes.row_tiles, 0
     for nth in range(B * sizes.kv_heads):
-        b, hk = nth % B, nth // B
+        b, hk = nth // 2 // sizes.kv_heads * 2 + nth % 2, nth // 2 % sizes.kv_heads  # two lanes
         tiles = given[b, hk * group : (hk + 1) * group].reshape(-1, 64, 32)
         sums = torch.ones(places, 64 * 32)
         at = nth % sizes.zeroed * len(tiles)

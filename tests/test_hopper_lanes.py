@@ -60,11 +60,8 @@ class Tile:
     def __init__(self, values):
         self.values = values
 
-    def reshape(self, shape):
-        return Tile(self.values.reshape(shape))
-
-    def slice(self, start, length):
-        return Tile(self.values[start : start + length])
+    def piece(self, n):
+        return Tile(self.values[0, 0, 16 * n : 16 * n + 16])
 
     def load(self, _):
         return self.values
@@ -90,7 +87,7 @@ def ds_of(b, h, m, n0):
 
 @pytest.mark.parametrize("late", [*LANES, *OTHERS])
 @pytest.mark.parametrize(
-    ("batch", "group", "taken"), [(258, 1, [0, 1, 4, 700]), (257, 2, [429, 430, 431]), (257, 1, [427])]
+    ("batch", "group", "taken"), [(258, 1, [0, 1, 4, 700]), (257, 2, [1699, 1700, 1701]), (257, 1, [1707])]
 )
 def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
     """The lanes of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
@@ -141,7 +138,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
     )  # fmt: skip
     barriers = SimpleNamespace(arrive=roles.arrive, wait=roles.wait, expect=lambda *_: None)
     stubs = {
-        "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "ROWS": 8, "next_tile_index": next_tile_index,
+        "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "ROWS": 16, "next_tile_index": next_tile_index,
         "hand_out_tile_index": hand_out_tile_index, "fill_at": fill_at, "fetch_tile_index": lambda _: next(numbers),
         "slot_of": lambda _, n: n % STAGES, "use_of": lambda _, n: n // STAGES,
         "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
@@ -153,6 +150,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
         "head_of": scheduler.head_of, "count_stored": done.append,
         "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
         **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
+        "piece_of": lambda lane, slot, piece, _: lane.shared.ds.index(slot).piece(piece),
         "tile_of_lane": backward_lanes.tile_of_lane.fn, "load_step": backward_lanes.load_step.fn,
         **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys")},
     }  # fmt: skip
@@ -202,7 +200,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
     })  # fmt: skip
     wanted = [n * c.LANES + lane for n in taken for lane in range(c.LANES)]
     assert finished == wanted
-    assert done == [w.hk * sizes.batch + w.b for w in map(stubs["work_tile_at"], wanted)]
+    assert done == [3 * (w.b // 3 * 4 + w.hk) + w.b % 3 for w in map(stubs["work_tile_at"], wanted)]
     assert len(computed) == len(wanted)
     assert len(stored) == 2 * len(wanted)
     expected = torch.zeros(4 * group, 192, 320)

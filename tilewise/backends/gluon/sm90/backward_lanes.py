@@ -53,7 +53,7 @@ from tilewise.backends.gluon.sm90.producers import fetch_keys, store_keys
 from tilewise.backends.gluon.sm90.wgmma import tile_layout
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
-ROWS = gl.constexpr(8)  # of dS that are added up at once
+ROWS = gl.constexpr(16)  # of dS that are added up at once: enough loads on their way
 
 
 class Lane(NamedTuple):
@@ -185,9 +185,27 @@ def fetch_and_store(x, lanes, dq, tile_indices, counts, terms, sizes, c):
         tile_index = next_index
 
 
+@gluon.constexpr_function
+def piece_layout(dtype, columns):
+    """Of ROWS rows of a tile in shared memory: the swizzle begins anew after so many."""
+    return gl.NVMMASharedLayout.get_default_for([ROWS.value, columns], dtype)
+
+
+@gluon.jit
+def piece_of(lane, slot, piece, c):
+    """The ``piece``-th ROWS rows, no constant, of a lane's dS."""
+    tile = lane.shared.ds.index(slot)
+    LAYOUT: gl.constexpr = piece_layout(tile.dtype, c.BLOCK_N)
+    return tile._reinterpret(tile.dtype, [c.BLOCK_M // ROWS, ROWS, c.BLOCK_N], LAYOUT).index(piece)
+
+
 @gluon.jit
 def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
-    """The role of two warps: dS of all lanes, added up in their order, onto the float32 sum of dBias, a `Strided`."""
+    """The role of two warps: dS of all lanes, added up in their order, onto the float32 sum of dBias, a `Strided`.
+
+    All lanes wait for it. Its loop is short, in instructions too: those of a step, one after the other, are more than
+    the cache of a multiprocessor holds beside the loops of three lanes.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])  # whole sectors of 32 bytes at a time
     step = gl.to_tensor(0)
     nth = 0
@@ -198,7 +216,8 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
         first = work_tile_at(tile_of_lane(tile_index, 0, c), x, terms, sizes, c)
         present = x.k.shape[0] - first.b  # lanes that have a batch element, if they are so many
         # Rows of dBias have a multiple of eight elements, or this is declined: said, to add four at a time.
-        inside_cols = cols // 4 < (sizes.keys - first.n0) // 4
+        inside_cols = (cols // 4 < (sizes.keys - first.n0) // 4)[None, :]
+        stride = dbias.stride2 // 4 * 4
         for g in range(sizes.group):
             head = (first.hk * sizes.group + g) // c.BIAS_GROUP
             at = dbias.pointer + gl.cast(head, gl.int64) * (dbias.stride1 // 4 * 4) + (first.n0 + cols)[None, :]
@@ -208,16 +227,19 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
                 slot, use = slot_of(ring, step), use_of(ring, step)
                 for lane in gl.static_range(c.LANES):
                     wait_full(lanes[lane].shared.ds_ring, slot, use)
-                for piece in gl.static_range(c.BLOCK_M // ROWS):
-                    total = gl.zeros([ROWS, c.BLOCK_N], gl.float32, L)
-                    for lane in gl.static_range(c.LANES):
-                        tile = lanes[lane].shared.ds.index(slot).reshape([c.BLOCK_M, c.BLOCK_N])
-                        found = tile.slice(piece * ROWS, ROWS).load(L).to(gl.float32)
-                        total += found if lane == 0 else gl.where(lane < present, found, 0.0)
-                    row = row0 + piece * ROWS + rows
-                    inside = (row < sizes.queries)[:, None] & inside_cols[None, :]
-                    to = at + row.to(gl.int64)[:, None] * (dbias.stride2 // 4 * 4)
+                to = at + (row0 + rows).to(gl.int64)[:, None] * stride
+                for piece in range(c.BLOCK_M // ROWS):
+                    total = piece_of(lanes[0], slot, piece, c).load(L).to(gl.float32)
+                    if present >= c.LANES:
+                        for lane in gl.static_range(1, c.LANES):
+                            total += piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
+                    else:
+                        for lane in gl.static_range(1, c.LANES):
+                            found = piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
+                            total += gl.where(lane < present, found, 0.0)
+                    inside = (rows < sizes.queries - row0 - piece * ROWS)[:, None] & inside_cols
                     gl.atomic_add(to, total, mask=inside, sem="relaxed")
+                    to += ROWS * stride
                 warps_barrier()
                 for lane in gl.static_range(c.LANES):
                     release(lanes[lane].shared.ds_ring, slot)

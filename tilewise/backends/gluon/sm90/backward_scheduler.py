@@ -178,10 +178,13 @@ def work_tile_of(group, member, terms, sizes, c, tile_list=None):
         head, tile = listed_head_and_tile(group, parts, tile_list, sizes, c)
     else:
         head, tile = head_and_tile(group, sizes, c)
-    member = head % parts * c.GROUP_PROGRAMS + member
-    alone = sizes.kv_heads // sizes.broadcast_heads
-    b = member % sizes.broadcast_batch + head // parts // alone
-    hk = member // sizes.broadcast_batch + head // parts % alone
+    if c.LANES > 1:  # all heads of their batch elements, next to each other in a line of the cache
+        b, hk = head // sizes.kv_heads * c.LANES + member, head % sizes.kv_heads
+    else:
+        member = head % parts * c.GROUP_PROGRAMS + member
+        alone = sizes.kv_heads // sizes.broadcast_heads
+        b = member % sizes.broadcast_batch + head // parts // alone
+        hk = member // sizes.broadcast_batch + head // parts % alone
     return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
 
 
@@ -201,8 +204,8 @@ def row_tile(work_tile, h, m, sizes):
 @gluon.jit
 def head_of(work_tile, sizes, c):
     """The number of a work tile's key/value head among all: of their counters, and of their place in the sum of dQ."""
-    if c.LANES > 1:  # in the order in which they come
-        return work_tile.hk * sizes.batch + work_tile.b
+    if c.LANES > 1:  # in the order in which they come, see `work_tile_of`
+        return (work_tile.b // c.LANES * sizes.kv_heads + work_tile.hk) * c.LANES + work_tile.b % c.LANES
     else:
         return work_tile.b * sizes.kv_heads + work_tile.hk
 

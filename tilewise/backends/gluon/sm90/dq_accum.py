@@ -139,9 +139,10 @@ def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
 
 
 @gluon.jit
-def place_in_strip(n):
-    """Row and column of the ``n``-th element of a strip of 16 rows and 8 columns of the sum, see `as_rows`."""
-    return n // 16 + n // 2 % 2 * 8, n // 4 % 4 * 2 + n % 2
+def in_rows(strips):
+    """Strips of 16 rows and 8 columns, next to each other, each as the sum has it, see `as_rows`, as [16, columns]."""
+    parts = strips.reshape([strips.shape[0], 8, 4, 2, 2])  # columns, then row, columns, half of the rows, column
+    return parts.permute((3, 1, 0, 2, 4)).reshape([16, 8 * strips.shape[0]])
 
 
 @gluon.jit
@@ -149,27 +150,33 @@ def finish_head(head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexp
     """One of some parts of dQ = scale · sum of a key/value head, see `backward_scheduler.head_of`, by one warp; ZEROES:
     its place for the head that has it next. dq: `Strided`; lanes past its ``batch`` elements have none."""
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
-    STRIP: gl.constexpr = 128  # elements that one warp has next to each other
-    IN: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    EIGHTS: gl.constexpr = c.BLOCK_D // 8
-    b, hk = head % sizes.batch, head // sizes.batch
-    within = gl.arange(0, STRIP, IN)
-    row, col = place_in_strip(within)
+    STRIP: gl.constexpr = 128  # elements that one warp has next to each other: 16 rows and 8 columns
+    IN: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [1, 1], [1, 0])
+    STRIPS: gl.constexpr = c.BLOCK_D // 8
+    group = head // c.LANES
+    b, hk = group // sizes.kv_heads * c.LANES + head % c.LANES, group % sizes.kv_heads
+    nth = gl.arange(0, STRIPS, gl.SliceLayout(1, IN))[:, None]
+    within = nth * (c.WARPS * STRIP) + gl.arange(0, STRIP, gl.SliceLayout(0, IN))[None, :]
+    row = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
+    col = gl.arange(0, c.BLOCK_D, gl.SliceLayout(0, OUT))[None, :]
     for g in range(sizes.group):
-        to = dq.pointer + gl.cast(b, gl.int64) * dq.stride0 + gl.cast(hk * sizes.group + g, gl.int64) * dq.stride1
+        # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store eight at a time.
+        to = dq.pointer + gl.cast(b, gl.int64) * (dq.stride0 // 8 * 8)
+        to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
         tile = (head % sizes.zeroed * sizes.group + g) * sizes.row_tiles  # as of `tile_of_sum`
         at = dq_accum + gl.cast(tile, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
-        strips = (sizes.row_tiles * c.WARPS - part + parts - 1) // parts
-        for n in range(strips * EIGHTS):
-            rows, eight = part + n // EIGHTS * parts, n % EIGHTS  # sixteen rows, eight columns
-            strip = (rows // c.WARPS * EIGHTS + eight) * c.WARPS + rows % c.WARPS
-            place = at + gl.cast(strip, gl.int64) * STRIP + within
+        # Sixteen rows at a time, all of their columns: a load for each strip, and a wait for all of them.
+        for rows in range(part, sizes.row_tiles * c.WARPS, parts):
+            first = rows // c.WARPS * (STRIPS * c.WARPS) + rows % c.WARPS
+            place = at + gl.cast(first, gl.int64) * STRIP + within
             found = gl.load(place)
             if ZEROES:
-                gl.store(place, gl.zeros([STRIP], gl.float32, IN))
-            inside = (row < sizes.queries - rows * 16) & (col < dim - eight * 8) & (b < batch)
-            gl.store(to + (row + rows * 16).to(gl.int64) * dq.stride2 + (col + eight * 8),
-                     (found * terms.scale).to(dq.pointer.dtype.element_ty), mask=inside)  # fmt: skip
+                gl.store(place, gl.zeros([STRIPS, STRIP], gl.float32, IN))
+            value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
+            inside = (row < sizes.queries - rows * 16) & (col // 8 < dim // 8) & (b < batch)
+            to_rows = to + (row + rows * 16).to(gl.int64) * (dq.stride2 // 8 * 8) + col
+            gl.store(to_rows, gl.convert_layout(value, OUT), mask=inside)
 
 
 @gluon.jit
