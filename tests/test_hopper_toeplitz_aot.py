@@ -20,7 +20,7 @@ FORWARDS = [
     ("3.6.0", Toeplitz(), 3 * (4 + 8) * 4, 0),
     ("installed", Toeplitz(), 3 * (4 + 8) * 4, 0),
     ("3.6.0", CAUSAL, 3 * (4 + 8) * 4, 56),
-    ("3.6.0", ALIBI, 3 * ((4 + 8) * 4 + 2), 260),  # in loops one
+    ("3.6.0", ALIBI, 3 * ((4 + 8) * 4 + 2), 260),  # in loops none
     ("3.6.0", ALIBI._replace(causal=True), 3 * ((4 + 8) * 4 + 1), 100),
     ("3.6.0", Toeplitz(D=128), 2 * (8 + 8) * 4, 0),
     ("3.6.0", Toeplitz(masked=True), 2 * (4 + 8) * 2, 0),

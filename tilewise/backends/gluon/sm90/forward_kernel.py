@@ -511,7 +511,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
     """O and the LSE. q, k, v, o, o_low: descriptors, with dropout alone the last; bias: a descriptor, or a `Strided`;
     sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
-    packed batch packed.
+    packed batch packed, with VANISHES vanishing.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
     """
