@@ -33,6 +33,33 @@ HOPPER = [
         "test_hopper_toeplitz.py::test_a_tile_on_a_line",
     ),
     Fault(
+        "backends/gluon/sm90/vanishing.py", "needed = 2 * score", "needed = score",
+        "beside large norms tiles are left out that count",
+        "test_hopper_vanishing.py::test_how_far_a_head_reaches",
+    ),
+    Fault(
+        "backends/gluon/sm90/vanishing.py", "squared < float(\"inf\"), squared", "True, squared",
+        "a NaN in keys does not keep the tile that has it",
+        "test_hopper_vanishing.py::test_how_far_a_head_reaches",
+    ),
+    Fault(
+        "backends/gluon/tile_scheduler.py", "last = gl.maximum(row0 + rows - 1 + gl", "last = gl.maximum(row0 + gl",
+        "the last queries of a tile miss keys above the near distances",
+        "test_hopper_vanishing.py::test_no_tile_within_reach_is_left_out",
+    ),
+    Fault(
+        "backends/gluon/sm90/backward_scheduler.py", "work_tile.n0 + c.BLOCK_N - gl.load(reach)",
+        "work_tile.n0 - gl.load(reach)",
+        "keys miss the dS of queries that come late",
+        "test_hopper_vanishing.py::test_no_tile_within_reach_is_left_out",
+    ),
+    Fault(
+        "backends/gluon/sm90/backward_scheduler.py", "first = gl.maximum(first, gl.maximum(m0 + lo, 0) // c.BLOCK_N)",
+        "first = gl.maximum(first, 0)",
+        "with a fixed order a tile of keys waits for one that is left out, for ever",
+        "test_hopper_vanishing.py::test_no_tile_within_reach_is_left_out",
+    ),
+    Fault(
         "backends/gluon/sm90/toeplitz_tiles.py", "entry += step", "entry += 1",
         "a transposed tile takes two entries in the wrong order",
         "test_hopper_toeplitz.py::test_words_in_memory",

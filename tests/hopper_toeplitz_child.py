@@ -153,3 +153,23 @@ def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
     stats.fill_(float("nan"))
     run.toeplitz.begin(run.pairs, vector, lse, stats)
     return lse, stats, vector[..., 0], vector[..., -1], run.block_m
+
+
+def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | None:
+    """What of far tiles counts, of a forward, or with a ``do`` of a backward; None where nobody asks."""
+    from tilewise.backends.gluon.sm90 import backward_launch, config, launch
+    from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
+    from tilewise.backends.gluon.sm90.vanishing import Reach
+
+    assert inputs.parts is not None
+    vector = inputs.parts.toeplitz
+    assert vector is not None
+    if do is None:
+        c: Any = launch._compiled(problem, config.forward_config(problem), False)
+    else:
+        chosen = config.backward_config(problem)
+        c = backward_launch._compiled(problem, chosen, config.backward_width(problem), False)
+    if not c.VANISHES.value:
+        return None
+    pairs = Pairs(problem, vector, 1.0 / problem.score.scale, 1 if do is None else -1)(vector)
+    return Reach(problem, inputs, c, do)(*inputs[:3], pairs, do)

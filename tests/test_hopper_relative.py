@@ -132,7 +132,7 @@ def plain(monkeypatch):
         name: getattr(module, name).fn
         for module, names in (
             (relative, ("range_state", "column_of", "in_range")),
-            (tile_scheduler, ("work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
+            (tile_scheduler, ("head_at", "work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
             (bias_tiles, ("first_below_range", "first_not_inside", "without_range", "bias_box")),
         )
         for name in names

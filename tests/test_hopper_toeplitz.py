@@ -125,7 +125,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(toeplitz_gradient, "in_words", mask_tiles.in_words.fn)
     monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
     functions = {
-        tile_scheduler: "work_tile_at work_tile_count entry_at first_entry first_full",
+        tile_scheduler: "head_at work_tile_at work_tile_count entry_at first_entry first_full",
         toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words",
         toeplitz_gradient: "near_queries place_of_lse on_line of_thread of_thread_by_distance by_places summed "
         "_like _halves _halves_of_places _whole _one_on _turned _goes_around _of_neighbours _shared _exchanged _index",

@@ -11,7 +11,9 @@ import pytest
 import torch
 from helpers import SLACK, poisoned_memory
 
-from tilewise import attention, explain
+from tilewise import attention, call, dispatch, explain
+from tilewise.backends.gluon import toeplitz
+from tilewise.backends.gluon.sm90.vanishing import Reach
 from tilewise.bias import RelativeBias, alibi, constants, t5_bias
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
@@ -315,3 +317,46 @@ def test_again_and_in_a_graph(monkeypatch, kind, dtype):
     graph.replay()
     for x, y in zip(captured, run(), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("M", "D"), [(2048, 64), (4096, 64), (4096, 128)])
+def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
+    """Beside steep and flat slopes: O, the LSE, dK and dV have the bits that they have where nothing is left out; the
+    flat ones' of full attention may differ by where a lazy maximum starts, see `vanishing`."""
+    generator = torch.Generator("cuda").manual_seed(M + D)
+    shapes = (2, 8, M, D), (2, 2, M, D), (2, 2, M, D), (2, 8, M, D)
+    q, k, v, do = (torch.randn(shape, generator=generator, device="cuda").to(BRAIN) for shape in shapes)
+    b = torch.tensor([4.0, 2.0, 1.0, 0.75, 2**-4, 2**-5, 2**-7, 2**-8], device="cuda")
+    found = []
+
+    def spy(self, *tensors, of=Reach.__call__):
+        found.append(of(self, *tensors))
+        return found[-1]
+
+    def run():
+        for kept in (dispatch.forwards, dispatch.backwards, call.usual_calls):
+            kept.clear()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, b)]
+        with poisoned_memory("cuda"):
+            o, lse = attention(*leaves[:3], bias=alibi(leaves[3]), causal=causal, return_lse=True, deterministic=False,
+                               backend="hopper")  # fmt: skip
+            return o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)
+
+    monkeypatch.setattr(Reach, "__call__", spy)
+    ours = run()
+    of_heads, of_keys = found
+    assert (of_heads[:, :4, 0] > -300).all()
+    assert (of_keys[:, 0, 0] > -300).all()
+    assert (of_heads[:, 7, 0] <= -M).all()
+    assert (of_keys[:, 1, 0] <= -M).all()
+    monkeypatch.setattr(toeplitz, "VANISHING_FROM", 1 << 60)
+    other = run()
+    assert len(found) == 2
+    for name, x, y in zip(("o", "lse", "dq", "dk", "dv", "db"), ours, other, strict=True):
+        if name in ("o", "lse", "dk", "dv"):
+            same = x.shape[1] if causal else x.shape[1] // 2
+            assert torch.equal(x[:, :same], y[:, :same]), name
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=1e-2 * float(y.abs().max()), msg=name)
+    for kept in (dispatch.forwards, dispatch.backwards, call.usual_calls):
+        kept.clear()

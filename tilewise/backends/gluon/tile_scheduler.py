@@ -75,6 +75,35 @@ def hand_out_tile_index(rings, t, tile_index):
 
 
 @gluon.jit
+def head_at(n, sizes, c):
+    """Batch element and query head of the ``n``-th of all heads.
+
+    With VANISHES the last heads come first, of all batch elements, those of one key/value head side by side: by ALiBi's
+    usual slopes they see most, and what is left in the end is short.
+    """
+    if c.VANISHES:
+        n = sizes.heads * sizes.batch - 1 - n
+        h = n // (sizes.group * sizes.batch) * sizes.group + n % sizes.group
+        b = n // sizes.group % sizes.batch
+    else:
+        h = n % sizes.heads
+        b = n // sizes.heads
+    return b, h
+
+
+@gluon.jit
+def keys_within_reach(begin, end, row0, rows, head, reaches, c):
+    """Of an interval of tiles of keys those that have a pair within a head's reach, see `sm90.vanishing`. That has a
+    distance at which every query sees a key: one tile is left."""
+    if c.FAR_LO:
+        begin = gl.maximum(begin, gl.maximum(row0 + gl.load(reaches + 2 * head), 0) // c.BLOCK_N)
+    if c.FAR_HI:
+        last = gl.maximum(row0 + rows - 1 + gl.load(reaches + 2 * head + 1), 0)
+        end = gl.minimum(end, last // c.BLOCK_N + 1)
+    return begin, end
+
+
+@gluon.jit
 def work_tile_at(t, x, terms, sizes, c):
     """The ``t``-th tile of queries. What varies fastest decides which tiles run together and share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
@@ -84,9 +113,7 @@ def work_tile_at(t, x, terms, sizes, c):
         seq, m, h, _ = listed_tile_and_head(x.tile_list, t, sizes.heads, BLOCK_M, False)
     elif c.ORDER == "tiles":  # of one head: they share its keys and values
         m = t % count
-        bh = t // count
-        h = bh % sizes.heads
-        b = bh // sizes.heads
+        b, h = head_at(t // count, sizes, c)
     elif c.ORDER == "longest":  # of `at_once` heads, the last time of those that are left too, the longest first
         first = gl.minimum(t // (sizes.at_once * count) * sizes.at_once, sizes.last)
         width = gl.where(first == sizes.last, sizes.heads * sizes.batch - first, sizes.at_once)
@@ -94,9 +121,7 @@ def work_tile_at(t, x, terms, sizes, c):
         m = t // width
         if terms.HAS_HI or not terms.HAS_LO:  # later queries see more
             m = count - 1 - m
-        bh = first + t % width
-        h = bh % sizes.heads
-        b = bh // sizes.heads
+        b, h = head_at(first + t % width, sizes, c)
     elif c.ORDER == "batch":  # batch elements that read one bias tile
         b = t % sizes.batch
         m = t // sizes.batch % count
@@ -117,6 +142,8 @@ def work_tile_at(t, x, terms, sizes, c):
         lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
         rows = gl.minimum(BLOCK_M, seq.queries - row0)
         begin, full_begin, full_end, end = key_tiles(row0, rows, seq.keys, lo, hi, c.BLOCK_N)
+        if c.VANISHES:
+            begin, end = keys_within_reach(begin, end, row0, rows, b * sizes.heads + h, x.tile_list, c)
         end = gl.maximum(end, begin + 1)
         return QueryTile(seq, b, h, row0, end - begin, end - 1, full_begin, full_end, 0)
 

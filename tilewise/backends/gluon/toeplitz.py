@@ -10,6 +10,10 @@ from typing import Any
 from tilewise.problem import Problem
 from tilewise.score.terms import Far
 
+# Queries, and so keys: of fewer keys there is little to leave out, and beside fewer queries to read all keys for their
+# norms takes as long as it saves.
+VANISHING_FROM = 1024
+
 
 def far_of(problem: Problem) -> Far | None:
     """Where the entries of its Toeplitz bias need not be read, within the distances that the call has."""
@@ -34,16 +38,36 @@ def toeplitz_constants(problem: Problem, block: int) -> dict[str, Any]:
     """
     far = far_of(problem)
     if far is None or problem.parts is None or problem.parts.toeplitz is None:
-        return {"TOEPLITZ": "none", "TOEPLITZ_BATCH": False, "TOEPLITZ_GROUP": 1, "FAR_LO": False, "FAR_HI": False}
+        return {
+            "TOEPLITZ": "none", "TOEPLITZ_BATCH": False, "TOEPLITZ_GROUP": 1, "FAR_LO": False, "FAR_HI": False,
+            "VANISHES": False,
+        }  # fmt: skip
     band, vector = problem.score.band, problem.parts.toeplitz
     least, most = 1 - problem.queries, problem.keys - 1
     least = least if band.lo is None else max(band.lo, least)
     most = most if band.hi is None else min(band.hi, most)
     plain = problem.mask is None
+    far_lo, far_hi = plain and far.lo - least >= block, plain and most - far.hi >= block
     return {
         "TOEPLITZ": "line" if far.linear else "number",
         "TOEPLITZ_BATCH": vector.batch > 1,
         "TOEPLITZ_GROUP": problem.heads // vector.heads,
-        "FAR_LO": plain and far.lo - least >= block,
-        "FAR_HI": plain and most - far.hi >= block,
+        "FAR_LO": far_lo,
+        "FAR_HI": far_hi,
+        "VANISHES": far.linear and (far_lo or far_hi) and _may_vanish(problem),
     }
+
+
+def sure_distance(problem: Problem) -> int | None:
+    """A distance, near 0 of the bias, at which every query sees a key; None where there is none, or nobody knows."""
+    far, band, most = far_of(problem), problem.score.band, problem.keys - problem.queries
+    if far is None or most < 0 or problem.mask is not None or problem.totals is not None:
+        return None
+    distance = min(max((far.lo + far.hi) // 2, 0), most)
+    hidden = (band.lo is not None and distance < band.lo) or (band.hi is not None and distance > band.hi)
+    return None if hidden else distance
+
+
+def _may_vanish(problem: Problem) -> bool:
+    """Whether far tiles whose probabilities are 0 are looked for, see `sm90.vanishing`."""
+    return problem.queries >= VANISHING_FROM and sure_distance(problem) is not None

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.backends import has_triton, no_parts
 from tilewise.backends.gluon import RAGGED_ROWS
+from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
@@ -201,6 +202,8 @@ def tiles(problem: Problem) -> str:
     )
     if as_packed(problem) is not None:
         forward += "; documents that are long as a packed batch"
+    if toeplitz_constants(problem, 2 * c.block_n)["VANISHES"]:
+        forward += "; tiles whose probabilities vanish are left out, and counted as FLOPs like all"
     if (
         not problem.bias_grad
         or problem.totals is not None

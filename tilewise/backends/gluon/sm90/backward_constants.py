@@ -40,6 +40,7 @@ class BackwardConstants(NamedTuple):
     TOEPLITZ_GROUP: Any
     FAR_LO: Any
     FAR_HI: Any
+    VANISHES: Any
     DTOEPLITZ: Any  # its gradient is wanted
     DBIAS_SUMS: Any  # to which tiles of dS are added with "accumulate", see config.dbias_sums
     ZEROES_DBIAS: Any  # programs do, for groups to come

@@ -122,7 +122,7 @@ class Operands(NamedTuple):
     dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA. With DQ_STORED of dQ itself.
     bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
     is the ring of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one. tile_list: likewise, or of a
-    packed batch, see packed.
+    packed batch, see packed; with VANISHES the reach of each key/value head, see vanishing.
     """
 
     q: Any

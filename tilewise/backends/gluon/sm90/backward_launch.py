@@ -63,6 +63,7 @@ from tilewise.backends.gluon.sm90.resized import (
 from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
 from tilewise.backends.gluon.sm90.toeplitz_gradient import ToeplitzGradient
 from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
+from tilewise.backends.gluon.sm90.vanishing import Reach
 from tilewise.backends.gluon.sm90.zero_kernel import zeros_launch
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
@@ -166,6 +167,7 @@ class Backward:
         if toeplitz is not None:
             self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
             self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
+        self.reach = Reach(problem, inputs, c, do) if c.VANISHES.value else None
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         along_rows = bias if self.of_rows else None
         tiled: tuple[Any, ...] = (block_m, width, block_n) if packed else (self.of_rows, block_m, width)
@@ -325,9 +327,11 @@ class Backward:
                     self.zeros(dbias)
                 elif self.adds and isinstance(self.values, PackedValues):
                     dbias = self.values.empty_gradient(values, rows_listed[0])
-            dtoeplitz, pairs = None, None
+            dtoeplitz, pairs, reach = None, None, None
             if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
                 pairs, dtoeplitz = self.toeplitz.begin(self.pairs, parts.toeplitz, lse, stats)
+                if self.reach is not None:  # before the statistics, under which the kernel already begins
+                    reach = self.reach(q, k, v, pairs, do)
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
             sums = None if self.dq_stored else dq_accum
@@ -341,6 +345,8 @@ class Backward:
             tile_list = known.tile_list
             if key_list is not None:
                 tile_list = key_list
+            elif reach is not None:
+                tile_list = reach
             by_pointer = self.lanes or ring is not None or self.zeroed_heads
             dbias_tiles = (
                 dq_accum if ring is None else ring, dbias if by_pointer else None, counts, known.group_lists,

@@ -185,7 +185,35 @@ def work_tile_of(group, member, terms, sizes, c, tile_list=None):
         alone = sizes.kv_heads // sizes.broadcast_heads
         b = member % sizes.broadcast_batch + head // parts // alone
         hk = member // sizes.broadcast_batch + head // parts % alone
-    return key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
+    work_tile = key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
+    if c.VANISHES:
+        work_tile = within_reach(work_tile, tile_list, sizes, c)
+    return work_tile
+
+
+@gluon.jit
+def within_reach(work_tile, reaches, sizes, c):
+    """A work tile without the tiles of queries that have no pair within its head's reach, see `vanishing`: none may be
+    left. What cuts a tile is what it was."""
+    begin, end = work_tile.begin, work_tile.end
+    reach = reaches + 2 * (work_tile.b * sizes.kv_heads + work_tile.hk)
+    if c.FAR_HI:
+        first = gl.maximum(work_tile.n0 - gl.load(reach + 1), 0) // c.BLOCK_M
+        begin = gl.minimum(gl.maximum(begin, first), end)
+    if c.FAR_LO:
+        after = gl.maximum(work_tile.n0 + c.BLOCK_N - gl.load(reach), 0)
+        end = gl.maximum(gl.minimum(end, gl.cdiv(after, c.BLOCK_M)), begin)
+    full_begin, full_end = work_tile.full_begin, work_tile.full_end
+    return KeyTile(work_tile.b, work_tile.hk, work_tile.n0, begin, full_begin, full_end, end, work_tile.seq, 0)
+
+
+@gluon.jit
+def first_within_reach(first, m0, work_tile, reaches, sizes, c):
+    """The first tile of keys that visits a tile of queries; ``first``: that sees it."""
+    if c.FAR_LO:
+        lo = gl.load(reaches + 2 * (work_tile.b * sizes.kv_heads + work_tile.hk))
+        first = gl.maximum(first, gl.maximum(m0 + lo, 0) // c.BLOCK_N)
+    return first
 
 
 @gluon.jit

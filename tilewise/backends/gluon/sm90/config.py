@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import ends
 from tilewise.problem import Problem
 from tilewise.score.terms import Band
@@ -146,6 +147,7 @@ def forward_config(problem: Problem) -> Config:
     fills = d == 256 or (bias > 0 and d == 128)  # no room for O beside everything else
     by_distance = problem.score.query is not None and problem.bias is not None and problem.bias.dtype == problem.dtype
     o_in_bias = fills and by_distance and block_n == padded(problem.value_dim)
+    vanishes = toeplitz_constants(problem, 2 * block_n)["VANISHES"]
     return Config(
         block_n=block_n,
         warpgroups=3 if three else 2,
@@ -155,7 +157,7 @@ def forward_config(problem: Problem) -> Config:
         bias_first=(bias > 0 or along_keys) and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=(not bias or ends_below) if d >= 128 else not small,
-        dynamic=band or masked or problem.totals is not None,  # whose tiles the host does not count
+        dynamic=vanishes or band or masked or problem.totals is not None,  # whose tiles the host does not count
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
         o_in_q=fills and not o_in_bias and padded(problem.head_dim) == padded(problem.value_dim),

@@ -33,6 +33,7 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     done_at,
     entry_at,
+    first_within_reach,
     head_and_tile,
     head_of,
     row_tile,
@@ -320,6 +321,8 @@ def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
                         lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
                         count = gl.minimum(c.BLOCK_M, seq.queries - m0)
                         first, _, _, _ = key_tiles(m0, count, seq.keys, lo, hi, c.BLOCK_N)
+                        if c.VANISHES:
+                            first = first_within_reach(first, m0, work_tile, x.tile_list, sizes, c)
                         dq_order = work_tile.n0 // c.BLOCK_N - first
                     wait_count(counters.dq_semaphores + head + m, dq_order)
                 for part in gl.static_range(c.DQ_PARTS):

@@ -126,6 +126,7 @@ class ForwardConstants(NamedTuple):
     TOEPLITZ_GROUP: Any
     FAR_LO: Any  # some tiles lie below the near distances as a whole
     FAR_HI: Any  # or above
+    VANISHES: Any  # some of these may be left out, see vanishing
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
@@ -148,7 +149,7 @@ class Operands(NamedTuple):
     sink: Any  # a `Strided` or None
     seed: Any  # of dropout, or None
     bits: Any  # of the mask, see mask_kernels
-    tile_list: Any
+    tile_list: Any  # with VANISHES the reach of each head, which has its place
     o: Any
     o_low: Any  # or None, see `low_bits`
     tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
@@ -510,7 +511,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
     """O and the LSE. q, k, v, o, o_low: descriptors, with dropout alone the last; bias: a descriptor, or a `Strided`;
     sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
-    packed batch packed.
+    packed batch packed, with VANISHES vanishing.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
     """

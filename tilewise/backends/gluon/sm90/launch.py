@@ -39,6 +39,7 @@ from tilewise.backends.gluon.sm90.forward_kernel import ForwardConstants, forwar
 from tilewise.backends.gluon.sm90.repair_kernel import RepairConstants, packed_repair_kernel, repair_kernel
 from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
 from tilewise.backends.gluon.sm90.together_kernel import together_kernel
+from tilewise.backends.gluon.sm90.vanishing import Reach
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.tile_scheduler import ForwardSizes
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
@@ -94,6 +95,7 @@ class Forward:
         # Where a program has one tile, or some have none, there is nothing to gain.
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
+        self.reach = Reach(problem, inputs, c) if c.VANISHES.value else None
         together = comes_together(problem) and not c.RAGGED.value
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
@@ -239,6 +241,8 @@ class Forward:
             added = bias
             if self.pairs is not None and parts is not None and parts.toeplitz is not None:
                 bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
+                if self.reach is not None:
+                    tile_list = self.reach(q, k, v, added)
             self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
             if self.repair is not None:
                 listed = () if self.packed is None else (tile_list,)
