@@ -35,6 +35,9 @@ UNSHARED = Operand(torch.bfloat16, 2, 8, 239, 432)
         ({"bias": replace(MATRIX, dtype=torch.float64)}, "reads a bias in float16, bfloat16 or float32, not float64"),
         ({"irregular": ("k", "v")}, "reads by TMA, which cannot describe k, v: "),
         ({"bias": MATRIX, "irregular": ("bias",)}, "reads by TMA, which cannot describe bias: "),
+        ({"bias": MATRIX, "irregular": ("bias",), "batch": 4}, None),  # so many share it that it is copied
+        ({"bias": MATRIX, "irregular": ("q", "bias"), "batch": 4}, "reads by TMA, which cannot describe q: "),
+        ({"bias": UNSHARED, "irregular": ("bias",)}, "reads by TMA, which cannot describe bias: "),
         ({"value_dim": 13}, "writes o by TMA, in rows of a multiple of 16 bytes: not 13 elements"),
         ({}, None),
         ({"dtype": torch.float16, "head_dim": 40, "value_dim": 256, "queries": 1, "keys": 1}, None),
@@ -101,6 +104,7 @@ def test_declines(change, reason):
         ({"bias": replace(MATRIX, dtype=torch.float32, cols=434), "keys": 434, "bias_grad": True}, "writes dbias by"),
         ({"bias": replace(MATRIX, dtype=torch.float32, cols=434), "keys": 434}, None),
         ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True}, "writes dbias by TMA, in rows of"),
+        ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True, "batch": 4}, None),
     ],
 )
 def test_declines_backward(change, reason):

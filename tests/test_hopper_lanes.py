@@ -132,6 +132,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
 
     gl = SimpleNamespace(
         static_range=range, to_tensor=lambda x: x, cast=lambda x, _: x, int64=torch.int64, float32=torch.float32,
+        cdiv=lambda x, y: -(-x // y),
         arange=lambda begin, end, _: torch.arange(begin, end), zeros=lambda shape, *_: torch.zeros(shape),
         where=lambda c, x, y: x if c else torch.full_like(x, y), atomic_add=atomic_add,
         BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None,

@@ -40,10 +40,32 @@ def test_batch_elements_side_by_side(hopper_backwards, terms):
     assert [made.config.lanes for made in hopper_backwards] == [3]
 
 
-@pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 760}, {"mask": "b11n"}], ids=str)
+@pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 504}, {"mask": "b11n"}], ids=str)
 def test_others_have_a_sum_each(hopper_backwards, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
     assert [made.config.lanes for made in hopper_backwards] == [1]
+
+
+@pytest.mark.parametrize(
+    ("terms", "lanes"),
+    [
+        ({"N": 767, "M": 515}, 3),
+        ({"N": 761, "layout": "heads_last"}, 3),
+        ({"layout": "heads_last", "dtype": torch.float16}, 3),
+        ({"B": 7, "M": 127, "N": 129}, 1),
+        ({"B": 8, "M": 256, "N": 255, "mask": "b11n"}, 1),
+        ({"B": 16, "M": 128, "N": 131, "deterministic": True}, 1),
+        ({"B": 12, "M": 129, "N": 127, "D": 64}, 1),
+        ({"B": 3, "H": 8, "Hkv": 2, "M": 300, "N": 239, "D": 128, "bias": "11mn", "causal": True}, 1),
+        ({"B": 5, "M": 239, "N": 799, "bias_dtype": torch.float32, "softcap": 5.0}, 1),
+        ({"B": 9, "M": 96, "N": 70, "bias_hides": True, "planted": float("nan")}, 1),
+    ],
+    ids=str,
+)
+def test_a_bias_that_is_copied(hopper_backwards, terms, lanes):
+    """Rows of any length, and heads last, of a bias that many share."""
+    check(replace(PAIR, **terms), "hopper", "cuda")
+    assert [made.config.lanes for made in hopper_backwards] == [lanes]
 
 
 def test_dbias_has_the_same_bits_where_that_is_asked_for():

@@ -158,7 +158,7 @@ class Forward:
         c = _compiled(
             problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
         )
-        sizes = _sizes(problem)._replace(splits=shares)
+        sizes = _sizes(problem, inputs)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
@@ -212,7 +212,7 @@ class Forward:
                 lse.fill_(-torch.inf)
             mask, (_, lists, _) = flat_and_lists(self.masked, inputs.mask, inputs.tiles, NO_LISTS)
             try:
-                parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths, inputs.bias)
+                parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths)
                 if self.merge is None or self.shared is None:
                     self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, o_low, lse)
                 else:
@@ -288,7 +288,7 @@ class Backward:
             DPARTS=bool(given),
             WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
         )  # fmt: skip
-        sizes = _sizes(problem, padded)
+        sizes = _sizes(problem, inputs, padded)
         numbers = (_terms(problem, inputs), sizes, c)
         dq_accum_layout: Any = POINTER
         if dq_accum is not None and c.DQ_TMA.value:
@@ -396,7 +396,7 @@ class Backward:
             delta, lse2 = self.empty_stats(), self.empty_stats()
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
-            lengths = flat_lengths(inputs.lengths, inputs.bias)
+            lengths = flat_lengths(inputs.lengths)
             self.preprocess(outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
             finite = None
             if self.finite is not None:
@@ -481,10 +481,13 @@ def _terms(problem: Problem, inputs: Inputs) -> Terms:
     return terms._replace(**part_numbers(problem, inputs.parts))
 
 
-def _sizes(problem: Problem, padded_queries: int = 0) -> ProblemSizes:
-    p = problem
+def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> ProblemSizes:
+    p, lengths, bias = problem, inputs.lengths, inputs.bias
     sizes = ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
-    return sizes if p.totals is None else sizes._replace(total_queries=p.totals[0], total_keys=p.totals[1])
+    if p.totals is None:
+        return sizes
+    pairs = None if bias is None or lengths is None or lengths.pairs is None else bias.shape[3]
+    return sizes._replace(total_queries=p.totals[0], total_keys=p.totals[1], pairs=pairs)
 
 
 def _compiled(

@@ -31,24 +31,9 @@ def lengths_layout(lengths: Lengths | None) -> Any:
     return POINTER if lengths is None else Record(Lengths, (POINTER,) * len(lengths))
 
 
-def flat_lengths(lengths: Lengths | None, bias: Tensor | None) -> tuple:
+def flat_lengths(lengths: Lengths | None) -> tuple:
     """For a `Launch`."""
-    if lengths is None:
-        return NO_LENGTHS
-    if lengths.pairs is not None and bias is not None:
-        lengths = _inside(lengths, lengths.pairs, bias.shape[3])
-    return tuple([None if x is None else x.contiguous() for x in lengths])
-
-
-def _inside(lengths: Lengths, begins: Tensor, pairs: int) -> Lengths:
-    """With no key for a sequence whose matrix does not lie within so many pairs: nothing outside is read or written.
-    A kernel finds at most as many queries and keys as these differences say."""
-    assert lengths.cu_q is not None
-    assert lengths.cu_k is not None
-    keys = lengths.cu_k.diff() if lengths.used_k is None else lengths.used_k
-    begin = begins[:-1].to(torch.int64)
-    fits = (begin >= 0) & (begin + keys.to(torch.int64) * lengths.cu_q.diff() <= pairs)
-    return lengths._replace(used_k=torch.where(fits, keys, 0))
+    return NO_LENGTHS if lengths is None else tuple([None if x is None else x.contiguous() for x in lengths])
 
 
 def tile_count(problem: Problem, total: int, block: int) -> int:
@@ -89,12 +74,13 @@ def _sequence(lengths, b, sizes, c):
     keys = tl.maximum(_offset(lengths.cu_k + b + 1, sizes.total_keys) - k0, 0)
     if lengths.used_k is not None:
         keys = _offset(lengths.used_k + b, keys)
+    pair = tl.cast(q0, tl.int64) * 0
+    if lengths.pairs is not None:  # no key for a sequence whose matrix does not lie within all of them
+        pair = tl.load(lengths.pairs + b).to(tl.int64)
+        keys = tl.where((pair >= 0) & (pair + tl.cast(keys, tl.int64) * queries <= sizes.pairs), keys, 0)
     # A bias that is padded has no more.
     queries, keys = tl.minimum(queries, sizes.queries), tl.minimum(keys, sizes.keys)
     skew = sizes.queries - queries if c.FROM_START else sizes.keys - keys
-    pair = tl.cast(q0, tl.int64) * 0
-    if lengths.pairs is not None:
-        pair = tl.load(lengths.pairs + b).to(tl.int64)
     start = Starts(q0, k0, pair, (q0 // c.BLOCK_M + b) * c.BLOCK_M, keys - queries, skew)
     return start, queries, keys
 
@@ -105,7 +91,7 @@ def _sizes_of(queries, keys, exists, sizes):
     stores nothing. (Triton 3.6 loses constants of the arguments after an early return.)"""
     return ProblemSizes(
         1, sizes.heads, sizes.group, tl.where(exists, queries, 0), tl.where(exists, keys, 0), sizes.head_dim,
-        sizes.value_dim, sizes.padded_queries, 1, sizes.total_queries, sizes.total_keys,
+        sizes.value_dim, sizes.padded_queries, 1, sizes.total_queries, sizes.total_keys, sizes.pairs,
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ class ProblemSizes(NamedTuple):
     # Of a packed batch all of them; queries and keys are the longest sequence's, or of a program its own one's.
     total_queries: int | None = None
     total_keys: int | None = None
+    pairs: int | None = None  # of a ragged bias, those of all matrices
 
 
 def broadcast(x: Operand, group: BroadcastGroup, tma: bool, lies: str = "padded") -> Broadcast:

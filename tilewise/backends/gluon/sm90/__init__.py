@@ -11,6 +11,13 @@ import torch
 
 from tilewise.backends import has_triton, no_parts
 from tilewise.backends.gluon import RAGGED_ROWS
+from tilewise.backends.gluon.sm90.copied_bias import (
+    copied,
+    copied_bytes,
+    is_copied,
+    is_row_of_16_bytes,
+    pads_gradient,
+)
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
@@ -78,7 +85,7 @@ def _declines_forward(problem: Problem) -> str | None:
             return "reads a sink in float16, bfloat16 or float32, not float64"
         if bias is not None and bias.cols == 1:
             return "takes no sink beside a bias that is constant along the keys"
-    by_pointers = bias is not None and bias.axes != "matrix"
+    by_pointers = (bias is not None and bias.axes != "matrix") or is_copied(problem)
     irregular = [name for name in problem.irregular if name != "do" and (name != "bias" or not by_pointers)]
     if irregular:
         return (
@@ -168,7 +175,7 @@ def _declines_backward(problem: Problem) -> str | None:
             "has no shared memory left past 128 dimensions for a matrix bias of another dtype than q's, with "
             "deterministic=True"
         )
-    if problem.bias_grad and bias.cols * bias.dtype.itemsize % 16:
+    if problem.bias_grad and not (is_row_of_16_bytes(bias) or pads_gradient(problem)):
         return f"writes dbias by TMA, in rows of a multiple of 16 bytes: not {bias.cols} elements"
     shared = not problem.broadcast_group(bias).single
     capped = problem.score.transformed
@@ -202,6 +209,9 @@ def tiles(problem: Problem) -> str:
     )
     if as_packed(problem) is not None:
         forward += "; documents that are long as a packed batch"
+    if is_copied(problem):
+        size = quantity(copied_bytes(problem), "B")
+        forward += f"; the bias is copied, to rows that begin at multiples of 16 bytes, {size}"
     if toeplitz_constants(problem, 2 * c.block_n)["VANISHES"]:
         forward += "; tiles whose probabilities vanish are left out, and counted as FLOPs like all"
     if (
@@ -224,7 +234,10 @@ def tiles(problem: Problem) -> str:
 def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
     from tilewise.backends.gluon.sm90 import launch
 
-    return launch.Forward(problem, inputs)
+    if not is_copied(problem):
+        return launch.Forward(problem, inputs)
+    run = launch.Forward(problem, _with_copy(inputs))
+    return lambda inputs: run(_with_copy(inputs))
 
 
 def _prepare_backward(
@@ -232,7 +245,15 @@ def _prepare_backward(
 ) -> Backward:
     from tilewise.backends.gluon.sm90 import backward_launch
 
-    return backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
+    if not is_copied(problem):
+        return backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
+    run = backward_launch.Backward(problem, _with_copy(inputs), outputs, cotangents, needs)
+    return lambda inputs, outputs, cotangents: run(_with_copy(inputs), outputs, cotangents)
+
+
+def _with_copy(inputs: Inputs) -> Inputs:
+    assert inputs.bias is not None
+    return inputs._replace(bias=copied(inputs.bias))
 
 
 prepare = {"forward": _prepare_forward, "backward": _prepare_backward}

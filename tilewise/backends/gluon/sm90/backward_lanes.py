@@ -215,8 +215,8 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
     while tile_index * c.LANES < work_tile_count(x, sizes, c):
         first = work_tile_at(tile_of_lane(tile_index, 0, c), x, terms, sizes, c)
         present = x.k.shape[0] - first.b  # lanes that have a batch element, if they are so many
-        # Rows of dBias have a multiple of eight elements, or this is declined: said, to add four at a time.
-        inside_cols = (cols // 4 < (sizes.keys - first.n0) // 4)[None, :]
+        # A row of dBias has room for a multiple of eight elements: said, to add four at a time. Past the last key is 0.
+        inside_cols = (cols // 4 < gl.cdiv(sizes.keys - first.n0, 4))[None, :]
         stride = dbias.stride2 // 4 * 4
         for g in range(sizes.group):
             head = (first.hk * sizes.group + g) // c.BIAS_GROUP

@@ -18,6 +18,7 @@ from tilewise.backends.gluon.sm90.config import (
     heads_in_cache,
     longest_first,
 )
+from tilewise.backends.gluon.sm90.copied_bias import padded, pads_gradient
 from tilewise.problem import Problem
 
 
@@ -111,9 +112,10 @@ def bias_gradient_allocation(
     everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
     stored = everywhere and (how != "accumulate" or ahead)
     fill = torch.empty if stored or sums_sparsely(problem) else torch.zeros
-    B, *shape = bias.shape
-    sums = max(1, dbias_sums(problem))
-    return partial(fill, (sums * B, *shape), dtype=torch.float32 if adds(problem) else bias.dtype)
+    B, *shape, cols = bias.shape
+    sums, width = max(1, dbias_sums(problem)), padded(cols) if pads_gradient(problem) else cols
+    dtype = torch.float32 if adds(problem) else bias.dtype
+    return lambda device: fill((sums * B, *shape, width), dtype=dtype, device=device)[..., :cols]
 
 
 def bias_gradient(
@@ -129,7 +131,7 @@ def bias_gradient(
             found.shape[0] > bias.shape[0]
         ):  # of two, in float32, rounded once; a sum over an axis has half of a copy's speed
             found = torch.add(*found.chunk(2))
-        return found.to(bias.dtype)
+        return found.to(bias.dtype).contiguous()  # of rows that were longer
     if found is not None:
         found = found[:, :, None]
     elif lse is None or dlse is None:
