@@ -156,7 +156,9 @@ def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
 
 
 def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | None:
-    """What of far tiles counts, of a forward, or with a ``do`` of a backward; None where nobody asks."""
+    """What of far tiles counts, of a forward, or with a ``do`` of a backward; None where nobody asks, as small calls
+    do."""
+    from tilewise.backends.gluon import toeplitz
     from tilewise.backends.gluon.sm90 import backward_launch, config, launch
     from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
     from tilewise.backends.gluon.sm90.vanishing import Reach
@@ -164,6 +166,7 @@ def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | Non
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz
     assert vector is not None
+    toeplitz.VANISHING_FROM = 1024
     if do is None:
         c: Any = launch._compiled(problem, config.forward_config(problem), False)
     else:

@@ -16,7 +16,7 @@ from tilewise.score.tiles import visible_pairs
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
 LANES = 3  # batch elements of a program of the backward, see `has_lanes`
-LANES_FROM = 512  # queries, and keys
+LANES_FROM = 384  # queries, and keys
 MOST_PROGRAMS = 8  # of a group that shares a bias, see dbias_reduce
 L2_CACHE = 32 * 1024**2  # of 50 MiB, what is there again when the next program wants it
 
@@ -295,7 +295,7 @@ def has_lanes(problem: Problem) -> bool:
     """Whether a program of the backward has several batch elements, which share a bias that has a gradient: of heads of
     32, where there are enough for each program to have several work tiles, one after the other, and these are so long
     that less traffic makes up for warpgroups that wait for each other (H200, (B, S, H, D): 1.13 of the speed at 512,
-    1.17 at 768)."""
+    1.17 at 768; 1.00 at 384, in a ninth of the memory)."""
     p, bias, score = problem, problem.bias, problem.score
     if bias is None or not p.bias_grad or p.bias_itemsize != p.dtype.itemsize or bias.dtype != p.dtype:
         return False
