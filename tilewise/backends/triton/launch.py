@@ -486,7 +486,7 @@ def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> Problem
     sizes = ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
     if p.totals is None:
         return sizes
-    pairs = None if bias is None or lengths is None or lengths.pairs is None else bias.shape[3]
+    pairs = 0 if bias is None or lengths is None or lengths.pairs is None else bias.shape[3]
     return sizes._replace(total_queries=p.totals[0], total_keys=p.totals[1], pairs=pairs)
 
 
