@@ -266,7 +266,8 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
             assert counted[0] or not case.deterministic
 
 
-@pytest.mark.parametrize(("triton", "spilled"), [("3.6.0", 4), ("installed", 4)])
+# By 3.7.1 three numbers of a thread are in memory until a role begins.
+@pytest.mark.parametrize(("triton", "spilled"), [("3.6.0", 0), ("installed", 12)])
 def test_batch_elements_side_by_side(compilers, triton, spilled):
     """A program of the pair bias has three: no ring of dS, and no sum of dQ for all heads."""
     case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn")
@@ -275,7 +276,7 @@ def test_batch_elements_side_by_side(compilers, triton, spilled):
     hold_hopper(codes, spilled)
     assert codes[1].wgmma == 3 * (2 * 2 + 2 * 4 + 4)
     assert codes[1].kernel.registers == 128  # of all 512 threads, before they are handed out
-    assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 16
+    assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 4  # of dS in a loop
 
 
 def test_dbias_is_added_in_fours(compilers):
