@@ -32,7 +32,7 @@ def test_the_first_picture_and_table_are_made_from_a_results_file(gains):
 def test_what_readme_says_in_words_is_in_the_results():
     """Beside FlashAttention-4 and cuDNN without a bias, and where it is weak."""
     folder = REPOSITORY / "benchmarks" / "results"
-    dense, biased = (results.read(folder / f"{name}.json") for name in ("h200_slots", "h200_slots_bias"))
+    dense = results.read(folder / "h200_slots.json")
 
     def ratios(found, start, which=results.PASSES):
         rows = [row for row in found.rows if row.provider == "tilewise-hopper" and row.case.startswith(start)]
@@ -45,16 +45,17 @@ def test_what_readme_says_in_words_is_in_the_results():
         f"it has {min(small):.2f} to {max(small):.2f} of the speed of the faster of FlashAttention-4 and cuDNN" in words
     )
     assert f"to D=128, and {min(large):.2f} to {max(large):.2f} at D=256" in words
-    (forward,), (backward,) = (
-        ratios(biased, f"pair bias D32 S{length}", [which]) for length, which in ((768, "forward"), (256, "backward"))
+    biased = json.loads((folder / "h200_bias_terms.json").read_text(encoding="utf-8"))["pair_bias_lanes"]["bench"]
+    ours, flex = (
+        {row["case"][-3:]: row for row in biased if row["provider"] == who and row["case"].startswith("pair bias")}
+        for who in ("tilewise-hopper", "flex")
     )
-    assert f"{forward:.2f} of FlexAttention's forward at S=768, {backward:.2f} of its backward at S=256" in words
-    ours = [row for row in biased.rows if row.provider == "tilewise-hopper" and row.case.startswith("pair bias")]
-    # From 768 on it has become less than that file says: CHANGELOG.
-    memory = [
-        row.memory_bytes / biased.best_other(row, "forward").memory_bytes for row in ours if "S768" not in row.case
-    ]
-    assert f"{min(memory):.1f} to {max(memory):.1f} times its working memory below S=768" in words
+    forward = flex["768"]["forward_ms"] / ours["768"]["forward_ms"]
+    memory = {S: ours[S]["memory_mib"] / flex[S]["memory_mib"] for S in ours}
+    assert f"{forward:.2f} of FlexAttention's forward at S=768, and {memory['256']:.1f} times its" in words
+    assert all(ratio < 1 for S, ratio in memory.items() if S != "256")
+    assert all(flex[S][f"{which}_ms"] >= ours[S][f"{which}_ms"] for S in ours for which in ("forward", "backward")
+               if (S, which) != ("768", "forward"))  # fmt: skip
 
 
 def test_documents_hold_what_their_results_say():

@@ -139,7 +139,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
     )  # fmt: skip
     barriers = SimpleNamespace(arrive=roles.arrive, wait=roles.wait, expect=lambda *_: None)
     stubs = {
-        "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "ROWS": 16, "next_tile_index": next_tile_index,
+        "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "PIECE_ROWS": 16, "next_tile_index": next_tile_index,
         "hand_out_tile_index": hand_out_tile_index, "fill_at": fill_at, "fetch_tile_index": lambda _: next(numbers),
         "slot_of": lambda _, n: n % STAGES, "use_of": lambda _, n: n // STAGES,
         "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),

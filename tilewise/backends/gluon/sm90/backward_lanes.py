@@ -53,7 +53,7 @@ from tilewise.backends.gluon.sm90.producers import fetch_keys, store_keys
 from tilewise.backends.gluon.sm90.wgmma import tile_layout
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
-ROWS = gl.constexpr(16)  # of dS that are added up at once: enough loads on their way
+PIECE_ROWS = gl.constexpr(16)  # of dS that are added up at once: enough loads on their way
 
 
 class Lane(NamedTuple):
@@ -187,16 +187,16 @@ def fetch_and_store(x, lanes, dq, tile_indices, counts, terms, sizes, c):
 
 @gluon.constexpr_function
 def piece_layout(dtype, columns):
-    """Of ROWS rows of a tile in shared memory: the swizzle begins anew after so many."""
-    return gl.NVMMASharedLayout.get_default_for([ROWS.value, columns], dtype)
+    """Of PIECE_ROWS rows of a tile in shared memory: the swizzle begins anew after so many."""
+    return gl.NVMMASharedLayout.get_default_for([PIECE_ROWS.value, columns], dtype)
 
 
 @gluon.jit
 def piece_of(lane, slot, piece, c):
-    """The ``piece``-th ROWS rows, no constant, of a lane's dS."""
+    """The ``piece``-th PIECE_ROWS rows, no constant, of a lane's dS."""
     tile = lane.shared.ds.index(slot)
     LAYOUT: gl.constexpr = piece_layout(tile.dtype, c.BLOCK_N)
-    return tile._reinterpret(tile.dtype, [c.BLOCK_M // ROWS, ROWS, c.BLOCK_N], LAYOUT).index(piece)
+    return tile._reinterpret(tile.dtype, [c.BLOCK_M // PIECE_ROWS, PIECE_ROWS, c.BLOCK_N], LAYOUT).index(piece)
 
 
 @gluon.jit
@@ -209,7 +209,7 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])  # whole sectors of 32 bytes at a time
     step = gl.to_tensor(0)
     nth = 0
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    rows = gl.arange(0, PIECE_ROWS, gl.SliceLayout(1, L))
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, L))
     tile_index = next_tile_index(0, nth, tile_indices, c)
     while tile_index * c.LANES < work_tile_count(x, sizes, c):
@@ -228,7 +228,7 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
                 for lane in gl.static_range(c.LANES):
                     wait_full(lanes[lane].shared.ds_ring, slot, use)
                 to = at + (row0 + rows).to(gl.int64)[:, None] * stride
-                for piece in range(c.BLOCK_M // ROWS):
+                for piece in range(c.BLOCK_M // PIECE_ROWS):
                     total = piece_of(lanes[0], slot, piece, c).load(L).to(gl.float32)
                     if present >= c.LANES:
                         for lane in gl.static_range(1, c.LANES):
@@ -237,9 +237,9 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
                         for lane in gl.static_range(1, c.LANES):
                             found = piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
                             total += gl.where(lane < present, found, 0.0)
-                    inside = (rows < sizes.queries - row0 - piece * ROWS)[:, None] & inside_cols
+                    inside = (rows < sizes.queries - row0 - piece * PIECE_ROWS)[:, None] & inside_cols
                     gl.atomic_add(to, total, mask=inside, sem="relaxed")
-                    to += ROWS * stride
+                    to += PIECE_ROWS * stride
                 warps_barrier()
                 for lane in gl.static_range(c.LANES):
                     release(lanes[lane].shared.ds_ring, slot)

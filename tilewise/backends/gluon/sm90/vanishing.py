@@ -36,7 +36,7 @@ ROUNDING = tl.constexpr(1.01)  # of norms, and of products, in the tensor cores'
 CANCELS = tl.constexpr(4e-6)  # of large entries, whose difference is what counts
 FARTHEST = tl.constexpr(1 << 29)  # beyond any distance, and far from an overflow when indices are added
 ELEMENTS = 8192  # of a tensor that a program reads
-BLOCK = tl.constexpr(128)
+NORMS_AT_ONCE = tl.constexpr(128)
 
 
 class Extents(NamedTuple):
@@ -119,9 +119,9 @@ def reach_kernel(norms, pairs, reach, e, c, HEADS: tl.constexpr):
 @triton.jit
 def _of_blocks(norms, first, count):
     """The greatest of both numbers of so many programs of `norms_kernel`."""
-    one, two = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for n in range(0, count, BLOCK):
-        place = n + tl.arange(0, BLOCK)
+    one, two = tl.zeros([NORMS_AT_ONCE], tl.float32), tl.zeros([NORMS_AT_ONCE], tl.float32)
+    for n in range(0, count, NORMS_AT_ONCE):
+        place = n + tl.arange(0, NORMS_AT_ONCE)
         at = norms + 2 * (first + place)
         one = tl.maximum(one, tl.load(at, mask=place < count, other=0.0))
         two = tl.maximum(two, tl.load(at + 1, mask=place < count, other=0.0))
