@@ -156,9 +156,18 @@ def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
 
 
 def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | None:
-    """What of far tiles counts, of a forward, or with a ``do`` of a backward; None where nobody asks, as small calls
-    do."""
+    """What of far tiles counts, of a forward, or with a ``do`` of a backward; None where nobody asks, as small calls do
+    here, and not in what this process runs next."""
     from tilewise.backends.gluon import toeplitz
+
+    usual, toeplitz.VANISHING_FROM = toeplitz.VANISHING_FROM, 1024
+    try:
+        return _reaches(problem, inputs, do)
+    finally:
+        toeplitz.VANISHING_FROM = usual
+
+
+def _reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | None:
     from tilewise.backends.gluon.sm90 import backward_launch, config, launch
     from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
     from tilewise.backends.gluon.sm90.vanishing import Reach
@@ -166,7 +175,6 @@ def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | Non
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz
     assert vector is not None
-    toeplitz.VANISHING_FROM = 1024
     if do is None:
         c: Any = launch._compiled(problem, config.forward_config(problem), False)
     else:

@@ -13,7 +13,8 @@ if importlib.util.find_spec("triton") is None:
 
 from test_hopper import PROBLEM
 
-from tilewise.backends.gluon.sm90 import copied_bias, dbias, tiles
+from tilewise.backends import Inputs, Needs, Outputs
+from tilewise.backends.gluon.sm90 import backward_launch, copied_bias, dbias, launch, prepare, tiles
 from tilewise.backends.gluon.sm90.config import has_lanes
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand
@@ -79,3 +80,29 @@ def test_the_plan_says_so():
     assert "the bias is copied, to rows that begin at multiples of 16 bytes, 1.68 MB" in tiles(
         replace(problem, irregular=("bias",))
     )
+
+
+@pytest.mark.parametrize("irregular", [(), ("bias",)], ids=["as it lies", "copied"])
+def test_each_call_reads_a_copy_of_its_own_bias(monkeypatch, irregular):
+    """The forward and the backward, when they are prepared and whenever they run."""
+    given = []
+
+    class Spy:
+        def __init__(self, problem, inputs, *_):
+            given.append(inputs.bias)
+
+        def __call__(self, inputs, *_):
+            given.append(inputs.bias)
+
+    monkeypatch.setattr(launch, "Forward", Spy)
+    monkeypatch.setattr(backward_launch, "Backward", Spy)
+    problem = replace(PROBLEM, batch=4, bias=Operand(torch.float32, 1, 8, 40, 67), irregular=irregular)
+    x = torch.empty(1)
+    first, later = (Inputs(x, x, x, bias, None) for bias in (ODD, ODD + 1))
+    rest = Outputs(x, x), Outputs(x, x)
+    prepare["forward"](problem, first)(later)
+    prepare["backward"](problem, first, *rest, Needs(True, True, True, True))(later, *rest)
+    for found, bias in zip(given, (ODD, later.bias) * 2, strict=True):
+        assert torch.equal(found, bias)
+        assert tensor_fits_tma(found, True) == bool(irregular)
+        assert (found is bias) == (not irregular)

@@ -19,6 +19,7 @@ from test_hopper_work import kernel_arguments, plain, problem
 from tilewise.backends.gluon.pipeline import Ring
 from tilewise.backends.gluon.sm90 import backward_lanes, config, producers
 from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
+from tilewise.layouts import nvmma_shared_layout
 
 __all__ = ["plain"]  # a fixture of all tests here too
 
@@ -87,15 +88,16 @@ def ds_of(b, h, m, n0):
 
 @pytest.mark.parametrize("late", [*LANES, *OTHERS])
 @pytest.mark.parametrize(
-    ("batch", "group", "taken"), [(258, 1, [0, 1, 4, 700]), (257, 2, [1699, 1700, 1701]), (257, 1, [1707])]
+    ("batch", "group", "keys", "taken"),
+    [(258, 1, 260, [0, 1, 4, 700]), (257, 2, 260, [1699, 1700, 1701]), (257, 1, 259, [1707, 1709])],
 )
-def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
+def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken):
     """The lanes of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
     without a batch element; a role that is late keeps nobody waiting for ever."""
     monkeypatch.setattr(config, "LANES_FROM", 100)  # shorter ones have the same roles
     roles = Roles(late)
     roles.waits_for = dict.fromkeys([*LANES, *OTHERS])
-    terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, 260, "1hmn", D=32))
+    terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, keys, "1hmn", D=32))
     assert c.LANES == 3
     c.KEY_STAGES = c.VALUE_STAGES = STAGES
     count = sizes.key_tiles * sizes.kv_heads * sizes.batch
@@ -103,7 +105,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
     bias_ring, lanes = ring(empty=c.LANES), tuple(new_lane() for _ in LANES)
     for lane in lanes:
         lane.rows.bias_ring = bias_ring
-    dbias = torch.zeros(4 * group, 150, 260)
+    dbias = torch.zeros(4 * group, 150, 264)  # a row has room for a multiple of eight elements
     finished, done, stored = [], [], []
 
     def tma_load(source, at, barrier, slot):
@@ -191,7 +193,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
             nth += 1
             tile_index = next_tile_index(tile_index, nth)
 
-    strides = SimpleNamespace(pointer=0, stride1=150 * 260, stride2=260)
+    strides = SimpleNamespace(pointer=0, stride1=150 * 264, stride2=264)
     given = (None, 0, terms, sizes, c)
     roles.run(**{
         **{name: lambda which=which: computes(which) for which, name in enumerate(LANES)},
@@ -210,5 +212,14 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, taken):
             h = w.hk * group + g
             if w.b < batch:
                 expected[h, 64 * m : 64 * m + 64, w.n0 : w.n0 + 64] += ds_of(w.b, h, m, w.n0)
-    assert torch.equal(dbias, expected[:, :150, :260])
+    assert torch.equal(dbias[:, :, :keys], expected[:, :150, :keys])
     assert (batch == 258) == all(w.b < batch for w in computed)
+
+
+def test_some_rows_of_a_tile_lie_by_themselves():
+    """As `piece_of` reads them: a tile's ``n``-th rows are where they would be in as many tiles of so few."""
+    rows = backward_lanes.PIECE_ROWS.value
+    whole, piece = (nvmma_shared_layout(shape, "bfloat16").invert() for shape in ((64, 64), (rows, 64)))
+    for row, col in itertools.product(range(64), range(0, 64, 7)):
+        (offset,) = piece(dim0=row % rows, dim1=col)[:1]
+        assert whole(dim0=row, dim1=col)[0] == row // rows * rows * 64 + offset

@@ -112,7 +112,8 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
         return Config(64, 64, 4, 3 if d <= 64 else 2)
     if d <= 64:
         if _hopper(problem) and not tma:  # tiles that `widths` made wider
-            # Elements of a bias come one by one, and nothing fetches them ahead: three programs wait for each other.
+            # Elements of a bias come one by one, and nothing fetches them ahead: of three programs one computes while
+            # others wait for theirs.
             return Config(64, 64, 4, 2, maxnreg=168) if bias_tile == 2 else Config(64, 64, 8, 3)
         if bias_tile:
             return Config(128, 64, 4 if bias_tma else 8, 3)

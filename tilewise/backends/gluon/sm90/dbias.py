@@ -127,9 +127,7 @@ def bias_gradient(
     that no sequence has.
     """
     if bias_axes(problem) == "matrix" and found is not None:
-        if (
-            found.shape[0] > bias.shape[0]
-        ):  # of two, in float32, rounded once; a sum over an axis has half of a copy's speed
+        if found.shape[0] > bias.shape[0]:  # two sums, rounded once; one over an axis has half of a copy's speed
             found = torch.add(*found.chunk(2))
         return found.to(bias.dtype).contiguous()  # of rows that were longer
     if found is not None:
