@@ -6,6 +6,7 @@ from fault import Fault
 from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 from faults_masks import MASKS
+from faults_packed import PACKED
 from faults_windows import WINDOWS
 
 FAULTS = [
@@ -595,5 +596,5 @@ FAULTS = [
     ),
     *MASKS,
     *DISTRIBUTED,
-    *WINDOWS,
+    *WINDOWS, *PACKED,
 ]  # fmt: skip

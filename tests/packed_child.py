@@ -154,7 +154,7 @@ def stays_inside() -> None:
         assert whole.grad.isfinite().all()
 
     cu = torch.tensor([0, 4, 8, 12])
-    for begin in (-3, 30, 10**12):
+    for begin in (-3, 30, 10**12, 2**63 - 2):
         q, k, v = (torch.rand(12, 1, 16) for _ in range(3))
         whole, values = leaf(40, 1)
         bias = RaggedBias(values.T, torch.tensor([0, begin, 20, 36]))
@@ -167,3 +167,26 @@ def stays_inside() -> None:
         assert (found[20:36] != 0).all()
         assert (found[16:20] == 0).all()
         assert (found[36:] == 0).all()
+
+
+def clears_what_no_matrix_has() -> None:
+    """A ragged bias's gradient is 0 between matrices: in chunks that these fill in part, or not at all."""
+    from helpers import poisoned_memory
+
+    from tilewise import varlen_attention
+    from tilewise.backends.triton.packed import GAPS
+
+    chunk, cu = GAPS.value, torch.tensor([0, 64, 128, 133])
+    q, k, v = (torch.rand(133, 1, 16) for _ in range(3))
+    values = torch.rand(1, 5 * chunk - 7, requires_grad=True)
+    begins = (chunk, 3 * chunk + 50, chunk - 30)  # fills the second chunk; ends past the fourth; 25 before the second
+    bias = RaggedBias(values, torch.tensor([*begins, 0]))
+    o = varlen_attention(q, k, v, cu, cu, 64, 64, bias=bias, backend="triton")
+    with poisoned_memory():
+        o.square().sum().backward()
+    there = torch.zeros(values.shape[1], dtype=torch.bool)
+    for begin, pairs in zip(begins, (64 * 64, 64 * 64, 25), strict=True):
+        there[begin : begin + pairs] = True
+    assert values.grad is not None
+    assert ((values.grad[0] != 0) == there).all()  # and no NaN
+    assert values.grad.isfinite().all()

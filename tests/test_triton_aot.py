@@ -210,6 +210,12 @@ def test_narrow_values_beside_hidden_keys(compilers, triton, case):
     hold(compilers.compile(compile_case, triton, 90, case, False), "wgmma", {})
 
 
+def test_a_bias_whose_rows_begin_anywhere(compilers):
+    """Added after the product, it would have the softmax in the layout of its loads, and 1,532 bytes spill."""
+    case = replace(USUAL, D=32, M=511, N=511, bias="bhmn")
+    hold(compilers.compile(compile_case, "3.6.0", 90, case, False), "wgmma", {})
+
+
 # With a sink: added by the forward kernel, or by the kernel that merges splits.
 SINKS = [
     ("3.6.0", 90, replace(USUAL, D=128, causal=True, sink="h")),

@@ -80,5 +80,9 @@ def test_offsets_that_are_none_write_nothing_outside(interpreter):
     interpreter(packed_child.stays_inside)
 
 
+def test_what_no_matrix_of_a_ragged_bias_has(interpreter):
+    interpreter(packed_child.clears_what_no_matrix_has)
+
+
 def run(lengths, bias, options):
     packed_child.hold_named(lengths, bias, **options)

@@ -289,6 +289,7 @@ def _gpu() -> Iterator[Case]:
             yield from (decode(16, 32768, bias=bias) for bias in ("B11N", "1H1N"))
             yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
+            yield from (biased("BHMN", head_dim, 511) for head_dim in (128, 64, 32))  # rows that begin anywhere
             yield from (dense(head_dim, length, causal=True, sink=True) for head_dim in (128, 64))
             for head_dim in (128, 64):
                 yield from (dense(head_dim, length, causal, dropout=0.1) for causal in (False, True))

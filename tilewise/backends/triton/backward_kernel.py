@@ -34,6 +34,7 @@ from tilewise.backends.triton.tensors import (
     lse_length,
     matrix_of,
     operand_place,
+    prefetch_bias,
     program_tile,
     row_at,
     store_rows,
@@ -225,6 +226,8 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
     mask, where it has bits, may hide some of it."""
     tile, mixed = visit
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
+    if c.FETCH:
+        prefetch_bias(x.bias, c.BIAS_HOW, x.start, b, h, m0 + c.BLOCK_M, n0, sizes, c)
     q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
     do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)

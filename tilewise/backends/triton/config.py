@@ -38,6 +38,12 @@ class Config:
     pack_gqa: bool = False
     maxnreg: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a `Launch`."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
     def smaller(self) -> Config | None:
         """The same tiles in less shared memory; None where nothing is left to give up. No number depends on it."""
         if self.num_stages > 1:
@@ -58,12 +64,12 @@ def padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def widths(problem: Problem, tma: bool) -> tuple[int, int]:
+def widths(problem: Problem, tma: bool, forward: bool = True) -> tuple[int, int]:
     """Columns of the tiles of q and k, and of v and o: `padded` head and value dimension.
 
-    On Hopper whole swizzles of 128 bytes where rows come by pointers: see `second_walk_stages`.
+    In a forward on Hopper whole swizzles of 128 bytes where rows come by pointers: see `second_walk_stages`.
     """
-    least = 128 // problem.dtype.itemsize if _hopper(problem) and not tma else 16
+    least = 128 // problem.dtype.itemsize if forward and _hopper(problem) and not tma else 16
     return max(padded(problem.head_dim), least), max(padded(problem.value_dim), least)
 
 
@@ -216,8 +222,8 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     bias_tile = problem.bias_itemsize
     if not tma:
         # Tiles of 32 queries that come by pointers gave wrong dQ on sm_90 (Triton 3.6; the cause is not known).
-        if d <= 64:
-            return Config(64, 64, 4, 3)
+        if d <= 64:  # beside a bias that no pipeline brings a third stage of q and do only takes room
+            return Config(64, 64, 4, 2 if problem.totals is not None and bias_tile == 2 else 3)
         return Config(64, 64, 8, 2) if d <= 128 else Config(64, 32, 8, 1)
     if by_distance(problem) and d <= 128:
         # Values per query leave many tiles without an entry, and those like large tiles, as a backward without a bias

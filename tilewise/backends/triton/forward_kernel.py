@@ -25,6 +25,7 @@ from tilewise.backends.triton.tensors import (
     load_rows,
     load_sink,
     lse_length,
+    prefetch_bias,
     program_tile,
     row_at,
     store_rows,
@@ -50,6 +51,8 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
     cols = tl.arange(0, c.BLOCK_N)[None, :]
     TAIL: tl.constexpr = PARTIAL or c.RAGGED_M
+    if c.FETCH:
+        prefetch_bias(x.bias, c.BIAS_HOW, x.start, at.b, at.head, at.m0, n0 + c.BLOCK_N, sizes, c)
 
     # S = Q Kᵀ
     k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)

@@ -35,7 +35,7 @@ from tilewise.backends.launcher import (
     strided_if_any,
 )
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import INTERPRET, Terms, score_terms
+from tilewise.backends.score import INTERPRET
 from tilewise.backends.sinks import SinkGradient
 from tilewise.backends.tile_mask import tile_how, tile_layout
 from tilewise.backends.triton.backward_kernel import (
@@ -62,20 +62,29 @@ from tilewise.backends.triton.ordered_kernels import (
     diagonal_gradient_kernel,
     query_gradient_kernel,
 )
-from tilewise.backends.triton.packed import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
+from tilewise.backends.triton.packed import (
+    GAPS,
+    flat_lengths,
+    gaps_kernel,
+    lengths_layout,
+    packed_sink_gradient,
+    tile_count,
+)
 from tilewise.backends.triton.parts import (
+    bias_first,
     cast_part_gradients,
     empty_part_gradients,
     first_added,
     flat_gradients,
     flat_parts,
     has_far_tiles,
+    is_added,
+    kernel_terms,
     lies,
     part_hows,
-    part_numbers,
     parts_layout,
 )
-from tilewise.backends.triton.reductions import is_summed
+from tilewise.backends.triton.reductions import bias_reduction, is_stored_whole, is_summed
 from tilewise.backends.triton.resized import (
     ResizedForward,
     forward_bases,
@@ -84,7 +93,14 @@ from tilewise.backends.triton.resized import (
     resized_backward,
     resized_forward,
 )
-from tilewise.backends.triton.tensors import Broadcast, ProblemSizes, broadcast, descriptor, wide
+from tilewise.backends.triton.tensors import (
+    Broadcast,
+    ProblemSizes,
+    broadcast,
+    comes_by_elements,
+    descriptor,
+    wide,
+)
 from tilewise.memory import tensor_fits_tma
 from tilewise.problem import Operand, Problem
 
@@ -120,6 +136,7 @@ class Constexprs(NamedTuple):
     PACKED: Any  # a packed batch, see packed
     FROM_START: Any  # whose Toeplitz bias is counted from the first query and key
     FIRST: Any  # what is added first, the "bias" or the part of that name
+    FETCH: Any = False  # the next tile of a bias is asked for, see tensors.prefetch_bias
     FAR: Any = False  # tiles that meet no distance with an entry have a loop of their own
     LISTS: Any = False  # with a mask, of the tiles to visit: see visibility
     SPLIT: Any = False  # several programs share the keys of a tile of queries
@@ -155,9 +172,12 @@ class Forward:
             self.masked = KeptLists(
                 MaskLists(problem, config, mask, q.device, by_rows=True, by_keys=False, even=False), problem
             )
+        by_elements = comes_by_elements(problem, bias) and not config.pack_gqa
+        first = bias_first(problem, by_elements)
         c = _compiled(
-            problem, config, inputs, tma, q, k, v, bias, mask, *flat_parts(parts), SPLIT=shares > 1, LISTS=lists
-        )
+            problem, config, inputs, tma, widths(problem, tma), q, k, v, bias, mask, *flat_parts(parts),
+            BIAS_FIRST=first, SPLIT=shares > 1, LISTS=lists, FETCH=by_elements and config.maxnreg is None,
+        )  # fmt: skip
         sizes = _sizes(problem, inputs)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
@@ -190,10 +210,8 @@ class Forward:
                 strided_if_any(o_low if shares == 1 else None),
                 POINTER,
             ),
-            (_terms(problem, inputs), sizes, c),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **({} if config.maxnreg is None else {"maxnreg": config.maxnreg}),
+            (kernel_terms(problem, inputs, first), sizes, c),
+            **config.options,
         )
         self.bases = forward_bases(self, inputs)
 
@@ -278,10 +296,13 @@ class Backward:
         self.empty_gradients.append(None if dq_accum is None else allocation(dq_accum, q.device))
 
         dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
+        first = bias_first(problem)
         c = _compiled(
-            problem, config, inputs, tma, q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts),
-            *dparts.values(),
+            problem, config, inputs, tma, widths(problem, tma, forward=False),
+            q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts), *dparts.values(),
+            BIAS_FIRST=first,
             LISTS=lists,
+            FETCH=comes_by_elements(problem, bias),
             DQ_TMA=tma and config.dq_tma,
             DBIAS="none" if ordered_bias else reduction,
             DBIAS_TMA=dbias_tma,
@@ -289,7 +310,7 @@ class Backward:
             WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
         )  # fmt: skip
         sizes = _sizes(problem, inputs, padded)
-        numbers = (_terms(problem, inputs), sizes, c)
+        numbers = (kernel_terms(problem, inputs, first), sizes, c)
         dq_accum_layout: Any = POINTER
         if dq_accum is not None and c.DQ_TMA.value:
             block = [1, c.BLOCK_D.value, block_m]
@@ -306,9 +327,8 @@ class Backward:
         rows_of_queries = (*rows, parts_layout(parts))
         lengths = lengths_layout(inputs.lengths)
         usual = {"num_warps": 4, "num_stages": 3}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
-        fewer = options | {"num_stages": min(config.num_stages, 2)}
+        fewer = {"num_warps": config.num_warps, "num_stages": min(config.num_stages, 2)}
 
         before = (
             strided(outputs.o), strided_if_any(outputs.o_low), strided(do), POINTER,
@@ -335,7 +355,7 @@ class Backward:
                 (
                     *rows, parts_layout(parts, given), POINTER, lengths, own, dq_accum_layout, dbias_layout,
                 ),
-                numbers, **options,
+                numbers, **config.options,
             )  # fmt: skip
         if dq_accum is not None:
             self.postprocess = Launch(
@@ -373,6 +393,11 @@ class Backward:
 
         if dbias is not None and ordered_bias:
             self.bias_gradient = ordered(dbias, "bias")
+        self.gaps = None  # of a ragged one, that no sequence fills
+        if dbias is not None and inputs.lengths is not None and is_stored_whole(problem, reduction):
+            self.gaps = Launch(
+                gaps_kernel, triton.cdiv(sizes.pairs, GAPS.value), (strided(dbias), lengths), (sizes, c), **usual
+            )
         self.part_gradients = {name: ordered(x, name) for name, x in ordered_parts.items()}
 
     def resized(
@@ -397,6 +422,8 @@ class Backward:
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
             lengths = flat_lengths(inputs.lengths)
+            if self.gaps is not None:
+                self.gaps(dbias, *lengths)
             self.preprocess(outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
             finite = None
             if self.finite is not None:
@@ -455,32 +482,6 @@ def _ordered(problem: Problem, reduction: str) -> bool:
     return problem.deterministic and reduction not in ("none", "store")
 
 
-def bias_reduction(problem: Problem) -> str:
-    """How tiles of dS become dBias: "store" each, "add" those that share one, or sum to "rows" or "cols" vectors, of
-    which a number is one of the second kind."""
-    if problem.bias is None:
-        return "none"
-    if problem.bias.axes != "matrix":
-        return "rows" if problem.bias.axes == "rows" else "cols"
-    return "store" if problem.broadcast_group(problem.bias).single else "add"
-
-
-def _adds(problem: Problem) -> bool:
-    """Whether something is added to the scores."""
-    return problem.bias is not None or problem.parts is not None
-
-
-def _bias_first(problem: Problem) -> bool:
-    """Whether the product of a tile starts from what is added to it: not before a softcap."""
-    return problem.parts is not None and not problem.score.transformed
-
-
-def _terms(problem: Problem, inputs: Inputs) -> Terms:
-    scaled = problem.score.transformed or (_adds(problem) and not _bias_first(problem))
-    terms = score_terms(problem.score, scaled=scaled)
-    return terms._replace(**part_numbers(problem, inputs.parts))
-
-
 def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> ProblemSizes:
     p, lengths, bias = problem, inputs.lengths, inputs.bias
     sizes = ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
@@ -495,10 +496,11 @@ def _compiled(
     config: Config,
     inputs: Inputs,
     tma: bool,
+    columns: tuple[int, int],
     *tensors: Tensor | None,
     **switches: Any,
 ) -> Constexprs:
-    bd, bdv = widths(problem, tma)
+    bd, bdv = columns
     ragged_m, ragged_n = ragged(problem, config)
     values = Constexprs(
         BLOCK_M=config.block_m,
@@ -511,9 +513,8 @@ def _compiled(
         RAGGED_N=ragged_n,
         TMA=tma,
         WIDE=wide(*tensors),
-        BIAS=_adds(problem),
+        BIAS=is_added(problem),
         BIAS_TENSOR=problem.bias is not None,
-        BIAS_FIRST=_bias_first(problem),
         MASK=problem.mask is not None,
         BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias"),
         MASK_HOW=tile_how(problem, config.block_m, config.block_n, config.pack_gqa)
@@ -590,8 +591,5 @@ def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, 
     if reduction == "none" or bias is None:
         return None
     dtype = bias.dtype if reduction == "store" else torch.float32
-    everywhere = (
-        reduction == "store" and problem.score.band.unlimited and problem.mask is None and problem.totals is None
-    )
-    fill = torch.empty if everywhere else torch.zeros
+    fill = torch.empty if is_stored_whole(problem, reduction) else torch.zeros
     return fill(bias.shape, dtype=dtype, device=device)

@@ -24,6 +24,7 @@ from tilewise.score.low_bits import with_low_bits
 
 NO_LENGTHS = (None,)
 READ = tl.constexpr(128)  # offsets that are read at a time
+GAPS = tl.constexpr(4096)  # elements of a chunk of `gaps_kernel`
 
 
 def lengths_layout(lengths: Lengths | None) -> Any:
@@ -77,7 +78,8 @@ def _sequence(lengths, b, sizes, c):
     pair = tl.cast(q0, tl.int64) * 0
     if lengths.pairs is not None:  # no key for a sequence whose matrix does not lie within all of them
         pair = tl.load(lengths.pairs + b).to(tl.int64)
-        keys = tl.where((pair >= 0) & (pair + tl.cast(keys, tl.int64) * queries <= sizes.pairs), keys, 0)
+        inside = (pair >= 0) & (pair <= sizes.pairs) & (pair + tl.cast(keys, tl.int64) * queries <= sizes.pairs)
+        keys = tl.where(inside, keys, 0)
     # A bias that is padded has no more.
     queries, keys = tl.minimum(queries, sizes.queries), tl.minimum(keys, sizes.keys)
     skew = sizes.queries - queries if c.FROM_START else sizes.keys - keys
@@ -111,6 +113,26 @@ def key_tile(lengths, tile, sizes, c):
     start, queries, keys = _sequence(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_N < keys), sizes)
     return b, tl.maximum(tile, 0), start, own
+
+
+@triton.jit
+def gaps_kernel(x, lengths, sizes, c):
+    """Zeroes each chunk of a ragged dBias, (1, H, 1, pairs), that the matrices do not fill; they do not overlap. What a
+    matrix has of such a chunk is stored afterwards."""
+    first = tl.program_id(0).to(tl.int64) * GAPS
+    last = tl.minimum(first + GAPS, sizes.pairs)
+    filled = first * 0
+    for n0 in range(0, sizes.batch, READ):
+        n = n0 + tl.arange(0, READ)
+        start, queries, keys = _sequence(lengths, tl.minimum(n, sizes.batch - 1), sizes, c)
+        begin, end = start.pair, start.pair + tl.cast(keys, tl.int64) * queries
+        shared = tl.maximum(tl.minimum(end, last) - tl.maximum(begin, first), 0)
+        filled += tl.sum(tl.where(n < sizes.batch, shared, 0), 0)
+    if filled < last - first:
+        at = first + tl.arange(0, GAPS)
+        for h in range(0, sizes.heads):
+            zeros = tl.zeros([GAPS], x.pointer.dtype.element_ty)
+            tl.store(x.pointer + tl.cast(h, tl.int64) * x.stride1 + at * x.stride3, zeros, mask=at < last)
 
 
 def packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:

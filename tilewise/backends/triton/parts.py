@@ -1,4 +1,5 @@
-"""The tensors of bias terms on their way to the Triton kernels, as one record, and their gradients on the way back."""
+"""What is added to the scores in the Triton kernels: the tensors of bias terms on their way there, as one record, and
+their gradients on the way back."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import Needs
+from tilewise.backends import Inputs, Needs
 from tilewise.backends.launcher import POINTER, Record, strided
+from tilewise.backends.score import Terms, score_terms
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.relative import by_distance, far_tiles_differ, numbers_of
 from tilewise.backends.triton.tensors import broadcast
@@ -46,6 +48,24 @@ class PartHows(NamedTuple):
     query: Any = None
     key: Any = None
     toeplitz: Any = None
+
+
+def is_added(problem: Problem) -> bool:
+    """Whether something is added to the scores."""
+    return problem.bias is not None or problem.parts is not None
+
+
+def bias_first(problem: Problem, by_elements: bool = False) -> bool:
+    """Whether the product of a tile starts from what is added to it: not before a softcap. by_elements: of a forward,
+    see `comes_by_elements`."""
+    return (problem.parts is not None or by_elements) and not problem.score.transformed
+
+
+def kernel_terms(problem: Problem, inputs: Inputs, first: bool) -> Terms:
+    """What kernels are told of a score. first: whether products start from what is added, see `bias_first`."""
+    scaled = problem.score.transformed or (is_added(problem) and not first)
+    terms = score_terms(problem.score, scaled=scaled)
+    return terms._replace(**part_numbers(problem, inputs.parts))
 
 
 def lies(problem: Problem, name: str) -> str:

@@ -1,8 +1,24 @@
-"""Which gradients of bias terms are sums over several pairs, and which of those have an order. Imports no triton."""
+"""Which gradients of biases are sums over several pairs, and which of those have an order. Imports no triton."""
 
 from __future__ import annotations
 
 from tilewise.problem import PART_WORDS, Operand, Problem
+
+
+def bias_reduction(problem: Problem) -> str:
+    """How tiles of dS become dBias: "store" each, "add" those that share one, or sum to "rows" or "cols" vectors, of
+    which a number is one of the second kind."""
+    if problem.bias is None:
+        return "none"
+    if problem.bias.axes != "matrix":
+        return "rows" if problem.bias.axes == "rows" else "cols"
+    return "store" if problem.broadcast_group(problem.bias).single else "add"
+
+
+def is_stored_whole(problem: Problem, reduction: str) -> bool:
+    """Whether every element of dBias that a pair has is stored once: of a ragged one those of its sequences."""
+    padded = problem.totals is not None and (problem.score.packed is None or "ragged" not in problem.score.packed.forms)
+    return reduction == "store" and problem.score.band.unlimited and problem.mask is None and not padded
 
 
 def is_summed(problem: Problem, name: str) -> bool:

@@ -14,7 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends.launcher import boxed, row_strides
 from tilewise.backends.products import product
-from tilewise.problem import BroadcastGroup, Operand
+from tilewise.memory import tensor_fits_tma
+from tilewise.problem import BroadcastGroup, Operand, Problem
 
 
 class Broadcast(NamedTuple):
@@ -100,6 +101,19 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 def wide(*tensors: Tensor | None) -> bool:
     """Whether an offset inside one tile can pass 2³¹ elements, so that it needs 64 bits."""
     return any(256 * max(x.stride()) >= 2**31 for x in tensors if x is not None and x.numel())
+
+
+def comes_by_elements(problem: Problem, bias: Tensor | None) -> bool:
+    """Whether a bias's tiles come by loads of two bytes, in no pipeline, for its rows begin anywhere.
+
+    On Hopper, where it was measured; elsewhere tiles of any bias come by pointers.
+    """
+    if bias is None or problem.bias_itemsize != 2 or problem.capability is None or problem.capability[0] != 9:
+        return False
+    packed = problem.score.packed
+    if packed is not None and "ragged" in packed.forms:
+        return True
+    return bias.stride(3) == 1 and not tensor_fits_tma(bias, bias.data_ptr() % 16 == 0)
 
 
 @triton.jit
@@ -284,3 +298,18 @@ def dot(a, b, acc, c):
     """acc + A B; ``acc`` may be None. Nothing rounded is kept: a program meets some of its tiles in every step, and
     their copies in registers cost thousands of bytes of spills."""
     return product(a, b, acc, c.PRECISION, False)
+
+
+@triton.jit
+def prefetch_bias(x, how, start, b, h, m0, n0, sizes, c):
+    """Asks for a tile of a bias, to be in the L2 when it is read; what lies outside is the last row or column again.
+
+    One element for each 128 bytes of a row of 64 numbers of two bytes, or for each half of a longer one.
+    """
+    place, stride2, stride3 = operand_place(x, how, start, b, h, sizes)
+    i = tl.arange(0, 2 * c.BLOCK_M)
+    m = tl.minimum(m0 + i // 2, sizes.queries - 1)
+    n = tl.minimum(n0 + i % 2 * (c.BLOCK_N // 2), sizes.keys - 1)
+    at = place + m.to(tl.int64) * stride2 + n.to(tl.int64) * stride3
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # a result that nobody reads: Triton wants one
+    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,23 @@
+"""Planted faults in what packed batches and biases that come by pointers are read and written by: see faults.py."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+PACKED = [
+    Fault(
+        "backends/triton/packed.py", "if filled < last - first:", "if filled == 0:",
+        "of a ragged bias's gradient, what lies beside a matrix is not cleared",
+        "test_varlen_triton.py::test_what_no_matrix_of_a_ragged_bias_has",
+    ),
+    Fault(
+        "backends/triton/packed.py", " & (pair <= sizes.pairs)", "",
+        "an offset near the end of 64 bits passes for one inside",
+        "test_varlen_triton.py::test_offsets_that_are_none_write_nothing_outside",
+    ),
+    Fault(
+        "backends/triton/parts.py", "(problem.parts is not None or by_elements)", "(problem.parts is not None)",
+        "a bias whose rows begin anywhere has the softmax in the layout of its loads, and registers spill",
+        "test_triton_aot.py::test_a_bias_whose_rows_begin_anywhere",
+    ),
+]  # fmt: skip
