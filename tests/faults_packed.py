@@ -16,6 +16,16 @@ PACKED = [
         "test_varlen_triton.py::test_offsets_that_are_none_write_nothing_outside",
     ),
     Fault(
+        "call.py", "longest, exact, ordered, settings", "longest, exact, ordered",
+        "a packed batch is computed with the settings of an earlier one",
+        "test_varlen_again.py",
+    ),
+    Fault(
+        "autograd.py", "ctx.save_for_backward(q, k, v, bias,", "ctx.save_for_backward(q, k.clone(), v, bias,",
+        "inputs that are changed before the backward go unnoticed",
+        "test_varlen_again.py::test_in_place_changes_are_noticed",
+    ),
+    Fault(
         "backends/triton/parts.py", "(problem.parts is not None or by_elements)", "(problem.parts is not None)",
         "a bias whose rows begin anywhere has the softmax in the layout of its loads, and registers spill",
         "test_triton_aot.py::test_a_bias_whose_rows_begin_anywhere",

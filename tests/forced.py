@@ -18,7 +18,7 @@ from tilewise.score.terms import Band, Score, Terms
 
 def forget() -> None:
     """What was prepared for forwards: the next call of each kind prepares anew."""
-    for kept in (dispatch.forwards, dispatch.structures, call.usual_calls, call.structures):
+    for kept in (dispatch.forwards, dispatch.structures, call.usual_calls, call.usual_packed, call.structures):
         kept.clear()
 
 

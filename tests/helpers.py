@@ -520,7 +520,10 @@ def compute_by(monkeypatch, backend, **passes) -> None:
     What is kept of calls before computes by others, and what is kept now goes with the test.
     """
     monkeypatch.setattr(backend, "prepare", {**backend.prepare, **{name: at_once(f) for name, f in passes.items()}})
-    kept = {dispatch: ("forwards", "backwards", "structures"), call_module: ("usual_calls", "structures")}
+    kept = {
+        dispatch: ("forwards", "backwards", "structures"),
+        call_module: ("usual_calls", "structures", "usual_packed"),
+    }
     for module, names in kept.items():
         for name in names:
             monkeypatch.setattr(module, name, Prepared())

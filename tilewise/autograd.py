@@ -101,6 +101,18 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], ter
     return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
 
 
+def _eager_gradients(
+    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs
+) -> Sequence[Tensor | None]:
+    """The same in the backward of an eager call, which need not be one itself."""
+    if not is_eager_backward(do, dlse):
+        return _by_operator(saved, terms, do, dlse, list(needs))
+    if profiler._is_profiler_enabled:
+        call = do, dlse, saved, terms, needs
+        return recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
+    return _gradients(do, dlse, saved, terms, needs)
+
+
 def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     ctx.terms = terms
     ctx.set_materialize_grads(False)
@@ -157,16 +169,9 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse=None):
         needs = ctx.needs_input_grad[:-1]
-        if not is_eager_backward(do, dlse):
-            return *_by_operator(ctx.saved_tensors, ctx.terms, do, dlse, list(needs)), None
         if do is None and dlse is None:
             return (None,) * (len(needs) + 1)
-        saved, terms = ctx.saved_tensors, ctx.terms
-        if profiler._is_profiler_enabled:
-            call = do, dlse, saved, terms, Needs(*needs)
-            grads = recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
-        else:
-            grads = _gradients(do, dlse, saved, terms, Needs(*needs))
+        grads = _eager_gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*needs))
         return *grads[: len(needs)], None
 
     jvp = staticmethod(ATTENTION.refuse_tangents)
@@ -194,14 +199,7 @@ class _EagerFolded(torch.autograd.Function):
         saved = *_folded(given, ctx.shapes), o, lse, None
         do = None if do is None else do.reshape(o.shape)
         dlse = None if dlse is None else dlse.reshape(lse.shape)
-        needs = Needs(*ctx.needs_input_grad[:4])
-        call = do, dlse, saved, ctx.terms, needs
-        if not is_eager_backward(do, dlse):
-            grads: Sequence[Tensor | None] = _by_operator(saved, ctx.terms, do, dlse, list(needs))
-        elif profiler._is_profiler_enabled:
-            grads = recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
-        else:
-            grads = _gradients(*call)
+        grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
         pairs = zip(grads, given[:4], strict=False)
         return *(None if grad is None else grad.view(x.shape) for grad, x in pairs), None
 
@@ -214,7 +212,10 @@ def _folded(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]])
 
 
 def _run_folded(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
-    inputs = Inputs(*_folded(inputs[:6], shapes))  # type: ignore[arg-type]
+    return _run(Inputs(*_folded(inputs[:6], shapes)), run)  # type: ignore[arg-type]
+
+
+def _run(inputs: Inputs, run: Forward) -> tuple[Tensor, Tensor | None]:
     if profiler._is_profiler_enabled:
         o, lse, _ = recorded("tilewise::attention", inputs.tensors(), run, inputs)
         return o, lse
@@ -228,8 +229,50 @@ def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
     return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
 
 
+class _EagerPacked(torch.autograd.Function):
+    """``q, k, v, bias, call -> o`` or ``o, lse`` of a packed batch as its caller has it: (total, H, D), and a bias that
+    lies in any way. Views lead to the `Inputs`, of which autograd need not know; call is (inputs, terms, what computes
+    them, return_lse)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, call):
+        inputs, terms, run, return_lse = call
+        o, lse = _run(inputs, run)
+        ctx.terms, ctx.bias = terms, None if inputs.bias is None else inputs.bias.shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, *inputs.tensors()[4:], o, lse, None)
+        return _rows_of(o, lse if return_lse else None)
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
+        if do is None and dlse is None:
+            return (None,) * 5
+        q, k, v, bias, *rest = ctx.saved_tensors
+        viewed = None if bias is None else bias.view(ctx.bias)
+        saved = heads_first(q), heads_first(k), heads_first(v), viewed, *rest
+        do = None if do is None else heads_first(do)
+        dlse = None if dlse is None else dlse.unsqueeze(0)
+        dq, dk, dv, dbias, *_ = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
+        rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in (dq, dk, dv)]
+        return *rows, None if dbias is None else dbias.view(bias.shape), None
+
+    jvp = staticmethod(ATTENTION.refuse_tangents)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """(1, H, total, D) of rows (total, H, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows_of(o: Tensor, lse: Tensor | None) -> Any:
+    """o (total, H, Dv), or it and the lse (H, total)."""
+    o = o.squeeze(0).transpose(0, 1)
+    return o if lse is None else (o, lse.squeeze(0))
+
+
 _apply = apply_of(_EagerAttention)
 _apply_folded = apply_of(_EagerFolded)
+_apply_packed = apply_of(_EagerPacked)
 
 
 def attention_op(
@@ -282,4 +325,16 @@ def eager_folded(
     else:
         o, lse = _run_folded(inputs, run, shapes)
         found = _unfolded(q, o, lse if return_lse else None)
+    return found if return_lse else (found, None)
+
+
+def eager_packed(
+    given: Sequence[Tensor | None], inputs: Inputs, terms: Terms, run: Forward, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same of a packed batch with q, k, v and bias as they were ``given``; inputs are their views."""
+    if is_differentiated(given):
+        found = _apply_packed(*given, (inputs, terms, run, return_lse))
+    else:
+        o, lse = _run(inputs, run)
+        found = _rows_of(o, lse if return_lse else None)
     return found if return_lse else (found, None)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast, autocast_somewhere
-from tilewise.autograd import eager_attention, eager_folded
+from tilewise.autocast import autocast, autocast_on, autocast_somewhere
+from tilewise.autograd import eager_attention, eager_folded, eager_packed, heads_first
 from tilewise.backends import Inputs, address
 from tilewise.bias.autograd import Rule, is_node, vector_of
 from tilewise.bias.canonical import Slots, canonical
 from tilewise.bias.low_rank import LowRankBias
+from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shift_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.dispatch import Forward, forward_of, forward_variants
@@ -23,6 +24,7 @@ from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
 from tilewise.problem import check_flag, check_qkv, check_seed, four_dims, sink_of_rows
+from tilewise.score.lengths import Lengths
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
 from tilewise.score.tile_tensors import TileTensors
@@ -453,3 +455,69 @@ def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tupl
         None if sink is None else layouts(sink)[0],
         None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,
     )  # fmt: skip
+
+
+# --- packed batches ---
+
+# Of a packed batch: the terms, what computes it, and the shape of its bias in `Inputs`.
+usual_packed: Prepared[tuple[Terms, Forward, tuple[int, ...] | None]] = Prepared()
+
+
+def padded_mask(mask: Tensor | None) -> Tensor | None:
+    """Of a packed batch a mask with four dimensions."""
+    if mask is None:
+        return None
+    if is_causal_bias(mask):
+        raise TypeError("mask: a CausalBias has lengths of its own; pass causal=True")
+    return mask if mask.dim() >= 4 else mask[(None,) * (4 - mask.dim())]
+
+
+class UsualPacked(NamedTuple):
+    """A call of a packed batch that may be like an earlier one: its tensors as the caller has them, with the values of
+    a `RaggedBias` in the bias's place, and its key, all that its reading depends on."""
+
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    mask: Tensor | None
+    lengths: Lengths
+    key: tuple
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, longest: tuple[int, int], exact: bool,
+        options: dict[str, Any],
+    ) -> UsualPacked | None:  # fmt: skip
+        """None of a call with other bias terms, a sink, dropout, or offsets to be validated."""
+        bias, mask = options.get("bias"), options.get("mask")
+        if type(bias) is RaggedBias:
+            lengths = lengths._replace(pairs=bias.offsets)
+            bias = bias.values
+        tensors = (q, k, v, bias, mask, *lengths)
+        if (
+            options.get("validate") or options.get("dropout_p") or options.get("sink") is not None
+            or type(options.get("window")) is list or q is None or not is_eager(tensors) or autocast_on(q)
+        ):  # fmt: skip
+            return None
+        settings = tuple([(name, type(x), x) for name, x in options.items() if name not in ("bias", "mask")])
+        ordered = torch.are_deterministic_algorithms_enabled()
+        key = layouts(*tensors), longest, exact, ordered, settings
+        return cls((q, k, v, bias), mask, lengths, key)
+
+    def again(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+        """(o, lse) as its caller has them, if it is like an earlier one. Nothing is read or checked again."""
+        known = usual_packed.get(self.key)
+        if known is None:
+            return None
+        terms, run, shape = known
+        q, k, v, bias = self.given
+        with torch.no_grad():
+            viewed = None if bias is None or shape is None else bias.view(shape)
+            inputs = Inputs(
+                heads_first(q), heads_first(k), heads_first(v), viewed, padded_mask(self.mask), lengths=self.lengths
+            )
+        return eager_packed(self.given, inputs, terms, run, return_lse)
+
+    def keep(self, inputs: Inputs, terms: Terms) -> None:
+        """After it went well; ``inputs``: what it was read as."""
+        if inputs.parts is None:
+            shape = None if inputs.bias is None else tuple(inputs.bias.shape)
+            usual_packed.keep(self.key, (terms, forward_of(inputs, terms), shape))

@@ -10,15 +10,27 @@ import torch
 from torch import Tensor
 
 from tilewise.autocast import autocast
-from tilewise.autograd import attention_op
+from tilewise.autograd import attention_op, heads_first
 from tilewise.backends import Inputs
 from tilewise.bias.packed import packed_slots
-from tilewise.call import Bias, Call, Seed, Window, check_dropout_seed, check_inputs, seed_tensor, with_seed, with_slots
+from tilewise.call import (
+    Bias,
+    Call,
+    Seed,
+    UsualPacked,
+    Window,
+    check_dropout_seed,
+    check_inputs,
+    padded_mask,
+    seed_tensor,
+    with_seed,
+    with_slots,
+)
 from tilewise.keywords import named_only, unexpected
 from tilewise.plan import check_backend
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Sizes, check_flag, check_lengths
 from tilewise.score.lengths import Lengths, Packed, places
-from tilewise.score.terms import Band, Numbers, Score, check_numbers
+from tilewise.score.terms import Band, Numbers, Score, Terms, check_numbers
 from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
 from tilewise.tile_mask import TileMask, is_block_mask
 
@@ -176,9 +188,15 @@ def packed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attention` for the doors, with its lengths in one; ``longest``: its maxima; exact: see `Problem`."""
     check_flag("return_lse", return_lse)
+    usual = UsualPacked.of(q, k, v, lengths, longest, exact, options)
+    found = None if usual is None else usual.again(return_lse)
+    if found is not None:
+        return found if return_lse else found[0]  # type: ignore[return-value]
     call = read_packed(q, k, v, lengths, longest, **options)
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
+    if usual is not None:
+        usual.keep(inputs, Terms.of(*call[1:], exact))
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
     if not return_lse:
         return o
@@ -222,7 +240,7 @@ def read_packed(
     q, k, v = autocast(q, k, v)
     _check_packed(q, k, v)
     _check_offsets(lengths)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    q, k, v = (heads_first(x) for x in (q, k, v))
     totals, device = (q.shape[2], k.shape[2]), q.device
     sizes = Sizes(
         check_lengths(lengths, q), q.shape[1], k.shape[1],
@@ -234,7 +252,7 @@ def read_packed(
 
     band = Band.aligned(bool(causal), window, 0)
     score = Score.of(band, q.shape[3], dropout_p=dropout_p, **numbers)
-    inputs = Inputs(q, k, v, None, _padded_mask(mask), None, lengths=lengths)
+    inputs = Inputs(q, k, v, None, padded_mask(mask), None, lengths=lengths)
     forms: tuple[str, ...] = ()
     if bias is not None:
         if is_causal_bias(bias):
@@ -284,14 +302,6 @@ def _longest(name: str, x: int) -> int:
     if x < 0:
         raise ValueError(f"{name}: must be 0 or more, got {x}")
     return x
-
-
-def _padded_mask(mask: Tensor | None) -> Tensor | None:
-    if mask is None:
-        return None
-    if is_causal_bias(mask):
-        raise TypeError("mask: a CausalBias has lengths of its own; pass causal=True")
-    return mask if mask.dim() >= 4 else mask[(None,) * (4 - mask.dim())]
 
 
 def _sink(sink: Tensor, q: Tensor, total: int) -> tuple[Tensor, tuple[str, ...]]:

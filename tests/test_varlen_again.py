@@ -1,0 +1,157 @@
+"""Calls of packed batches like an earlier one, which are not read again and of whose views autograd knows nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_varlen import SMALL, USED
+from varlen_biases import BIASES
+from varlen_helpers import DOUBLE, FLOAT, HALF, H, Lengths, New, call, gradients, tensors
+
+from tilewise import varlen, varlen_attention
+from tilewise.bias import RaggedBias
+from tilewise.call import usual_packed
+
+REMEMBERED = (None, "ragged", "ragged, shared", "along the keys", "along the queries", "padded bhmn", "padded 1111")
+READ = ("query", "t5", "everything")
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    usual_packed.clear()
+    yield
+    usual_packed.clear()
+
+
+def twice(monkeypatch, lengths, name, remembered, **options):
+    """(o, lse, gradients) of the first call, and of another one of the same kind with other numbers, and of that one
+    read anew; the second is not read."""
+    found = []
+    for n in range(3):
+        if n == 2:
+            usual_packed.clear()
+        qkv, do, dlse = tensors(lengths, DOUBLE, seed=1 if n == 0 else 2)
+        new = New(lengths, DOUBLE, 3 if n == 0 else 4)
+        bias = None if name is None else BIASES[name](new)[0]
+        with monkeypatch.context() as patch:
+            if n == 1 and remembered:
+                patch.setattr(varlen, "read_packed", None)
+            outputs = call(qkv, lengths, bias=bias, **options)
+        assert bool(usual_packed) == remembered
+        found.append((*outputs, *gradients(outputs, (*qkv, *new.leaves), do, dlse)))
+    return found
+
+
+@pytest.mark.parametrize("name", REMEMBERED + READ)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "scale": 0.3}], ids=str)
+def test_a_call_again(monkeypatch, name, options):
+    first, again, anew = twice(monkeypatch, USED, name, name in REMEMBERED, **options)
+    assert len(again) == len(anew)
+    for x, y in zip(again, anew, strict=True):
+        assert x.shape == y.shape
+        assert x.stride() == y.stride() or not x.numel()
+        assert torch.equal(x, y)
+    assert not torch.equal(first[0], again[0])
+
+
+def test_a_mask_again(monkeypatch):
+    mask = torch.rand(USED.B, 1, USED.max_q, USED.max_k) < 0.6
+    _, again, anew = twice(monkeypatch, USED, "ragged", True, mask=mask)
+    assert all(torch.equal(x, y) for x, y in zip(again, anew, strict=True))
+
+
+CHANGES = [
+    {"causal": True}, {"scale": 0.1}, {"softcap": 2.0}, {"window": (1, 0)}, {"mask": "other"}, {"dtype": FLOAT},
+    {"offsets_dtype": torch.int64}, {"longer": True}, {"deterministic": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: str(*x))
+def test_what_a_call_depends_on(change):
+    """A call that differs from an earlier one in one thing is as if that had not been."""
+    options = dict(change)
+    lengths = SMALL._replace(longer=3) if options.pop("longer", False) else SMALL
+    dtype = options.pop("dtype", DOUBLE)
+    if options.get("mask") == "other":
+        options["mask"] = torch.rand(1, 1, SMALL.max_q, SMALL.max_k) < 0.5
+    call(tensors(SMALL, DOUBLE)[0], SMALL)
+    after = call(tensors(lengths, dtype)[0], lengths, **options)
+    usual_packed.clear()
+    alone = call(tensors(lengths, dtype)[0], lengths, **options)
+    assert all(torch.equal(x, y) for x, y in zip(after, alone, strict=True))
+
+
+def test_deterministic_algorithms_are_part_of_a_call():
+    call(tensors(SMALL)[0], SMALL)
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(tensors(SMALL)[0], SMALL)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {known[0].deterministic for known in usual_packed.values()} == {False, True}
+
+
+def test_what_the_offsets_of_a_ragged_bias_say():
+    """Of single queries a matrix has as many numbers as a sequence has keys."""
+    lengths = Lengths((1, 1, 1), (3, 3, 3))
+    qkv, values = tensors(lengths, DOUBLE)[0], torch.randn(H, 9, dtype=DOUBLE)
+    along, _ = call(qkv, lengths, bias=values)
+    same, _ = call(qkv, lengths, bias=RaggedBias(values, torch.tensor([0, 3, 6, 9])))
+    other, _ = call(qkv, lengths, bias=RaggedBias(values, torch.tensor([6, 0, 3, 9])))
+    torch.testing.assert_close(along, same)
+    torch.testing.assert_close(other, call(qkv, lengths, bias=values[:, [6, 7, 8, 0, 1, 2, 3, 4, 5]])[0])
+    assert len(usual_packed) == 2
+
+
+def test_errors_stay():
+    """What an equal number of another type, or a check that was not asked for, would let through."""
+    qkv = tensors(SMALL)[0]
+    call(qkv, SMALL, causal=True)
+    with pytest.raises(TypeError, match="causal"):
+        call(qkv, SMALL, causal=1)
+    cu_q, cu_k, *longest = SMALL.arguments()
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        varlen_attention(*qkv, cu_q.flip(0), cu_k, *longest, causal=True, return_lse=True, validate=True)
+
+
+def test_under_autocast():
+    q, k, v = (x.detach() for x in tensors(SMALL)[0])
+    call((q, k, v), SMALL)
+    with torch.autocast("cpu", HALF):
+        o, _ = call((q, k, v), SMALL)
+    assert o.dtype == HALF
+
+
+def test_only_what_is_asked_for_gets_a_gradient():
+    qkv, do, _ = tensors(SMALL, DOUBLE)
+    new = New(SMALL, DOUBLE)
+    bias, _ = BIASES["ragged"](new)
+    qkv = [x.detach() for x in qkv]
+    found = []
+    for _ in range(2):
+        o, lse = call(qkv, SMALL, bias=bias)
+        found.append((*torch.autograd.grad((o * do).sum(), new.leaves, retain_graph=True),
+                      *torch.autograd.grad(lse[lse.isfinite()].sum(), new.leaves)))  # fmt: skip
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    with torch.no_grad():
+        assert not call(qkv, SMALL, bias=bias)[0].requires_grad
+    assert len(usual_packed) == 1
+
+
+def test_second_derivative_raises():
+    for _ in range(2):
+        (q, *kv), do, _ = tensors(SMALL, DOUBLE)
+        o, _ = call((q, *kv), SMALL)
+        (dq,) = torch.autograd.grad((o * do).sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"^tilewise\.attention has no second derivative"):
+            dq.sum().backward()
+
+
+def test_in_place_changes_are_noticed():
+    for _ in range(2):
+        (q, k, v), _, _ = tensors(SMALL, DOUBLE)
+        o, _ = call((q, k, v), SMALL)
+        with torch.no_grad():
+            k.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            o.sum().backward()
