@@ -145,6 +145,21 @@ def test_head_dimensions(hold, case):
 
 
 @each(
+    replace(USUAL, D=D, Dv=D, dtype=dtype, M=299, N=433, bias="bhmn", **terms)
+    for D, dtype in ((8, BRAIN), (16, HALF), (32, BRAIN), (64, HALF), (128, BRAIN), (256, BRAIN))
+    for terms in (
+        {},
+        {"causal": True, "sink": "h"},
+        {"mask": "b1mn", "planted": math.nan},
+        {"bias_hides": True, "blind": True},
+        {"Hkv": 2, "window": (90, 10), "deterministic": True},
+    )
+)
+def test_a_bias_whose_rows_begin_anywhere(hold, case):
+    hold(case, gradients=True)
+
+
+@each(
     replace(USUAL, dtype=FLOAT, M=150, D=D, **terms)
     for D, terms in (
         (64, {"bias": "1hmn"}),
