@@ -109,6 +109,15 @@ def test_errors_stay():
     call(qkv, SMALL, causal=True)
     with pytest.raises(TypeError, match="causal"):
         call(qkv, SMALL, causal=1)
+    with pytest.raises(TypeError, match="scale"):
+        call(qkv, SMALL, causal=True, scale=[1.0])
+    with pytest.raises(TypeError, match="max_seqlen_q"):
+        varlen_attention(*qkv, *SMALL.arguments()[:2], [3], SMALL.max_k)
+    assert torch.equal(call(qkv, SMALL, window=[1, 0])[0], call(qkv, SMALL, window=(1, 0))[0])
+    one = Lengths((1,), (1,))
+    call(tensors(one)[0], one)
+    with pytest.raises(TypeError, match="max_seqlen_k: expected an int, got bool"):
+        varlen_attention(*tensors(one)[0], *one.arguments()[:2], 1, True, return_lse=True)
     cu_q, cu_k, *longest = SMALL.arguments()
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         varlen_attention(*qkv, cu_q.flip(0), cu_k, *longest, causal=True, return_lse=True, validate=True)

@@ -499,12 +499,15 @@ class UsualPacked(NamedTuple):
             return None
         settings = tuple([(name, type(x), x) for name, x in options.items() if name not in ("bias", "mask")])
         ordered = torch.are_deterministic_algorithms_enabled()
-        key = layouts(*tensors), longest, exact, ordered, settings
+        key = layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
         return cls((q, k, v, bias), mask, lengths, key)
 
     def again(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
         """(o, lse) as its caller has them, if it is like an earlier one. Nothing is read or checked again."""
-        known = usual_packed.get(self.key)
+        try:
+            known = usual_packed.get(self.key)
+        except TypeError:  # what has no hash is no setting that is allowed, and whoever reads it says so
+            return None
         if known is None:
             return None
         terms, run, shape = known
