@@ -332,14 +332,15 @@ class Results(NamedTuple):
 
 @contextlib.contextmanager
 def poisoned_memory(device: str = "cpu") -> Iterator[None]:
-    """Uninitialised memory is NaN: torch.empty fills it where deterministic algorithms are asked for."""
+    """Uninitialised memory is NaN: torch.empty fills it where deterministic algorithms are asked for. (The public way
+    to ask for them imports Inductor, two seconds of each process.)"""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         assert torch.empty(2, device=device).new_empty(3).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch._C._set_deterministic_algorithms(before, warn_only=False)
 
 
 def differentiate(case: Case, inputs: Tensors, function) -> Results:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,63 +24,29 @@ def start() -> None:
         "divide by zero encountered in log2", "invalid value encountered", "overflow encountered", "All-NaN slice",
     ):  # fmt: skip
         warnings.filterwarnings("ignore", message, RuntimeWarning, r"triton\.runtime\.interpreter|numpy\..*")
-    _hurry()
+    import interpreter_speed  # which imports triton
+
+    interpreter_speed.hurry()
 
 
-def _hurry() -> None:
-    """Leaves a third of the interpreter's time: it looks through triton.language for what to patch at each call of each
-    function, and follows each sum and product of integers with one in 64 bits to see whether it overflowed."""
-    import triton.language as tl
-    from triton.runtime import interpreter
+def with_and_without_speed(case: Case) -> tuple[Results, Results]:
+    """Results of the triton backend, by Triton's interpreter as it comes and as `interpreter_speed` leaves it."""
+    from interpreter_speed import as_it_comes
 
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # once and for all
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    _watch_overflow(False)
-    _remember_types(tl, interpreter)
-
-
-def _remember_types(tl: Any, interpreter: Any) -> None:
-    """Each operation makes the type of a tile and a tensor of that type, and asks for numpy's name of it. A kernel has
-    few types: each is checked and written out when it is first met, and copied from then on."""
-    dtypes: dict[str, Any] = {}
-    tiles: dict[tuple[Any, ...], dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    new_dtype, new_tile, new_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
-
-    def numpy_dtype(of: Any) -> Any:
-        if of.name not in dtypes:
-            dtypes[of.name] = new_dtype(of)
-        return dtypes[of.name]
-
-    def init_tile(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *shape)
-        if key not in tiles:
-            new_tile(self, element_ty, shape)
-            tiles[key] = vars(self).copy()
-        vars(self).update(tiles[key], element_ty=element_ty)
-
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in tensors:
-            new_tensor(self, None, type)
-            tensors[type.name] = vars(self).copy()
-        vars(self).update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
-
-    interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__ = numpy_dtype, init_tile, init_tensor
-
-
-def _watch_overflow(on: bool) -> None:
-    from triton.runtime import interpreter
-
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=on, sanitize_overflow=on)
+    with as_it_comes():
+        slow = run(case, "triton")
+    return slow, run(case, "triton")
 
 
 def watch_integers(function: Any, *arguments: Any) -> Any:
     """``function(*arguments)``, where integers that overflow are an error."""
-    _watch_overflow(True)
+    from interpreter_speed import watch_overflow
+
+    watch_overflow(True)
     try:
         return function(*arguments)
     finally:
-        _watch_overflow(False)
+        watch_overflow(False)
 
 
 def check_integers(case: Case, backend: str) -> None:
@@ -112,17 +77,18 @@ def largest_plus(n: int) -> int:
     """2³¹ - 1 + n in 32 bits, by a kernel, where integers that overflow are an error."""
     import triton
     import triton.language as tl
+    from interpreter_speed import watch_overflow
 
     @triton.jit
     def kernel(x, n):
         tl.store(x, tl.load(x) + n)
 
     x = torch.tensor([2**31 - 1], dtype=torch.int32)
-    _watch_overflow(True)
+    watch_overflow(True)
     try:
         kernel[(1,)](x, n)
     finally:
-        _watch_overflow(False)
+        watch_overflow(False)
     return int(x)
 
 

@@ -349,3 +349,17 @@ def any_case(draw):
 @given(case=any_case())
 def test_anything(interpreter, case):
     interpreter(check, case, "triton")
+
+
+@each(
+    [
+        Case(H=4, Hkv=2, M=5, N=70, D=24, Dv=40, bias="1hm1", mask="b1mn", window=(40, 9), softcap=2.0, dropout_p=0.2),
+        Case(B=1, M=40, N=33, D=8, dtype=FLOAT, bias="b11n", bias_dtype=HALF, causal=True, sink="h", layout="sliced"),
+    ]
+)
+def test_its_speed_changes_no_bit(interpreter, case):
+    slow, fast = interpreter(interpreter_child.with_and_without_speed, case)
+    assert slow._fields == fast._fields
+    for name, x, y in zip(slow._fields, slow, fast, strict=True):
+        assert (x is None) == (y is None), name
+        assert x is None or torch.equal(x, y), name

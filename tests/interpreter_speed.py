@@ -1,0 +1,292 @@
+"""Triton's interpreter in half of its time: what it finds out anew for each operation is found out once.
+
+Its time goes to Python, operation by operation, and hardly to numpy: types are made, compared and written out, operands
+are brought to one type and one shape. What is computed, and by which functions of numpy, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+semantic = interpreter.interpreter_semantic
+Handle = interpreter.TensorHandle
+
+
+class Plan(NamedTuple):
+    """What an operation comes to on operands of such types: one of the builder's operations on their handles."""
+
+    name: str
+    arguments: tuple[Any, ...]  # which stand behind the handles
+    result: Any  # its type
+    brought: tuple[Any, ...] = (None, None)  # how the operands are, see `_rule`
+
+
+# Of an operation and the types of its operands; None: whatever it is, it is no `Plan`.
+_plans: dict[Any, Plan | None] = {}
+# What was replaced: where, its name, before and after.
+_replaced: list[tuple[Any, str, Any, Any]] = []
+
+
+def hurry() -> None:
+    """To be called once in a process, after TRITON_INTERPRET was set and triton imported."""
+    # it looks through triton.language for what to patch at each call of each function
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    watch_overflow(False)
+    _remember_types()
+    _remember_operations()
+
+
+def watch_overflow(on: bool) -> None:
+    """Whether each sum and product of integers is followed by one in 64 bits, which shows whether it overflowed."""
+    _plans.clear()
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=on, sanitize_overflow=on)
+
+
+@contextmanager
+def as_it_comes() -> Iterator[None]:
+    """Triton's interpreter without all of this, to compare with."""
+    for where, name, before, _ in _replaced:
+        setattr(where, name, before)
+    try:
+        yield
+    finally:
+        for where, name, _, after in _replaced:
+            setattr(where, name, after)
+
+
+def _replace(where: Any, name: str, after: Any) -> None:
+    _replaced.append((where, name, getattr(where, name), after))
+    setattr(where, name, after)
+
+
+def _remember_types() -> None:
+    """Each operation makes the type of a tile and a tensor of that type, and asks for numpy's name of it. A kernel has
+    few types: each is checked and written out when it is first met, and copied from then on."""
+    dtypes: dict[str, Any] = {}
+    tiles: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[str, tuple[Any, Any, Any]] = {}
+    fitting: dict[tuple[int, str], bool] = {}
+    plain, slow_unwrap = {tl.tensor, tl.dtype, tl.block_type, int, type(None), bool}, tl.core._unwrap_if_constexpr
+    slow_equal, slow_fits, slow_handle = tl.dtype.__eq__, interpreter._validate_np_data_size, Handle.__init__
+    new_dtype, new_tile, new_tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+
+    def numpy_dtype(of: Any) -> Any:
+        if of.name not in dtypes:
+            dtypes[of.name] = new_dtype(of)
+        return dtypes[of.name]
+
+    def init_tile(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in tiles:
+            new_tile(self, element_ty, shape)
+            tiles[key] = vars(self).copy()
+        vars(self).update(tiles[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        found = tensors.get(type.name)
+        if found is None:
+            new_tensor(self, None, type)
+            tensors[type.name] = found = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = found
+
+    def fits(array: Any, dtype: Any) -> bool:
+        key = array.itemsize, dtype.name
+        found = fitting.get(key)
+        if found is None:
+            fitting[key] = found = slow_fits(array, dtype)
+        return found
+
+    def init_handle(self: Any, data: Any, dtype: Any) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+        if not fits(data, dtype):
+            slow_handle(self, data, dtype)  # which says what is wrong
+
+    def unwrap(x: Any) -> Any:
+        return x if type(x) in plain else slow_unwrap(x)
+
+    def equal(self: Any, other: Any) -> Any:
+        return self.name == other.name if type(other) is tl.dtype else slow_equal(self, other)
+
+    _replace(interpreter, "_get_np_dtype", numpy_dtype)
+    _replace(interpreter, "_validate_np_data_size", fits)
+    _replace(Handle, "__init__", init_handle)
+    _replace(tl.block_type, "__init__", init_tile)
+    _replace(tl.tensor, "__init__", init_tensor)
+    _replace(tl.dtype, "__eq__", equal)
+    _replace(tl.core, "_unwrap_if_constexpr", unwrap)
+
+
+def _remember_operations() -> None:
+    """``x + y`` goes through five functions, and brings x and y to one type and one shape, before anything is added.
+    Where all of that comes to one operation of numpy, that is asked for at once when operands of such types are met
+    again. Nothing is spread over a shape: numpy does that itself."""
+    bring = "binary_op_type_checking_impl"
+    _replace(semantic, bring, _bring_to_one_type(getattr(semantic, bring)))
+    _replace(semantic, "broadcast_impl_value", _spread(semantic.broadcast_impl_value))
+    for name in ("cast", "expand_dims"):
+        _shorten_one(name)
+    for name in ("minimum", "maximum"):
+        _shorten_two(name)
+    for operator in ("add", "sub", "mul"):
+        function = _shorten_two(operator, {"add": (True, True), "sub": (True, False), "mul": ()}[operator])
+        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, _unwrapped(y), True))
+        _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(_unwrapped(y), x, True))
+    for operator, name in {"and": "and_", "or": "or_", "xor": "xor_"}.items():
+        function = _shorten_two(name)
+        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, _unwrapped(y)))
+        _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(_unwrapped(y), x))
+    for operator, name in {
+        "lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal",
+        "ne": "not_equal",
+    }.items():  # fmt: skip
+        function = _shorten_two(name)
+        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, semantic.to_tensor(y)))
+
+
+def _unwrapped(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+def _kind(x: Any) -> Any:
+    """What an operation on ``x`` depends on, but for a tensor's elements."""
+    return x.type.name if type(x) is tl.tensor else (type(x), x)
+
+
+def _rule(x: Any, brought: Any) -> Any:
+    """How ``x`` becomes what it was brought to: None if its handle does, a number's data and type, or the type that it
+    is cast to."""
+    if brought is x or (type(x) is tl.tensor and x.dtype == brought.dtype):
+        return None
+    if type(x) is tl.tensor:
+        return brought.dtype
+    return semantic.scalar_constant(x, brought.dtype).handle.data, brought.dtype
+
+
+def _handle(x: Any, rule: Any) -> Any:
+    if rule is None:
+        return x.handle
+    return Handle(*rule) if type(rule) is tuple else semantic.cast(x, rule).handle
+
+
+def _bring_to_one_type(slow: Any) -> Any:
+    """``slow`` of operands of which it knows how they are brought to one type, and shape."""
+    known: dict[Any, Any] = {}
+
+    def bring(x: Any, y: Any, *allowed: bool, **named: bool) -> tuple[Any, Any]:
+        key = _kind(x), _kind(y), allowed, *named.items()
+        found = known.get(key)
+        if found is None:
+            both = slow(x, y, *allowed, **named)
+            if len(known) > 100_000:  # numbers of loops
+                known.clear()
+            found = known[key] = (
+                *zip((_rule(x, both[0]), _rule(y, both[1])), (both[0].type, both[1].type), strict=True),
+            )
+        (x_rule, x_type), (y_rule, y_type) = found
+        if x_rule is not None or x.type is not x_type:
+            x = tl.tensor(_handle(x, x_rule), x_type)
+        if y_rule is not None or y.type is not y_type:
+            y = tl.tensor(_handle(y, y_rule), y_type)
+        return x, y
+
+    return bring
+
+
+def _spread(slow: Any) -> Any:
+    """``slow``, which brings two tensors to one shape, but for shapes that it leaves as they are."""
+    equal: set[tuple[str, str]] = set()
+
+    def spread(x: Any, y: Any) -> tuple[Any, Any]:
+        key = x.type.name, y.type.name
+        if key in equal:
+            return x, y
+        both = slow(x, y)
+        if both[0] is x and both[1] is y:
+            equal.add(key)
+        return tuple(both)
+
+    return spread
+
+
+class _Recorder:
+    """The interpreter's builder, with a note of each operation that it was asked for."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.builder, name)
+        if not name.startswith("create_"):
+            return found
+
+        def noted(*arguments: Any) -> Any:
+            self.asked.append((name, arguments))
+            return found(*arguments)
+
+        return noted
+
+
+def _learn(slow: Any, tensors: tuple[Any, ...], *more: Any, **named: Any) -> tuple[Any, Plan | None]:
+    """What ``slow`` makes of the tensors, and how."""
+    builder = semantic.builder
+    semantic.builder = recorder = _Recorder(builder)
+    try:
+        result = slow(*tensors, *more, **named)
+    finally:
+        semantic.builder = builder
+    if len(recorder.asked) == 1:
+        name, asked = recorder.asked[0]
+        if all(x is y.handle for x, y in zip(asked, tensors, strict=False)):
+            return result, Plan(name, asked[len(tensors) :], result.type)
+    return result, None
+
+
+def _shorten_one(name: str) -> None:
+    """The function of that name in triton.language.semantic: of a tensor, and of a type or an axis."""
+    slow = getattr(semantic, name)
+
+    def quick(x: Any, to: Any, *more: Any) -> Any:
+        key = name, x.type.name, getattr(to, "name", to), more
+        if key not in _plans:
+            result, _plans[key] = _learn(slow, (x,), to, *more)
+            return result
+        plan = _plans[key]
+        if plan is None:
+            return slow(x, to, *more)
+        return tl.tensor(getattr(semantic.builder, plan.name)(x.handle, *plan.arguments), plan.result)
+
+    _replace(semantic, name, quick)
+
+
+def _shorten_two(name: str, pointers: tuple[bool, ...] = ()) -> Any:
+    """The function of that name in triton.language.semantic: of two tensors or numbers; pointers: which of them may be
+    one."""
+    slow = getattr(semantic, name)
+
+    def quick(x: Any, y: Any, *more: Any, **named: Any) -> Any:
+        key = name, _kind(x), _kind(y), more, *named.items()
+        plan = _plans.get(key, quick)
+        if plan is quick:
+            brought = semantic.binary_op_type_checking_impl(x, y, *pointers)
+            rules = _rule(x, brought[0]), _rule(y, brought[1])
+            result, plan = _learn(slow, brought, *more, **named)
+            if len(_plans) > 100_000:  # numbers of loops
+                _plans.clear()
+            _plans[key] = plan and plan._replace(brought=rules)
+            return result
+        if plan is None:
+            return slow(x, y, *more, **named)
+        operands = _handle(x, plan.brought[0]), _handle(y, plan.brought[1])
+        return tl.tensor(getattr(semantic.builder, plan.name)(*operands, *plan.arguments), plan.result)
+
+    _replace(semantic, name, quick)
+    return quick
