@@ -120,7 +120,7 @@ UNUSUAL = (
 
 
 def _cases(size: int) -> list[Case]:
-    """Each two of method, kind, what is seen, how it is split, and what is unusual; on four ranks of a quarter of kinds."""
+    """Each two of method, kind, what is seen, how it is split, what is unusual; on four ranks of a quarter of kinds."""
     kinds, balancers = (list(KINDS) if size == 2 else list(KINDS)[::4]), (None, "head_tail")
     found = [Case(*row) for row in pairwise(METHODS, kinds, ("causal", "all"), balancers)]
     for method, balancer, unusual in pairwise(METHODS, balancers, UNUSUAL):

@@ -6,31 +6,47 @@ Whether it does notice, `make mutants` finds out, in some minutes.
 from __future__ import annotations
 
 import ast
+from functools import cache
+from pathlib import Path
 
 from faults import FAULTS
 from mutants import ROOT
 
 
+@cache
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def program(path: Path) -> str:
+    return ast.dump(ast.parse(read(path)))
+
+
+@cache
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.FunctionDef)}
+
+
 def test_each_text_occurs_once():
-    counts = {x.text: (ROOT / "tilewise" / x.file).read_text(encoding="utf-8").count(x.text) for x in FAULTS}
+    counts = {x.text: read(ROOT / "tilewise" / x.file).count(x.text) for x in FAULTS}
     assert {text: count for text, count in counts.items() if count != 1} == {}
 
 
 def test_each_fault_is_a_program():
     """Not one that cannot be read: that would be noticed by anything."""
     for fault in FAULTS:
-        source = (ROOT / "tilewise" / fault.file).read_text(encoding="utf-8")
-        planted = ast.parse(source.replace(fault.text, fault.becomes), fault.file)
-        assert ast.dump(planted) != ast.dump(ast.parse(source)), fault
+        path = ROOT / "tilewise" / fault.file
+        planted = ast.parse(read(path).replace(fault.text, fault.becomes), fault.file)
+        assert ast.dump(planted) != program(path), fault
 
 
 def test_each_test_exists():
     for fault in FAULTS:
         path, _, name = fault.test.partition("::")
         assert not path.startswith("gpu")
-        found = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
-        functions = {node.name for node in ast.walk(found) if isinstance(node, ast.FunctionDef)}
-        assert name in functions if name else any(function.startswith("test_") for function in functions), fault
+        found = functions(ROOT / "tests" / path)
+        assert name in found if name else any(function.startswith("test_") for function in found), fault
 
 
 def test_no_fault_comes_twice():
