@@ -12,7 +12,11 @@ import pytest
 
 LIMIT = 120.0  # seconds, of all processes together
 # What takes seconds to import; not this folder's modules, for a server does not look here before Python 3.14.
-PRELOAD = ["torch.distributed.tensor", "torch.testing", "tilewise.distributed", "tilewise.backends.cpu"]
+# tilewise.api before DTensor, which its operators meet later.
+PRELOAD = [
+    "tilewise.api", "torch.distributed.tensor", "torch.testing", "torch._dynamo", "tilewise.distributed",
+    "tilewise.backends.cpu",
+]  # fmt: skip
 
 
 def processes(target, size, store, limit):

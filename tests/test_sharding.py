@@ -1,14 +1,13 @@
 """attention() on DTensors: placements, results and gradients in two processes, and what a compiler makes of them."""
 
-import multiprocessing
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import sharding_child
 import torch
 import torch.distributed as dist
+from test_distributed import processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,10 +20,7 @@ from tilewise.score.terms import Band, Score
 
 def test_two_processes_get_what_one_gets(tmp_path):
     """Each case of sharding_child.py: one failure tells of all."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
-        runs = [pool.submit(sharding_child.run, rank, str(tmp_path / "store")) for rank in range(2)]
-        assert [run.result() for run in runs] == [{}, {}]
+    assert processes(sharding_child.run, 2, tmp_path / "store", 120.0) == [{}, {}]
 
 
 @pytest.fixture
