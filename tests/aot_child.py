@@ -61,7 +61,6 @@ INSTRUCTIONS = {
 _capability = (0, 0)  # of the target, see `on_target`
 _launched: list[tuple[str, Any]] = []  # name, kernel: Triton's, or the fingerprint of one in the ledger
 _logs: dict[str, str] = {}  # what ptxas said of a kernel, by its hash: several cases may share one
-_compiled: dict[str, Any] = {}  # kernels of this process, by fingerprint: several cases may share one
 _fingerprints: dict[str, str] = {}  # of a kernel, by its hash
 _entries: dict[str, ledger.Entry] = {}  # of this process, by fingerprint
 _known: dict[str, Any] = {}  # what need not be compiled, by fingerprint: the ledger's entry, or room
@@ -120,9 +119,7 @@ def start(triton_path: str | None, cache: str) -> None:
         )  # fmt: skip
         if found in _known:
             return found
-        if found not in _compiled:
-            _compiled[found] = compile(self, key, signature, device, constexprs, options, attrs, warmup)
-        kernel = _compiled[found]
+        kernel = compile(self, key, signature, device, constexprs, options, attrs, warmup)
         _fingerprints.setdefault(kernel.hash, found)
         return kernel
 

@@ -83,6 +83,7 @@ def largest_plus(n: int) -> int:
     def kernel(x, n):
         tl.store(x, tl.load(x) + n)
 
+    kernel[(1,)](torch.zeros(1, dtype=torch.int32), n)  # what is known of an addition now is to be forgotten
     x = torch.tensor([2**31 - 1], dtype=torch.int32)
     watch_overflow(True)
     try:

@@ -54,8 +54,10 @@ def as_it_comes() -> Iterator[None]:
     """Triton's interpreter without all of this, to compare with."""
     for where, name, before, _ in _replaced:
         setattr(where, name, before)
+    _plans.clear()
     try:
         yield
+        assert not _plans, "some of this was at work"
     finally:
         for where, name, _, after in _replaced:
             setattr(where, name, after)
@@ -128,7 +130,7 @@ def _remember_operations() -> None:
     """``x + y`` goes through five functions, and brings x and y to one type and one shape, before anything is added.
     Where all of that comes to one operation of numpy, that is asked for at once when operands of such types are met
     again. Nothing is spread over a shape: numpy does that itself."""
-    bring = "binary_op_type_checking_impl"
+    bring, unwrapped = "binary_op_type_checking_impl", tl.core._unwrap_if_constexpr
     _replace(semantic, bring, _bring_to_one_type(getattr(semantic, bring)))
     _replace(semantic, "broadcast_impl_value", _spread(semantic.broadcast_impl_value))
     for name in ("cast", "expand_dims"):
@@ -137,22 +139,18 @@ def _remember_operations() -> None:
         _shorten_two(name)
     for operator in ("add", "sub", "mul"):
         function = _shorten_two(operator, {"add": (True, True), "sub": (True, False), "mul": ()}[operator])
-        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, _unwrapped(y), True))
-        _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(_unwrapped(y), x, True))
+        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, unwrapped(y), True))
+        _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(unwrapped(y), x, True))
     for operator, name in {"and": "and_", "or": "or_", "xor": "xor_"}.items():
         function = _shorten_two(name)
-        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, _unwrapped(y)))
-        _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(_unwrapped(y), x))
+        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, unwrapped(y)))
+        _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(unwrapped(y), x))
     for operator, name in {
         "lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal",
         "ne": "not_equal",
     }.items():  # fmt: skip
         function = _shorten_two(name)
         _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, semantic.to_tensor(y)))
-
-
-def _unwrapped(x: Any) -> Any:
-    return x.value if isinstance(x, tl.constexpr) else x
 
 
 def _kind(x: Any) -> Any:
@@ -187,9 +185,7 @@ def _bring_to_one_type(slow: Any) -> Any:
             both = slow(x, y, *allowed, **named)
             if len(known) > 100_000:  # numbers of loops
                 known.clear()
-            found = known[key] = (
-                *zip((_rule(x, both[0]), _rule(y, both[1])), (both[0].type, both[1].type), strict=True),
-            )
+            found = known[key] = (_rule(x, both[0]), both[0].type), (_rule(y, both[1]), both[1].type)
         (x_rule, x_type), (y_rule, y_type) = found
         if x_rule is not None or x.type is not x_type:
             x = tl.tensor(_handle(x, x_rule), x_type)
@@ -245,7 +241,7 @@ def _learn(slow: Any, tensors: tuple[Any, ...], *more: Any, **named: Any) -> tup
         semantic.builder = builder
     if len(recorder.asked) == 1:
         name, asked = recorder.asked[0]
-        if all(x is y.handle for x, y in zip(asked, tensors, strict=False)):
+        if len(asked) >= len(tensors) and all(x is y.handle for x, y in zip(asked, tensors, strict=False)):
             return result, Plan(name, asked[len(tensors) :], result.type)
     return result, None
 
