@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch.nn.attention import flex_attention
 from tilewise.bench import cases, providers, reference, results, run, structure, windows
 from tilewise.bench.cases import Case
 from tilewise.bench.windows import WindowCase
+from tilewise.integrations.evoformer import triangle_attention
 
 CPU = torch.device("cpu")
 BIAS = (1, 2, 40, 40)
@@ -51,6 +53,20 @@ def test_a_door_is_called(case, monkeypatch):
     assert provider.prepare(case, x).forward().shape == x.q.shape
     assert called == [(1, *x.q.shape)]
     assert provider.declines(replace(case, door=None))
+
+
+def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
+    """By a module in its place, which is the door of the same name."""
+    provider = of("attention")["cuequivariance"]
+    monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", SimpleNamespace(triangle_attention=triangle_attention))
+    for case in (TRIANGLE, replace(TRIANGLE, padded=False)):
+        assert provider.declines(case) is None
+        x = case.inputs(CPU)
+        right = reference.exact(case, x)
+        assert not said_wrong(case, right, provider.prepare(case, x), x)
+    M, N = TRIANGLE.queries, TRIANGLE.keys
+    for change in ({"bias": None}, {"causal": True}, {"bias": (1, 1, M, N)}, {"dropout": 0.1}, {"sink": True}):
+        assert provider.declines(replace(TRIANGLE, **change))
 
 
 def test_who_takes_no_mask_of_keys_says_so():

@@ -37,7 +37,7 @@ def triangle_inputs(Q=Q, K=K, D=D, B=B, dtype=torch.float64):
 def test_triangle_signature():
     parameters = inspect.signature(triangle_attention).parameters.values()
     names = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    assert names == ["q", "k", "v", "bias", "mask=None", "scale=None", "return_aux=False"]
+    assert names == ["q", "k", "v", "bias", "mask=None", "scale=None", "return_aux=False", "kv_lengths=None"]
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
@@ -76,6 +76,18 @@ def test_triangle_of_four_dimensions():
     mask = (tensors((N, 1, 1, K), seed=1)[0] > -0.5).float()
     ours = value_and_gradients(lambda *x: triangle_attention(*x, mask), inputs)
     check(ours, value_and_gradients(lambda *x: formula(*x, mask.bool()), inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_triangle_lengths(dtype):
+    """Keys that count, up to none and all; more than all is all."""
+    inputs = triangle_inputs()
+    lengths = torch.tensor([[0, 1, K], [4, K - 1, K + 5]], dtype=dtype).view(B, N, 1, 1, 1)
+    mask = (torch.arange(K) < lengths.view(B, N, 1)).view(B, N, 1, 1, K)
+    ours = value_and_gradients(lambda *x: triangle_attention(*x, kv_lengths=lengths), inputs)
+    check(ours, value_and_gradients(lambda *x: formula(*x, mask), inputs))
+    assert not ours[0][0, 0].any()
+    check([triangle_attention(*(x[0] for x in inputs), kv_lengths=lengths[0])], [ours[0][0]])
 
 
 def test_triangle_aux():
@@ -305,6 +317,18 @@ ERRORS = {
     "triangle, aux": (
         lambda: triangle_attention(zeros(*X5), zeros(*X5), zeros(*X5), zeros(6, 6), return_aux="lse"),
         "return_aux: expected a bool, got 'lse'",
+    ),
+    "triangle, lengths and a mask": (
+        lambda: triangle_attention(*3 * [zeros(*X5)], zeros(6, 6), zeros(6) > 0, kv_lengths=zeros(2, 3, 1, 1, 1).int()),
+        "kv_lengths: takes the place of a mask; pass one of the two",
+    ),
+    "triangle, dtype of lengths": (
+        lambda: triangle_attention(*3 * [zeros(*X5)], zeros(6, 6), kv_lengths=zeros(2, 3, 1, 1, 1)),
+        "kv_lengths: dtype must be int32 or int64, got torch.float32",
+    ),
+    "triangle, lengths": (
+        lambda: triangle_attention(*3 * [zeros(*X5)], zeros(6, 6), kv_lengths=zeros(2, 3).int()),
+        r"kv_lengths: expected shape \(B, N, 1, 1, 1\), got \(2, 3\)",
     ),
     "evoformer, four": (
         lambda: DS4Sci_EvoformerAttention(zeros(*X4), zeros(*X4), zeros(*X4), []),

@@ -88,6 +88,12 @@ def providers(device: torch.device) -> list[Provider]:
             _no_cudnn_graph,
             _cudnn_graph,
         ),
+        Provider(
+            "cuequivariance",
+            elsewhere or _missing("cuequivariance_ops_torch", "cuequivariance-ops-torch-cu13"),
+            lambda case: _plain(case) or structure.cuequivariance_declines(case),
+            lambda case, x: _autograd(structure.cuequivariance(case, x), x),
+        ),
         *(_of_operator(*computer) for computer in operators.computers()),
         *_of_packed(device, elsewhere, flex),
         *_of_windows(device, flex),

@@ -43,7 +43,14 @@ _ERRORS = (
     MemoryError,
 )
 _PACKAGES = ("torch", "triton", "cudnn", "flash_attn", "cutlass", "quack", "tvm_ffi")
-_DISTRIBUTIONS = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
+_DISTRIBUTIONS = (
+    "torch",
+    "triton",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "nvidia-cudnn-frontend",
+    "cuequivariance-ops-torch-cu13",
+)
 
 AnyInputs = Inputs | operators.Inputs | packed.Inputs
 

@@ -46,6 +46,7 @@ def triangle_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
     return_aux: bool = False,
+    kv_lengths: Tensor | None = None,
 ) -> Any:
     """``softmax(scale * q @ k.mT + bias) @ v`` over the visible keys, as `cuequivariance_torch.triangle_attention`.
 
@@ -60,6 +61,8 @@ def triangle_attention(
             dtype, as in cuEquivariance, what is not 0 is visible; it gets no gradient.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         return_aux: also return the logsumexp, and None where cuEquivariance has the maximum.
+        kv_lengths: in the place of a mask, for keys padded on the right: how many are visible from the first on,
+            (B, N, 1, 1, 1), of 4 dimensions (N, 1, 1, 1); int32 or int64. More than K are all.
 
     Returns:
         (B, N, H, Q, Dv) in q's dtype, in q's order of memory; of 4 dimensions (N, H, Q, Dv). With ``return_aux``
@@ -82,9 +85,25 @@ def triangle_attention(
     if mask is not None:
         check_tensor("mask", mask)
         mask = mask if mask.dtype == torch.bool else mask != 0
+    if kv_lengths is not None:
+        if mask is not None:
+            raise ValueError("kv_lengths: takes the place of a mask; pass one of the two")
+        mask = _within(k, kv_lengths)
     if not return_aux:
         return attention(q, k, v, bias=bias, mask=mask, scale=scale)
     return *attention(q, k, v, bias=bias, mask=mask, scale=scale, return_lse=True), None
+
+
+def _within(k: Tensor, kv_lengths: Tensor) -> Tensor:
+    """The mask of keys that lengths stand for."""
+    check_tensor("k", k)
+    check_tensor("kv_lengths", kv_lengths)
+    if kv_lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"kv_lengths: dtype must be int32 or int64, got {kv_lengths.dtype}")
+    if kv_lengths.dim() != k.dim() or kv_lengths.shape[-3:] != (1, 1, 1):
+        expected = "(B, N, 1, 1, 1)" if k.dim() == 5 else "(N, 1, 1, 1)"
+        raise ValueError(f"kv_lengths: expected shape {expected}, got {tuple(kv_lengths.shape)}")
+    return torch.arange(k.shape[-2], device=kv_lengths.device) < kv_lengths
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
