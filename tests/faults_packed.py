@@ -6,7 +6,7 @@ from fault import Fault
 
 PACKED = [
     Fault(
-        "backends/triton/packed.py", "if filled < last - first:", "if filled == 0:",
+        "backends/triton/packed_preprocess.py", "if filled < last - first:", "if filled == 0:",
         "of a ragged bias's gradient, what lies beside a matrix is not cleared",
         "test_varlen_triton.py::test_what_no_matrix_of_a_ragged_bias_has",
     ),
@@ -14,6 +14,31 @@ PACKED = [
         "backends/triton/packed.py", " & (pair <= sizes.pairs)", "",
         "an offset near the end of 64 bits passes for one inside",
         "test_varlen_triton.py::test_offsets_that_are_none_write_nothing_outside",
+    ),
+    Fault(
+        "backends/triton/packed.py", "(row < start.rows) & (row + c.BLOCK_M > queries)", "queries < 0",
+        "what a sequence has past the longest is never written",
+        "test_varlen_triton.py::test_rows_that_no_sequence_has",
+    ),
+    Fault(
+        "backends/triton/packed.py", "if (row < first) | (", "if (",
+        "rows before the first sequence are never written",
+        "test_varlen_triton.py::test_rows_that_no_sequence_has",
+    ),
+    Fault(
+        "backends/triton/packed_preprocess.py", "store_rows(dv, zeros", "store_rows(dk, zeros",
+        "gradients of values that no sequence has are never written",
+        "test_varlen_triton.py::test_rows_that_no_sequence_has",
+    ),
+    Fault(
+        "backends/triton/tensors.py", "tile = tile.permute(0, 2, 1, 3).reshape(", "tile = tile.reshape(",
+        "a tile of a bias that is loaded row after row has pieces of its rows exchanged",
+        "test_varlen_triton.py::test_a_bias_of_two_bytes",
+    ),
+    Fault(
+        "backends/triton/backward_kernel.py", "c.BLOCK_N // 32, 32]).permute(0, 2, 1, 3)", "c.BLOCK_N // 32, 32])",
+        "a tile of its gradient has pieces of its rows exchanged",
+        "test_varlen_triton.py::test_a_bias_of_two_bytes",
     ),
     Fault(
         "call.py", "exact, ordered, settings\n", "exact, ordered\n",

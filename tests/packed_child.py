@@ -174,9 +174,9 @@ def clears_what_no_matrix_has() -> None:
     from helpers import poisoned_memory
 
     from tilewise import varlen_attention
-    from tilewise.backends.triton.packed import GAPS
+    from tilewise.backends.triton.packed_preprocess import CHUNK
 
-    chunk, cu = GAPS.value, torch.tensor([0, 64, 128, 133])
+    chunk, cu = CHUNK.value, torch.tensor([0, 64, 128, 133])
     q, k, v = (torch.rand(133, 1, 16) for _ in range(3))
     values = torch.rand(1, 5 * chunk - 7, requires_grad=True)
     begins = (chunk, 3 * chunk + 50, chunk - 30)  # fills the second chunk; ends past the fourth; 25 before the second
@@ -190,3 +190,42 @@ def clears_what_no_matrix_has() -> None:
     assert values.grad is not None
     assert ((values.grad[0] != 0) == there).all()  # and no NaN
     assert values.grad.isfinite().all()
+
+
+def clears_rows_that_no_sequence_has() -> None:
+    """Before the first sequence, past the last one, and of one past the longest that was named: 0, and their gradients
+    too."""
+    from helpers import poisoned_memory
+
+    from tilewise import varlen_attention
+
+    cu, total = torch.tensor([3, 100, 220, 221]), 300
+    q, k, v = (torch.rand(total, 1, 16, requires_grad=True) for _ in range(3))
+    with poisoned_memory():
+        o, lse = varlen_attention(q, k, v, cu, cu, 97, 97, backend="triton", return_lse=True)
+        o.square().sum().backward()
+    own = torch.zeros(total, dtype=torch.bool)
+    own[3 : 100 + 97] = own[220] = True
+    for x in (o, q.grad, k.grad, v.grad):
+        assert x is not None
+        assert (x[:, 0] != 0).any(1)[:100][3:].all()
+        assert (x[~own] == 0).all()  # and no NaN
+        assert x.isfinite().all()
+    assert (lse[0, ~own] == -float("inf")).all()
+    assert lse[0, own].isfinite().all()
+
+
+def reads_rows_of_two_bytes() -> None:
+    """A bias in tiles of 64 keys, which come row after row, and its gradient, against the oracle: calls of the same
+    backend would have the same fault."""
+    from tilewise import varlen_attention
+
+    cu, pairs = torch.tensor([0, 70, 109]), torch.tensor([0, 70 * 70, 70 * 70 + 39 * 39])
+    inputs = [torch.randn(109, 1, 16, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    inputs.append(torch.randn(1, 70 * 70 + 39 * 39, dtype=torch.float16, requires_grad=True))
+    found = []
+    for backend in ("triton", "oracle"):
+        q, k, v, values = inputs
+        o = varlen_attention(q, k, v, cu, cu, 70, 70, bias=RaggedBias(values, pairs), backend=backend)
+        found.append((o, *torch.autograd.grad(o.float().square().sum(), inputs)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=4e-3)

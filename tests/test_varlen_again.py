@@ -11,6 +11,7 @@ from varlen_helpers import DOUBLE, FLOAT, HALF, H, Lengths, New, call, gradients
 from tilewise import varlen, varlen_attention
 from tilewise.bias import RaggedBias
 from tilewise.call import usual_packed
+from tilewise.varlen import shared_longest
 
 REMEMBERED = (None, "ragged", "ragged, shared", "along the keys", "along the queries", "padded bhmn", "padded 1111")
 READ = ("query", "t5", "everything")
@@ -58,6 +59,21 @@ def test_a_mask_again(monkeypatch):
     mask = torch.rand(USED.B, 1, USED.max_q, USED.max_k) < 0.6
     _, again, anew = twice(monkeypatch, USED, "ragged", True, mask=mask)
     assert all(torch.equal(x, y) for x, y in zip(again, anew, strict=True))
+
+
+def test_longest_lengths_in_common():
+    """They are no shorter, are few, and stay where something has their shape or checks them."""
+    for n in range(1, 5000):
+        (m, _) = shared_longest((n, 7))
+        assert n <= m <= max(n + 15, n * 9 // 8 + 1, n + 127 if n > 128 else 0)
+        assert (m <= 64) == (n <= 64)
+        assert (m == 1) == (n == 1)
+    assert len({shared_longest((n, n)) for n in range(4097, 8193)}) == 8
+    bias = torch.zeros(1, 1, 1, 50)
+    for options in ({"bias": bias}, {"mask": bias > 0}, {"validate": True}, {"bias": (bias,)}):
+        assert shared_longest((50, 50), **options) == (50, 50)
+    assert shared_longest((50, 50), bias=bias[0, 0], causal=True) == (64, 64)
+    assert shared_longest((50, True)) == (50, True)
 
 
 CHANGES = [

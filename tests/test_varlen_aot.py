@@ -30,7 +30,8 @@ RUNS = [
 def test_compiled_kernels(compilers, triton, target, x, allowed):
     kernels = compilers.compile(compile_packed, triton, target, x)
     names = {kernel.name for kernel in kernels}
-    assert names >= {"forward_kernel", "preprocess_kernel", "backward_kernel"}
+    assert names >= {"forward_kernel", "packed_preprocess_kernel", "backward_kernel"}
+    assert not names & {"preprocess_kernel", "finite_kernel"}
     assert ("query_gradient_kernel" in names) == x.deterministic != ("postprocess_kernel" in names)
     hold(kernels, TENSOR_CORES[target], allowed)
 

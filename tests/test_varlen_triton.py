@@ -51,6 +51,10 @@ def test_bias_across_tiles(interpreter, bias):
     interpreter(run, "TILES", bias, {"heads": (H, 2), "dims": (16, 8)})
 
 
+def test_a_bias_of_two_bytes(interpreter):
+    interpreter(packed_child.reads_rows_of_two_bytes)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,6 +82,10 @@ def test_dropout(interpreter):
 
 def test_offsets_that_are_none_write_nothing_outside(interpreter):
     interpreter(packed_child.stays_inside)
+
+
+def test_rows_that_no_sequence_has(interpreter):
+    interpreter(packed_child.clears_rows_that_no_sequence_has)
 
 
 def test_what_no_matrix_of_a_ragged_bias_has(interpreter):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.autograd import attention_op, heads_first
 from tilewise.backends import Inputs
-from tilewise.bias.packed import packed_slots
+from tilewise.bias.packed import RaggedBias, packed_slots
 from tilewise.call import (
     Bias,
     Call,
@@ -188,6 +188,8 @@ def packed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attention` for the doors, with its lengths in one; ``longest``: its maxima; exact: see `Problem`."""
     check_flag("return_lse", return_lse)
+    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # on a CPU they are checked
+        longest = shared_longest(longest, **options)
     usual = UsualPacked.of(q, k, v, lengths, longest, exact, options)
     found = None if usual is None else usual.again(return_lse)
     if found is not None:
@@ -202,6 +204,22 @@ def packed_attention(
         return o
     assert lse is not None
     return o, lse.squeeze(0)
+
+
+def shared_longest(
+    longest: tuple[int, int], *, bias: Bias = None, mask: Tensor | None = None, validate: bool = False, **_: Any
+) -> tuple[int, int]:  # fmt: skip
+    """Longest lengths that many batches have in common, where nothing has a shape of them: a call is prepared anew for
+    each, and batches of a training differ in theirs. At most 15 more up to 128, and an eighth or 127 above."""
+    packed = bias is None or type(bias) is RaggedBias or (isinstance(bias, Tensor) and bias.dim() < 4)
+    if not packed or mask is not None or validate or not all(type(n) is int for n in longest):
+        return longest
+    found = [n if n <= 16 else _rounded(n, 16 if n <= 128 else max(128, 1 << n.bit_length() - 4)) for n in longest]
+    return found[0], found[1]
+
+
+def _rounded(n: int, step: int) -> int:
+    return -(-n // step) * step
 
 
 def read_packed(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from helpers import poisoned_memory
 
-from tilewise import attention, varlen_attention
+from tilewise import attention, dispatch, varlen_attention
 from tilewise.bias import RaggedBias, RelativeBias, t5_bias
 
 H, HKV = 4, 2
@@ -112,7 +110,7 @@ def test_sequences(dtype, backend, kind, D, options):
     bias, leaves = (None, []) if kind is None else kind(dtype)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
     every = (q, k, v, *leaves)
-    with poisoned_memory("cuda") if backend == "hopper" else nullcontext():
+    with poisoned_memory("cuda"):
         found = varlen_attention(
             q, k, v, cu_q, cu_k, max(QUERIES), max(KEYS), bias=bias, return_lse=True, backend=backend,
             deterministic=False, **options,
@@ -124,8 +122,27 @@ def test_sequences(dtype, backend, kind, D, options):
     for x, truth, other in zip(ours, exact, theirs, strict=True):
         assert torch.equal(x == -torch.inf, truth == -torch.inf)
         x, truth, other = (y.detach().double().masked_fill(truth == -torch.inf, 0.0) for y in (x, truth, other))
-        allowed = 2 * float((other - truth).abs().max()) + 1e-3 * max(1.0, float(truth.abs().max()))
+        largest = max(1.0, float(truth.abs().max()))
+        # Dense calls of the same backend read a bias as the packed one does, and would share its faults.
+        allowed = min(2 * float((other - truth).abs().max()) + 1e-3 * largest, 0.1 * largest)
         assert float((x - truth).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_longest_lengths_share_what_is_prepared(backend):
+    q, k, v = (leaf(n, H, 64, dtype=torch.bfloat16, seed=n) for n in (EDGES_Q[-1], EDGES_K[-1], EDGES_K[-1]))
+    cu_q, cu_k = (torch.tensor(x, device="cuda") for x in (EDGES_Q, EDGES_K))
+    found, kept = [], []
+    for more in (0, 1, 30):
+        o = varlen_attention(
+            q, k, v, cu_q, cu_k, max(QUERIES) + more, max(KEYS) + more, backend=backend, deterministic=True
+        )
+        found.append((o, *torch.autograd.grad(o.sum(), (q, k, v))))
+        kept.append((len(dispatch.forwards), len(dispatch.backwards)))
+    assert kept[0] == kept[1] == kept[2]
+    for x in zip(*found, strict=True):
+        assert torch.equal(x[0], x[1])
+        assert torch.equal(x[0], x[2])
 
 
 @pytest.mark.parametrize(

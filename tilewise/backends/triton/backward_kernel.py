@@ -29,6 +29,7 @@ from tilewise.backends.triton.tensors import (
     Reads,
     dot,
     dq_accum_at,
+    flat_place,
     head_at,
     load_rows,
     lse_length,
@@ -47,24 +48,20 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, sizes, HAS_DLSE: tl.constexpr, c):
+def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
+    """`row_statistics` of a tile of queries."""
+    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
+    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE, c)
+
+
+@triton.jit
+def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE: tl.constexpr, c):
     """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
 
     A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
     does one whose LSE is beyond COARSE: probabilities cannot be told from it, would be off by any factor and could
     overflow into the gradients of the keys. o_low: the bits that rounding took of o, or None.
     """
-    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, 1 if c.PACKED else sizes.batch, "tiles")
-    if c.PACKED:
-        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
-        o, do, lse = rows_from(o, start.query), rows_from(do, start.query), lse + start.query
-        if o_low is not None:
-            o_low = rows_from(o_low, start.query)
-        delta, lse2 = delta + start.padded, lse2 + start.padded
-        if HAS_DLSE:
-            dlse = rows_from(dlse, start.query)
-        if c.WANT_Q:
-            dq_accum += start.padded
     m0 = tile * c.BLOCK_M
     m = m0 + tl.arange(0, c.BLOCK_M)
     inside = m < sizes.queries
@@ -90,22 +87,29 @@ def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, s
 
 @triton.jit
 def finite_kernel(k, v, finite, sizes, c):
-    """Which rows of k and v are finite, (2, B, Hkv, N) bytes: asked once here instead of by every program."""
+    """`mark_finite` of a tile of keys: asked once here instead of by every program."""
     kv_heads = sizes.heads // sizes.group
     tile, hk, b = program_tile(tl.cdiv(sizes.keys, c.BLOCK_N), kv_heads, sizes.batch, "tiles")
+    mark_finite(k, v, finite, tile, hk, b, sizes.batch, sizes.keys, sizes, c)
+
+
+@triton.jit
+def mark_finite(k, v, finite, tile, hk, b, batch, keys, sizes, c):
+    """Which rows of k and v are finite, (2, B, Hkv, N) bytes."""
+    kv_heads = sizes.heads // sizes.group
     n0 = tile * c.BLOCK_N
     n = n0 + tl.arange(0, c.BLOCK_N)
-    at = finite + (tl.cast(b, tl.int64) * kv_heads + hk) * sizes.keys + n
-    k_tile = load_rows(k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", False, True, sizes, c)
-    tl.store(at, tl.min((tl.abs(k_tile) < float("inf")).to(tl.int8), 1), mask=n < sizes.keys)
-    at += tl.cast(sizes.batch, tl.int64) * kv_heads * sizes.keys
-    v_tile = load_rows(v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", False, True, sizes, c)
-    tl.store(at, tl.min((tl.abs(v_tile) < float("inf")).to(tl.int8), 1), mask=n < sizes.keys)
+    at = finite + (tl.cast(b, tl.int64) * kv_heads + hk) * keys + n
+    k_tile = load_rows(k, b, hk, n0, c.BLOCK_N, keys, "head", False, True, sizes, c)
+    tl.store(at, tl.min((tl.abs(k_tile) < float("inf")).to(tl.int8), 1), mask=n < keys)
+    at += tl.cast(batch, tl.int64) * kv_heads * keys
+    v_tile = load_rows(v, b, hk, n0, c.BLOCK_N, keys, "value", False, True, sizes, c)
+    tl.store(at, tl.min((tl.abs(v_tile) < float("inf")).to(tl.int8), 1), mask=n < keys)
 
 
 class OwnKeys(NamedTuple):
     """By pointers, the keys and values that a program keeps, and their gradients; which are finite, see
-    `finite_kernel`."""
+    `mark_finite`."""
 
     k: Any
     v: Any
@@ -208,7 +212,13 @@ def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
         m = m0 + tl.arange(0, c.BLOCK_M)
         n = n0 + tl.arange(0, c.BLOCK_N)
         base, stride2, stride3 = operand_place(dbias, how, start, b, h, sizes)
-        if c.DBIAS == "rows":
+        if how.FLAT and c.DBIAS == "store":
+            at, inside = flat_place(base, stride2, m0, n0, c.BLOCK_M, c.BLOCK_N, sizes, c)
+            value = tl.trans(db.to(dbias.pointer.dtype.element_ty))
+            value = value.reshape([c.BLOCK_M // 4, 4, c.BLOCK_N // 32, 32]).permute(0, 2, 1, 3)
+            value = value.reshape([c.BLOCK_M * c.BLOCK_N])
+            tl.store(at, value, mask=inside)
+        elif c.DBIAS == "rows":
             tl.atomic_add(base + m.to(tl.int64) * stride2, tl.sum(db, 0), mask=m < sizes.queries, sem="relaxed")
         else:
             at = base + m.to(tl.int64)[None, :] * stride2 + n.to(tl.int64)[:, None] * stride3

@@ -13,7 +13,7 @@ from tilewise.backends.dropout import kept, stream
 from tilewise.backends.low_bits import low_bits
 from tilewise.backends.score import key_tiles, split_tiles, with_sink
 from tilewise.backends.triton import config
-from tilewise.backends.triton.packed import query_tile, rows_from
+from tilewise.backends.triton.packed import ends_of_all, query_tile, rows_from, zero_unowned
 from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
 from tilewise.backends.triton.score import score_products, visible_tile
 from tilewise.backends.triton.tensors import (
@@ -130,8 +130,10 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER)
         split, tile = tile % sizes.splits, tile // sizes.splits
     elif c.PACKED:
-        tile, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, heads, 1, c.ORDER)
-        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
+        place, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, heads, 1, c.ORDER)
+        whole = o, lse, sizes
+        b, tile, start, sizes = query_tile(lengths, place, sizes, c)
+        given_tile = tile
         tiles = tl.maximum(tl.cdiv(sizes.queries, c.BLOCK_M), tile + 1)
         q, o, lse = rows_from(q, start.query), rows_from(o, start.query), lse + start.query
         k, v = rows_from(k, start.key), rows_from(v, start.key)
@@ -169,6 +171,11 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         if c.SPLIT:
             begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
         walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
+
+    if c.PACKED and not c.HAS_PARTS:  # here it has to wait for q anyway; beside parts registers are full, see `Forward`
+        all_o, all_lse, all_sizes = whole
+        ends = ends_of_all(lengths, all_sizes)
+        zero_unowned(all_o, all_lse, ends, place, h, given_tile, start, sizes.queries, all_sizes, c)
 
     acc, m_i, l_i = _start(c)
     listed = walk.first

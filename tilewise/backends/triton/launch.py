@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,14 +61,8 @@ from tilewise.backends.triton.ordered_kernels import (
     diagonal_gradient_kernel,
     query_gradient_kernel,
 )
-from tilewise.backends.triton.packed import (
-    GAPS,
-    flat_lengths,
-    gaps_kernel,
-    lengths_layout,
-    packed_sink_gradient,
-    tile_count,
-)
+from tilewise.backends.triton.packed import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
+from tilewise.backends.triton.packed_preprocess import packed_preprocess_kernel, programs
 from tilewise.backends.triton.parts import (
     bias_first,
     cast_part_gradients,
@@ -96,6 +89,7 @@ from tilewise.backends.triton.resized import (
 from tilewise.backends.triton.tensors import (
     Broadcast,
     ProblemSizes,
+    begins_anywhere,
     broadcast,
     comes_by_elements,
     descriptor,
@@ -225,7 +219,7 @@ class Forward:
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
             lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low()
-            if self.problem.totals is not None:  # rows that no sequence has
+            if self.problem.totals is not None and inputs.parts is not None:  # rows that no sequence has
                 o.zero_()
                 lse.fill_(-torch.inf)
             mask, (_, lists, _) = flat_and_lists(self.masked, inputs.mask, inputs.tiles, NO_LISTS)
@@ -261,11 +255,10 @@ class Backward:
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_tiles, row_batch = m_tiles * problem.batch, problem.batch
         key_programs = n_tiles * problem.kv_heads * problem.batch
-        finite_programs, padded = key_programs, m_tiles * block_m
+        padded = m_tiles * block_m
         if problem.totals is not None:
             row_tiles, row_batch = tile_count(problem, problem.totals[0], block_m), 1
             padded = row_tiles * block_m
-            finite_programs = triton.cdiv(problem.totals[1], config.block_n) * problem.kv_heads
             key_programs = tile_count(problem, problem.totals[1], config.block_n) * problem.kv_heads
         row_programs = row_tiles * problem.heads
         self.reduction = reduction = bias_reduction(problem) if needs.bias else "none"
@@ -291,18 +284,18 @@ class Backward:
             )
         dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
-        value = None if problem.totals is None else 0.0  # of rows that no sequence has
-        self.empty_gradients = [None if x is None else _allocation(x, q.device, value) for x in (dq, dk, dv)]
-        self.empty_gradients.append(None if dq_accum is None else allocation(dq_accum, q.device))
+        self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
 
+        by_elements = comes_by_elements(problem, bias)
         dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
         first = bias_first(problem)
         c = _compiled(
             problem, config, inputs, tma, widths(problem, tma, forward=False),
             q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts), *dparts.values(),
+            flat=(by_elements or (INTERPRET and begins_anywhere(problem, bias))) and config.block_n % 32 == 0,
             BIAS_FIRST=first,
             LISTS=lists,
-            FETCH=comes_by_elements(problem, bias),
+            FETCH=by_elements,
             DQ_TMA=tma and config.dq_tma,
             DBIAS="none" if ordered_bias else reduction,
             DBIAS_TMA=dbias_tma,
@@ -334,22 +327,28 @@ class Backward:
             strided(outputs.o), strided_if_any(outputs.o_low), strided(do), POINTER,
             strided(None if dlse is None else dlse[..., None]),
         )  # fmt: skip
-        self.preprocess = Launch(
-            preprocess_kernel,
-            row_programs,
-            (*before, POINTER, POINTER, POINTER, lengths),
-            (sizes, dlse is not None, c),
-            **usual,
-        )
+        rows_before: tuple[Any, ...] = (*before, POINTER, POINTER, POINTER)
+        own = Record(OwnKeys, (strided(k), strided(v), POINTER, strided(dk), strided(dv)))
         self.finite = self.main = self.postprocess = self.query_gradient = self.bias_gradient = None
-        if c.HIDES.value:
-            whole = sizes
-            if problem.totals is not None:
-                whole = sizes._replace(batch=1, queries=problem.totals[0], keys=problem.totals[1])
-            layouts = (strided(k), strided(v), POINTER)
-            self.finite = Launch(finite_kernel, finite_programs, layouts, (whole, c), **usual)
+        # Of a ragged dBias what no sequence fills is zeroed.
+        self.has_gaps = dbias is not None and problem.totals is not None and is_stored_whole(problem, reduction)
+        if problem.totals is not None:
+            self.preprocess = Launch(
+                packed_preprocess_kernel, programs(sizes, block_m, config.block_n, dq, self.has_gaps),
+                (*rows_before, lengths, own, strided_if_any(dq), strided_if_any(dbias if self.has_gaps else None)),
+                (sizes, dlse is not None, c), **usual,
+            )  # fmt: skip
+        else:
+            self.preprocess = Launch(
+                preprocess_kernel, row_programs, rows_before, (sizes, dlse is not None, c), **usual
+            )  # fmt: skip
+            if c.HIDES.value:
+                self.finite = Launch(
+                    finite_kernel, key_programs, (strided(k), strided(v), POINTER), (sizes, c), **usual
+                )
+        finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device="meta")
+        self.empty_finite = allocation(finite, q.device) if c.HIDES.value else None
         if by_keys:
-            own = Record(OwnKeys, (strided(k), strided(v), POINTER, strided(dk), strided(dv)))
             self.main = Launch(
                 backward_kernel, key_programs,
                 (
@@ -393,11 +392,6 @@ class Backward:
 
         if dbias is not None and ordered_bias:
             self.bias_gradient = ordered(dbias, "bias")
-        self.gaps = None  # of a ragged one, that no sequence fills
-        if dbias is not None and inputs.lengths is not None and is_stored_whole(problem, reduction):
-            self.gaps = Launch(
-                gaps_kernel, triton.cdiv(sizes.pairs, GAPS.value), (strided(dbias), lengths), (sizes, c), **usual
-            )
         self.part_gradients = {name: ordered(x, name) for name, x in ordered_parts.items()}
 
     def resized(
@@ -422,12 +416,14 @@ class Backward:
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
             dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
             lengths = flat_lengths(inputs.lengths)
-            if self.gaps is not None:
-                self.gaps(dbias, *lengths)
-            self.preprocess(outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum, *lengths)
-            finite = None
+            finite = None if self.empty_finite is None else self.empty_finite()
+            stats = (outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum)
+            if self.problem.totals is not None:
+                gaps = dbias if self.has_gaps else None
+                self.preprocess(*stats, *lengths, k, v, finite, dk, dv, dq, gaps)
+            else:
+                self.preprocess(*stats)
             if self.finite is not None:
-                finite = torch.empty(2, *k.shape[:3], dtype=torch.int8, device=q.device)
                 self.finite(k, v, finite)
             dparts = empty_part_gradients(self.problem, parts, self.needs, q.device)
             masks, found = flat_and_lists(self.masked, mask, inputs.tiles, NO_LISTS)
@@ -467,12 +463,6 @@ def _smaller(config: Config, error: OutOfResources) -> Config:
     return smaller
 
 
-def _allocation(x: Tensor, device: torch.device, value: float | None) -> Callable[[], Tensor]:
-    """`allocation`, or, of a packed batch, of tensors that are filled: a kernel writes the rows of its sequences."""
-    empty = allocation(x, device)
-    return empty if value is None else lambda: empty().fill_(value)
-
-
 def _meta(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
@@ -498,6 +488,7 @@ def _compiled(
     tma: bool,
     columns: tuple[int, int],
     *tensors: Tensor | None,
+    flat: bool = False,
     **switches: Any,
 ) -> Constexprs:
     bd, bdv = columns
@@ -516,7 +507,7 @@ def _compiled(
         BIAS=is_added(problem),
         BIAS_TENSOR=problem.bias is not None,
         MASK=problem.mask is not None,
-        BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias"),
+        BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias", flat),
         MASK_HOW=tile_how(problem, config.block_m, config.block_n, config.pack_gqa)
         or _broadcast(inputs.mask, problem.mask, problem, config, "mask"),
         HIDES=not every_pair_alike(problem),
@@ -577,13 +568,14 @@ def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> A
 
 
 def _broadcast(
-    x: Tensor | None, operand: Operand | None, problem: Problem, config: Config, name: str
+    x: Tensor | None, operand: Operand | None, problem: Problem, config: Config, name: str, flat: bool = False
 ) -> Broadcast | None:
     if x is None or operand is None:
         return None
     # Rows of a tile with pack_gqa are of several heads.
     tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
-    return broadcast(operand, problem.broadcast_group(operand), tma, lies(problem, name))
+    how = broadcast(operand, problem.broadcast_group(operand), tma, lies(problem, name))
+    return how._replace(FLAT=flat and operand.axes == "matrix")
 
 
 def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, sink_gradient
 from tilewise.backends.launcher import POINTER, Record, Strided
-from tilewise.backends.triton.tensors import ProblemSizes, Starts
+from tilewise.backends.triton.tensors import ProblemSizes, Starts, store_rows
 from tilewise.problem import Problem
 from tilewise.score.lengths import Lengths
 from tilewise.score.low_bits import with_low_bits
 
 NO_LENGTHS = (None,)
 READ = tl.constexpr(128)  # offsets that are read at a time
-GAPS = tl.constexpr(4096)  # elements of a chunk of `gaps_kernel`
 
 
 def lengths_layout(lengths: Lengths | None) -> Any:
@@ -68,7 +67,7 @@ def _sequence_of(cu, tile, total, sizes, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sequence(lengths, b, sizes, c):
+def sequence_of(lengths, b, sizes, c):
     """Where a sequence begins, how many queries it has, and how many keys."""
     q0, k0 = _offset(lengths.cu_q + b, sizes.total_queries), _offset(lengths.cu_k + b, sizes.total_keys)
     queries = tl.maximum(_offset(lengths.cu_q + b + 1, sizes.total_queries) - q0, 0)
@@ -80,10 +79,11 @@ def _sequence(lengths, b, sizes, c):
         pair = tl.load(lengths.pairs + b).to(tl.int64)
         inside = (pair >= 0) & (pair <= sizes.pairs) & (pair + tl.cast(keys, tl.int64) * queries <= sizes.pairs)
         keys = tl.where(inside, keys, 0)
+    rows = queries
     # A bias that is padded has no more.
     queries, keys = tl.minimum(queries, sizes.queries), tl.minimum(keys, sizes.keys)
     skew = sizes.queries - queries if c.FROM_START else sizes.keys - keys
-    start = Starts(q0, k0, pair, (q0 // c.BLOCK_M + b) * c.BLOCK_M, keys - queries, skew)
+    start = Starts(q0, k0, pair, (q0 // c.BLOCK_M + b) * c.BLOCK_M, keys - queries, skew, rows)
     return start, queries, keys
 
 
@@ -99,10 +99,12 @@ def _sizes_of(queries, keys, exists, sizes):
 
 @triton.jit
 def query_tile(lengths, tile, sizes, c):
-    """(sequence, its tile of queries, `Starts`, its sizes) of a program."""
+    """(sequence, its tile of queries, `Starts`, its sizes) of a program. A tile before all sequences has no rows."""
     b, tile = _sequence_of(lengths.cu_q, tile, sizes.total_queries, sizes, c.BLOCK_M)
-    start, queries, keys = _sequence(lengths, b, sizes, c)
+    start, queries, keys = sequence_of(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_M < queries), sizes)
+    rows = tl.where(tile >= 0, start.rows, 0)
+    start = Starts(start.query, start.key, start.pair, start.padded, start.diagonal, start.skew, rows)
     return b, tl.maximum(tile, 0), start, own
 
 
@@ -110,29 +112,42 @@ def query_tile(lengths, tile, sizes, c):
 def key_tile(lengths, tile, sizes, c):
     """The same of a tile of keys."""
     b, tile = _sequence_of(lengths.cu_k, tile, sizes.total_keys, sizes, c.BLOCK_N)
-    start, queries, keys = _sequence(lengths, b, sizes, c)
+    start, queries, keys = sequence_of(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_N < keys), sizes)
     return b, tl.maximum(tile, 0), start, own
 
 
 @triton.jit
-def gaps_kernel(x, lengths, sizes, c):
-    """Zeroes each chunk of a ragged dBias, (1, H, 1, pairs), that the matrices do not fill; they do not overlap. What a
-    matrix has of such a chunk is stored afterwards."""
-    first = tl.program_id(0).to(tl.int64) * GAPS
-    last = tl.minimum(first + GAPS, sizes.pairs)
-    filled = first * 0
-    for n0 in range(0, sizes.batch, READ):
-        n = n0 + tl.arange(0, READ)
-        start, queries, keys = _sequence(lengths, tl.minimum(n, sizes.batch - 1), sizes, c)
-        begin, end = start.pair, start.pair + tl.cast(keys, tl.int64) * queries
-        shared = tl.maximum(tl.minimum(end, last) - tl.maximum(begin, first), 0)
-        filled += tl.sum(tl.where(n < sizes.batch, shared, 0), 0)
-    if filled < last - first:
-        at = first + tl.arange(0, GAPS)
-        for h in range(0, sizes.heads):
-            zeros = tl.zeros([GAPS], x.pointer.dtype.element_ty)
-            tl.store(x.pointer + tl.cast(h, tl.int64) * x.stride1 + at * x.stride3, zeros, mask=at < last)
+def ends_of_all(lengths, sizes):
+    """Where the first sequence begins, and the last one ends."""
+    first = _offset(lengths.cu_q, sizes.total_queries)
+    return first, _offset(lengths.cu_q + sizes.batch, sizes.total_queries)
+
+
+@triton.jit
+def zero_unowned(o, lse, ends, place, h, tile, start, queries, sizes, c):
+    """Zeroes what no program of `forward_kernel` computes of o, with an LSE of -inf: rows before the first sequence and
+    past the last one, and of a sequence those past the longest as the caller gave it.
+
+    ends: `ends_of_all`. place: the program's tile of queries among all; tile: in its sequence, of so many ``queries``.
+    """
+    first, last = ends
+    row = place * c.BLOCK_M
+    if (row < first) | ((row + c.BLOCK_M > last) & (row < sizes.total_queries)):
+        rows = row + tl.arange(0, c.BLOCK_M)
+        _zero_rows(o, lse, h, rows, ((rows < first) | (rows >= last)) & (rows < sizes.total_queries), sizes, c)
+    row = tile * c.BLOCK_M
+    if (row < start.rows) & (row + c.BLOCK_M > queries):
+        rows = row + tl.arange(0, c.BLOCK_M)
+        _zero_rows(o, lse, h, start.query + rows, (rows >= queries) & (rows < start.rows), sizes, c)
+
+
+@triton.jit
+def _zero_rows(o, lse, h, rows, inside, sizes, c):
+    zeros = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+    store_rows(o, zeros, 0, h, rows, tl.where(inside, sizes.total_queries, 0), sizes.value_dim, c.BLOCK_DV)
+    nothing = tl.full([c.BLOCK_M], -float("inf"), tl.float32)
+    tl.store(lse + tl.cast(h, tl.int64) * sizes.total_queries + rows, nothing, mask=inside)
 
 
 def packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:

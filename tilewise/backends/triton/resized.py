@@ -186,6 +186,8 @@ def resized_backward(
     sizes = run.preprocess.numbers[0]._replace(queries=p.queries, keys=p.keys, padded_queries=padded)
     empty = partial(torch.empty_strided, dtype=torch.float32, device=device)
     accum = (heads, p.head_dim, padded), (p.head_dim * padded, padded, 1)
+    if run.empty_finite is not None:
+        new.empty_finite = partial(torch.empty, (2, *k.shape[:3]), dtype=torch.int8, device=device)
     new.empty_stats = partial(empty, (p.batch, p.heads, padded), (p.heads * padded, padded, 1))
     made = [(x.shape, gradient_strides(x.shape, x.stride())) for x in (q, k, v)]
     *gradients, accumulator = run.empty_gradients
@@ -200,7 +202,7 @@ def resized_backward(
         given = *given, (*dlse.shape, 1), (*dlse.stride(), 1)
     new.preprocess = run.preprocess.resized(
         row_programs,
-        (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
+        (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None),
         given,
         (sizes, *run.preprocess.numbers[1:]),
     )

@@ -27,6 +27,7 @@ class Broadcast(NamedTuple):
     COLS: Any
     TMA: Any
     LIES: Any = "padded"  # in a packed batch: or "packed", along its axis, or "pairs", a matrix a sequence
+    FLAT: Any = False  # neighbours in a row are neighbours in a warp, see `flat_place`
 
 
 class Starts(NamedTuple):
@@ -38,6 +39,7 @@ class Starts(NamedTuple):
     padded: Any  # its first row of the backward's row statistics
     diagonal: Any  # keys - queries
     skew: Any  # of a Toeplitz bias, the entry of its least distance
+    rows: Any = 0  # its queries, also those past the longest sequence's as the caller gave it
 
 
 class Reads(NamedTuple):
@@ -108,7 +110,13 @@ def comes_by_elements(problem: Problem, bias: Tensor | None) -> bool:
 
     On Hopper, where it was measured; elsewhere tiles of any bias come by pointers.
     """
-    if bias is None or problem.bias_itemsize != 2 or problem.capability is None or problem.capability[0] != 9:
+    hopper = problem.capability is not None and problem.capability[0] == 9
+    return hopper and problem.bias_itemsize == 2 and begins_anywhere(problem, bias)
+
+
+def begins_anywhere(problem: Problem, bias: Tensor | None) -> bool:
+    """Whether a bias has rows of neighbours in memory that need not begin at multiples of 16 bytes."""
+    if bias is None:
         return False
     packed = problem.score.packed
     if packed is not None and "ragged" in packed.forms:
@@ -246,6 +254,21 @@ def operand_place(x, how, start, b, h, sizes):
 
 
 @triton.jit
+def flat_place(place, stride2, m0, n0, M: tl.constexpr, N: tl.constexpr, sizes, c):
+    """Where the numbers of a tile [M, N] are, row after row in one dimension, and which there are.
+
+    Rows begin anywhere, so that each number is a load of its own. Of a tile in two dimensions Triton gives a thread 8
+    neighbours, as it does of q, k and v of the same shape: a warp's load is then of 4 rows, 8 places of each. In one
+    dimension a warp takes 32 neighbours of a row, which are in one line of the cache or two.
+    """
+    i = tl.arange(0, M * N)
+    row, col = i // 32 % 4 + i // (4 * N) * 4, i % 32 + i // 128 % (N // 32) * 32
+    at = place + tl.cast(m0, tl.int64) * stride2 + n0
+    r = row.to(tl.int64) if c.WIDE else row
+    return at + r * stride2 + col, (m0 + row < sizes.queries) & (n0 + col < sizes.keys)
+
+
+@triton.jit
 def matrix_of(how, b, h):
     """Batch and head index of the bias or mask matrix that (b, h) uses."""
     mb = b if how.BATCH else b * 0
@@ -271,9 +294,13 @@ def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
     else:
         at, stride2, stride3 = operand_place(x, how, start, at.b, head, sizes)
         r, n = rows, cols
-        if c.WIDE:
+        if how.FLAT:
+            at, inside = flat_place(at, stride2, m0, n0, rows.numel, cols.numel, sizes, c)
+        elif c.WIDE:
             r, n = r.to(tl.int64), n.to(tl.int64)
-        if how.ROWS and how.COLS:
+        if how.FLAT:
+            pass
+        elif how.ROWS and how.COLS:
             at = at + tl.cast(m0, tl.int64) * stride2 + tl.cast(n0, tl.int64) * stride3
             at = at + r * stride2 + n * stride3
             inside = (m0 + rows < sizes.queries) & (n0 + cols < sizes.keys)
@@ -290,6 +317,11 @@ def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
             tile = tl.load(at, mask=inside, other=0)
         else:
             tile = tl.load(at)
+        if how.FLAT:
+            tile = tile.reshape([rows.numel // 4, cols.numel // 32, 4, 32])
+            tile = tile.permute(0, 2, 1, 3).reshape([rows.numel, cols.numel])
+            if rows.shape[0] == 1:
+                tile = tl.trans(tile)
     return tile
 
 
