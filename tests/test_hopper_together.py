@@ -4,11 +4,13 @@ warps hand tiles on, as Python threads."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from aot_child import compile_hopper_case
@@ -21,7 +23,7 @@ from tilewise.score.terms import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.sm90 import together_kernel
+from tilewise.backends.gluon.sm90 import key_mask, together_kernel
 from tilewise.backends.gluon.sm90.config import SHARED_MEMORY, comes_together, forward_config
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -42,9 +44,20 @@ def test_compiled(compilers, triton, case):
     assert 2 * (codes[0].kernel.shared + 1024) <= SHARED_MEMORY + 1024
 
 
-def test_tiles_that_their_end_cuts_have_the_other(compilers):
-    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, replace(PAIR, N=248))
-    assert [code.kernel.name for code in codes] == ["forward_kernel", "repair_kernel"]
+@pytest.mark.parametrize(
+    "case", [replace(PAIR, N=248), replace(PAIR, mask="b11n"), replace(PAIR, mask="111n", dtype=HALF, N=200)], ids=str
+)
+def test_hidden_keys_are_one_more_step(compilers, case):
+    codes = compilers.compile(compile_hopper_case, "3.6.0", 90, case)
+    kernels = {code.kernel.name: code for code in codes}
+    assert set(kernels) - {"summary_kernel", "tile_list_kernel"} == {"together_kernel", "repair_kernel"}
+    hold_hopper(codes, 0)
+    code = kernels["together_kernel"]
+    assert code.wgmma == 2 * ((2 * 2 + 1) + (2 * 2 + 1 + 4) + 4)
+    assert 2 * (code.kernel.shared + 1024) <= SHARED_MEMORY + 1024
+
+
+KEYS = Operand(torch.bool, 256, 1, 1, 256)
 
 
 def of(bias=BRAIN, band=None, cap=None, scale=0.2, dim=32, **terms):
@@ -53,7 +66,7 @@ def of(bias=BRAIN, band=None, cap=None, scale=0.2, dim=32, **terms):
     return Problem("cuda", (9, 0), BRAIN, 256, 4, 4, 256, 256, dim, dim, score, operand, **terms)
 
 
-@pytest.mark.parametrize("problem", [of(), of(HALF), of(dim=17), of(scale=1.0)])
+@pytest.mark.parametrize("problem", [of(), of(HALF), of(dim=17), of(scale=1.0), of(mask=KEYS)])
 def test_which_calls_come_together(problem):
     assert comes_together(problem)
     assert forward_config(problem).programs == 2
@@ -63,7 +76,8 @@ def test_which_calls_come_together(problem):
     "problem",
     [
         of(None), of(FLOAT), of(cap=5.0), of(scale=1.5), of(scale=0.01), of(scale=-0.2), of(dim=40),
-        of(band=Band.aligned(True, None, 0)), of(mask=Operand(torch.bool, 256, 1, 1, 256)),
+        of(band=Band.aligned(True, None, 0)), of(mask=replace(KEYS, rows=256)),
+        of(mask=replace(KEYS, heads=4)), of(mask=KEYS, dim=40), of(mask=KEYS, cap=5.0),
         of(sink=Operand(FLOAT, 1, 4, 1, 1)), of(totals=(512, 512)),
     ],
 )  # fmt: skip
@@ -92,6 +106,13 @@ class Memory:
     def expect(self, slot, size):
         self.missing = size
 
+    def store(self, place, tile):
+        with self.changed:
+            kind, index = place
+            assert self.left[index] == self.warpgroups, "written while it is read"
+            assert self.waited[index], "who loads does not know that all have left"
+            self.tiles[kind, index] = tile
+
     def load(self, descriptor, at, slot, place):
         with self.changed:
             kind, index = place
@@ -119,9 +140,10 @@ class Memory:
             self.changed.notify_all()
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(("keys", "tiles"), [(1, 5), (2, 3), (3, 1), (4, 4), (6, 3), (12, 2)])
-def test_tiles_are_handed_on(monkeypatch, keys, tiles):
-    """``keys`` tiles of keys for each of ``tiles`` tiles of queries."""
+def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
+    """``keys`` tiles of keys for each of ``tiles`` tiles of queries; cut: some keys are hidden."""
     stages, read = together_kernel.STAGES.value, {0: [], 1: []}
     memory = Memory(stages, 2)
     gl = MagicMock()
@@ -129,7 +151,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles):
     gl.to_tensor, gl.static_range, gl.constexpr = lambda x: x, range, MagicMock()
     gl.program_id, gl.num_programs = lambda axis: 0, lambda axis: 1
     names = "new_ring fill_at release slot_of use_of wait_full widened online_softmax rescaled rounded sums_of_rows"
-    more = "accumulator finish in_two_parts tma tma_store fence_async_shared warpgroup_mma times_v"
+    more = "accumulator finish in_two_parts tma tma_store fence_async_shared warpgroup_mma times_v warps_barrier"
     for name in (*names.split(), *more.split()):
         monkeypatch.setattr(together_kernel, name, MagicMock())
     together_kernel.online_softmax.return_value = (0, 0, 0, 0)
@@ -142,6 +164,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles):
         "work_tile_at": work_tile_at, "entry_at": lambda i, tile, c: SimpleNamespace(n=tile.last - i),
         "box_of": lambda first, count, b, h, row, c, col=0: [h, row],
         "bias_box": lambda tile, b, row, n0, terms, c: [tile.h, row, n0],
+        "hidden_keys": lambda x, tile, n, sizes, c: (tile.h, 64 * n), "store_step": memory.store,
         "tma_load": memory.load, "wait_left": memory.wait_left, "leave": memory.leave,
         "mbarrier": SimpleNamespace(wait=memory.wait, expect=memory.expect),
         "warpgroup_mma_wait": lambda count, deps: deps if len(deps) > 1 else deps[0],
@@ -162,12 +185,13 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles):
         return SimpleNamespace(index=index)
 
     full = SimpleNamespace(index=lambda slot: slot)
-    shared = together_kernel.Shared(MagicMock(), MagicMock(), ring("k"), ring("v"), ring("bias"), full, MagicMock())
+    rings = ring("k"), ring("v"), ring("bias"), ring("hidden")
+    shared = together_kernel.Shared(MagicMock(), MagicMock(), *rings, MagicMock(), full, MagicMock())
     sized = {
         name: SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for name, n in {"k": 4, "v": 4, "bias": 8}.items()
     }
     x = SimpleNamespace(q=MagicMock(), o=MagicMock(), **sized)
-    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, BLOCK_D=32, BLOCK_DV=32, BIAS_BATCH=False)
+    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, BLOCK_D=32, BLOCK_DV=32, BIAS_BATCH=False, MASK=False, RAGGED=cut)
     sizes = SimpleNamespace(tiles=tiles, group=1)
     failed = []
 
@@ -191,3 +215,39 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles):
         assert [at for kind, at in read[w] if kind == "k"] == order
         assert [at for kind, at in read[w] if kind == "v"] == order
         assert [at for kind, at in read[w] if kind == "bias"] == [(h, 64 * w, n0) for h, n0 in order]
+        assert [at for kind, at in read[w] if kind == "hidden"] == (order if cut else [])
+
+
+def as_numpy(words):
+    """Of Gluon's language what `key_mask.hidden_keys` needs; pointers are places in ``words``."""
+    return SimpleNamespace(
+        arange=lambda begin, end, _: np.arange(begin, end), where=np.where, cdiv=lambda x, y: -(-x // y),
+        load=lambda at: words[at], SliceLayout=MagicMock(), BlockedLayout=MagicMock(),
+    )  # fmt: skip
+
+
+def test_hidden_keys_have_the_bits_of_the_mask(monkeypatch):
+    """In the order of `mask_kernels.summary_kernel`'s docstring, of one batch element of several."""
+    batch, keys = 3, 150
+    seen = np.random.default_rng(0).random((batch, 192)) < 0.5
+    seen[:, keys:] = False
+    words = np.zeros(batch * 3 * 4, int)
+    for b, key in np.argwhere(seen):
+        n, col = divmod(int(key), 64)
+        words[4 * (3 * b + n) + col % 8 // 2] |= 1 << (2 * (col // 8) + col % 2)
+    monkeypatch.setattr(key_mask, "gl", as_numpy(words))
+    monkeypatch.setattr(key_mask, "mask_of", lambda b, h, heads, c: b)
+    c = SimpleNamespace(MASK=True, BLOCK_N=64)
+    for b, n in itertools.product(range(batch), range(3)):
+        found = key_mask.hidden_keys.fn(
+            SimpleNamespace(bits=0), SimpleNamespace(b=b, h=1), n, SimpleNamespace(keys=keys, heads=4), c
+        )
+        assert list(found == 0.0) == list(seen[b, 64 * n : 64 * n + 64])
+        assert list(found == -np.inf) == list(~seen[b, 64 * n : 64 * n + 64])
+
+
+def test_keys_past_the_end_are_hidden(monkeypatch):
+    monkeypatch.setattr(key_mask, "gl", as_numpy(None))
+    c, sizes = SimpleNamespace(MASK=False, BLOCK_N=64), SimpleNamespace(keys=150)
+    found = [key_mask.hidden_keys.fn(None, None, n, sizes, c) for n in range(3)]
+    assert list(np.concatenate(found) == 0.0) == [key < 150 for key in range(192)]

@@ -104,10 +104,16 @@ def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
     return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
+def hides_keys(problem: Problem) -> bool:
+    """Whether a mask is the same for all queries, and heads, of a batch element."""
+    mask = problem.mask
+    return mask is not None and problem.tile_mask is None and mask.rows == 1 and mask.heads == 1 and mask.cols > 1
+
+
 def comes_together(problem: Problem) -> bool:
-    """Whether K, V and the bias of a tile of keys come together, see `together_kernel`, where no tile is cut."""
+    """Whether K, V and the bias of a tile of keys come together, see `together_kernel`."""
     p, score = problem, problem.score
-    if p.mask is not None or p.parts is not None or p.totals is not None or p.sink is not None:
+    if (p.mask is not None and not hides_keys(p)) or p.parts is not None or p.totals is not None or p.sink is not None:
         return False
     if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
         return False
@@ -131,7 +137,7 @@ def forward_config(problem: Problem) -> Config:
     crowded = capped and (bias > 0 or along_keys)
     # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
     # computes while the other waits for its bias.
-    small = d == 32 and bias > 0 and not masked and not capped
+    small = d == 32 and bias > 0 and not capped and (not masked or comes_together(problem))
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
@@ -157,7 +163,8 @@ def forward_config(problem: Problem) -> Config:
         bias_first=(bias > 0 or along_keys) and not capped,
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=(not bias or ends_below) if d >= 128 else not small,
-        dynamic=vanishes or band or masked or problem.totals is not None,  # whose tiles the host does not count
+        # whose tiles the host does not count
+        dynamic=vanishes or band or (masked and not small) or problem.totals is not None,
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
         o_in_q=fills and not o_in_bias and padded(problem.head_dim) == padded(problem.value_dim),

@@ -96,7 +96,7 @@ class Forward:
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
         self.reach = Reach(problem, inputs, c) if c.VANISHES.value else None
-        together = comes_together(problem) and not c.RAGGED.value
+        together = comes_together(problem)
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
         self.block_n = config.block_n

@@ -36,6 +36,7 @@ from tilewise.backends.gluon.pipeline import (
 from tilewise.backends.gluon.score import widened
 from tilewise.backends.gluon.sm90.bias_tiles import bias_box
 from tilewise.backends.gluon.sm90.forward_kernel import Operands, finish
+from tilewise.backends.gluon.sm90.key_mask import hidden_keys, new_step_tiles, store_ones, store_step
 from tilewise.backends.gluon.sm90.softmax import online_softmax, rescaled, rounded, sums_of_rows, times_v
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import entry_at, work_tile_at
@@ -51,6 +52,8 @@ class Shared(NamedTuple):
     k: Any  # STAGES tiles of each of these
     v: Any
     bias: Any  # for each warpgroup
+    hidden: Any  # keys of these, see `key_mask`, where some may be
+    ones: Any
     full: Any  # a barrier for each stage
     o: Any
 
@@ -101,6 +104,7 @@ def wait_left(slot, c):
 def load(x, shared, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K, V and the bias."""
     BYTES: gl.constexpr = x.k.block_type.nbytes + x.v.block_type.nbytes + c.WARPGROUPS * x.bias.block_type.nbytes
+    CUTS: gl.constexpr = c.MASK or c.RAGGED
     place = Place(gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     t = 0
@@ -113,9 +117,16 @@ def load(x, shared, terms, sizes, c):
             at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
             fill_at(shared.q, slot_of(shared.q, t, w, c.WARPGROUPS), use_of(shared.q, t, c.WARPGROUPS), x.q, at)
         for i in range(tile.count):
+            n = entry_at(i, tile, c).n
+            n0 = n * c.BLOCK_N
+            if CUTS:
+                hidden = hidden_keys(x, tile, n, sizes, c)
             if step >= STAGES:
                 wait_left(place.slot, c)
-            n0 = entry_at(i, tile, c).n * c.BLOCK_N
+            if CUTS:
+                store_step(shared.hidden.index(place.slot), hidden)
+                fence_async_shared()
+                warps_barrier()
             full = shared.full.index(place.slot)
             mbarrier.expect(full, BYTES)
             at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
@@ -159,6 +170,8 @@ def attend(q, low, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.
     k = shared.k.index(here.slot).reshape([c.BLOCK_N, c.BLOCK_D]).permute((1, 0))
     s_pending = warpgroup_mma(q, k, start, is_async=True)
     s_pending = warpgroup_mma(low, k, s_pending, is_async=True)
+    if c.MASK or c.RAGGED:
+        s_pending = warpgroup_mma(shared.ones, shared.hidden.index(here.slot).permute((1, 0)), s_pending, is_async=True)
     if FIRST:
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         o = rows.o
@@ -227,12 +240,19 @@ def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, t
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
+    hidden, ones = None, None
+    if c.MASK or c.RAGGED:
+        hidden = new_step_tiles(x.q.dtype, STAGES, c.BLOCK_N)
+        ones = new_step_tiles(x.q.dtype, 1, 64).index(0)
+        store_ones(ones, 4)
     shared = Shared(
         new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
         new_tiles(q, c.WARPGROUPS, 64, c.BLOCK_D),
         new_tiles(k, STAGES, c.BLOCK_N, c.BLOCK_D),
         new_tiles(v, STAGES, c.BLOCK_N, c.BLOCK_DV),
         new_tiles(bias, STAGES * c.WARPGROUPS, 64, c.BLOCK_N),
+        hidden,
+        ones,
         full,
         new_tiles(o, c.WARPGROUPS, 64, c.BLOCK_DV),
     )

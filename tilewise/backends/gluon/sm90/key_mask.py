@@ -1,0 +1,55 @@
+"""Keys that are hidden from all queries, as one more step of K·Qᵀ: of 16 dimensions of which all but the first are 0.
+
+The first is 1 of every query, and 0 or -inf of a key. So what is hidden costs a tensor core's step, which small heads
+leave idle, and no instruction for each score. A key that is not finite makes the score NaN though it is hidden: those
+rows are the repair kernel's in the forward, and the backward has set such an element to 0.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.gluon.score import mask_of
+
+WIDTH = gl.constexpr(16)  # dimensions of a step of wgmma
+
+
+@gluon.constexpr_function
+def _layout(rows, dtype):
+    return gl.NVMMASharedLayout.get_default_for([rows, WIDTH.value], dtype)
+
+
+@gluon.jit
+def new_step_tiles(DTYPE: gl.constexpr, count, rows):
+    """Tiles [rows, WIDTH] in shared memory, ``count`` of them."""
+    return gl.allocate_shared_memory(DTYPE, [count, rows, WIDTH], _layout(rows, DTYPE))
+
+
+@gluon.jit
+def store_step(tile, first):
+    """A tile with ``first``, of rows, in the first dimension and 0 in the others; a fence is to follow."""
+    L: gl.constexpr = first.type.layout.parent
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    tile.store(gl.where((dims == 0)[None, :], first[:, None], 0.0).to(tile.dtype))
+
+
+@gluon.jit
+def store_ones(tile, WARPS: gl.constexpr):
+    """What is multiplied by a `store_step` of keys."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+    store_step(tile, gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L)))
+
+
+@gluon.jit
+def hidden_keys(x, tile, n, sizes, c):
+    """In the forward, in a role of one warp: 0 for the keys of the ``n``-th tile that are visible, -inf for others; of
+    the bits that `mask_kernels.summary_kernel` has written, or of the end of the keys."""
+    L: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0]))
+    cols = gl.arange(0, c.BLOCK_N, L)
+    if c.MASK:  # whose bits are 0 past the last key
+        at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * gl.cdiv(sizes.keys, c.BLOCK_N) + n)
+        seen = (gl.load(at + cols % 8 // 2) >> (cols // 8 * 2 + cols % 2)) & 1
+        return gl.where(seen != 0, 0.0, -float("inf"))
+    else:
+        return gl.where(n * c.BLOCK_N + cols < sizes.keys, 0.0, -float("inf"))
