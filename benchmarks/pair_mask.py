@@ -1,10 +1,10 @@
 """The pair bias beside a mask of keys on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), in turns.
 
-    python benchmarks/pair_mask.py [forward|backward] [lengths]
+    python benchmarks/pair_mask.py [forward|backward] [flex] [lengths]
 
 Each line: a length, what is hidden, a variant, the time of the kernels of a pass by CUDA graphs and what the pass
-allocates beyond its results. "before": as any other mask. Before they are timed all results are held to float64, of a
-few batch elements; the sum over these to that of dBias by a loss of these alone.
+allocates beyond its results. "before": as any other mask. flex: FlexAttention takes its turns, its block mask made
+before. Results are held to float64 first, of three batch elements; of dBias by a loss of these alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,28 @@ def held(name: str, found: Tensor, wanted: Tensor, bound: float) -> None:
     assert error <= bound * max(1.0, torch.where(wanted.isinf(), 0.0, wanted).abs().max().item()), (name, error)
 
 
-def calls(length: int, backward: bool) -> dict[tuple[str, str], Callable[[], Any]]:
+def flex(inputs: Inputs) -> Callable[[], Any]:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    shared, seen, blocks = inputs.bias[0], inputs.mask, None
+    if seen is not None:
+        seen = seen[:, 0, 0]
+        sizes = len(seen), None, inputs.q.shape[2], inputs.k.shape[2]
+        blocks = create_block_mask(lambda b, h, i, j: seen[b, j], *sizes, device="cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return compiled(
+                inputs.q, inputs.k, inputs.v, score_mod=lambda s, b, h, i, j: s + shared[h, i, j], block_mask=blocks,
+                return_aux=AuxRequest(lse=True),
+            )  # fmt: skip
+
+    return call
+
+
+def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Callable[[], Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -68,6 +89,8 @@ def calls(length: int, backward: bool) -> dict[tuple[str, str], Callable[[], Any
     made: dict[tuple[str, str], Callable[[], Any]] = {}
     for hidden, mask in masks(length, generator).items():
         inputs = Inputs(q, k, v, bias, mask)
+        if peer:
+            made[hidden, "flex"] = flex(inputs)
         problem = Problem.of(q, k, v, bias, mask, *(None,) * 5, score, bias_grad=True, deterministic=False)
         for variant in ("before", "now"):
             if variant == "before" and mask is None and (backward or length % 64 == 0):
@@ -102,10 +125,11 @@ def calls(length: int, backward: bool) -> dict[tuple[str, str], Callable[[], Any
     return made
 
 
-def main(passes: str, *lengths: str) -> None:
+def main(passes: str, *more: str) -> None:
     print(torch.cuda.get_device_name())
+    lengths = [x for x in more if x != "flex"]
     for length in map(int, lengths or ("256", "384", "512", "768")):
-        made = calls(length, passes == "backward")
+        made = calls(length, passes == "backward", "flex" in more)
         for (hidden, variant), time in timed(made).items():
             memory = working_memory(made[hidden, variant])
             print(f"{length:5} {hidden:15} {variant:7} {time:7.4f} ms {memory:6.1f} MiB", flush=True)

@@ -107,6 +107,15 @@ SMALL = replace(PAIR, B=5, H=3, M=200, N=320)
         {"dtype": torch.float16, "scale": 1.0},
         {"bias_hides": True, "planted": float("nan")},
         {"bias_hides": True, "blind": True},
+        {"N": 319, "layout": "padded"},
+        {"B": 256, "M": 768, "N": 761, "layout": "padded"},
+        {"mask": "b11n"},
+        {"mask": "111n", "N": 3},
+        {"mask": "b11n", "N": 193, "layout": "padded", "dtype": torch.float16},
+        {"mask": "b11n", "bias": "bhmn", "Hkv": 1, "bias_hides": True},
+        {"mask": "b11n", "B": 256, "H": 4, "M": 768, "N": 768},
+        {"mask": "b11n", "planted": float("nan")},
+        {"mask": "b11n", "blind": True},
     ],
     ids=str,
 )
@@ -116,7 +125,7 @@ def test_tiles_that_come_together(forwards, terms):
 
 
 @pytest.mark.parametrize(
-    "terms", [{"N": 319, "layout": "padded"}, {"causal": True}, {"sink": "h"}, {"scale": 2.0}], ids=str
+    "terms", [{"mask": "b1mn"}, {"mask": "bh1n"}, {"causal": True}, {"sink": "h"}, {"scale": 2.0}], ids=str
 )
 def test_tiles_that_come_apart(forwards, terms):
     check(replace(SMALL, **terms), "hopper", "cuda")
