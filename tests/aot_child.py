@@ -361,6 +361,7 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
     from tilewise.ops.matmul.config import hopper_config
     from tilewise.ops.matmul.problem import describe
 
+    torch.backends.cuda.matmul.allow_tf32 = False  # `compile_case` leaves its own
     module = importlib.import_module(f"tilewise.ops.matmul.{backend}")
     a, b, c, y = operands(case, "meta")
     product = describe(a, b, c, ())

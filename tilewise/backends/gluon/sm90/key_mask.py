@@ -1,8 +1,8 @@
 """Keys that are hidden from all queries, as one more step of K·Qᵀ: of 16 dimensions of which all but the first are 0.
 
 The first is 1 of every query, and 0 or -inf of a key. So what is hidden costs a tensor core's step, which small heads
-leave idle, and no instruction for each score. A key that is not finite makes the score NaN though it is hidden: those
-rows are the repair kernel's in the forward, and the backward has set such an element to 0.
+leave idle, and no instruction for each score. A key that is not finite makes the score NaN though it is hidden: its
+rows are the repair kernel's.
 """
 
 from __future__ import annotations

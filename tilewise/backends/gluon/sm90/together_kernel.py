@@ -4,7 +4,8 @@ There a tile is mostly softmax, and the time of one is the number of its instruc
 each other. So K, V and the bias of a tile of keys come together, behind one barrier, and are left together, at a named
 barrier where nobody waits but who loads. Warpgroups take no turns: a multiprocessor has four, and while one waits for
 its products the others compute. Q is scaled once, in two parts, so that the scores need no scale of their own and the
-bias no multiplication.
+bias no multiplication. Keys that a mask hides, or that are past the end, are one more step of that product, see
+`key_mask`.
 """
 
 from __future__ import annotations
