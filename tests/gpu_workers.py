@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,10 @@ def run(seconds: float, arguments: Sequence[str], more: dict[str, str]) -> int:
     environment = {**os.environ, **more, BEFORE: known, "PYTHONPATH": os.pathsep.join(before)}
     environment.pop("PYTEST_XDIST_WORKER", None)  # of a run that has started this one
     command = [sys.executable, "-m", "pytest", "-p", "gpu_workers", "--dist", "worksteal", "-q", *arguments]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    # A script's background job ignores SIGINT, and so would this one.
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    )
     try:
         status = process.wait(max(seconds, 1.0))
         return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status
