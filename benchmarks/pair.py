@@ -75,16 +75,20 @@ def calls(
 
 
 def flex(inputs: Inputs) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    """FlexAttention's forward; a mask of keys is a block mask, made here and not in the call."""
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    shared = inputs.bias[0]
+    shared, seen, blocks = inputs.bias[0], inputs.mask, None
+    if seen is not None:
+        sizes = len(seen), None, inputs.q.shape[2], inputs.k.shape[2]
+        blocks = create_block_mask(lambda b, h, i, j: seen[b, 0, 0, j], *sizes, device="cuda")
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call() -> Any:
         with torch.no_grad():
             return compiled(
-                inputs.q, inputs.k, inputs.v, score_mod=lambda s, b, h, i, j: s + shared[h, i, j],
+                inputs.q, inputs.k, inputs.v, score_mod=lambda s, b, h, i, j: s + shared[h, i, j], block_mask=blocks,
                 return_aux=AuxRequest(lse=True),
             )  # fmt: skip
 

@@ -3,8 +3,8 @@
     python benchmarks/pair_mask.py [forward|backward] [flex] [lengths]
 
 Each line: a length, what is hidden, a variant, the time of the kernels of a pass by CUDA graphs and what the pass
-allocates beyond its results. "before": as any other mask. flex: FlexAttention takes its turns, its block mask made
-before. Results are held to float64 first, of three batch elements; of dBias by a loss of these alone.
+allocates beyond its results. "before": the forward as beside any other mask. flex: FlexAttention's takes its turns,
+see `pair.flex`. Results are held to float64 first, of three batch elements; of dBias by a loss of these alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pair import patched, timed, working_memory
+from pair import flex, patched, timed, working_memory
 from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.backends.gluon.sm90 import backward_launch, config, launch
 from tilewise.problem import Problem
@@ -55,27 +55,6 @@ def held(name: str, found: Tensor, wanted: Tensor, bound: float) -> None:
     assert error <= bound * max(1.0, torch.where(wanted.isinf(), 0.0, wanted).abs().max().item()), (name, error)
 
 
-def flex(inputs: Inputs) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
-    shared, seen, blocks = inputs.bias[0], inputs.mask, None
-    if seen is not None:
-        seen = seen[:, 0, 0]
-        sizes = len(seen), None, inputs.q.shape[2], inputs.k.shape[2]
-        blocks = create_block_mask(lambda b, h, i, j: seen[b, j], *sizes, device="cuda")
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call() -> Any:
-        with torch.no_grad():
-            return compiled(
-                inputs.q, inputs.k, inputs.v, score_mod=lambda s, b, h, i, j: s + shared[h, i, j], block_mask=blocks,
-                return_aux=AuxRequest(lse=True),
-            )  # fmt: skip
-
-    return call
-
-
 def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Callable[[], Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -93,7 +72,7 @@ def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Call
             made[hidden, "flex"] = flex(inputs)
         problem = Problem.of(q, k, v, bias, mask, *(None,) * 5, score, bias_grad=True, deterministic=False)
         for variant in ("before", "now"):
-            if variant == "before" and mask is None and (backward or length % 64 == 0):
+            if variant == "before" and (backward or (mask is None and length % 64 == 0)):
                 continue
             no = {"comes_together": lambda _: False} if variant == "before" else {}
             with patched(launch, **no), patched(config, **(no if mask is not None else {})):
@@ -107,9 +86,7 @@ def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Call
                 made[hidden, variant] = partial(forward, inputs)
                 continue
             cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
-            least = {"LANES_FROM": 1 << 30} if variant == "before" else {}
-            with patched(config, **least):
-                differentiate = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
+            differentiate = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
             alone = torch.zeros_like(do)
             sums = 0
             for index in LOOKED_AT:

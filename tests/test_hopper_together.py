@@ -98,20 +98,31 @@ class Memory:
         self.left = [warpgroups] * stages  # warpgroups that have left what is there
         self.waited = [True] * stages  # whether who loads knows
         self.tiles = {}
+        self.since = None  # what who loads has done since it stored by itself
 
     def until(self, condition):
         with self.changed:
             assert self.changed.wait_for(condition, timeout=20), "a wait that never ends"
 
     def expect(self, slot, size):
-        self.missing = size
+        assert self.since in (None, ["fence", "barrier"]), "wgmma may read what was there before"
+        self.missing, self.since = size, None
+
+    def order(self, what):
+        """A step of the order in which what a warp stores becomes visible to wgmma."""
+
+        def step(*_):
+            if self.since is not None and threading.current_thread().name == "load":
+                self.since.append(what)
+
+        return step
 
     def store(self, place, tile):
         with self.changed:
             kind, index = place
             assert self.left[index] == self.warpgroups, "written while it is read"
             assert self.waited[index], "who loads does not know that all have left"
-            self.tiles[kind, index] = tile
+            self.tiles[kind, index], self.since = tile, []
 
     def load(self, descriptor, at, slot, place):
         with self.changed:
@@ -151,7 +162,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
     gl.to_tensor, gl.static_range, gl.constexpr = lambda x: x, range, MagicMock()
     gl.program_id, gl.num_programs = lambda axis: 0, lambda axis: 1
     names = "new_ring fill_at release slot_of use_of wait_full widened online_softmax rescaled rounded sums_of_rows"
-    more = "accumulator finish in_two_parts tma tma_store fence_async_shared warpgroup_mma times_v warps_barrier"
+    more = "accumulator finish in_two_parts tma tma_store warpgroup_mma times_v"
     for name in (*names.split(), *more.split()):
         monkeypatch.setattr(together_kernel, name, MagicMock())
     together_kernel.online_softmax.return_value = (0, 0, 0, 0)
@@ -165,6 +176,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
         "box_of": lambda first, count, b, h, row, c, col=0: [h, row],
         "bias_box": lambda tile, b, row, n0, terms, c: [tile.h, row, n0],
         "hidden_keys": lambda x, tile, n, sizes, c: (tile.h, 64 * n), "store_step": memory.store,
+        "fence_async_shared": memory.order("fence"), "warps_barrier": memory.order("barrier"),
         "tma_load": memory.load, "wait_left": memory.wait_left, "leave": memory.leave,
         "mbarrier": SimpleNamespace(wait=memory.wait, expect=memory.expect),
         "warpgroup_mma_wait": lambda count, deps: deps if len(deps) > 1 else deps[0],
