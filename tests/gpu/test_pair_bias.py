@@ -105,6 +105,7 @@ SMALL = replace(PAIR, B=5, H=3, M=200, N=320)
         {"bias": "bhmn", "Hkv": 1},
         {"bias": "11mn", "bias_dtype": torch.float16, "D": 17, "Dv": 24, "layout": "padded"},
         {"dtype": torch.float16, "scale": 1.0},
+        {"scale": 2.0, "mask": "b11n"},
         {"bias_hides": True, "planted": float("nan")},
         {"bias_hides": True, "blind": True},
         {"N": 319, "layout": "padded"},
@@ -124,9 +125,7 @@ def test_tiles_that_come_together(forwards, terms):
     assert together_kernel in forwards
 
 
-@pytest.mark.parametrize(
-    "terms", [{"mask": "b1mn"}, {"mask": "bh1n"}, {"causal": True}, {"sink": "h"}, {"scale": 2.0}], ids=str
-)
+@pytest.mark.parametrize("terms", [{"mask": "b1mn"}, {"mask": "bh1n"}, {"causal": True}, {"sink": "h"}], ids=str)
 def test_tiles_that_come_apart(forwards, terms):
     check(replace(SMALL, **terms), "hopper", "cuda")
     assert together_kernel not in forwards
@@ -153,3 +152,29 @@ def test_numbers_that_hide_keys(least, keys):
     else:
         mean = s[:, :, 7:8].float().softmax(-1) @ v.float()  # of float32, where the scores of such keys are alike
         assert (o[:, :, 7:8].float() - mean).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("step", [4.0, -4.0, 9.5, -9.5, 30.0, -30.0, -200.0])
+def test_scores_that_grow_from_tile_to_tile(dtype, step):
+    """By less and by more than what P and O bear without another maximum."""
+    x = tensors(replace(SMALL, dtype=dtype, mask="b11n"), "cuda")
+    q, k, v, mask = x.q.detach(), x.k.detach(), x.v.detach(), x.mask
+    bias = (x.bias.detach().float() + step * (torch.arange(320, device="cuda") // 64)).to(dtype)
+    o, lse = tilewise.attention(q, k, v, bias=bias, mask=mask, return_lse=True, backend="hopper")
+    s = (q.double() @ k.double().mT * q.shape[-1] ** -0.5 + bias.double()).masked_fill(~mask, -float("inf"))
+    right = s.softmax(-1) @ v.double()
+    rough = (q @ k.mT * q.shape[-1] ** -0.5 + bias).masked_fill(~mask, -float("inf")).softmax(-1) @ v
+    assert (o - right).abs().max() <= 2 * (rough - right).abs().max() + 1e-5
+    assert (lse - s.logsumexp(-1)).abs().max() < 1e-3
+
+
+def test_a_row_that_sees_the_least_number_after_hidden_tiles():
+    """Its keys are alike: O is the mean of their values."""
+    x = tensors(SMALL, "cuda")
+    q, k, v, bias = x.q.detach(), x.k.detach(), x.v.detach(), x.bias.detach().clone()
+    bias[:, :, 7] = -float("inf")
+    bias[:, :, 7, 64:256] = torch.finfo(torch.bfloat16).min
+    o = tilewise.attention(q, k, v, bias=bias, backend="hopper")
+    mean = v[:, :, 64:256].float().mean(2).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    assert (o[:, :, 7].float() - mean).abs().max() < 0.01

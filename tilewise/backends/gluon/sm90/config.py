@@ -117,9 +117,7 @@ def comes_together(problem: Problem) -> bool:
         return False
     if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
         return False
-    # Q is scaled in its dtype, in two parts: 2^-25 is the least that the second has of a float16
-    scales = 2**-4 <= score.scale <= 1
-    return scales and backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
+    return backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
 
 
 def forward_config(problem: Problem) -> Config:

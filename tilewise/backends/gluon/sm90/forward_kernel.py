@@ -343,20 +343,39 @@ def load_sink(x, tile, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """Normalise O and store the LSE; returns O."""
+def special(x, NAME: gl.constexpr):
+    """An approximation by the special-function unit."""
+    ASM: gl.constexpr = f"{NAME}.approx.f32 $0, $1;"
+    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def finish(
+    m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr,
+    MOST: gl.constexpr = LARGEST, APPROXIMATE: gl.constexpr = False,
+):  # fmt: skip
+    """Normalise O and store the LSE; returns O.
+
+    MOST: amount of a row's maximum past which its scores are beyond their units. APPROXIMATE: log2 within 2^-22 and
+    1 / l within a unit of the last place, by one instruction each, where a tile of queries has few of keys.
+    """
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_DV))
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
     inside = rows < tile.seq.queries
-    value = (m_i * terms.exponent + gl.log2(l_i)) * LN2  # a row that saw nothing: m = -inf, l = 0
+    value = m_i * terms.exponent  # a row that saw nothing: m = -inf, l = 0
+    value = (value + (special(l_i, "lg2") if APPROXIMATE else gl.log2(l_i))) * LN2
     if c.HIDES:
         # NaN is the mark of rows for the repair kernel: 0 · NaN has spoilt O, or the bias is beyond the units of s.
         spoilt = gl.convert_layout(gl.sum(o * 0.0, axis=1), ROWS, assert_trivial=True)
-        beyond = (gl.abs(m_i) > LARGEST) & (m_i != -float("inf"))
+        beyond = (gl.abs(m_i) > MOST) & (m_i != -float("inf"))
         value = gl.where(beyond, float("nan"), value + spoilt)
     share = 1.0 if terms.weight is None else terms.weight  # what dropout keeps weighs more
-    o = o * gl.convert_layout(share / gl.where(l_i == 0, 1.0, l_i), ROWS_OF_O, assert_trivial=True)[:, None]
+    if APPROXIMATE:
+        share *= special(gl.where(l_i == 0, 1.0, l_i), "rcp")
+    else:
+        share /= gl.where(l_i == 0, 1.0, l_i)
+    o = o * gl.convert_layout(share, ROWS_OF_O, assert_trivial=True)[:, None]
     if c.BIAS == "rows":  # the same for all keys: it moves the LSE and leaves the softmax alone
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1

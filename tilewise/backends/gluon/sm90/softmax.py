@@ -90,6 +90,31 @@ def online_softmax(
 
 
 @gluon.jit
+def declare_exceeds():
+    """Once in a kernel, before all `exceeds`."""
+    gl.inline_asm_elementwise(
+        ".reg .b32 tilewise_exceeds; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exceeds(sums):
+    """Not 0 where a thread of this warp has more than 2^14 in a sum by thread of `sums_of_rows`, or NaN.
+
+    So P is within float16, and O far within float32. A scalar that a warp has for itself: what it decides may not have
+    warps wait for each other. From a tensor to a scalar leads a reduction over all warps, or a register of PTX.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gtu.f32 p, $2, 0f46800000; setp.gtu.or.f32 p, $3, 0f46800000, p; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 tilewise_exceeds, 1, 0, p; mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,f,f", [sums], dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, tilewise_exceeds;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def with_sink(m_i, l_i, sink, exponent):
     """The twin of `tilewise.backends.score.with_sink`: of rows, which have seen all of their keys."""
     m_new = gl.maximum(m_i, sink)

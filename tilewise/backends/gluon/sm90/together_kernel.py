@@ -3,9 +3,13 @@
 There a tile is mostly softmax, and the time of one is the number of its instructions and how often its warps wait for
 each other. So K, V and the bias of a tile of keys come together, behind one barrier, and are left together, at a named
 barrier where nobody waits but who loads. Warpgroups take no turns: a multiprocessor has four, and while one waits for
-its products the others compute. Q is scaled once, in two parts, so that the scores need no scale of their own and the
-bias no multiplication. Keys that a mask hides, or that are past the end, are one more step of that product, see
-`key_mask`.
+its products the others compute.
+
+What scores are less need not be a row's maximum, only near enough that no exponential overflows. So it stays a maximum
+of the first tile of keys, as long as no sum of exponentials shows that scores have grown by more than ten: no other
+tile asks for its maxima, or rescales O. Scale and bias come to the scores between their exponentials, by one
+multiply-add each, under which those hide. Keys that a mask hides, or that are past the end, are one more step of the
+product, see `key_mask`.
 """
 
 from __future__ import annotations
@@ -38,38 +42,52 @@ from tilewise.backends.gluon.score import widened
 from tilewise.backends.gluon.sm90.bias_tiles import bias_box
 from tilewise.backends.gluon.sm90.forward_kernel import Operands, finish
 from tilewise.backends.gluon.sm90.key_mask import hidden_keys, new_step_tiles, store_ones, store_step
-from tilewise.backends.gluon.sm90.softmax import online_softmax, rescaled, rounded, sums_of_rows, times_v
+from tilewise.backends.gluon.sm90.softmax import (
+    declare_exceeds,
+    exceeds,
+    online_softmax,
+    rescaled,
+    rounded,
+    sums_of_rows,
+    times_v,
+)
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 from tilewise.backends.gluon.tile_scheduler import entry_at, work_tile_at
 
-STAGES = gl.constexpr(3)  # of the ring; two programs on a multiprocessor have room for no more
+STAGES = gl.constexpr(3)  # of K and the bias; two programs on a multiprocessor have room for no more
+# One more, for P·V is a tile later: so K and the bias of a tile, and V of the tile before, are left at once.
+# A power of two.
+V_STAGES = gl.constexpr(4)
+LOWEST = gl.constexpr(-3.0e38)  # of `online_softmax`
+MOST = gl.constexpr(2.0e38)  # of `finish`: times log2(e) it is above LOWEST
 
 
 class Shared(NamedTuple):
     """Tiles in shared memory."""
 
     q: Any  # a ring
-    low: Any  # for each warpgroup, see `in_two_parts`
-    k: Any  # STAGES tiles of each of these
-    v: Any
-    bias: Any  # for each warpgroup
-    hidden: Any  # keys of these, see `key_mask`, where some may be
+    k: Any  # STAGES tiles
+    v: Any  # V_STAGES tiles
+    bias: Any  # STAGES tiles for each warpgroup
+    hidden: Any  # keys of STAGES tiles, see `key_mask`, where some may be
     ones: Any
     full: Any  # a barrier for each stage
     o: Any
 
 
 class Place(NamedTuple):
-    """In the ring."""
+    """Of a tile in the rings."""
 
     slot: Any
     phase: Any  # of the slot's barrier
+    v: Any  # the slot of V
 
 
 class Rows(NamedTuple):
     """What a warpgroup hands on from one tile of keys to the next."""
 
-    m: Any  # running maximum of each row
+    m: Any  # what scores of each row are less, a maximum of some of them
+    base: Any  # m in powers of two
     l: Any  # noqa: E741  (running sum of each thread of a row)
     o: Any  # all but the last tile of keys have been added
     p: Any  # of the last
@@ -78,12 +96,13 @@ class Rows(NamedTuple):
 @gluon.jit
 def following(place):
     last = place.slot == STAGES - 1
-    return Place(gl.where(last, 0, place.slot + 1), gl.where(last, place.phase ^ 1, place.phase))
+    v = (place.v + 1) & (V_STAGES - 1)
+    return Place(gl.where(last, 0, place.slot + 1), gl.where(last, place.phase ^ 1, place.phase), v)
 
 
 @gluon.jit
 def leave(slot, c):
-    """Give a slot back; a warp does not wait for the others."""
+    """Give back a slot, and that of V in the tile before; a warp does not wait for the others."""
     gl.inline_asm_elementwise(
         "{ .reg .u32 id; fence.proxy.async.shared::cta; "
         f"add.u32 id, $1, {FIRST_NAMED_BARRIER}; bar.arrive id, {128 * c.WARPGROUPS + 32}; mov.b32 $0, 0; }}",
@@ -106,7 +125,7 @@ def load(x, shared, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K, V and the bias."""
     BYTES: gl.constexpr = x.k.block_type.nbytes + x.v.block_type.nbytes + c.WARPGROUPS * x.bias.block_type.nbytes
     CUTS: gl.constexpr = c.MASK or c.RAGGED
-    place = Place(gl.to_tensor(0), gl.to_tensor(0))
+    place = Place(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     t = 0
     tile_index = gl.program_id(0)
@@ -135,7 +154,7 @@ def load(x, shared, terms, sizes, c):
             for w in gl.static_range(c.WARPGROUPS):
                 at_bias = bias_box(tile, b, tile.row0 + 64 * w, n0, terms, c)
                 tma_load(x.bias, at_bias, full, shared.bias.index(place.slot * c.WARPGROUPS + w))
-            tma_load(x.v, at, full, shared.v.index(place.slot))
+            tma_load(x.v, at, full, shared.v.index(place.v))
             place = following(place)
             step += 1
         tile_index += gl.num_programs(0)
@@ -143,48 +162,50 @@ def load(x, shared, terms, sizes, c):
 
 
 @gluon.jit
-def in_two_parts(q, low, terms, c):
-    """Scale Q where it lies; what rounding leaves of it goes to ``low``: the scores take the sum of both products."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [4, 1], [1, 0])
-    KIND: gl.constexpr = "f16x2" if gl.float16 == q.dtype else "bf16x2"
-    scaled = q.load(L).to(gl.float32) * terms.scale
-    high = gl.inline_asm_elementwise(  # two at a time: a single one, which is read again, takes 16 times as long
-        f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,f,f", [scaled], dtype=q.dtype, is_pure=True, pack=2
-    )
-    q.store(high)
-    low.store((scaled - high.to(gl.float32)).to(q.dtype))
-    fence_async_shared()
-    warps_barrier()
+def with_maxima(s, rows, o, x, terms, c, FIRST: gl.constexpr):
+    """The softmax of a tile of keys, whose maxima are what scores are less from here on."""
+    p, m_i, l_i, alpha = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=LOWEST)
+    if not FIRST:
+        o = rescaled(o, alpha, 0, False)
+    # -inf where a row has seen nothing so far: whatever comes exceeds it.
+    base = gl.where(m_i == -float("inf"), m_i, gl.maximum(m_i * terms.exponent, LOWEST))
+    return Rows(m_i, base, l_i, o, rounded(p, None, x.q.dtype, terms, c))
 
 
 @gluon.jit
-def attend(q, low, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
+def attend(q, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
     """P·V of the tile of keys before, unless this is the FIRST, and Q·Kᵀ and softmax of this one, which has come.
 
     more: whether the next tile is one of the same queries, for which it waits.
     """
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if not FIRST:
-        v = shared.v.index(before.slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        v = shared.v.index(before.v).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(rows.p, v, rows.o, c)
-    start = widened(shared.bias.index(here.slot * c.WARPGROUPS + WARPGROUP).reshape([64, c.BLOCK_N]).load(S))
     k = shared.k.index(here.slot).reshape([c.BLOCK_N, c.BLOCK_D]).permute((1, 0))
-    s_pending = warpgroup_mma(q, k, start, is_async=True)
-    s_pending = warpgroup_mma(low, k, s_pending, is_async=True)
+    start = gl.zeros([64, c.BLOCK_N], gl.float32, S)
+    s_pending = warpgroup_mma(q, k, start, use_acc=False, is_async=True)
     if c.MASK or c.RAGGED:
         s_pending = warpgroup_mma(shared.ones, shared.hidden.index(here.slot).permute((1, 0)), s_pending, is_async=True)
+    bias = shared.bias.index(here.slot * c.WARPGROUPS + WARPGROUP).reshape([64, c.BLOCK_N]).load(S)
     if FIRST:
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         o = rows.o
     else:
         s, o = warpgroup_mma_wait(0, deps=(s_pending, o_pending))
-        leave(before.slot, c)
+    leave(here.slot, c)
     # Triton has the warps meet before they wait for a barrier in memory: here, where a product has held up all of them.
     after = following(here)
     mbarrier.wait(shared.full.index(after.slot), after.phase, pred=more)
-    p, m_i, l_i, alpha = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=-3.0e38)
-    o = rescaled(o, alpha, 0, False)
-    return Rows(m_i, l_i, o, rounded(p, None, x.q.dtype, terms, c))
+    s = s * terms.scale + widened(bias)
+    if FIRST:
+        return with_maxima(s, rows, o, x, terms, c, True)
+    p = gl.exp2(s * terms.exponent - rows.base[:, None])
+    sums = sums_of_rows(p, True)
+    found = Rows(rows.m, rows.base, rows.l + sums, o, rounded(p, None, x.q.dtype, terms, c))
+    if exceeds(sums) != 0:
+        found = with_maxima(s, rows, o, x, terms, c, False)
+    return found
 
 
 @gluon.jit
@@ -192,8 +213,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
-    low = shared.low.index(WARPGROUP).reshape([64, c.BLOCK_D])
-    place = Place(gl.to_tensor(0), gl.to_tensor(0))
+    place = Place(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     t = 0
     tile_index = gl.program_id(0)
     while tile_index < sizes.tiles:
@@ -201,26 +221,24 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         slot = slot_of(shared.q, t, WARPGROUP, c.WARPGROUPS)
         q = shared.q.slots.index(slot).reshape([64, c.BLOCK_D])
         wait_full(shared.q, slot, use_of(shared.q, t, c.WARPGROUPS))
-        in_two_parts(q, low, terms, c)
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
-        rows = Rows(m_i, sums_of_rows(none, True), gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
+        rows = Rows(m_i, m_i, sums_of_rows(none, True), gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
         mbarrier.wait(shared.full.index(place.slot), place.phase)
-        rows = attend(q, low, rows, x, shared, place, place, tile.count > 1, terms, c, WARPGROUP, True)
+        rows = attend(q, rows, x, shared, place, place, tile.count > 1, terms, c, WARPGROUP, True)
         for i in range(1, tile.count):
             before = place
             place = following(place)
             more = i + 1 < tile.count
-            rows = attend(q, low, rows, x, shared, before, place, more, terms, c, WARPGROUP, False)
+            rows = attend(q, rows, x, shared, before, place, more, terms, c, WARPGROUP, False)
 
         # PV of the first tile of keys
         release(shared.q, slot)
-        v = shared.v.index(place.slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        v = shared.v.index(place.v).reshape([c.BLOCK_N, c.BLOCK_DV])
         o = warpgroup_mma_wait(0, deps=(times_v(rows.p, v, rows.o, c),))
-        leave(place.slot, c)
         place = following(place)
         l_i = gl.convert_layout(gl.sum(rows.l, axis=1), ROWS, assert_trivial=True)
-        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST, True)
 
         # O leaves by TMA, through shared memory
         stage = shared.o.index(WARPGROUP)
@@ -238,6 +256,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
     """O and the LSE; the arguments of `forward_kernel`, some of which are None."""
     x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
+    declare_exceeds()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -248,9 +267,8 @@ def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, t
         store_ones(ones, 4)
     shared = Shared(
         new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
-        new_tiles(q, c.WARPGROUPS, 64, c.BLOCK_D),
         new_tiles(k, STAGES, c.BLOCK_N, c.BLOCK_D),
-        new_tiles(v, STAGES, c.BLOCK_N, c.BLOCK_DV),
+        new_tiles(v, V_STAGES, c.BLOCK_N, c.BLOCK_DV),
         new_tiles(bias, STAGES * c.WARPGROUPS, 64, c.BLOCK_N),
         hidden,
         ones,
