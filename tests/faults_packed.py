@@ -71,6 +71,10 @@ PACKED = [
         "test_hopper_together.py::test_hidden_keys_have_the_bits_of_the_mask",
     ),
     Fault(
+        "backends/gluon/mask_kernels.py", "4 * n + 2 * hidden + cut, mask=listed != 0", "4 * n + cut, mask=listed != 0",
+        "tiles of which a mask hides some keys are taken for full", "test_hopper_mask.py::test_summary",
+    ),
+    Fault(
         "backends/gluon/sm90/config.py", "mask.rows == 1 and mask.heads == 1", "mask.heads == 1",
         "a mask of pairs hides keys of the first query from all",
         "test_hopper_together.py::test_which_do_not",
@@ -78,6 +82,11 @@ PACKED = [
     Fault(
         "backends/gluon/sm90/together_kernel.py", "    CUTS: gl.constexpr = c.MASK or c.RAGGED",
         "    CUTS: gl.constexpr = c.MASK", "keys past the end are seen as the bias has them",
+        "test_hopper_together.py::test_tiles_are_handed_on",
+    ),
+    Fault(
+        "backends/gluon/sm90/together_kernel.py", "full, shared.v.index(place.v))", "full, shared.v.index(place.slot))",
+        "V of a tile comes where the product with P reads that of another",
         "test_hopper_together.py::test_tiles_are_handed_on",
     ),
 ]  # fmt: skip

@@ -269,6 +269,35 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
 
 
 @triton.jit
+def key_summary_kernel(mask, bits, tile_list, heads, keys, programs, c):
+    """`summary_kernel` and `tile_list_kernel` in one, of a mask that is the same for all queries, without a band.
+
+    Each of the ``programs`` tiles of queries of a matrix looks at all keys; the first writes the bits.
+    """
+    key_count = tl.cdiv(keys, c.BLOCK_N)
+    pid = tl.program_id(0)
+    m, bh = pid % programs, pid // programs
+    n = tl.arange(0, c.TILES)
+    key = tl.arange(0, c.TILES * c.BLOCK_N)
+    at = mask.pointer + tl.cast(bh // heads, tl.int64) * mask.stride0 + tl.cast(bh % heads, tl.int64) * mask.stride1
+    seen = (tl.load(at + key.to(tl.int64) * mask.stride3, mask=key < keys, other=0) != 0).to(tl.int32)
+    if m == 0:
+        words = tl.reshape(seen << (2 * (key % c.BLOCK_N // 8) + key % 2), [c.TILES, c.BLOCK_N // 8, 4, 2])
+        word = bits + (tl.cast(bh, tl.int64) * key_count + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        tl.store(word, tl.sum(tl.sum(words, 3), 1), mask=(n < key_count)[:, None])
+    count = tl.sum(tl.reshape(seen, [c.TILES, c.BLOCK_N]), 1)
+    listed = (count > 0).to(tl.int32)
+    total = tl.sum(listed, 0)
+    cut = ((n + 1) * c.BLOCK_N > keys).to(tl.int32)
+    hidden = (count < tl.minimum(keys - n * c.BLOCK_N, c.BLOCK_N)).to(tl.int32)
+    entries = tile_list + tl.cast(pid, tl.int64) * (1 + key_count)
+    tl.store(entries + 1 + total - tl.cumsum(listed, 0), 4 * n + 2 * hidden + cut, mask=listed != 0)
+    tl.store(entries, tl.maximum(total, 1))
+    if total == 0:  # one, as of other masks
+        tl.store(entries + 1, 3)
+
+
+@triton.jit
 def longest_first_kernel(tile_list, count, width, BLOCK: tl.constexpr):
     """In which order the ``count`` work tiles of a matrix come: behind the list of the i-th stands which is the i-th
     longest, of equal ones the first. width: of a list, with this number.

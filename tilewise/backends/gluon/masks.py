@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.backends import allocation
 from tilewise.backends.gluon.mask_kernels import (
     MaskConstants,
+    key_summary_kernel,
     longest_first_kernel,
     summary_kernel,
     tile_list_kernel,
@@ -22,6 +23,7 @@ from tilewise.problem import Problem
 from tilewise.score.tiles import limits
 
 ROWS = 64  # of a tile of the mask, see `summary_kernel`
+KEYS = 1 << 12  # of a mask that is the same for all queries, which a program of `key_summary_kernel` looks at
 MANY = 1 << 14  # tiles, of which a program of `tile_summary_kernel` has several, for most need no look at their pairs
 
 
@@ -82,7 +84,13 @@ class MaskSummary:
         at_once = 8 if how is not None and count >= MANY else 1
         flags = by_keys, how is not None, ordered, banded, at_once, longest_first
         c = constants(MaskConstants(block_n, warpgroups, rows > 1, tiles, *flags))
-        if how is None:
+        self.at_once = not by_keys and rows == 1 and how is None and not banded and tiles * block_n <= KEYS
+        if self.at_once:
+            self.summarise = Launch(
+                key_summary_kernel, matrices * programs, (strided(mask), POINTER, POINTER),
+                (of.heads, p.keys, programs, c), num_warps=4,
+            )  # fmt: skip
+        elif how is None:
             self.summarise = Launch(
                 summary_kernel, count, (strided(mask), POINTER, POINTER), (of.heads, rows, p.keys, c), num_warps=4
             )
@@ -101,7 +109,11 @@ class MaskSummary:
 
     def __call__(self, mask: Sequence[Tensor | None]) -> KnownMask:
         """mask: as `backends.tile_mask.flat_mask` gives it."""
-        bits, states, tile_list = self.bits(), self.states(), self.tile_list()
+        bits, tile_list = self.bits(), self.tile_list()
+        if self.at_once:
+            self.summarise(*mask, bits, tile_list)
+            return KnownMask(bits, tile_list)
+        states = self.states()
         self.summarise(*mask, bits, states)
         self.list(states, bits, tile_list)
         if self.order is not None:
