@@ -58,8 +58,8 @@ STAGES = gl.constexpr(3)  # of K and the bias; two programs on a multiprocessor 
 # One more, for P·V is a tile later: so K and the bias of a tile, and V of the tile before, are left at once.
 # A power of two.
 V_STAGES = gl.constexpr(4)
-LOWEST = gl.constexpr(-3.0e38)  # of `online_softmax`
-MOST = gl.constexpr(2.0e38)  # of `finish`: times log2(e) it is above LOWEST
+LOWEST_BASE = gl.constexpr(-3.0e38)  # of `online_softmax`
+MOST_MAXIMUM = gl.constexpr(2.0e38)  # of `finish`: times log2(e) it is above LOWEST_BASE
 
 
 class Shared(NamedTuple):
@@ -164,11 +164,11 @@ def load(x, shared, terms, sizes, c):
 @gluon.jit
 def with_maxima(s, rows, o, x, terms, c, FIRST: gl.constexpr):
     """The softmax of a tile of keys, whose maxima are what scores are less from here on."""
-    p, m_i, l_i, alpha = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=LOWEST)
+    p, m_i, l_i, alpha = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=LOWEST_BASE)
     if not FIRST:
         o = rescaled(o, alpha, 0, False)
     # -inf where a row has seen nothing so far: whatever comes exceeds it.
-    base = gl.where(m_i == -float("inf"), m_i, gl.maximum(m_i * terms.exponent, LOWEST))
+    base = gl.where(m_i == -float("inf"), m_i, gl.maximum(m_i * terms.exponent, LOWEST_BASE))
     return Rows(m_i, base, l_i, o, rounded(p, None, x.q.dtype, terms, c))
 
 
@@ -238,7 +238,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         o = warpgroup_mma_wait(0, deps=(times_v(rows.p, v, rows.o, c),))
         place = following(place)
         l_i = gl.convert_layout(gl.sum(rows.l, axis=1), ROWS, assert_trivial=True)
-        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST, True)
+        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST_MAXIMUM, True)
 
         # O leaves by TMA, through shared memory
         stage = shared.o.index(WARPGROUP)
