@@ -89,4 +89,15 @@ PACKED = [
         "V of a tile comes where the product with P reads that of another",
         "test_hopper_together.py::test_tiles_are_handed_on",
     ),
+    Fault(
+        "backends/gluon/sm90/together_kernel.py", "with_maxima(s, rows, o, x, terms, c, False)",
+        "with_maxima(s, found, o, x, terms, c, False)", "a tile whose scores have grown is counted twice",
+        "test_hopper_terms.py::test_a_maximum_stays_until_scores_have_grown",
+    ),
+    Fault(
+        "backends/gluon/sm90/together_kernel.py", "gl.where(m_i == -float(\"inf\"), m_i, gl.maximum(",
+        "gl.where(m_i == -float(\"inf\"), LOWEST_BASE, gl.maximum(",
+        "a row that first sees nothing, then the least number of a dtype, is taken for one that sees nothing",
+        "test_hopper_terms.py::test_a_row_that_begins_hidden",
+    ),
 ]  # fmt: skip

@@ -100,14 +100,18 @@ def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple
     return run(case, "triton", inputs=inputs), run(case, "oracle", inputs=inputs), visible(case, inputs)
 
 
-def summarise(case: Case) -> tuple[Tensor, Tensor, int, int]:
-    """What the hopper backend's forward knows of a case's mask: bits, visits, and its tiles of queries and of keys."""
+def summarise(case: Case, keys: int) -> tuple[Tensor, Tensor, int, int]:
+    """What the hopper backend's forward knows of a case's mask: bits, visits, and its tiles of queries and of keys.
+
+    keys: up to how many `key_summary_kernel` looks at."""
+    from tilewise.backends.gluon import masks
     from tilewise.backends.gluon.masks import MaskSummary
     from tilewise.backends.gluon.sm90.config import forward_config
 
     x = tensors(case)
     problem = _problem_of(case, x)
     config = forward_config(problem)
+    masks.KEYS = keys
     bits, visits, *_ = MaskSummary(problem, x.mask, x.q.device, config.block_n, config.warpgroups)([x.mask])
     return bits, visits, config.block_m, config.block_n
 

@@ -30,8 +30,10 @@ USUAL = Case(B=2, H=4, Hkv=2, M=139, N=300, D=64)
     ],
     ids=str,
 )
-def test_summary(interpreter, case):
-    bits, visits, block_m, block_n = interpreter(interpreter_child.summarise, case)
+@pytest.mark.parametrize("keys", [0, 1 << 12])
+def test_summary(interpreter, case, keys):
+    """By two kernels, or by one where queries do not differ."""
+    bits, visits, block_m, block_n = interpreter(interpreter_child.summarise, case, keys)
     mask = tensors(case).mask
     heads, rows = mask.shape[:2].numel(), mask.shape[2]
     count, chunks = -(-case.N // block_n), -(-case.M // block_m)

@@ -22,11 +22,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
-from tilewise.backends.gluon.sm90 import backward_launch, config, launch, m_subtiles, softmax
+from tilewise.backends.gluon.sm90 import backward_launch, config, launch, m_subtiles, softmax, together_kernel
 
 B, H, KV_HEADS, M, N = 2, 6, 2, 130, 140
 BROADCASTS = list(itertools.product((1, B), (1, KV_HEADS, H), (1, M), (1, N)))
 CAPS = [None, 1.5]
+LEAST = torch.finfo(torch.bfloat16).min
 
 
 def problem(bias=None, mask=None, scale=0.3, cap=None):
@@ -115,6 +116,103 @@ def test_tiles_of_a_row_add_up_to_its_softmax(lazy):
     torch.testing.assert_close((m * exponent * math.log(2) + l.log())[1:], exact.logsumexp(1).float())
     expected = exact.softmax(1) @ v.flatten(0, 1).double()
     torch.testing.assert_close((o / l[:, None])[1:], expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def tiles_together(monkeypatch):
+    """`together_kernel.attend` of all tiles of keys of 64 queries: ``(rows, O, P of each, times of maxima)``."""
+
+    def least(x, y):
+        return torch.maximum(x, torch.as_tensor(y, dtype=x.dtype))
+
+    def exceeds(sums):
+        return int(not (sums <= 2.0**14).all())
+
+    taken, takes = [], together_kernel.with_maxima.fn
+
+    def with_maxima(*arguments):
+        taken.append(1)
+        return takes(*arguments)
+
+    gl = SimpleNamespace(exp2=torch.exp2, maximum=least, where=torch.where, zeros=lambda *_: None, float32=None)
+    stubs = {
+        "gl": gl, "LOWEST_BASE": together_kernel.LOWEST_BASE.value, "accumulator": lambda *_: None, "exceeds": exceeds,
+        "online_softmax": softmax.online_softmax.fn, "sums_of_rows": lambda x, _: x.sum(1), "leave": lambda *_: None,
+        "rounded": lambda p, *_: p, "rescaled": lambda o, alpha, *_: o * alpha[:, None], "following": lambda x: x,
+        "times_v": lambda p, v, o, _: o + p @ v, "warpgroup_mma": lambda q, k, start, **_: k, "widened": lambda x: x,
+        "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0], "with_maxima": with_maxima,
+        "mbarrier": SimpleNamespace(wait=lambda *_, **__: None),
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(together_kernel, name, stub)
+    monkeypatch.setattr(softmax.gl, "maximum", least)
+
+    def run(products, biases, v, scale):
+        def ring(tiles):  # of what is read of a slot: its tile
+            return SimpleNamespace(
+                index=lambda n: SimpleNamespace(
+                    reshape=lambda _: SimpleNamespace(permute=lambda _: tiles[n], load=lambda _: tiles[n])
+                )
+            )
+
+        of_v = SimpleNamespace(index=lambda n: SimpleNamespace(reshape=lambda _: v[n]))
+        shared = SimpleNamespace(k=ring(products), bias=ring(biases), v=of_v, full=ring(biases))
+        terms = SimpleNamespace(scale=scale, exponent=1 / math.log(2))
+        c = SimpleNamespace(BLOCK_N=64, BLOCK_D=32, BLOCK_DV=8, WARPGROUPS=1, MASK=False, RAGGED=False)
+        x, before, probabilities = SimpleNamespace(q=SimpleNamespace(dtype=None)), None, []
+        nothing = torch.full((64,), -math.inf)
+        rows = together_kernel.Rows(nothing, nothing, torch.zeros(64), torch.zeros(64, 8), None)
+        for n in range(len(v)):
+            here = SimpleNamespace(slot=n, v=n, phase=0)
+            rows = together_kernel.attend.fn(None, rows, x, shared, before, here, True, terms, c, 0, n == 0)
+            probabilities.append(rows.p)
+            before = here
+        return rows, rows.o + rows.p @ v[-1], torch.stack(probabilities), len(taken)
+
+    return run
+
+
+@pytest.mark.parametrize(("step", "maxima"), [(0.0, 1), (1.0, 1), (-40.0, 1), (5.0, 3), (20.0, 6), (300.0, 6)])
+def test_a_maximum_stays_until_scores_have_grown(tiles_together, step, maxima):
+    """By so much from tile to tile. P then is a float16, and each tile has been counted as much as others."""
+    generator = torch.Generator().manual_seed(0)
+    x, bias = (torch.randn(6, 64, 64, generator=generator) for _ in range(2))
+    bias += (step * torch.arange(6) - max(5 * step, 0.0))[:, None, None]
+    v = torch.randn(6, 64, 8, generator=generator)
+    rows, o, p, taken = tiles_together(x, bias, v, 0.3)
+    assert taken == maxima
+    assert p.max() <= 2**14
+    exact = (0.3 * x + bias).double().permute(1, 0, 2).flatten(1)
+    torch.testing.assert_close((rows.m + rows.l.log()).double(), exact.logsumexp(1), rtol=1e-6, atol=1e-5)
+    expected = exact.softmax(1) @ v.flatten(0, 1).double()
+    torch.testing.assert_close((o / rows.l[:, None]).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(-math.inf, -math.inf), (-math.inf, 0.0), (-math.inf, LEAST), (LEAST, 0.0), (LEAST, LEAST)],
+    ids=str,
+)
+def test_a_row_that_begins_hidden(tiles_together, first, last):
+    """One alone, so that no other asks for maxima. Of the least bfloat16 it is the repair's, which its maximum says."""
+    generator = torch.Generator().manual_seed(0)
+    x, v = torch.zeros(4, 64, 64), torch.randn(4, 64, 8, generator=generator)
+    bias = torch.randn(4, 64, 64, generator=generator)
+    bias[:2, 5] = first
+    bias[2:, 5] += last
+    rows, o, _, _ = tiles_together(x, bias, v, 1.0)
+    seen = list(range(64))
+    if last == -math.inf:
+        assert (rows.m[5], rows.l[5]) == (-math.inf, 0)
+        assert not o[5].any()
+        seen.remove(5)
+    elif last == LEAST:
+        assert -math.inf < rows.m[5] < -together_kernel.MOST_MAXIMUM.value
+        seen.remove(5)
+    exact = bias.double().permute(1, 0, 2).flatten(1)[seen]
+    torch.testing.assert_close((rows.m + rows.l.log())[seen].double(), exact.logsumexp(1), rtol=1e-6, atol=1e-5)
+    expected = exact.softmax(1) @ v.flatten(0, 1).double()
+    torch.testing.assert_close((o / rows.l[:, None])[seen].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cap", CAPS)

@@ -50,6 +50,7 @@ def hopper_lists_of(
     from tilewise.score.terms import Band, Score
 
     masks.MANY = many
+    masks.KEYS = 0  # one row has states, too
     found, dense = pattern(name, case, block)
     q, k, v, *_ = tensors(case)
     dense = dense.expand(*found.shape[:2], case.M, case.N).contiguous()
@@ -67,8 +68,6 @@ def hopper_lists_of(
             bits = bits.view(-1, 2 * config.block_n) if by_keys else bits
             read = _read(lists, by_keys, case, bits, config.block_n, groups)
             others = -(-case.M // 64) if by_keys else -(-case.N // config.block_n)
-            if case.M == 1 and not by_keys:  # of a bool mask with one row the forward's lists come without states
-                states = bits.new_empty(0)
             both.append((torch.where(read, bits, 0), _listed(lists, others), states))
         pairs.append((both[0], both[1]))
     return pairs

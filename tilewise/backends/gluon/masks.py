@@ -28,7 +28,10 @@ MANY = 1 << 14  # tiles, of which a program of `tile_summary_kernel` has several
 
 
 class KnownMask(NamedTuple):
-    """See `mask_kernels`, and `sm90.dbias_reduce` for lists of groups; all None without a mask."""
+    """See `mask_kernels`, and `sm90.dbias_reduce` for lists of groups; all None without a mask.
+
+    Only a backward asks for states: `key_summary_kernel` makes none.
+    """
 
     bits: Tensor | None = None
     tile_list: Tensor | None = None
@@ -84,8 +87,8 @@ class MaskSummary:
         at_once = 8 if how is not None and count >= MANY else 1
         flags = by_keys, how is not None, ordered, banded, at_once, longest_first
         c = constants(MaskConstants(block_n, warpgroups, rows > 1, tiles, *flags))
-        self.at_once = not by_keys and rows == 1 and how is None and not banded and tiles * block_n <= KEYS
-        if self.at_once:
+        self.in_one = not by_keys and rows == 1 and how is None and not banded and tiles * block_n <= KEYS
+        if self.in_one:
             self.summarise = Launch(
                 key_summary_kernel, matrices * programs, (strided(mask), POINTER, POINTER),
                 (of.heads, p.keys, programs, c), num_warps=4,
@@ -110,7 +113,7 @@ class MaskSummary:
     def __call__(self, mask: Sequence[Tensor | None]) -> KnownMask:
         """mask: as `backends.tile_mask.flat_mask` gives it."""
         bits, tile_list = self.bits(), self.tile_list()
-        if self.at_once:
+        if self.in_one:
             self.summarise(*mask, bits, tile_list)
             return KnownMask(bits, tile_list)
         states = self.states()
