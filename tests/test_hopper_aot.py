@@ -270,16 +270,20 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
 
 
 # By 3.7.1 three numbers of a thread are in memory until a role begins.
-@pytest.mark.parametrize(("triton", "spilled"), [("3.6.0", 0), ("installed", 12)])
-def test_batch_elements_side_by_side(compilers, triton, spilled):
+@pytest.mark.parametrize(
+    ("triton", "mask", "spilled"), [("3.6.0", None, 0), ("3.6.0", "b11n", 8), ("installed", None, 12)]
+)
+def test_batch_elements_side_by_side(compilers, triton, mask, spilled):
     """A program of the pair bias has three: no ring of dS, and no sum of dQ for all heads."""
-    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn")
+    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn", mask=mask)
     codes = compilers.compile(compile_hopper_case, triton, 90, case, True)
-    assert [code.kernel.name for code in codes] == ["preprocess_kernel", "lanes_kernel", "last_heads_kernel"]
+    lists = ["summary_kernel", "tile_list_kernel"] if mask else []
+    assert [code.kernel.name for code in codes] == ["preprocess_kernel", *lists, "lanes_kernel", "last_heads_kernel"]
     hold_hopper(codes, spilled)
-    assert codes[1].wgmma == 3 * (2 * 2 + 2 * 4 + 4)
-    assert codes[1].kernel.registers == 128  # of all 512 threads, before they are handed out
-    assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 4  # of dS in a loop
+    lanes = codes[-2]
+    assert lanes.wgmma == 3 * (2 * 2 + 2 * 4 + 4 + bool(mask))
+    assert lanes.kernel.registers == 128  # of all 512 threads, before they are handed out
+    assert lanes.kernel.instructions["added in fours"] == 3 * 4 + 4  # of dS in a loop
 
 
 def test_dbias_is_added_in_fours(compilers):

@@ -304,7 +304,7 @@ def has_lanes(problem: Problem) -> bool:
     p, bias, score = problem, problem.bias, problem.score
     if bias is None or not p.bias_grad or p.bias_itemsize != p.dtype.itemsize or bias.dtype != p.dtype:
         return False
-    if p.mask is not None or p.parts is not None or p.totals is not None or p.deterministic:
+    if (p.mask is not None and not hides_keys(p)) or p.parts is not None or p.totals is not None or p.deterministic:
         return False
     if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
         return False

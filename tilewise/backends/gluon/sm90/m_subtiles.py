@@ -141,7 +141,10 @@ def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl
     q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
-    return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
+    s = times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
+    if c.HIDES_KEYS:
+        s = warpgroup_mma(shared.hiding[0], shared.hiding[1].permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
