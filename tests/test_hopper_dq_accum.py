@@ -79,7 +79,7 @@ def test_no_bank_twice(rows, columns, warps):
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("parts", [1, 3, 5])
+@pytest.mark.parametrize("parts", [1, 3, 5, 17])
 def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, heads):
     """dQ of the heads that a group's programs finish, from a ring of the sum: rows and columns past the end of a head
     are not written, and nothing of other heads is."""

@@ -169,8 +169,9 @@ def finish_heads(
     # Sixteen rows at a time, all of their columns: a load for each strip, and those of the next rows before these are
     # waited for. One warp has all of it to do while a work tile is computed.
     count = gl.cdiv(sizes.row_tiles * c.WARPS - part, parts) * HEADS
+    first = gl.minimum(part, sizes.row_tiles * c.WARPS - 1)  # where this part has none, whatever is there
     for g in range(sizes.group):
-        found = gl.load(dq_accum + strips_at(head, g, part, STRIPS, sizes, c) * STRIP + within)
+        found = gl.load(dq_accum + strips_at(head, g, first, STRIPS, sizes, c) * STRIP + within)
         for i in range(count):
             rows, lane = part + i // HEADS * parts, i % HEADS
             value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
