@@ -330,7 +330,7 @@ HOPPER = [
         "test_hopper_aot.py",
     ),
     Fault(
-        "backends/gluon/sm90/backward_lanes.py", "gl.where(lane < present, found, 0.0)", "found",
+        "backends/gluon/sm90/backward_lanes.py", "gl.where(present > 2, third, 0.0)", "third",
         "what lies where a lane has no batch element is added to dBias",
         "test_hopper_lanes.py",
     ),

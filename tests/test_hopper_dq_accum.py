@@ -85,7 +85,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
     are not written, and nothing of other heads is."""
     B, H, group, M, D, scale = 4, 4, 2, 150, 24, 0.5
     c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, LANES=2)
-    sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=5)
+    sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=6)
     expected = torch.randn(B, H, M, D, generator=torch.Generator().manual_seed(0))
     given = torch.zeros(B, H, 192, 32)
     given[:, :, :M, :D] = expected

@@ -162,6 +162,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         "head_of": scheduler.head_of, "count_stored": done.append,
         "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
         **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
+        "widened": lambda x: x, "add_pieces": backward_lanes.add_pieces.fn,
         "piece_of": lambda lane, slot, piece, _: lane.shared.ds.index(slot).piece(piece),
         "tile_of_lane": backward_lanes.tile_of_lane.fn, "load_step": backward_lanes.load_step.fn,
         **{name: getattr(producers, name).fn for name in ("fetch_keys_of", "store_keys_of")},

@@ -39,6 +39,7 @@ from tilewise.backends.gluon.pipeline import (
     wait_full,
     with_barriers,
 )
+from tilewise.backends.gluon.score import widened
 from tilewise.backends.gluon.sm90.backward_kernel import Operands, Shared, TileIndices, differentiate
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
@@ -199,6 +200,27 @@ def piece_of(lane, slot, piece, c):
 
 
 @gluon.jit
+def add_pieces(
+    to, lanes, slot, present, rows, left, inside_cols, stride, L: gl.constexpr, c, FEWER: gl.constexpr
+):  # fmt: skip
+    """A step of `add_lanes`, with all loads of a piece on their way before one is waited for. FEWER: of the lanes those
+    that have a batch element count; rows: of a piece; left: from the step's first query on."""
+    for piece in range(c.BLOCK_M // PIECE_ROWS):
+        first = piece_of(lanes[0], slot, piece, c).load(L)
+        second = piece_of(lanes[1], slot, piece, c).load(L)
+        third = widened(piece_of(lanes[2], slot, piece, c).load(L))
+        total = widened(first)
+        if FEWER:
+            total += gl.where(present > 1, widened(second), 0.0)
+            total += gl.where(present > 2, third, 0.0)
+        else:
+            total = total + widened(second) + third
+        inside = (rows < left - piece * PIECE_ROWS)[:, None] & inside_cols
+        gl.atomic_add(to, total, mask=inside, sem="relaxed")
+        to += PIECE_ROWS * stride
+
+
+@gluon.jit
 def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
     """The role of two warps: dS of all lanes, added up in their order, onto the float32 sum of dBias, a `Strided`.
 
@@ -227,18 +249,11 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
                 for lane in gl.static_range(c.LANES):
                     wait_full(lanes[lane].shared.ds_ring, slot, use)
                 to = at + (row0 + rows).to(gl.int64)[:, None] * stride
-                for piece in range(c.BLOCK_M // PIECE_ROWS):
-                    total = piece_of(lanes[0], slot, piece, c).load(L).to(gl.float32)
-                    if present >= c.LANES:
-                        for lane in gl.static_range(1, c.LANES):
-                            total += piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
-                    else:
-                        for lane in gl.static_range(1, c.LANES):
-                            found = piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
-                            total += gl.where(lane < present, found, 0.0)
-                    inside = (rows < sizes.queries - row0 - piece * PIECE_ROWS)[:, None] & inside_cols
-                    gl.atomic_add(to, total, mask=inside, sem="relaxed")
-                    to += PIECE_ROWS * stride
+                left = sizes.queries - row0
+                if present >= c.LANES:
+                    add_pieces(to, lanes, slot, present, rows, left, inside_cols, stride, L, c, False)
+                else:
+                    add_pieces(to, lanes, slot, present, rows, left, inside_cols, stride, L, c, True)
                 warps_barrier()
                 for lane in gl.static_range(c.LANES):
                     release(lanes[lane].shared.ds_ring, slot)

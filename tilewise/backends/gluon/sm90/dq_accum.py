@@ -169,18 +169,19 @@ def finish_heads(
     # Sixteen rows at a time, all of their columns: a load for each strip, and those of the next rows before these are
     # waited for. One warp has all of it to do while a work tile is computed.
     count = gl.cdiv(sizes.row_tiles * c.WARPS - part, parts) * HEADS
+    place = head % sizes.zeroed  # those of a group have theirs next to each other
     first = gl.minimum(part, sizes.row_tiles * c.WARPS - 1)  # where this part has none, whatever is there
     for g in range(sizes.group):
-        found = gl.load(dq_accum + strips_at(head, g, first, STRIPS, sizes, c) * STRIP + within)
+        found = gl.load(dq_accum + strips_at(place, g, first, STRIPS, sizes, c) * STRIP + within)
         for i in range(count):
             rows, lane = part + i // HEADS * parts, i % HEADS
             value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
             after = gl.minimum(i + 1, count - 1)
-            at = strips_at(head + after % HEADS, g, part + after // HEADS * parts, STRIPS, sizes, c)
+            at = strips_at(place + after % HEADS, g, part + after // HEADS * parts, STRIPS, sizes, c)
             found = gl.load(dq_accum + at * STRIP + within)
             if ZEROES:
-                place = dq_accum + strips_at(head + lane, g, rows, STRIPS, sizes, c) * STRIP + within
-                gl.store(place, gl.zeros([STRIPS, STRIP], gl.float32, IN))
+                here = dq_accum + strips_at(place + lane, g, rows, STRIPS, sizes, c) * STRIP + within
+                gl.store(here, gl.zeros([STRIPS, STRIP], gl.float32, IN))
             # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store eight at a time.
             to = dq.pointer + gl.cast(b0 + lane, gl.int64) * (dq.stride0 // 8 * 8)
             to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
@@ -190,9 +191,9 @@ def finish_heads(
 
 
 @gluon.jit
-def strips_at(head, g, rows, STRIPS: gl.constexpr, sizes, c):
-    """The first strip of a head's ``rows``-th sixteen rows of queries, in the sum; as of `tile_of_sum`."""
-    tile = (head % sizes.zeroed * sizes.group + g) * sizes.row_tiles + rows // c.WARPS
+def strips_at(place, g, rows, STRIPS: gl.constexpr, sizes, c):
+    """The first strip of the ``rows``-th sixteen rows of the head that has a place in the sum; as of `tile_of_sum`."""
+    tile = (place * sizes.group + g) * sizes.row_tiles + rows // c.WARPS
     return gl.cast(tile * (STRIPS * c.WARPS) + rows % c.WARPS, gl.int64)
 
 
