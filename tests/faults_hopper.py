@@ -353,7 +353,7 @@ HOPPER = [
         "test_hopper_work.py::test_heads_of_lanes_take_turns_in_the_sum_of_dq",
     ),
     Fault(
-        "backends/gluon/sm90/resized.py", "zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes",
+        "backends/gluon/sm90/resized.py", "zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.lanes",
         "zeroed = -(-lag // key_tiles) * config.lanes",
         "programs of lanes wait for heads that others are at work on",
         "test_hopper_work.py::test_heads_of_lanes_take_turns_in_the_sum_of_dq",

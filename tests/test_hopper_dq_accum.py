@@ -91,14 +91,30 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
     given[:, :, :M, :D] = expected
     given[:, :, M:] = given[:, :, :, D:] = torch.nan  # as sums of what is not there might be
 
-    def load(at):
-        return sums[at]
-
     def store(at, values, mask=None):
         if mask is None:
             sums[at] = values
         else:
             dq.flatten()[at[mask]] = values[mask]
+
+    pending = []
+
+    class Slot:
+        def load(self, _):
+            return self.values
+
+    def slots(_, shape, __):
+        made = [Slot() for _ in range(shape[0])]
+        return SimpleNamespace(index=made.__getitem__)
+
+    def copy(slot, at):
+        slot.values = None
+        pending.append((slot, at))
+
+    def wait_group(count):  # what is waited for comes as late as it may
+        while len(pending) > count:
+            slot, at = pending.pop(0)
+            slot.values = sums[at]
 
     class Pointer(int):
         dtype = SimpleNamespace(element_ty=torch.float32)
@@ -107,11 +123,15 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
         "arange": lambda begin, end, _: torch.arange(begin, end), "cast": lambda x, _: x, "int64": torch.int64,
         "cdiv": lambda x, y: -(-x // y), "minimum": min, "zeros": lambda shape, *_: torch.zeros(shape),
         "static_assert": lambda holds, _: None, "float32": None,
-        "load": load, "store": store, "BlockedLayout": lambda *_: None, "SliceLayout": lambda *_: None,
-        "convert_layout": lambda x, _, **__: x,
+        "store": store, "SwizzledSharedLayout": lambda *_: None,
+        "allocate_shared_memory": slots,
+        "BlockedLayout": lambda *_: None, "SliceLayout": lambda *_: None,
+        "convert_layout": lambda x, _, **__: x, "NVMMADistributedLayout": lambda *_: None, "static_range": range,
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(dq_accum.gl, name, stub, raising=False)
+    copies = SimpleNamespace(async_copy_global_to_shared=copy, commit_group=lambda: None, wait_group=wait_group)
+    monkeypatch.setattr(dq_accum, "async_copy", copies)
     for name in ("in_rows", "strips_at"):
         monkeypatch.setattr(dq_accum, name, getattr(dq_accum, name).fn)
     dq = torch.zeros(B, H, M, D)

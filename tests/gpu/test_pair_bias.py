@@ -33,10 +33,12 @@ if torch.cuda.get_device_capability() != (9, 0):
         {"bias_hides": True, "planted": float("nan")},
         {"sink": "h"},
         {"mask": "b11n"},
-        {"mask": "b11n", "B": 43, "Hkv": 2, "H": 8, "N": 776},
+        {"mask": "b11n", "B": 43, "Hkv": 4, "H": 8, "N": 776},
         {"mask": "111n", "M": 833, "N": 800, "dtype": torch.float16},
         {"mask": "b11n", "bias_hides": True, "planted": float("nan")},
         {"mask": "b11n", "blind": True},
+        {"B": 128, "M": 130, "N": 128},
+        {"B": 64, "M": 239, "N": 255, "mask": "b11n"},
     ],
     ids=str,
 )
@@ -45,7 +47,7 @@ def test_batch_elements_side_by_side(hopper_backwards, terms):
     assert [made.config.lanes for made in hopper_backwards] == [3]
 
 
-@pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 376}, {"mask": "b1mn"}], ids=str)
+@pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 120}, {"mask": "b1mn"}], ids=str)
 def test_others_have_a_sum_each(hopper_backwards, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
     assert [made.config.lanes for made in hopper_backwards] == [1]
@@ -147,6 +149,8 @@ SMALL = replace(PAIR, B=5, H=3, M=200, N=320)
         {"mask": "b11n", "B": 256, "H": 4, "M": 768, "N": 768},
         {"mask": "b11n", "planted": float("nan")},
         {"mask": "b11n", "blind": True},
+        {"B": 128, "M": 130, "N": 128},
+        {"B": 64, "M": 239, "N": 255, "mask": "b11n"},
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
@@ -158,7 +159,7 @@ def finish_heads(
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
     STRIP: gl.constexpr = 128  # elements that one warp has next to each other: 16 rows and 8 columns
     IN: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [1, 1], [1, 0])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # what a warp has of wgmma's result
     STRIPS: gl.constexpr = c.BLOCK_D // 8
     group = head // c.LANES
     b0, hk = group // sizes.kv_heads * c.LANES + head % c.LANES, group % sizes.kv_heads
@@ -166,28 +167,44 @@ def finish_heads(
     within = nth * (c.WARPS * STRIP) + gl.arange(0, STRIP, gl.SliceLayout(0, IN))[None, :]
     row = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
     col = gl.arange(0, c.BLOCK_D, gl.SliceLayout(0, OUT))[None, :]
-    # Sixteen rows at a time, all of their columns: a load for each strip, and those of the next rows before these are
-    # waited for. One warp has all of it to do while a work tile is computed.
-    count = gl.cdiv(sizes.row_tiles * c.WARPS - part, parts) * HEADS
     place = head % sizes.zeroed  # those of a group have theirs next to each other
-    first = gl.minimum(part, sizes.row_tiles * c.WARPS - 1)  # where this part has none, whatever is there
+    last = sizes.row_tiles * c.WARPS - 1
+    # Sixteen rows of each head at a time, all of their columns, which each thread has copied for itself: one warp has
+    # all of it to do while a work tile is computed, and no time to wait, nor registers for what is on its way.
+    AHEAD: gl.constexpr = 2  # times sixteen rows of each head
+    slots = gl.allocate_shared_memory(
+        gl.float32, [AHEAD * HEADS, STRIPS, STRIP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     for g in range(sizes.group):
-        found = gl.load(dq_accum + strips_at(place, g, first, STRIPS, sizes, c) * STRIP + within)
-        for i in range(count):
-            rows, lane = part + i // HEADS * parts, i % HEADS
-            value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
-            after = gl.minimum(i + 1, count - 1)
-            at = strips_at(place + after % HEADS, g, part + after // HEADS * parts, STRIPS, sizes, c)
-            found = gl.load(dq_accum + at * STRIP + within)
-            if ZEROES:
-                here = dq_accum + strips_at(place + lane, g, rows, STRIPS, sizes, c) * STRIP + within
-                gl.store(here, gl.zeros([STRIPS, STRIP], gl.float32, IN))
-            # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store eight at a time.
-            to = dq.pointer + gl.cast(b0 + lane, gl.int64) * (dq.stride0 // 8 * 8)
-            to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
-            inside = (row < sizes.queries - rows * 16) & (col // 8 < dim // 8) & (b0 + lane < batch)
+        apart = gl.cast(sizes.group * sizes.row_tiles, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
+        for i in gl.static_range(AHEAD):
+            at = dq_accum + strips_at(place, g, gl.minimum(part + i * parts, last), STRIPS, sizes, c) * STRIP + within
+            for lane in gl.static_range(HEADS):
+                async_copy.async_copy_global_to_shared(slots.index(i * HEADS + lane), at + lane * apart)
+                async_copy.commit_group()
+        # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store two at a time.
+        to = dq.pointer + gl.cast(b0, gl.int64) * (dq.stride0 // 8 * 8)
+        to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
+        first_slot = 0
+        for rows in range(part, last + 1, parts):
+            here = dq_accum + strips_at(place, g, rows, STRIPS, sizes, c) * STRIP + within
+            later = gl.minimum(rows + AHEAD * parts, last)
+            ahead = dq_accum + strips_at(place, g, later, STRIPS, sizes, c) * STRIP + within
             to_rows = to + (row + rows * 16).to(gl.int64) * (dq.stride2 // 8 * 8) + col
-            gl.store(to_rows, gl.convert_layout(value, OUT), mask=inside)
+            inside = (row < sizes.queries - rows * 16) & (col // 8 < dim // 8)
+            for lane in gl.static_range(HEADS):
+                slot = slots.index(first_slot + lane)
+                async_copy.wait_group(AHEAD * HEADS - 1)
+                found = slot.load(IN)
+                if ZEROES:
+                    gl.store(here + lane * apart, gl.zeros([STRIPS, STRIP], gl.float32, IN))
+                async_copy.async_copy_global_to_shared(slot, ahead + lane * apart)
+                async_copy.commit_group()
+                value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
+                value = gl.convert_layout(value, OUT, assert_trivial=True)
+                gl.store(to_rows + lane * (dq.stride0 // 8 * 8), value, mask=inside & (b0 + lane < batch))
+            first_slot = AHEAD * HEADS - HEADS - first_slot
+        async_copy.wait_group(0)
 
 
 @gluon.jit

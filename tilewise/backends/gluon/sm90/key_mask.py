@@ -62,6 +62,18 @@ def hide_keys(x, shared, work_tile, sizes, c):
 
 
 @gluon.jit
+def without_nan(bias):
+    """The bias with -inf for NaN, which a hidden key may have beside it. A query that sees a NaN has one for its LSE,
+    and so for all of its P."""
+    gl.static_assert(bias.dtype == gl.bfloat16 or bias.dtype == gl.float16)
+    if bias.dtype == gl.bfloat16:
+        ASM: gl.constexpr = "{ .reg .b32 x; mov.b32 x, 0xff80ff80; max.bf16x2 $0, $1, x; }"
+    else:
+        ASM: gl.constexpr = "{ .reg .b32 x; mov.b32 x, 0xfc00fc00; max.f16x2 $0, $1, x; }"
+    return gl.inline_asm_elementwise(ASM, "=r,r", [bias], dtype=bias.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def hidden_keys(x, tile, n, sizes, c):
     """In the forward, in a role of one warp: 0 for the keys of the ``n``-th tile that are visible, -inf for others; of
     the bits that `mask_kernels.summary_kernel` has written, or of the end of the keys."""
