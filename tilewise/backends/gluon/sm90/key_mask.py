@@ -66,11 +66,12 @@ def without_nan(bias):
     """The bias with -inf for NaN, which a hidden key may have beside it. A query that sees a NaN has one for its LSE,
     and so for all of its P."""
     gl.static_assert(bias.dtype == gl.bfloat16 or bias.dtype == gl.float16)
-    if bias.dtype == gl.bfloat16:
-        ASM: gl.constexpr = "{ .reg .b32 x; mov.b32 x, 0xff80ff80; max.bf16x2 $0, $1, x; }"
-    else:
-        ASM: gl.constexpr = "{ .reg .b32 x; mov.b32 x, 0xfc00fc00; max.f16x2 $0, $1, x; }"
-    return gl.inline_asm_elementwise(ASM, "=r,r", [bias], dtype=bias.dtype, is_pure=True, pack=2)
+    PAIR: gl.constexpr = "bf16x2" if bias.dtype == gl.bfloat16 else "f16x2"
+    LEAST: gl.constexpr = "0xff80ff80" if bias.dtype == gl.bfloat16 else "0xfc00fc00"
+    return gl.inline_asm_elementwise(
+        f"{{ .reg .b32 x; mov.b32 x, {LEAST}; max.{PAIR} $0, $1, x; }}", "=r,r", [bias], dtype=bias.dtype, is_pure=True,
+        pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
