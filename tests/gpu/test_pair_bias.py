@@ -34,7 +34,7 @@ if torch.cuda.get_device_capability() != (9, 0):
         {"sink": "h"},
         {"mask": "b11n"},
         {"mask": "b11n", "B": 43, "Hkv": 4, "H": 8, "N": 776},
-        {"mask": "111n", "M": 833, "N": 800, "dtype": torch.float16},
+        {"mask": "111n", "M": 833, "N": 800, "dtype": torch.float16, "planted": float("nan")},
         {"mask": "b11n", "bias_hides": True, "planted": float("nan")},
         {"mask": "b11n", "blind": True},
         {"B": 128, "M": 130, "N": 128},
