@@ -101,7 +101,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 4),  # stored before the loop, read after it
     ("3.6.0", replace(USUAL, D=32, causal=True, bias="b11n"), 2 * (2 * 2 + 2 * 4 + 4), 0),
     # What spills is an address of the warps that add up a shared bias, before their loop.
-    ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 0),
+    ("installed", replace(USUAL, D=32, B=24, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, bias="1hmn"), 2 * 8 + 2 * 4 + 8, 4),
     ("3.6.0", replace(USUAL, B=16, bias="1hmn", deterministic=True), 2 * 8 + 2 * 4 + 8, 8),
     ("3.6.0", replace(USUAL, mask="b1mn"), 2 * 8 + 2 * 4 + 8, 0),

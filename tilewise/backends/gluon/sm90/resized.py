@@ -39,8 +39,11 @@ def sized(
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
     # Lanes' heads take turns: those of a group have ended when half as many groups again have begun, and one more.
+    # What the preprocess zeroes is a place for each head that there is, and each half of the ring has whole groups.
     if config.lanes > 1:
         zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.lanes
+        there = heads - (config.lanes - 1) * kv_heads  # at least
+        zeroed = min(zeroed, there) // (2 * config.lanes) * (2 * config.lanes)
     found = (
         batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ring, lag,
         min(zeroed, heads),
