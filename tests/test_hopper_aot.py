@@ -101,7 +101,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 4),  # stored before the loop, read after it
     ("3.6.0", replace(USUAL, D=32, causal=True, bias="b11n"), 2 * (2 * 2 + 2 * 4 + 4), 0),
     # What spills is an address of the warps that add up a shared bias, before their loop.
-    ("installed", replace(USUAL, D=32, B=256, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 0),
+    ("installed", replace(USUAL, D=32, B=24, H=4, M=256, N=256, bias="1hmn"), 2 * 2 + 2 * 4 + 4, 0),
     ("3.6.0", replace(USUAL, bias="1hmn"), 2 * 8 + 2 * 4 + 8, 4),
     ("3.6.0", replace(USUAL, B=16, bias="1hmn", deterministic=True), 2 * 8 + 2 * 4 + 8, 8),
     ("3.6.0", replace(USUAL, mask="b1mn"), 2 * 8 + 2 * 4 + 8, 0),
@@ -269,17 +269,21 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
             assert counted[0] or not case.deterministic
 
 
-# By 3.7.1 three numbers of a thread are in memory until a role begins.
-@pytest.mark.parametrize(("triton", "spilled"), [("3.6.0", 0), ("installed", 12)])
-def test_batch_elements_side_by_side(compilers, triton, spilled):
+# Beside a mask two numbers of a thread are in memory until a role begins.
+@pytest.mark.parametrize(
+    ("triton", "mask", "spilled"), [("3.6.0", None, 0), ("3.6.0", "b11n", 8), ("installed", None, 0)]
+)
+def test_batch_elements_side_by_side(compilers, triton, mask, spilled):
     """A program of the pair bias has three: no ring of dS, and no sum of dQ for all heads."""
-    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn")
+    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn", mask=mask)
     codes = compilers.compile(compile_hopper_case, triton, 90, case, True)
-    assert [code.kernel.name for code in codes] == ["preprocess_kernel", "lanes_kernel", "last_heads_kernel"]
+    lists = ["summary_kernel", "tile_list_kernel"] if mask else []
+    assert [code.kernel.name for code in codes] == ["preprocess_kernel", *lists, "lanes_kernel", "last_heads_kernel"]
     hold_hopper(codes, spilled)
-    assert codes[1].wgmma == 3 * (2 * 2 + 2 * 4 + 4)
-    assert codes[1].kernel.registers == 128  # of all 512 threads, before they are handed out
-    assert codes[1].kernel.instructions["added in fours"] == 3 * 4 + 4  # of dS in a loop
+    lanes = codes[-2]
+    assert lanes.wgmma == 3 * (2 * 2 + 2 * 4 + 4 + bool(mask))
+    assert lanes.kernel.registers == 128  # of all 512 threads, before they are handed out
+    assert lanes.kernel.instructions["added in fours"] == 3 * 4 + 2 * 4  # of dS in a loop, another for fewer
 
 
 def test_dbias_is_added_in_fours(compilers):

@@ -78,20 +78,18 @@ def test_no_bank_twice(rows, columns, warps):
             assert (in_rows.wavefronts, in_rows.ideal) == (4, 2)
 
 
-@pytest.mark.parametrize("parts", [1, 3, 5])
-def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("parts", [1, 3, 5, 17])
+def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, heads):
     """dQ of the heads that a group's programs finish, from a ring of the sum: rows and columns past the end of a head
     are not written, and nothing of other heads is."""
     B, H, group, M, D, scale = 4, 4, 2, 150, 24, 0.5
     c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, LANES=2)
-    sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=5)
+    sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=6)
     expected = torch.randn(B, H, M, D, generator=torch.Generator().manual_seed(0))
     given = torch.zeros(B, H, 192, 32)
     given[:, :, :M, :D] = expected
     given[:, :, M:] = given[:, :, :, D:] = torch.nan  # as sums of what is not there might be
-
-    def load(at):
-        return sums[at]
 
     def store(at, values, mask=None):
         if mask is None:
@@ -99,34 +97,64 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts):
         else:
             dq.flatten()[at[mask]] = values[mask]
 
+    pending = []
+
+    class Slot:
+        def load(self, _):
+            return self.values
+
+    def slots(_, shape, __):
+        made = [Slot() for _ in range(shape[0])]
+        return SimpleNamespace(index=made.__getitem__)
+
+    def copy(slot, at):
+        slot.values = None
+        pending.append((slot, at))
+
+    def wait_group(count):  # what is waited for comes as late as it may
+        while len(pending) > count:
+            slot, at = pending.pop(0)
+            slot.values = sums[at]
+
     class Pointer(int):
         dtype = SimpleNamespace(element_ty=torch.float32)
 
     stubs = {
         "arange": lambda begin, end, _: torch.arange(begin, end), "cast": lambda x, _: x, "int64": torch.int64,
-        "zeros": lambda shape, *_: torch.zeros(shape), "static_assert": lambda holds, _: None, "float32": None,
-        "load": load, "store": store, "BlockedLayout": lambda *_: None, "SliceLayout": lambda *_: None,
-        "convert_layout": lambda x, _, **__: x,
+        "cdiv": lambda x, y: -(-x // y), "minimum": min, "zeros": lambda shape, *_: torch.zeros(shape),
+        "static_assert": lambda holds, _: None, "float32": None,
+        "store": store, "SwizzledSharedLayout": lambda *_: None,
+        "allocate_shared_memory": slots,
+        "BlockedLayout": lambda *_: None, "SliceLayout": lambda *_: None,
+        "convert_layout": lambda x, _, **__: x, "NVMMADistributedLayout": lambda *_: None, "static_range": range,
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(dq_accum.gl, name, stub, raising=False)
-    monkeypatch.setattr(dq_accum, "in_rows", dq_accum.in_rows.fn)
+    copies = SimpleNamespace(async_copy_global_to_shared=copy, commit_group=lambda: None, wait_group=wait_group)
+    monkeypatch.setattr(dq_accum, "async_copy", copies)
+    for name in ("in_rows", "strips_at"):
+        monkeypatch.setattr(dq_accum, name, getattr(dq_accum, name).fn)
     dq = torch.zeros(B, H, M, D)
     layout = SimpleNamespace(pointer=Pointer(0), stride0=H * M * D, stride1=M * D, stride2=D)
     places, written = sizes.zeroed * group * sizes.row_tiles, 0
-    for nth in range(B * sizes.kv_heads):
-        b, hk = nth // 2 // sizes.kv_heads * 2 + nth % 2, nth // 2 % sizes.kv_heads  # two lanes
-        tiles = given[b, hk * group : (hk + 1) * group].reshape(-1, 64, 32)
-        sums = torch.ones(places, 64 * 32)
-        at = nth % sizes.zeroed * len(tiles)
-        sums[at : at + len(tiles)] = torch.stack([dq_accum.as_threads_hold_it.fn(x, 4).flatten() for x in tiles])
-        left = sums.clone()
-        left[at : at + len(tiles)] = 0
+    for first in range(0, B * sizes.kv_heads, heads):
+        found = []
+        sums, left = torch.ones(places, 64 * 32), torch.ones(places, 64 * 32)
+        for nth in range(first, first + heads):
+            b, hk = nth // 2 // sizes.kv_heads * 2 + nth % 2, nth // 2 % sizes.kv_heads  # two lanes
+            found.append((b, slice(hk * group, (hk + 1) * group)))
+            tiles = given[found[-1]].reshape(-1, 64, 32)
+            at = nth % sizes.zeroed * len(tiles)
+            sums[at : at + len(tiles)] = torch.stack([dq_accum.as_threads_hold_it.fn(x, 4).flatten() for x in tiles])
+            left[at : at + len(tiles)] = 0
         sums = sums.flatten()
         for part in range(parts):
-            dq_accum.finish_head.fn(nth, part, parts, 0, layout, B - 1, D, True, SimpleNamespace(scale=scale), sizes, c)
+            dq_accum.finish_heads.fn(
+                first, heads, part, parts, 0, layout, B - 1, D, True, SimpleNamespace(scale=scale), sizes, c
+            )
         assert torch.equal(sums, left.flatten())
-        if b < B - 1:  # of a lane without a batch element nothing leaves
-            written += group
-            assert torch.equal(dq[b, hk * group : (hk + 1) * group], expected[b, hk * group : (hk + 1) * group] * scale)
+        for b, of in found:
+            if b < B - 1:  # of a lane without a batch element nothing leaves
+                written += group
+                assert torch.equal(dq[b, of], expected[b, of] * scale)
         assert (dq != 0).all((2, 3)).sum() == written

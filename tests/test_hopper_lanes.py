@@ -88,25 +88,29 @@ def ds_of(b, h, m, n0):
 
 @pytest.mark.parametrize("late", [*LANES, *OTHERS])
 @pytest.mark.parametrize(
-    ("batch", "group", "keys", "taken"),
-    [(258, 1, 260, [0, 1, 4, 700]), (257, 2, 260, [1699, 1700, 1701]), (257, 1, 259, [1707, 1709])],
-)
-def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken):
+    ("batch", "group", "keys", "taken", "hidden"),
+    [
+        (258, 1, 260, [0, 1, 4, 700], ()), (257, 2, 260, [1699, 1700, 1701], ()), (257, 1, 259, [1707, 1709], ()),
+        (258, 1, 260, [0, 1, 4, 5, 6, 700], {0, 4, 5, 700}),
+    ],
+)  # fmt: skip
+def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
     """The lanes of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
-    without a batch element; a role that is late keeps nobody waiting for ever."""
+    without a batch element; a role that is late keeps nobody waiting for ever. hidden: work tiles without a step."""
     monkeypatch.setattr(config, "LANES_FROM", 100)  # shorter ones have the same roles
     roles = Roles(late)
     roles.waits_for = dict.fromkeys([*LANES, *OTHERS])
     terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, keys, "1hmn", D=32))
     assert c.LANES == 3
     c.KEY_STAGES = c.VALUE_STAGES = STAGES
+    c.HIDES_KEYS = bool(hidden)
     count = sizes.key_tiles * sizes.kv_heads * sizes.batch
     numbers, indices = iter([*taken, count]), ring(empty=5)
     bias_ring, lanes = ring(empty=c.LANES), tuple(new_lane() for _ in LANES)
     for lane in lanes:
         lane.rows.bias_ring = bias_ring
     dbias = torch.zeros(4 * group, 150, 264)  # a row has room for a multiple of eight elements
-    finished, done, stored = [], [], []
+    finished, waited, done, stored = [], [], [], []
 
     def tma_load(source, at, barrier, slot):
         if slot is not None:
@@ -132,6 +136,10 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken):
     def atomic_add(to, values, mask, sem):
         dbias.view(-1)[to[mask]] += values[mask]
 
+    def work_tile_at(n, *_):
+        found = scheduler.work_tile_of.fn(n // c.LANES, n % c.LANES, terms, sizes, c)
+        return found._replace(end=found.begin) if n // c.LANES in hidden else found
+
     gl = SimpleNamespace(
         static_range=range, to_tensor=lambda x: x, cast=lambda x, _: x, int64=torch.int64, float32=torch.float32,
         cdiv=lambda x, y: -(-x // y),
@@ -147,15 +155,17 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken):
         "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
         "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use & 1),
         "work_tile_count": lambda *_: count, "box_of": lambda first, queries, b, h, row, c, col=0: [b, h, row, col],
-        "work_tile_at": lambda n, *_: scheduler.work_tile_of.fn(n // c.LANES, n % c.LANES, terms, sizes, c),
+        "work_tile_at": work_tile_at, "of_lane": scheduler.of_lane.fn,
         "row_tile": scheduler.row_tile, "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None, done=0),
-        "finish_earlier_head": lambda n, *_: finished.append(n),
+        "finish_earlier_heads": lambda n, *_: finished.append(n),
+        "wait_zeroed": lambda n, tile, *_: waited.append(scheduler.head_of(tile, sizes, c)),
         "head_of": scheduler.head_of, "count_stored": done.append,
         "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
         **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
+        "widened": lambda x: x, "add_pieces": backward_lanes.add_pieces.fn,
         "piece_of": lambda lane, slot, piece, _: lane.shared.ds.index(slot).piece(piece),
         "tile_of_lane": backward_lanes.tile_of_lane.fn, "load_step": backward_lanes.load_step.fn,
-        **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys")},
+        **{name: getattr(producers, name).fn for name in ("fetch_keys_of", "store_keys_of")},
     }  # fmt: skip
     for name, stub in stubs.items():
         for module in (backward_lanes, producers):
@@ -176,7 +186,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken):
             for of, name in ((lane.k_ring, "k"), (lane.v_ring, "v")):
                 roles.wait(of.full.index(slot), nth // STAGES & 1)
                 assert of.slots.index(slot)["holds"] == (name, w.b, w.hk, w.n0, 0)
-            for g, m in itertools.product(range(group), reversed(range(sizes.row_tiles))):
+            for g, m in itertools.product(range(group), reversed(range(w.begin, w.end))):
                 slot, phase, h = step % STAGES, step // STAGES & 1, w.hk * group + g
                 roles.wait(lane.rows.ring.full.index(slot), phase)
                 roles.wait(bias_ring.full.index(slot), phase)
@@ -198,17 +208,17 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken):
     roles.run(**{
         **{name: lambda which=which: computes(which) for which, name in enumerate(LANES)},
         "loads": lambda: backward_lanes.load_lanes.fn(x, lanes, *given),
-        "fetches": lambda: backward_lanes.fetch_and_store.fn(x, lanes, None, *given),
+        "fetches": lambda: backward_lanes.finish_and_store.fn(x, lanes, None, *given),
         "adds": lambda: backward_lanes.add_lanes.fn(x, lanes, strides, None, terms, sizes, c),
     })  # fmt: skip
     wanted = [n * c.LANES + lane for n in taken for lane in range(c.LANES)]
-    assert finished == wanted
-    assert done == [3 * (w.b // 3 * 4 + w.hk) + w.b % 3 for w in map(stubs["work_tile_at"], wanted)]
+    assert finished == taken
+    assert done == waited == [3 * (w.b // 3 * 4 + w.hk) for w in map(stubs["work_tile_at"], wanted[::3])]
     assert len(computed) == len(wanted)
     assert len(stored) == 2 * len(wanted)
     expected = torch.zeros(4 * group, 192, 320)
     for w in computed:
-        for g, m in itertools.product(range(group), range(sizes.row_tiles)):
+        for g, m in itertools.product(range(group), range(w.begin, w.end)):
             h = w.hk * group + g
             if w.b < batch:
                 expected[h, 64 * m : 64 * m + 64, w.n0 : w.n0 + 64] += ds_of(w.b, h, m, w.n0)

@@ -291,7 +291,7 @@ def test_the_backwards_loops(monkeypatch, p, dim):
     p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
     terms, sizes, c = backward_arguments(p)
     names = "accumulator slot_of use_of wait_full warps_barrier operand counters_at signal_stored wait_zeroed sums_of"
-    for name in (*names.split(), "fence_async_shared", "drop_what_is_not_finite"):
+    for name in (*names.split(), "hide_keys", "fence_async_shared", "drop_what_is_not_finite"):
         monkeypatch.setattr(backward_kernel, name, MagicMock())
     for name in ("entry_at", "steps_of", "tile_list_of"):
         monkeypatch.setattr(backward_kernel, name, getattr(backward_scheduler, name).fn)

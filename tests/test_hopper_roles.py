@@ -189,7 +189,10 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
         "steps_of": lambda *_: group * entries,
         "dv_tile": lambda x, dq_ring, c: dq_ring.slots,
         "add_dq": dq_accum.add_dq.fn,
-        **{name: getattr(producers, name).fn for name in ("fetch_keys", "store_keys", "signal_done")},
+        **{
+            name: getattr(producers, name).fn
+            for name in ("fetch_keys", "fetch_keys_of", "store_keys", "store_keys_of", "signal_done")
+        },
         **dict.fromkeys(
             ("warps_barrier", "fence_async_shared", "wait_stored", "wait_count", "wait_zeroed"), lambda *_: None
         ),

@@ -158,7 +158,7 @@ def tiles_together(monkeypatch):
         of_v = SimpleNamespace(index=lambda n: SimpleNamespace(reshape=lambda _: v[n]))
         shared = SimpleNamespace(k=ring(products), bias=ring(biases), v=of_v, full=ring(biases))
         terms = SimpleNamespace(scale=scale, exponent=1 / math.log(2))
-        c = SimpleNamespace(BLOCK_N=64, BLOCK_D=32, BLOCK_DV=8, WARPGROUPS=1, MASK=False, RAGGED=False)
+        c = SimpleNamespace(BLOCK_N=64, BLOCK_D=32, BLOCK_DV=8, WARPGROUPS=1, HIDES_KEYS=False)
         x, before, probabilities = SimpleNamespace(q=SimpleNamespace(dtype=None)), None, []
         nothing = torch.full((64,), -math.inf)
         rows = together_kernel.Rows(nothing, nothing, torch.zeros(64), torch.zeros(64, 8), None)

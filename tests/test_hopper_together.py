@@ -210,7 +210,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
         name: SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for name, n in {"k": 4, "v": 4, "bias": 8}.items()
     }
     x = SimpleNamespace(q=MagicMock(), o=MagicMock(), **sized)
-    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, BLOCK_D=32, BLOCK_DV=32, BIAS_BATCH=False, MASK=False, RAGGED=cut)
+    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, BLOCK_D=32, BLOCK_DV=32, BIAS_BATCH=False, HIDES_KEYS=cut)
     sizes = SimpleNamespace(tiles=tiles, group=1)
     failed = []
 
@@ -270,3 +270,29 @@ def test_keys_past_the_end_are_hidden(monkeypatch):
     c, sizes = SimpleNamespace(MASK=False, BLOCK_N=64), SimpleNamespace(keys=150)
     found = [key_mask.hidden_keys.fn(None, None, n, sizes, c) for n in range(3)]
     assert list(np.concatenate(found) == 0.0) == [key < 150 for key in range(192)]
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_lanes_hide_keys_by_the_bits_of_the_mask(monkeypatch, heads):
+    """In the order of `mask_kernels.summary_kernel`'s docstring, BY_KEYS; all keys of a batch element that is not."""
+    batch, keys = 3, 150
+    seen = np.random.default_rng(0).random((batch, 192)) < 0.5
+    seen[:, keys:] = False
+    words = np.zeros(batch * 3 * 128, int)
+    for b, key in np.argwhere(seen):
+        n, col = divmod(int(key), 64)
+        s, h, k = col // 16, col // 8 % 2, col % 8
+        for w in range(4):
+            words[128 * (3 * b + n) + 32 * s + 4 * k + w] |= 0xFFFF << (16 * h)
+    gl = as_numpy(None)
+    gl.load = lambda at, mask, other: np.where(mask, words[np.minimum(at, len(words) - 1)], other)
+    monkeypatch.setattr(key_mask, "gl", gl)
+    monkeypatch.setattr(key_mask, "mask_of", lambda b, h, heads, c: b)
+    c, sizes = SimpleNamespace(BLOCK_N=64), SimpleNamespace(key_tiles=3, kv_heads=heads, group=1)
+    x = SimpleNamespace(bits=0, k=SimpleNamespace(shape=[batch]))
+    for b, n in itertools.product(range(batch + 1), range(3)):
+        tile = SimpleNamespace(b=b, hk=heads - 1, n0=64 * n)
+        found = key_mask.hidden_keys_of_lane.fn(x, tile, sizes, c)
+        shown = seen[b, 64 * n : 64 * n + 64] if b < batch else np.zeros(64, bool)
+        assert list(found == 0.0) == list(shown)
+        assert list(found == -np.inf) == list(~shown)

@@ -177,7 +177,19 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
     assert some
 
 
-@pytest.mark.parametrize(("B", "Hkv", "N"), [(43, 4, 776), (300, 1, 768), (32, 2, 4000), (32, 1, 8000)])
+@pytest.mark.parametrize(
+    ("B", "Hkv", "N"),
+    [
+        (43, 4, 776),
+        (300, 1, 768),
+        (32, 2, 4000),
+        (32, 1, 8000),
+        (64, 4, 255),
+        (128, 4, 128),
+        (256, 3, 128),
+        (43, 4, 256),
+    ],
+)
 def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     """A head's place in the ring is zero when its programs add to it: those of lower numbers have finished the dQ of
     the head that had it, which programs of yet lower numbers have added up."""
@@ -188,15 +200,21 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     monkeypatch.setattr(dq_accum, "wait_count", lambda at, count: waited.append((at, count)))
     monkeypatch.setattr(dq_accum, "count_up", counted.append)
     monkeypatch.setattr(
-        dq_accum, "finish_head", lambda nth, part, parts, *_: finished.setdefault(nth, []).append((n, part, parts))
-    )
+        dq_accum, "finish_heads",
+        lambda nth, heads, part, parts, *_: [
+            finished.setdefault(nth + i, []).append((n, part, parts)) for i in range(heads)
+        ],
+    )  # fmt: skip
     monkeypatch.setattr(dq_accum, "gl", SimpleNamespace(program_id=lambda _: n))
     x = SimpleNamespace(dq=None, k=SimpleNamespace(shape=[0] * 4))
     p = problem(B, 2 * Hkv, Hkv, 780, N, "1hmn", D=32)
     terms, sizes, c = kernel_arguments(p)
     heads, tiles = sizes.batch * Hkv, sizes.key_tiles
     assert c.LANES == 3
-    assert sizes.zeroed < B * Hkv  # places, which the preprocess zeroes
+    assert sizes.zeroed <= B * Hkv  # places, which the preprocess zeroes, of heads that there are
+    assert sizes.zeroed % (2 * c.LANES) == 0
+    short = sizes.zeroed // c.LANES * tiles <= 3 * 132  # all heads have less than the programs that run at once need
+    assert not short or sizes.zeroed > B * Hkv - 2 * Hkv - 2 * c.LANES
     seen = set()
     added: dict[int, list[int]] = {}  # by head, the programs that add to it
     zeroed: dict[int, list[int]] = {}  # by head, those that zero its place
@@ -208,13 +226,16 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
         added.setdefault(head, []).append(n)
         if w.b < B:  # of a lane without a batch element nothing is stored
             seen.add((w.b, w.hk, w.n0))
-        dq_accum.finish_earlier_head.fn(n, x, None, 0, terms, sizes, c)
+        if n % c.LANES:
+            continue
+        dq_accum.finish_earlier_heads.fn(n // c.LANES, x, None, 0, terms, sizes, c)
         if waited:
             ((at, count),) = waited
-            done = at - heads
-            assert count == len(added[done]) == tiles
-            assert finished[done][-1][0] == n
-            assert max(added[done]) // c.LANES < n // c.LANES - 132  # programs that run at once; lanes are one of them
+            assert (at - heads) % c.LANES == 0
+            for done in range(at - heads, at - heads + c.LANES):
+                assert count == len(added[done]) == tiles
+                assert finished[done][-1][0] == n
+                assert short or max(added[done]) // c.LANES < n // c.LANES - 132  # programs that run at once
         for at in counted:
             zeroed.setdefault(at, []).append(n)
         waited.clear()
@@ -223,9 +244,10 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     assert seen == {*itertools.product(range(B), range(Hkv), range(0, N, c.BLOCK_N))}
     for head, programs in added.items():
         if head >= sizes.zeroed:
-            assert len(zeroed[head]) == tiles
-            assert max(zeroed[head]) // c.LANES < min(programs) // c.LANES
-            assert [program for program, *_ in finished[head - sizes.zeroed]] == zeroed[head]
+            of_group = zeroed[head // c.LANES * c.LANES]
+            assert len(of_group) == tiles
+            assert max(of_group) // c.LANES < min(programs) // c.LANES
+            assert [program for program, *_ in finished[head - sizes.zeroed]] == of_group
     for n in range(sizes.zeroed // 2 * sizes.group * sizes.row_tiles):  # noqa: B007
         dq_accum.last_heads_kernel.fn(None, None, None, None, None, terms, sizes, c)
     assert set(finished) == set(range(heads))

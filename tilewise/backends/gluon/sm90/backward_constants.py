@@ -47,6 +47,7 @@ class BackwardConstants(NamedTuple):
     GROUP_BROADCASTS: Any  # those of one program do
     DBIAS: Any  # "none"; of a matrix "store", "accumulate", "reduce" or "lanes"; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
+    HIDES_KEYS: Any  # of lanes, in the place of MASK: it is the same for all queries, see `key_mask`
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
     LONGEST_FIRST: Any  # work tiles come in the order that `mask_kernels.longest_first_kernel` finds

@@ -69,6 +69,7 @@ from tilewise.backends.gluon.sm90.dq_accum import (
 )
 from tilewise.backends.gluon.sm90.dropout import kept_of, signed_by_dropout, softmax_gradient
 from tilewise.backends.gluon.sm90.key_bias import keep_bias_of_keys, store_sums, sums_of
+from tilewise.backends.gluon.sm90.key_mask import hide_keys
 from tilewise.backends.gluon.sm90.m_subtiles import (
     Rows,
     begin,
@@ -160,6 +161,7 @@ class Shared(NamedTuple):
     dbias: Any
     added: Any
     ds_ring: Any  # barriers of dS of a lane, which others read too
+    hiding: Any  # of a lane, keys and queries of the step that hides keys, see `key_mask`
 
 
 class State(NamedTuple):
@@ -381,13 +383,12 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
-    dk = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
-    dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
+    dk, dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS), gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
     slot = slot_of(keys, nth)
     v_slot = slot_of(values, nth)
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    if not c.DQ_BY_TMA:
+    if not c.DQ_BY_TMA and c.LANES == 1:  # else who loads has waited
         wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
@@ -400,11 +401,12 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     if c.HIDES:
         drop_what_is_not_finite(k_tile, c)
         drop_what_is_not_finite(v_tile, c)
+        hide_keys(x, shared, work_tile, sizes, c)
         fence_async_shared()
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
     shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
-                    shared.ds_ring)  # fmt: skip
+                    shared.ds_ring, shared.hiding)  # fmt: skip
 
     steps = step + steps_of(x, work_tile, sizes, c)
     corner = corner_of(work_tile.end - 1, work_tile, c)
@@ -512,8 +514,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
 @gluon.jit
 def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c):
     """The role of the two warpgroups: all products."""
-    step = gl.to_tensor(0)
-    nth = gl.to_tensor(0)
+    step, nth = gl.to_tensor(0), gl.to_tensor(0)
     if c.DYNAMIC:
         tile_index = next_tile_index(0, nth, tile_indices, c)
         while tile_index < work_tile_count(x, sizes, c):
@@ -574,7 +575,7 @@ def backward_kernel(
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
     rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT, ABSENT)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         index_ring = new_ring_of_numbers(2, 3)

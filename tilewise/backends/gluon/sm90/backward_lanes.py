@@ -5,9 +5,9 @@ lanes of a program have the same tile of keys, of one head, and come to the same
 they read one tile of the bias, and two other warps add their tiles of dS up where they lie, in shared memory, before
 they leave for a float32 sum in memory. So a tile of the bias comes, and one of dS leaves, once for all lanes.
 
-A program stays and takes the next work tile that is left. One warp loads Q and dO of all lanes and the bias, one
-K and V of the next work tile beside what `dq_accum.finish_earlier_head` and `producers.store_keys` do: heads take turns
-in the sum of dQ, which has room for those that are at work.
+A program stays and takes the next work tile that is left. One warp loads K, V, Q and dO of all lanes and the bias,
+one has what `dq_accum.finish_earlier_heads` and `producers.store_keys` do: heads take turns in the sum of dQ, which has
+room for those that are at work.
 
 Of the last program of a head some lanes may have no batch element: TMA reads zeros for them and stores nothing, their
 dQ has a place in the ring of the sum which nobody reads, and their dS is not added.
@@ -39,17 +39,20 @@ from tilewise.backends.gluon.pipeline import (
     wait_full,
     with_barriers,
 )
+from tilewise.backends.gluon.score import widened
 from tilewise.backends.gluon.sm90.backward_kernel import Operands, Shared, TileIndices, differentiate
 from tilewise.backends.gluon.sm90.backward_scheduler import (
     counters_at,
     head_of,
+    of_lane,
     row_tile,
     work_tile_at,
     work_tile_count,
 )
-from tilewise.backends.gluon.sm90.dq_accum import finish_earlier_head, new_dq_ring
+from tilewise.backends.gluon.sm90.dq_accum import finish_earlier_heads, new_dq_ring, wait_zeroed
+from tilewise.backends.gluon.sm90.key_mask import new_step_tiles, store_ones
 from tilewise.backends.gluon.sm90.m_subtiles import Rows
-from tilewise.backends.gluon.sm90.producers import fetch_keys, store_keys
+from tilewise.backends.gluon.sm90.producers import fetch_keys_of, store_keys_of
 from tilewise.backends.gluon.sm90.wgmma import tile_layout
 from tilewise.backends.gluon.tile_scheduler import hand_out_tile_index, next_tile_index
 
@@ -67,7 +70,7 @@ class Lane(NamedTuple):
 
 
 @gluon.jit
-def new_lane(q, k, v, do, stats, dq_accum, bias_ring, c):
+def new_lane(q, k, v, do, stats, dq_accum, bias_ring, ones, c):
     keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     values = new_ring(v, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     ring = new_ring(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
@@ -78,7 +81,10 @@ def new_lane(q, k, v, do, stats, dq_accum, bias_ring, c):
     ds_ring = with_barriers(ds_slots, 2, 1)
     no_ring = Ring(ABSENT, ABSENT, ABSENT)
     rows = Rows(ring, do_slots, stats_slots, bias_ring.slots, ABSENT, no_ring, bias_ring)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ds_ring)
+    hiding = ABSENT
+    if c.HIDES_KEYS:
+        hiding = (new_step_tiles(q.dtype, 1, c.BLOCK_N).index(0), ones)
+    shared = Shared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ds_ring, hiding)
     return Lane(rows, keys, values, new_dq_ring(dq_accum, c), shared)
 
 
@@ -124,13 +130,21 @@ def load_lanes(x, lanes, tile_indices, counts, terms, sizes, c):
     """The role of one warp: what tiles of queries bring, and the bias."""
     let_next_begin()
     step = gl.to_tensor(0)
-    nth = 0
+    nth = gl.to_tensor(0)
     semaphore = counters_at(counts, sizes, c).tile_count_semaphore
     tile_index = fetch_tile_index(semaphore)
     hand_out_tile_index(tile_indices, nth, tile_index)
     while tile_index * c.LANES < work_tile_count(x, sizes, c):
         first = work_tile_at(tile_of_lane(tile_index, 0, c), x, terms, sizes, c)
+        for lane in gl.static_range(c.LANES):
+            fetch_keys_of(of_lane(first, lane), nth, x, lanes[lane].k_ring, lanes[lane].v_ring, c)
+        # Lanes add to dQ after they have seen what comes behind this. They would wait here for all that they have
+        # added before.
+        wait_zeroed(tile_index, first, x, counters_at(counts, sizes, c), sizes, c)
         next_index = tile_index
+        if c.HIDES_KEYS:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+            if first.end == first.begin:
+                next_index = fetch_tile_index(semaphore)
         for g in range(sizes.group):
             for i in range(first.end - first.begin):
                 m = first.end - 1 - i
@@ -144,8 +158,7 @@ def load_lanes(x, lanes, tile_indices, counts, terms, sizes, c):
                 at = box_of(0, 0, 0, h // c.BIAS_GROUP, m * c.BLOCK_M, c, first.n0)
                 tma_load(x.bias, at, bias_ring.full.index(slot), bias_ring.slots.index(slot))
                 for lane in gl.static_range(c.LANES):
-                    work_tile = work_tile_at(tile_of_lane(tile_index, lane, c), x, terms, sizes, c)
-                    load_step(x, lanes[lane].rows, work_tile, h, m, step, sizes, c)
+                    load_step(x, lanes[lane].rows, of_lane(first, lane), h, m, step, sizes, c)
                 step += 1
         tile_index = next_index
         nth += 1
@@ -153,36 +166,23 @@ def load_lanes(x, lanes, tile_indices, counts, terms, sizes, c):
 
 
 @gluon.jit
-def fetch_and_store(x, lanes, dq, tile_indices, counts, terms, sizes, c):
-    """The role of one warp: K and V of the next work tile, dQ of heads that have ended, dK and dV of this work tile.
-
-    dq: a `Strided`."""
+def finish_and_store(x, lanes, dq, tile_indices, counts, terms, sizes, c):
+    """The role of one warp: dQ of heads that have ended, dK and dV of this work tile. dq: a `Strided`."""
     nth = 0
     tile_index = next_tile_index(0, nth, tile_indices, c)
-    if tile_index * c.LANES < work_tile_count(x, sizes, c):
-        for lane in gl.static_range(c.LANES):
-            of, at = lanes[lane], tile_of_lane(tile_index, lane, c)
-            fetch_keys(at, gl.to_tensor(0), x, of.k_ring, of.v_ring, terms, sizes, c)
     while tile_index * c.LANES < work_tile_count(x, sizes, c):
+        finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c)
+        first = work_tile_at(tile_of_lane(tile_index, 0, c), x, terms, sizes, c)
         for lane in gl.static_range(c.LANES):
-            finish_earlier_head(tile_of_lane(tile_index, lane, c), x, dq, counts, terms, sizes, c)
-        next_index = next_tile_index(tile_index, nth + 1, tile_indices, c)
-        if next_index * c.LANES < work_tile_count(x, sizes, c):
-            for lane in gl.static_range(c.LANES):
-                of, at = lanes[lane], tile_of_lane(next_index, lane, c)
-                fetch_keys(at, nth + 1, x, of.k_ring, of.v_ring, terms, sizes, c)
-        for lane in gl.static_range(c.LANES):
-            of = lanes[lane]
-            store_keys(tile_of_lane(tile_index, lane, c), nth, x, of.dq_ring, of.shared, terms, sizes, c)
+            store_keys_of(of_lane(first, lane), nth, x, lanes[lane].dq_ring, lanes[lane].shared, c)
         tma.store_wait(0)  # they have left shared memory
         for lane in gl.static_range(c.LANES):
             of = lanes[lane]
             release(of.k_ring, slot_of(of.k_ring, nth))
             release(of.v_ring, slot_of(of.v_ring, nth))
-            work_tile = work_tile_at(tile_of_lane(tile_index, lane, c), x, terms, sizes, c)
-            count_stored(counters_at(counts, sizes, c).done + head_of(work_tile, sizes, c))
+        count_stored(counters_at(counts, sizes, c).done + head_of(first, sizes, c))
         nth += 1
-        tile_index = next_index
+        tile_index = next_tile_index(tile_index, nth, tile_indices, c)
 
 
 @gluon.constexpr_function
@@ -197,6 +197,27 @@ def piece_of(lane, slot, piece, c):
     tile = lane.shared.ds.index(slot)
     LAYOUT: gl.constexpr = piece_layout(tile.dtype, c.BLOCK_N)
     return tile._reinterpret(tile.dtype, [c.BLOCK_M // PIECE_ROWS, PIECE_ROWS, c.BLOCK_N], LAYOUT).index(piece)
+
+
+@gluon.jit
+def add_pieces(
+    to, lanes, slot, present, rows, left, inside_cols, stride, L: gl.constexpr, c, FEWER: gl.constexpr
+):  # fmt: skip
+    """A step of `add_lanes`, with all loads of a piece on their way before one is waited for. FEWER: of the lanes those
+    that have a batch element count; rows: of a piece; left: from the step's first query on."""
+    for piece in range(c.BLOCK_M // PIECE_ROWS):
+        first = piece_of(lanes[0], slot, piece, c).load(L)
+        second = piece_of(lanes[1], slot, piece, c).load(L)
+        third = widened(piece_of(lanes[2], slot, piece, c).load(L))
+        total = widened(first)
+        if FEWER:
+            total += gl.where(present > 1, widened(second), 0.0)
+            total += gl.where(present > 2, third, 0.0)
+        else:
+            total = total + widened(second) + third
+        inside = (rows < left - piece * PIECE_ROWS)[:, None] & inside_cols
+        gl.atomic_add(to, total, mask=inside, sem="relaxed")
+        to += PIECE_ROWS * stride
 
 
 @gluon.jit
@@ -228,18 +249,11 @@ def add_lanes(x, lanes, dbias, tile_indices, terms, sizes, c):
                 for lane in gl.static_range(c.LANES):
                     wait_full(lanes[lane].shared.ds_ring, slot, use)
                 to = at + (row0 + rows).to(gl.int64)[:, None] * stride
-                for piece in range(c.BLOCK_M // PIECE_ROWS):
-                    total = piece_of(lanes[0], slot, piece, c).load(L).to(gl.float32)
-                    if present >= c.LANES:
-                        for lane in gl.static_range(1, c.LANES):
-                            total += piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
-                    else:
-                        for lane in gl.static_range(1, c.LANES):
-                            found = piece_of(lanes[lane], slot, piece, c).load(L).to(gl.float32)
-                            total += gl.where(lane < present, found, 0.0)
-                    inside = (rows < sizes.queries - row0 - piece * PIECE_ROWS)[:, None] & inside_cols
-                    gl.atomic_add(to, total, mask=inside, sem="relaxed")
-                    to += PIECE_ROWS * stride
+                left = sizes.queries - row0
+                if present >= c.LANES:
+                    add_pieces(to, lanes, slot, present, rows, left, inside_cols, stride, L, c, False)
+                else:
+                    add_pieces(to, lanes, slot, present, rows, left, inside_cols, stride, L, c, True)
                 warps_barrier()
                 for lane in gl.static_range(c.LANES):
                     release(lanes[lane].shared.ds_ring, slot)
@@ -259,9 +273,13 @@ def lanes_kernel(
     wait_for_previous()
     x = Operands(q, k, v, do, bias, stats, dq_accum, dk, dv, ABSENT, given.seed, bits, given.tile_list)
     bias_ring = new_ring(bias, c.STAGES, c.BLOCK_M, c.BLOCK_N, c.LANES)
-    lane0 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, c)
-    lane1 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, c)
-    lane2 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, c)
+    ones = ABSENT
+    if c.HIDES_KEYS:
+        ones = new_step_tiles(q.dtype, 1, c.BLOCK_M).index(0)
+        store_ones(ones)
+    lane0 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, ones, c)
+    lane1 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, ones, c)
+    lane2 = new_lane(q, k, v, do, stats, dq_accum, bias_ring, ones, c)
     lanes = (lane0, lane1, lane2)
     tile_indices = TileIndices(new_ring_of_numbers(2, c.LANES + 2))
     FEW: gl.constexpr = c.LOADING_REGISTERS
@@ -273,7 +291,7 @@ def lanes_kernel(
             (compute_lane, (x, lane1, tile_indices, counts, terms, sizes, c, 1)),
             (compute_lane, (x, lane2, tile_indices, counts, terms, sizes, c, 2)),
             (load_lanes, (x, lanes, tile_indices, counts, terms, sizes, c)),
-            (fetch_and_store, (x, lanes, dq, tile_indices, counts, terms, sizes, c)),
+            (finish_and_store, (x, lanes, dq, tile_indices, counts, terms, sizes, c)),
             (add_lanes, (x, lanes, dbias, tile_indices, terms, sizes, c)),
         ],
         [4, 4, 1, 1, 2],

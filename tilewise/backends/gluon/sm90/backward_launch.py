@@ -211,7 +211,7 @@ class Backward:
                 if c.DBIAS.value == "sum" or toeplitz is not None
                 else box(dbias if ring is None else ring, block_m, block_n),
                 Record(Given, (POINTER, POINTER)),
-                POINTER if self.summary is None else vector(self.summary.bits_like, 2 * block_n),
+                POINTER if self.summary is None or self.lanes else vector(self.summary.bits_like, 2 * block_n),
                 *dbias_tiles,
             ),
             (terms, sizes, c),
@@ -486,7 +486,8 @@ def _compiled(
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         DBIAS_SUMS=max(1, dbias_sums(problem)),
-        MASK=mask is not None,
+        MASK=mask is not None and config.lanes == 1,
+        HIDES_KEYS=mask is not None and config.lanes > 1,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         LONGEST_FIRST=longest_first(problem),

@@ -263,7 +263,36 @@ def work_tile_at(tile_index, x, terms, sizes, c):
     if c.PACKED:
         return packed_work_tile(tile_index, x, terms, sizes, c)
     else:
-        return work_tile_of(tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS, terms, sizes, c, x.tile_list)
+        group, member = tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS
+        work_tile = work_tile_of(group, member, terms, sizes, c, x.tile_list)
+        if c.HIDES_KEYS:
+            work_tile = unless_hidden(work_tile, x, sizes, c)
+        return work_tile
+
+
+@gluon.jit
+def unless_hidden(work_tile, x, sizes, c):
+    """A lane's work tile, without tiles of queries where a mask hides its keys from all lanes of the program."""
+    seen = 0
+    for lane in gl.static_range(c.LANES):
+        b = work_tile.b // c.LANES * c.LANES + lane
+        nth = tile_of_mask(b, work_tile.hk * sizes.group, work_tile.n0, sizes, c)
+        # as `tile_list_of`; the sum of 1 and row_tiles would be made for all roles where the kernel begins, and spill
+        seen |= gl.load(x.tile_list + nth * sizes.row_tiles + nth, mask=b < x.k.shape[0], other=0)
+    end = gl.where(seen != 0, work_tile.end, work_tile.begin)
+    return KeyTile(
+        work_tile.b, work_tile.hk, work_tile.n0, work_tile.begin, work_tile.full_begin, work_tile.full_end, end,
+        work_tile.seq, work_tile.first_tile,
+    )  # fmt: skip
+
+
+@gluon.jit
+def of_lane(first, lane):
+    """The work tile of a lane, of that of the program's first."""
+    return KeyTile(
+        first.b + lane, first.hk, first.n0, first.begin, first.full_begin, first.full_end, first.end, first.seq,
+        first.first_tile,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from tilewise.score.tiles import visible_pairs
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
 LANES = 3  # batch elements of a program of the backward, see `has_lanes`
-LANES_FROM = 384  # queries, and keys
+LANES_FROM = 128  # queries, and keys
 MOST_PROGRAMS = 8  # of a group that shares a bias, see dbias_reduce
 L2_CACHE = 32 * 1024**2  # of 50 MiB, what is there again when the next program wants it
 
@@ -298,17 +298,16 @@ def _dense_stores(problem: Problem) -> bool:
 
 def has_lanes(problem: Problem) -> bool:
     """Whether a program of the backward has several batch elements, which share a bias that has a gradient: of heads of
-    32, where there are enough for each program to have several work tiles, one after the other, and these are so long
-    that less traffic makes up for warpgroups that wait for each other (H200, (B, S, H, D): 1.13 of the speed at 512,
-    1.17 at 768; 1.00 at 384, in a ninth of the memory)."""
+    32, where there are enough of them for all programs (H200, H = 4, of the speed of one in a program: 1.14 to 1.43 for
+    32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for 16 batch elements)."""
     p, bias, score = problem, problem.bias, problem.score
     if bias is None or not p.bias_grad or p.bias_itemsize != p.dtype.itemsize or bias.dtype != p.dtype:
         return False
-    if p.mask is not None or p.parts is not None or p.totals is not None or p.deterministic:
+    if (p.mask is not None and not hides_keys(p)) or p.parts is not None or p.totals is not None or p.deterministic:
         return False
     if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
         return False
-    enough = p.batch >= 32 and p.batch * p.kv_heads * -(-p.keys // ROWS) >= 2048
+    enough = p.batch >= 32 and p.batch * p.kv_heads * -(-p.keys // ROWS) >= 512
     long = min(p.queries, p.keys) >= LANES_FROM
     rows = backward_width(p) == 32 and p.head_dim % 8 == 0  # see `dq_accum.finish_head`
     return rows and score.band.unlimited and bias.batch == 1 and enough and long

@@ -85,7 +85,7 @@ def sums_sparsely(problem: Problem) -> bool:
     """Whether `sparse_sum` zeroes what programs add to, and makes dBias of it: a single sum in dBias's dtype is dBias
     itself."""
     bias = problem.bias
-    if problem.mask is None or bias is None:
+    if problem.mask is None or bias is None or has_lanes(problem):
         return False
     if reduction(problem) == "accumulate":
         return dbias_sums(problem) > 1

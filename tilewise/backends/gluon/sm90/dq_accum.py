@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
@@ -147,51 +148,86 @@ def in_rows(strips):
 
 
 @gluon.jit
-def finish_head(head, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c):
-    """One of some parts of dQ = scale · sum of a key/value head, see `backward_scheduler.head_of`, by one warp; ZEROES:
-    its place for the head that has it next. dq: `Strided`; lanes past its ``batch`` elements have none."""
+def finish_heads(
+    head, HEADS: gl.constexpr, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c
+):
+    """One of some parts of dQ = scale · sum, of HEADS key/value heads from ``head`` on, see
+    `backward_scheduler.head_of`, by one warp.
+
+    ZEROES: their places for the heads that have them next. dq: `Strided`; lanes past its ``batch`` elements have none.
+    """
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
     STRIP: gl.constexpr = 128  # elements that one warp has next to each other: 16 rows and 8 columns
     IN: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [1, 1], [1, 0])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # what a warp has of wgmma's result
     STRIPS: gl.constexpr = c.BLOCK_D // 8
     group = head // c.LANES
-    b, hk = group // sizes.kv_heads * c.LANES + head % c.LANES, group % sizes.kv_heads
+    b0, hk = group // sizes.kv_heads * c.LANES + head % c.LANES, group % sizes.kv_heads
     nth = gl.arange(0, STRIPS, gl.SliceLayout(1, IN))[:, None]
     within = nth * (c.WARPS * STRIP) + gl.arange(0, STRIP, gl.SliceLayout(0, IN))[None, :]
     row = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
     col = gl.arange(0, c.BLOCK_D, gl.SliceLayout(0, OUT))[None, :]
+    place = head % sizes.zeroed  # those of a group have theirs next to each other
+    last = sizes.row_tiles * c.WARPS - 1
+    # Sixteen rows of each head at a time, all of their columns, which each thread has copied for itself: one warp has
+    # all of it to do while a work tile is computed, and no time to wait, nor registers for what is on its way.
+    AHEAD: gl.constexpr = 2  # times sixteen rows of each head
+    slots = gl.allocate_shared_memory(
+        gl.float32, [AHEAD * HEADS, STRIPS, STRIP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     for g in range(sizes.group):
-        # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store eight at a time.
-        to = dq.pointer + gl.cast(b, gl.int64) * (dq.stride0 // 8 * 8)
+        apart = gl.cast(sizes.group * sizes.row_tiles, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
+        for i in gl.static_range(AHEAD):
+            at = dq_accum + strips_at(place, g, gl.minimum(part + i * parts, last), STRIPS, sizes, c) * STRIP + within
+            for lane in gl.static_range(HEADS):
+                async_copy.async_copy_global_to_shared(slots.index(i * HEADS + lane), at + lane * apart)
+                async_copy.commit_group()
+        # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store two at a time.
+        to = dq.pointer + gl.cast(b0, gl.int64) * (dq.stride0 // 8 * 8)
         to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
-        tile = (head % sizes.zeroed * sizes.group + g) * sizes.row_tiles  # as of `tile_of_sum`
-        at = dq_accum + gl.cast(tile, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
-        # Sixteen rows at a time, all of their columns: a load for each strip, and a wait for all of them.
-        for rows in range(part, sizes.row_tiles * c.WARPS, parts):
-            first = rows // c.WARPS * (STRIPS * c.WARPS) + rows % c.WARPS
-            place = at + gl.cast(first, gl.int64) * STRIP + within
-            found = gl.load(place)
-            if ZEROES:
-                gl.store(place, gl.zeros([STRIPS, STRIP], gl.float32, IN))
-            value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
-            inside = (row < sizes.queries - rows * 16) & (col // 8 < dim // 8) & (b < batch)
+        first_slot = 0
+        for rows in range(part, last + 1, parts):
+            here = dq_accum + strips_at(place, g, rows, STRIPS, sizes, c) * STRIP + within
+            later = gl.minimum(rows + AHEAD * parts, last)
+            ahead = dq_accum + strips_at(place, g, later, STRIPS, sizes, c) * STRIP + within
             to_rows = to + (row + rows * 16).to(gl.int64) * (dq.stride2 // 8 * 8) + col
-            gl.store(to_rows, gl.convert_layout(value, OUT), mask=inside)
+            inside = (row < sizes.queries - rows * 16) & (col // 8 < dim // 8)
+            for lane in gl.static_range(HEADS):
+                slot = slots.index(first_slot + lane)
+                async_copy.wait_group(AHEAD * HEADS - 1)
+                found = slot.load(IN)
+                if ZEROES:
+                    gl.store(here + lane * apart, gl.zeros([STRIPS, STRIP], gl.float32, IN))
+                async_copy.async_copy_global_to_shared(slot, ahead + lane * apart)
+                async_copy.commit_group()
+                value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
+                value = gl.convert_layout(value, OUT, assert_trivial=True)
+                gl.store(to_rows + lane * (dq.stride0 // 8 * 8), value, mask=inside & (b0 + lane < batch))
+            first_slot = AHEAD * HEADS - HEADS - first_slot
+        async_copy.wait_group(0)
 
 
 @gluon.jit
-def finish_earlier_head(tile_index, x, dq, counts, terms, sizes, c):
-    """Where heads take turns in the sum of dQ, as those of lanes: a work tile's part of a head's dQ whose programs have
-    ended, or nearly, and zeros in its place. Half of the ring's heads are between the two, and half have that time to
-    be finished in."""
-    group, member = tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS
-    head, tile = head_and_tile(group, sizes, c)
-    earlier = head * c.GROUP_PROGRAMS + member - sizes.zeroed // 2
+def strips_at(place, g, rows, STRIPS: gl.constexpr, sizes, c):
+    """The first strip of the ``rows``-th sixteen rows of the head that has a place in the sum; as of `tile_of_sum`."""
+    tile = (place * sizes.group + g) * sizes.row_tiles + rows // c.WARPS
+    return gl.cast(tile * (STRIPS * c.WARPS) + rows % c.WARPS, gl.int64)
+
+
+@gluon.jit
+def finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c):
+    """Where heads take turns in the sum of dQ, as those of lanes: a program's part of dQ of the heads of a group whose
+    programs have ended, or nearly, and zeros in their places. Half of the ring's heads are between the two, and half
+    have that time to be finished in. Of the heads of a group, which programs have together, the first has counters.
+    """
+    head, tile = head_and_tile(tile_index, sizes, c)
+    earlier = head * c.LANES - sizes.zeroed // 2
     if earlier >= 0:
         counters = counters_at(counts, sizes, c)
         wait_count(counters.done + earlier, sizes.key_tiles)
-        finish_head(earlier, tile, sizes.key_tiles, x.dq, dq, x.k.shape[0], x.k.shape[3], True, terms, sizes, c)
+        finish_heads(
+            earlier, c.LANES, tile, sizes.key_tiles, x.dq, dq, x.k.shape[0], x.k.shape[3], True, terms, sizes, c
+        )
         if earlier + sizes.zeroed < sizes.batch * sizes.kv_heads:
             count_up(counters.zeroed + earlier + sizes.zeroed)
 
@@ -202,7 +238,7 @@ def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
     `postprocess_kernel` has them."""
     tiles = sizes.group * sizes.row_tiles
     head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + gl.program_id(0) // tiles
-    finish_head(head, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
+    finish_heads(head, 1, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
 
 
 @gluon.jit

@@ -128,6 +128,7 @@ class ForwardConstants(NamedTuple):
     FAR_HI: Any  # or above
     VANISHES: Any  # some of these may be left out, see vanishing
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
+    HIDES_KEYS: Any  # a step of the product does, see `key_mask`
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
     MASK_ROWS: Any  # the mask differs between queries

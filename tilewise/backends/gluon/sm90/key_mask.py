@@ -35,10 +35,43 @@ def store_step(tile, first):
 
 
 @gluon.jit
-def store_ones(tile, WARPS: gl.constexpr):
-    """What is multiplied by a `store_step` of keys."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+def store_ones(tile):
+    """What is multiplied by a `store_step` of keys, by four warps."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     store_step(tile, gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L)))
+
+
+@gluon.jit
+def hidden_keys_of_lane(x, work_tile, sizes, c):
+    """In the backward's lanes, in a role of four warps: 0 for keys of a work tile that are visible, -inf for others; of
+    the bits that `mask_kernels.summary_kernel` has written BY_KEYS, of which those of a key are alike."""
+    L: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+    keys = gl.arange(0, c.BLOCK_N, L)
+    nth = mask_of(work_tile.b, work_tile.hk * sizes.group, sizes.kv_heads * sizes.group, c) * sizes.key_tiles
+    at = x.bits + (nth + work_tile.n0 // c.BLOCK_N) * (2 * c.BLOCK_N) + keys // 16 * 32 + keys % 8 * 4
+    there = (keys >= 0) & (work_tile.b < x.k.shape[0])
+    seen = (gl.load(at, mask=there, other=0) >> (keys // 8 % 2 * 16)) & 1
+    return gl.where(seen != 0, 0.0, -float("inf"))
+
+
+@gluon.jit
+def hide_keys(x, shared, work_tile, sizes, c):
+    """In the backward, before the fence behind which K is read: the step of a lane's keys, where a mask hides some."""
+    if c.HIDES_KEYS:
+        store_step(shared.hiding[0], hidden_keys_of_lane(x, work_tile, sizes, c))
+
+
+@gluon.jit
+def without_nan(bias):
+    """The bias with -inf for NaN, which a hidden key may have beside it. A query that sees a NaN has one for its LSE,
+    and so for all of its P."""
+    gl.static_assert(bias.dtype == gl.bfloat16 or bias.dtype == gl.float16)
+    PAIR: gl.constexpr = "bf16x2" if bias.dtype == gl.bfloat16 else "f16x2"
+    LEAST: gl.constexpr = "0xff80ff80" if bias.dtype == gl.bfloat16 else "0xfc00fc00"
+    return gl.inline_asm_elementwise(
+        f"{{ .reg .b32 x; mov.b32 x, {LEAST}; max.{PAIR} $0, $1, x; }}", "=r,r", [bias], dtype=bias.dtype, is_pure=True,
+        pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -371,6 +371,7 @@ def _compiled(problem: Problem, config: Config, dynamic: bool, documents: bool =
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
+        HIDES_KEYS=comes_together(problem) and (mask is not None or problem.keys % config.block_n != 0),
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=raster(problem).at(problem.queries, problem.keys),

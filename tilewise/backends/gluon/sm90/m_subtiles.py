@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.backends.gluon.pipeline import ABSENT, hidden, only_slot, slot_of, use_of, wait_full
 from tilewise.backends.gluon.relative import CUT
 from tilewise.backends.gluon.score import in_units, score_tile
+from tilewise.backends.gluon.sm90.key_mask import without_nan
 from tilewise.backends.gluon.sm90.range_tiles import ANY, tile_state, without_range
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
@@ -58,7 +59,10 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.cons
         return start
     elif c.BIAS == "matrix":
         tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
-        start = in_units(tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)), terms.inverse)
+        bias = tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
+        if c.HIDES_KEYS:
+            bias = without_nan(bias)
+        start = in_units(bias, terms.inverse)
         if RANGE == "near":  # noqa: SIM102  (decided when it is compiled, the other when it runs)
             if tile_state(corner, terms, c) == CUT:
                 start = without_range(start, corner, SUBTILE, terms, c)
@@ -141,7 +145,10 @@ def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl
     q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
-    return times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
+    s = times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
+    if c.HIDES_KEYS:
+        s = warpgroup_mma(shared.hiding[0], shared.hiding[1].permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit

@@ -117,7 +117,11 @@ def load(x, rows, tile_indices, counts, terms, sizes, c):
 def fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c):
     """K and V of a program's ``nth`` work tile, when dK and dV have left that had their place, or V when it has been
     read that had."""
-    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
+    fetch_keys_of(work_tile_at(tile_index, x, terms, sizes, c), nth, x, keys, values, c)
+
+
+@gluon.jit
+def fetch_keys_of(work_tile, nth, x, keys, values, c):
     at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
     fill_at(keys, slot_of(keys, nth), use_of(keys, nth), x.k, at)
     fill_at(values, slot_of(values, nth), use_of(values, nth), x.v, at)
@@ -126,7 +130,11 @@ def fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c):
 @gluon.jit
 def store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c):
     """dK and dV of a program's ``nth`` work tile, when they are in shared memory."""
-    work_tile = work_tile_at(tile_index, x, terms, sizes, c)
+    store_keys_of(work_tile_at(tile_index, x, terms, sizes, c), nth, x, dq_ring, shared, c)
+
+
+@gluon.jit
+def store_keys_of(work_tile, nth, x, dq_ring, shared, c):
     slot = slot_of(dq_ring.stored, nth)
     wait_full(dq_ring.stored, slot, use_of(dq_ring.stored, nth))
     fence_async_shared()  # warps have stored, TMA reads

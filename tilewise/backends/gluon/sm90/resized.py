@@ -38,8 +38,12 @@ def sized(
     none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
-    if config.lanes > 1:  # heads take turns: those of a group have ended when as many groups later one more has begun
-        zeroed = 2 * (-(-lag // key_tiles) + 1) * config.lanes
+    # Lanes' heads take turns: those of a group have ended when half as many groups again have begun, and one more.
+    # What the preprocess zeroes is a place for each head that there is, and each half of the ring has whole groups.
+    if config.lanes > 1:
+        zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.lanes
+        there = heads - (config.lanes - 1) * kv_heads  # at least
+        zeroed = min(zeroed, there) // (2 * config.lanes) * (2 * config.lanes)
     found = (
         batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ring, lag,
         min(zeroed, heads),

@@ -124,7 +124,6 @@ def wait_left(slot, c):
 def load(x, shared, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K, V and the bias."""
     BYTES: gl.constexpr = x.k.block_type.nbytes + x.v.block_type.nbytes + c.WARPGROUPS * x.bias.block_type.nbytes
-    CUTS: gl.constexpr = c.MASK or c.RAGGED
     place = Place(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     t = 0
@@ -139,11 +138,11 @@ def load(x, shared, terms, sizes, c):
         for i in range(tile.count):
             n = entry_at(i, tile, c).n
             n0 = n * c.BLOCK_N
-            if CUTS:
+            if c.HIDES_KEYS:
                 hidden = hidden_keys(x, tile, n, sizes, c)
             if step >= STAGES:
                 wait_left(place.slot, c)
-            if CUTS:
+            if c.HIDES_KEYS:
                 store_step(shared.hidden.index(place.slot), hidden)
                 fence_async_shared()
                 warps_barrier()
@@ -185,7 +184,7 @@ def attend(q, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.const
     k = shared.k.index(here.slot).reshape([c.BLOCK_N, c.BLOCK_D]).permute((1, 0))
     start = gl.zeros([64, c.BLOCK_N], gl.float32, S)
     s_pending = warpgroup_mma(q, k, start, use_acc=False, is_async=True)
-    if c.MASK or c.RAGGED:
+    if c.HIDES_KEYS:
         s_pending = warpgroup_mma(shared.ones, shared.hidden.index(here.slot).permute((1, 0)), s_pending, is_async=True)
     bias = shared.bias.index(here.slot * c.WARPGROUPS + WARPGROUP).reshape([64, c.BLOCK_N]).load(S)
     if FIRST:
@@ -261,10 +260,10 @@ def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, t
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     hidden, ones = None, None
-    if c.MASK or c.RAGGED:
+    if c.HIDES_KEYS:
         hidden = new_step_tiles(x.q.dtype, STAGES, c.BLOCK_N)
         ones = new_step_tiles(x.q.dtype, 1, 64).index(0)
-        store_ones(ones, 4)
+        store_ones(ones)
     shared = Shared(
         new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
         new_tiles(k, STAGES, c.BLOCK_N, c.BLOCK_D),
