@@ -245,14 +245,19 @@ def as_numpy(words):
     )  # fmt: skip
 
 
+def drawn_mask(batch, keys):
+    """Of tiles of 64 keys, of which the last is not whole."""
+    seen = np.random.default_rng(0).random((batch, -(-keys // 64) * 64)) < 0.5
+    seen[:, keys:] = False
+    return seen
+
+
 def test_hidden_keys_have_the_bits_of_the_mask(monkeypatch):
     """In the order of `mask_kernels.summary_kernel`'s docstring, of one batch element of several."""
     batch, keys = 3, 150
-    seen = np.random.default_rng(0).random((batch, 192)) < 0.5
-    seen[:, keys:] = False
+    seen = drawn_mask(batch, keys)
     words = np.zeros(batch * 3 * 4, int)
-    for b, key in np.argwhere(seen):
-        n, col = divmod(int(key), 64)
+    for b, n, col in np.argwhere(seen.reshape(batch, 3, 64)):
         words[4 * (3 * b + n) + col % 8 // 2] |= 1 << (2 * (col // 8) + col % 2)
     monkeypatch.setattr(key_mask, "gl", as_numpy(words))
     monkeypatch.setattr(key_mask, "mask_of", lambda b, h, heads, c: b)
@@ -276,11 +281,9 @@ def test_keys_past_the_end_are_hidden(monkeypatch):
 def test_lanes_hide_keys_by_the_bits_of_the_mask(monkeypatch, heads):
     """In the order of `mask_kernels.summary_kernel`'s docstring, BY_KEYS; all keys of a batch element that is not."""
     batch, keys = 3, 150
-    seen = np.random.default_rng(0).random((batch, 192)) < 0.5
-    seen[:, keys:] = False
+    seen = drawn_mask(batch, keys)
     words = np.zeros(batch * 3 * 128, int)
-    for b, key in np.argwhere(seen):
-        n, col = divmod(int(key), 64)
+    for b, n, col in np.argwhere(seen.reshape(batch, 3, 64)):
         s, h, k = col // 16, col // 8 % 2, col % 8
         for w in range(4):
             words[128 * (3 * b + n) + 32 * s + 4 * k + w] |= 0xFFFF << (16 * h)

@@ -6,8 +6,8 @@ they read one tile of the bias, and two other warps add their tiles of dS up whe
 they leave for a float32 sum in memory. So a tile of the bias comes, and one of dS leaves, once for all lanes.
 
 A program stays and takes the next work tile that is left. One warp loads K, V, Q and dO of all lanes and the bias,
-one has what `dq_accum.finish_earlier_heads` and `producers.store_keys` do: heads take turns in the sum of dQ, which has
-room for those that are at work.
+one has what `dq_accum.finish_earlier_heads` and `producers.store_keys_of` do: heads take turns in the sum of dQ, which
+has room for those that are at work.
 
 Of the last program of a head some lanes may have no batch element: TMA reads zeros for them and stores nothing, their
 dQ has a place in the ring of the sum which nobody reads, and their dS is not added.

@@ -309,7 +309,7 @@ def has_lanes(problem: Problem) -> bool:
         return False
     enough = p.batch >= 32 and p.batch * p.kv_heads * -(-p.keys // ROWS) >= 512
     long = min(p.queries, p.keys) >= LANES_FROM
-    rows = backward_width(p) == 32 and p.head_dim % 8 == 0  # see `dq_accum.finish_head`
+    rows = backward_width(p) == 32 and p.head_dim % 8 == 0  # see `dq_accum.finish_heads`
     return rows and score.band.unlimited and bias.batch == 1 and enough and long
 
 
