@@ -177,6 +177,36 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
     assert some
 
 
+@pytest.mark.parametrize("mask", ["b11n", "111n"])
+def test_work_tiles_whose_keys_all_lanes_hide_have_no_step(monkeypatch, mask):
+    """One lane that sees a key is enough; lanes without a batch element see none, and read no list."""
+    B, Hkv = 43, 2
+    terms, sizes, c = kernel_arguments(problem(B, 2 * Hkv, Hkv, 780, 400, "1hmn", mask=mask, D=32))
+    assert c.HIDES_KEYS
+    assert not c.MASK
+    masks = B if mask == "b11n" else 1
+    counts = torch.rand(masks, sizes.key_tiles, generator=torch.Generator().manual_seed(0)).lt(0.4).int()
+    lists = torch.full((masks * sizes.key_tiles, 1 + sizes.row_tiles), -1)
+    lists[:, 0] = counts.flatten() * sizes.row_tiles
+    monkeypatch.setattr(scheduler.gl, "static_range", range, raising=False)
+    monkeypatch.setattr(
+        scheduler.gl, "load", lambda at, mask, other: int(lists.flatten()[at]) if mask else other, raising=False
+    )
+    monkeypatch.setattr(scheduler, "tile_of_mask", scheduler.tile_of_mask.fn)
+    monkeypatch.setattr(scheduler, "mask_of", score.mask_of.fn)
+    monkeypatch.setattr(score, "gl", SimpleNamespace(cast=lambda value, _: value, int64=None))
+    x = SimpleNamespace(tile_list=0, k=SimpleNamespace(shape=[B]))
+    found = set()
+    for n in range(sizes.key_tiles * sizes.batch * Hkv):
+        whole = scheduler.work_tile_of.fn(n // c.GROUP_PROGRAMS, n % c.GROUP_PROGRAMS, terms, sizes, c)
+        cut = scheduler.unless_hidden.fn(whole, x, sizes, c)
+        lanes = [b for b in range(whole.b // 3 * 3, whole.b // 3 * 3 + 3) if b < B]
+        seen = any(counts[b % masks, whole.n0 // 64] for b in lanes)
+        assert cut == whole._replace(end=whole.end if seen else whole.begin)
+        found.add(seen)
+    assert found == {True, False}
+
+
 @pytest.mark.parametrize(
     ("B", "Hkv", "N"),
     [
