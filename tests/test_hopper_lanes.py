@@ -159,7 +159,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         "row_tile": scheduler.row_tile, "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None, done=0),
         "finish_earlier_heads": lambda n, *_: finished.append(n),
         "wait_zeroed": lambda n, tile, *_: waited.append(scheduler.head_of(tile, sizes, c)),
-        "head_of": scheduler.head_of, "count_stored": done.append,
+        "head_of": scheduler.head_of, "count_up": done.append,
         "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
         **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
         "widened": lambda x: x, "add_pieces": backward_lanes.add_pieces.fn,
