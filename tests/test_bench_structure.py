@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.bench import cases, providers, reference, results, run, structure, windows
 from tilewise.bench.cases import Case
@@ -67,6 +68,24 @@ def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
     M, N = TRIANGLE.queries, TRIANGLE.keys
     for change in ({"bias": None}, {"causal": True}, {"bias": (1, 1, M, N)}, {"dropout": 0.1}, {"sink": True}):
         assert provider.declines(replace(TRIANGLE, **change))
+
+
+@pytest.mark.parametrize("name", ["tilewise-door", "cuequivariance"])
+def test_what_a_door_is_called_with_costs_nothing(name, monkeypatch):
+    """A tensor of q's size more, and its time, would be the bench's own."""
+    stand_in = SimpleNamespace(triangle_attention=triangle_attention)
+    monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", stand_in)
+    steps, made = of("attention")[name].prepare(TRIANGLE, TRIANGLE.inputs(CPU)), []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            made.append(op.name())
+            return op(*args, **(kwargs or {}))
+
+    with Names():
+        steps.backward(steps.forward())
+    assert {"tilewise::attention", "tilewise::attention_backward"} <= set(made)
+    assert not {"aten::select_backward", "aten::clone", "aten::copy_", "aten::_to_copy"} & set(made)
 
 
 def test_who_takes_no_mask_of_keys_says_so():

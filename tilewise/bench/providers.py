@@ -294,10 +294,10 @@ def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
     if (batch, heads, rows) == (True, True, True):
         return lambda s, b, h, i, j: s + bias[b, h, i, j]
     if (batch, heads, rows) == (False, True, True):
-        shared = bias[0]
+        shared = bias.squeeze(0)  # the gradient of a select is a copy
         return lambda s, b, h, i, j: s + shared[h, i, j]
     if (batch, heads, rows) == (True, False, False):
-        keys = bias[:, 0, 0]
+        keys = bias.squeeze((1, 2))
         return lambda s, b, h, i, j: s + keys[b, j]
     return lambda s, b, h, i, j: s + bias[b if batch else 0, h if heads else 0, i if rows else 0, j]
 

@@ -23,13 +23,13 @@ def _triangle(x: Inputs) -> Tensor:
     o: Tensor = triangle_attention(
         x.q[None], x.k[None], x.v[None], x.bias[None], None if x.mask is None else x.mask[None]
     )
-    return o[0]
+    return o.squeeze(0)  # the gradient of a select is a copy
 
 
 def _tokens(x: Inputs) -> Tensor:
     """The batch is the samples of one structure."""
     assert x.bias is not None
-    return attention_pair_bias(x.q[None], x.k[None], x.v[None], x.bias)[0]
+    return attention_pair_bias(x.q[None], x.k[None], x.v[None], x.bias).squeeze(0)
 
 
 DOORS: dict[str, Callable[[Inputs], Tensor]] = {"triangle_attention": _triangle, "attention_pair_bias": _tokens}
@@ -62,6 +62,6 @@ def cuequivariance(case: Case, x: Inputs) -> Callable[[], Tensor]:
     def forward() -> Tensor:
         assert x.bias is not None
         o: Tensor = attend(x.q[None], x.k[None], x.v[None], x.bias[None], mask)
-        return o[0]
+        return o.squeeze(0)
 
     return forward
