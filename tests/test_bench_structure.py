@@ -70,12 +70,16 @@ def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
         assert provider.declines(replace(TRIANGLE, **change))
 
 
-@pytest.mark.parametrize("name", ["tilewise-door", "cuequivariance"])
-def test_what_a_door_is_called_with_costs_nothing(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("tilewise-door", TRIANGLE), ("tilewise-door", TOKENS), ("cuequivariance", TRIANGLE)],
+    ids=["triangle", "tokens", "cuequivariance"],
+)
+def test_what_a_door_is_called_with_costs_nothing(name, case, monkeypatch):
     """A tensor of q's size more, and its time, would be the bench's own."""
     stand_in = SimpleNamespace(triangle_attention=triangle_attention)
     monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", stand_in)
-    steps, made = of("attention")[name].prepare(TRIANGLE, TRIANGLE.inputs(CPU)), []
+    steps, made = of("attention")[name].prepare(case, case.inputs(CPU)), []
 
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):

@@ -159,7 +159,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         "row_tile": scheduler.row_tile, "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None, done=0),
         "finish_earlier_heads": lambda n, *_: finished.append(n),
         "wait_zeroed": lambda n, tile, *_: waited.append(scheduler.head_of(tile, sizes, c)),
-        "head_of": scheduler.head_of, "count_up": done.append,
+        "head_of": scheduler.head_of, "count_up": lambda at: done.append((at, len(computed))),
         "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
         **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
         "widened": lambda x: x, "add_pieces": backward_lanes.add_pieces.fn,
@@ -213,7 +213,9 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
     })  # fmt: skip
     wanted = [n * c.LANES + lane for n in taken for lane in range(c.LANES)]
     assert finished == taken
-    assert done == waited == [3 * (w.b // 3 * 4 + w.hk) for w in map(stubs["work_tile_at"], wanted[::3])]
+    heads = [3 * (w.b // 3 * 4 + w.hk) for w in map(stubs["work_tile_at"], wanted[::3])]
+    assert [at for at, _ in done] == waited == heads
+    assert all(so_far >= 3 * nth for nth, (_, so_far) in enumerate(done, 1)), "counted before all lanes have added dQ"
     assert len(computed) == len(wanted)
     assert len(stored) == 2 * len(wanted)
     expected = torch.zeros(4 * group, 192, 320)

@@ -172,6 +172,7 @@ def finish_heads(
     # Sixteen rows of each head at a time, all of their columns, which each thread has copied for itself: one warp has
     # all of it to do while a work tile is computed, and no time to wait, nor registers for what is on its way.
     AHEAD: gl.constexpr = 2  # times sixteen rows of each head
+    gl.static_assert(AHEAD == 2, "slots take turns by two")
     slots = gl.allocate_shared_memory(
         gl.float32, [AHEAD * HEADS, STRIPS, STRIP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
