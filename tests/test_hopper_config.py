@@ -375,3 +375,11 @@ def test_working_memory_is_what_is_allocated(batch, changes, parts):
     dbias = made.empty_dbias(device="meta")
     assert found.get("float32 dBias", 0) == (dbias.nbytes if dbias.dtype == torch.float32 else 0)
     assert {name: found.get(name, 0) / 2**20 for name in parts} == parts
+    if made.lanes:  # zeroed by the preprocess, behind the counters
+        shape, strides, first = made.dbias_layout
+        assert (shape, strides) == (dbias.shape, dbias.stride())
+        assert first > 2 * batch * 4
+        assert first % 32 == 0
+        assert made.sizes[1] == first + dbias.untyped_storage().nbytes() // 4
+    else:
+        assert made.dbias_layout is None

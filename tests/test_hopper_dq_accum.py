@@ -158,3 +158,39 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
                 written += group
                 assert torch.equal(dq[b, of], expected[b, of] * scale)
         assert (dq != 0).all((2, 3)).sum() == written
+
+
+@pytest.mark.parametrize("shape", [(2, 200, 136), (3, 129, 255), (1, 128, 384), (1, 7, 1)])
+def test_dbias_is_cast_once_and_nothing_beside_it(monkeypatch, shape):
+    """All pieces of it: from rows that are as long as a multiple of eight, as `last_heads_kernel` finds them."""
+    heads, queries, keys = shape
+    width = -(-keys // 8) * 8
+    total = torch.randn(heads, queries, width, generator=torch.Generator().manual_seed(0))
+    read = torch.full((heads * queries * width,), 0)
+    cast = torch.full((heads * queries * keys + 8,), 7.0, dtype=torch.bfloat16)
+
+    class Pointer(int):
+        dtype = SimpleNamespace(element_ty=torch.bfloat16)
+
+    def load(at, mask, other):
+        assert at[mask].lt(read.numel()).all()
+        read.index_put_((at[mask],), torch.ones(()).long(), accumulate=True)
+        return torch.where(mask, total.flatten()[at.where(mask, 0)], other)
+
+    def store(at, found, mask):
+        assert cast[at[mask]].eq(7).all()
+        cast[at[mask]] = found[mask]
+
+    gl = SimpleNamespace(
+        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, int64=torch.int64, cast=lambda x, _: x,
+        cdiv=lambda x, y: -(-x // y), load=load, store=store, arange=lambda begin, end, _: torch.arange(begin, end),
+    )  # fmt: skip
+    monkeypatch.setattr(dq_accum, "gl", gl)
+    monkeypatch.setattr(dq_accum, "CAST_ROWS", rows := dq_accum.CAST_ROWS.value)
+    monkeypatch.setattr(dq_accum, "CAST_COLS", cols := dq_accum.CAST_COLS.value)
+    strided = SimpleNamespace(pointer=0, stride1=queries * width, stride2=width)
+    for piece in range(heads * -(-queries // rows) * -(-keys // cols)):
+        dq_accum.cast_piece.fn(piece, strided, Pointer(0), SimpleNamespace(queries=queries, keys=keys))
+    assert torch.equal(cast[:-8].view(shape), total[..., :keys].bfloat16())
+    assert cast[-8:].eq(7).all()
+    assert read.max() == 1

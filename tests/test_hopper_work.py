@@ -279,7 +279,7 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
             assert max(of_group) // c.LANES < min(programs) // c.LANES
             assert [program for program, *_ in finished[head - sizes.zeroed]] == of_group
     for n in range(sizes.zeroed // 2 * sizes.group * sizes.row_tiles):  # noqa: B007
-        dq_accum.last_heads_kernel.fn(None, None, None, None, None, terms, sizes, c)
+        dq_accum.last_heads_kernel.fn(None, None, None, None, None, None, terms, sizes, c)
     assert set(finished) == set(range(heads))
     for found in finished.values():
         (parts,) = {parts for *_, parts in found}

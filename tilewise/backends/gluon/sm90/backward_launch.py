@@ -44,6 +44,8 @@ from tilewise.backends.gluon.sm90.dbias_reduce import (
     pieces_of_tile,
 )
 from tilewise.backends.gluon.sm90.dq_accum import (
+    CAST_COLS,
+    CAST_ROWS,
     DQ_COLS,
     last_heads_kernel,
     packed_postprocess_kernel,
@@ -138,6 +140,11 @@ class Backward:
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
         counted = counters(sizes, groups, p.deterministic, ring is not None, ahead, packed)
+        # The float32 dBias of lanes lies behind the counters, and is zeroed with them, where an int32 counts both.
+        self.dbias_layout: tuple[Any, ...] | None = None
+        if self.lanes and dbias is not None and counted + dbias.stride(0) < 2**31 - 32:
+            first = -(-counted // 32) * 32
+            self.dbias_layout, counted = (dbias.shape, dbias.stride(), first), first + dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
@@ -245,16 +252,17 @@ class Backward:
                 launch_pdl=beside,
             )
         )
-        if self.lanes:
+        if self.lanes and dbias is not None:
+            pieces = dbias.shape[1] * -(-p.queries // CAST_ROWS.value) * -(-p.keys // CAST_COLS.value)
             self.after = Launch(
                 last_heads_kernel,
-                sum_tiles // 2,
-                (POINTER, strided(dq), POINTER),
+                sum_tiles // 2 + pieces,
+                (POINTER, strided(dq), strided(dbias), POINTER),
                 (p.batch, p.head_dim, terms, sizes, c),
                 num_warps=1,
             )
         self.shape = sizes.batch, sizes.kv_heads, sizes.group, sizes.lag
-        self.bases = backward_bases(self, dlse is not None)
+        self.bases = backward_bases(self, dlse is not None) if self.resizable else []
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))
@@ -315,7 +323,11 @@ class Backward:
                 if self.gaps:  # keys that do not count
                     dk.zero_()
                     dv.zero_()
-            dbias = None if self.empty_dbias is None else self.empty_dbias(device=q.device)
+            dbias = None
+            if self.dbias_layout is not None:
+                dbias = counts.view(torch.float32).as_strided(*self.dbias_layout)
+            elif self.empty_dbias is not None:
+                dbias = self.empty_dbias(device=q.device)
             if dbias is not None and self.zeroed_heads:
                 dbias.unflatten(1, (self.heads_alone, -1)).flatten(0, 1)[: self.zeroed_heads].zero_()
             values = None
@@ -357,7 +369,10 @@ class Backward:
                 found = dq
             leaves = dq if self.dq_stored else dq_accum
             self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
-            if self.after is not None:  # next, because it begins while `main` still runs
+            if self.lanes and bias is not None and self.after is not None:
+                total, dbias = dbias, torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+                self.after(dq_accum, dq, total, dbias)
+            elif self.after is not None:  # next, because it begins while `main` still runs
                 self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)

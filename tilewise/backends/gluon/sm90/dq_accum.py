@@ -46,6 +46,8 @@ from tilewise.backends.gluon.sm90.backward_scheduler import (
 from tilewise.backends.gluon.sm90.m_subtiles import slot_of_keys
 from tilewise.backends.gluon.sm90.wgmma import accumulator
 
+CAST_ROWS = gl.constexpr(8)  # of a piece of dBias that one warp casts
+CAST_COLS = gl.constexpr(128)
 DQ_COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
 
@@ -234,12 +236,35 @@ def finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c):
 
 
 @gluon.jit
-def last_heads_kernel(dq_accum, dq, counts, batch, dim, terms, sizes, c):
-    """dQ of the heads that no later program has finished: one program for each tile of queries. counts: of nothing, as
-    `postprocess_kernel` has them."""
+def last_heads_kernel(dq_accum, dq, total, dbias, batch, dim, terms, sizes, c):
+    """After lanes: dQ of the heads that no later program has finished, one program for each tile of queries; and dBias
+    from its float32 sum ``total``, a `Strided`, one for each piece. dbias: (1, H, M, N), contiguous."""
     tiles = sizes.group * sizes.row_tiles
-    head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + gl.program_id(0) // tiles
-    finish_heads(head, 1, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
+    nth = gl.program_id(0) // tiles
+    if nth < sizes.zeroed // 2:
+        head = sizes.batch * sizes.kv_heads - sizes.zeroed // 2 + nth
+        finish_heads(head, 1, gl.program_id(0) % tiles, tiles, dq_accum, dq, batch, dim, False, terms, sizes, c)
+    else:
+        cast_piece(gl.program_id(0) - sizes.zeroed // 2 * tiles, total, dbias, sizes)
+
+
+@gluon.jit
+def cast_piece(piece, total, dbias, sizes):
+    """A piece of dBias, by one warp."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+    across, down = gl.cdiv(sizes.keys, CAST_COLS), gl.cdiv(sizes.queries, CAST_ROWS)
+    head, rest = piece // (across * down), piece % (across * down)
+    row = rest // across * CAST_ROWS + gl.arange(0, CAST_ROWS, gl.SliceLayout(1, L))
+    col = rest % across * CAST_COLS + gl.arange(0, CAST_COLS, gl.SliceLayout(0, L))
+    there = (row < sizes.queries)[:, None]
+    row = row.to(gl.int64)[:, None]
+    # A row of the sum has room for a multiple of eight elements: said, to load four at a time.
+    at = total.pointer + gl.cast(head, gl.int64) * (total.stride1 // 4 * 4)
+    at = at + row * (total.stride2 // 4 * 4) + col[None, :]
+    found = gl.load(at, mask=there & (col // 4 < gl.cdiv(sizes.keys, 4))[None, :], other=0.0)
+    to = dbias + gl.cast(head, gl.int64) * sizes.queries * sizes.keys
+    to = to + row * sizes.keys + col[None, :]
+    gl.store(to, found.to(dbias.dtype.element_ty), mask=there & (col < sizes.keys)[None, :])
 
 
 @gluon.jit
