@@ -29,27 +29,45 @@ def test_the_first_picture_and_table_are_made_from_a_results_file(gains):
     assert f"]({gains.PICTURE.relative_to(REPOSITORY)})" in README
 
 
+BIAS_TERMS = json.loads((REPOSITORY / "benchmarks" / "results" / "h200_bias_terms.json").read_text(encoding="utf-8"))
+
+
+def called(case, who, other, passes=results.PASSES):
+    """How many times as long ``other`` takes, called as in the bench."""
+    rows = {(row["case"], row["provider"]): row for row in BIAS_TERMS["beside_cuequivariance"]["rows"]}
+    ours, theirs = (sum(rows[case, x][f"{which}_ms"] for which in passes) for x in (who, other))
+    return theirs / ours
+
+
 def pair_biases():
-    """Rows of tilewise and of FlexAttention, by length: forwards by CUDA graphs; of 256 tokens the backward's kernels
-    alone, as it waited for the host."""
-    file = REPOSITORY / "benchmarks" / "results" / "h200_bias_terms.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
-    rows = [row for row in found["beside_cuequivariance"]["rows"] if not row["case"].endswith("S256")]
-    kernels = found["pair_bias_lanes"]["beside_flex_by_kernels"]
-    short = next(row for row in kernels["rows"] if row["S"] == 256)
-    rows += [
-        {"case": "pair bias D32 S256", "provider": who, "backward_ms": short[which], "memory_mib": memory}
-        for (who, memory), which in zip(kernels["memory_mib"]["256"].items(), ("ms", "flex_ms"), strict=True)
-    ]
-    graphs = {str(row["S"]): row for row in found["masked_pair_bias"]["rows"] if row["hidden"] == "no mask"}
+    """Rows of tilewise and of FlexAttention, by length: kernels alone, and the memory of a call."""
+    kernels = {str(row["S"]): row for row in BIAS_TERMS["pair_bias_lanes"]["beside_flex_by_kernels"]["rows"]}
+    graphs = {str(row["S"]): row for row in BIAS_TERMS["masked_pair_bias"]["rows"] if row["hidden"] == "no mask"}
     return [
         {
-            row["case"][-3:]: row | {"forward_ms": graphs[row["case"][-3:]][which]}
-            for row in sorted(rows, key=lambda row: row["case"])
+            (S := row["case"][-3:]): {
+                "forward_ms": graphs[S][forward], "backward_ms": kernels[S][backward], "memory_mib": row["memory_mib"],
+            }
+            for row in BIAS_TERMS["beside_cuequivariance"]["rows"]
             if row["provider"] == who and row["case"].startswith("pair bias")
         }
-        for who, which in (("tilewise-hopper", "now_ms"), ("flex", "flex_ms"))
-    ]
+        for who, forward, backward in (("tilewise-hopper", "now_ms", "ms"), ("flex", "flex_ms", "flex_ms"))
+    ]  # fmt: skip
+
+
+def test_what_is_said_of_pair_biases_that_are_called():
+    """Beside cuEquivariance without a mask, and with one by the door; beside FlexAttention where the host is slower."""
+    both = [f"{called(f'pair bias D32 S{S}', 'tilewise-hopper', 'cuequivariance'):.1f}" for S in (256, 384, 512, 768)]
+    masked = [f"{called(f'triangle_attention D32 S{S}', 'tilewise-door', 'cuequivariance'):.1f}" for S in (384, 768)]
+    backward = [f"{called(f'pair bias D32 S{S}', 'tilewise-hopper', 'flex', ['backward']):.2f}" for S in (256, 384)]
+    page, guide = (
+        " ".join((REPOSITORY / "docs" / name).read_text().split()) for name in ("performance.md", "structure-models.md")
+    )
+    assert f"takes {', '.join(both)} times as long at S=256, 384, 512, 768" in page
+    assert f"beside a mask {', '.join(masked)} at 384, 768" in page
+    assert f"the backward, called, is {', '.join(backward)} times as fast as FlexAttention's there" in page
+    assert f"takes {', '.join(both[:3])} and {both[3]} times as long as this at S=256" in guide
+    assert f"with a mask {masked[0]} (the host again) and {masked[1]} times at 384 and 768" in guide
 
 
 def test_what_readme_says_in_words_is_in_the_results():
