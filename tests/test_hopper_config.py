@@ -383,3 +383,19 @@ def test_working_memory_is_what_is_allocated(batch, changes, parts):
         assert made.sizes[1] == first + dbias.untyped_storage().nbytes() // 4
     else:
         assert made.dbias_layout is None
+
+
+def test_a_dbias_with_more_elements_than_an_int32_counts_has_zeros_of_its_own():
+    n = 23200
+    bias = Operand(torch.bfloat16, 1, 4, n, n)
+    sizes = {"batch": 32, "heads": 4, "kv_heads": 4, "queries": n, "keys": n, "head_dim": 32, "value_dim": 32}
+    problem = of(0.1, torch.bfloat16, bias=bias, bias_grad=True, **sizes)
+    q, bias = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((32, 4, n, 32), bias.shape))
+    outputs = Outputs(q, torch.empty(32, 4, n, device="meta"))
+    made = backward_launch.Backward(
+        problem, Inputs(q, q, q, bias, None), outputs, Outputs(q, None), Needs(True, True, True, True, False)
+    )
+    assert made.lanes
+    assert made.dbias_layout is None
+    assert made.sizes[1] < 2**20
+    assert made.empty_dbias(device="meta").dtype == torch.float32
