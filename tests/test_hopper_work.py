@@ -224,7 +224,8 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     """A head's place in the ring is zero when its programs add to it: those of lower numbers have finished the dQ of
     the head that had it, which programs of yet lower numbers have added up."""
     finished: dict[int, list] = {}  # by head, which program finished which part
-    waited, counted = [], []
+    waited, counted, cast = [], [], []
+    monkeypatch.setattr(dq_accum, "cast_piece", lambda piece, *_: cast.append(piece))
     monkeypatch.setattr(dq_accum, "head_and_tile", scheduler.head_and_tile)
     monkeypatch.setattr(dq_accum, "counters_at", scheduler.counters_at.fn)
     monkeypatch.setattr(dq_accum, "wait_count", lambda at, count: waited.append((at, count)))
@@ -280,6 +281,9 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
             assert [program for program, *_ in finished[head - sizes.zeroed]] == of_group
     for n in range(sizes.zeroed // 2 * sizes.group * sizes.row_tiles):  # noqa: B007
         dq_accum.last_heads_kernel.fn(None, None, None, None, None, None, terms, sizes, c)
+    for n in range(n + 1, n + 4):  # noqa: B007, B020
+        dq_accum.last_heads_kernel.fn(None, None, None, None, None, None, terms, sizes, c)
+    assert cast == [0, 1, 2]  # pieces of dBias
     assert set(finished) == set(range(heads))
     for found in finished.values():
         (parts,) = {parts for *_, parts in found}

@@ -13,6 +13,7 @@ from tilewise.score.terms import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 COARSE = tl.constexpr(COARSE_LSE)
+ZEROED_AT_ONCE = tl.constexpr(128)  # counters, by a program
 
 
 class Lists(NamedTuple):
@@ -92,9 +93,9 @@ def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, va
 
 @triton.jit
 def _zero_counters(counts, counters):
-    for first in range(tl.program_id(0) * 128, counters, tl.num_programs(0) * 128):
-        counter = first + tl.arange(0, 128)
-        tl.store(counts + counter, tl.zeros([128], tl.int32), mask=counter < counters)
+    for first in range(tl.program_id(0) * ZEROED_AT_ONCE, counters, tl.num_programs(0) * ZEROED_AT_ONCE):
+        counter = first + tl.arange(0, ZEROED_AT_ONCE)
+        tl.store(counts + counter, tl.zeros([ZEROED_AT_ONCE], tl.int32), mask=counter < counters)
 
 
 @triton.jit

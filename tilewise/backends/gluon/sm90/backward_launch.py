@@ -11,7 +11,7 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, dev
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.packed import BothLists
 from tilewise.backends.gluon.packed_values import PackedValues, laid_out
-from tilewise.backends.gluon.preprocess import Lists, packed_preprocess_kernel, preprocess_kernel
+from tilewise.backends.gluon.preprocess import ZEROED_AT_ONCE, Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward_constants import BackwardConstants
 from tilewise.backends.gluon.sm90.backward_kernel import Given, backward_kernel
@@ -140,10 +140,11 @@ class Backward:
             ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
         self.empty_ring = None if ring is None else allocation(ring, q.device)
         counted = counters(sizes, groups, p.deterministic, ring is not None, ahead, packed)
-        # The float32 dBias of lanes lies behind the counters, and is zeroed with them, where an int32 counts both.
+        # The float32 dBias of lanes lies behind the counters, and is zeroed with them: where an int32 counts both, and
+        # the step past them that all programs of the preprocess make together.
         self.dbias_layout: tuple[Any, ...] | None = None
-        if self.lanes and dbias is not None and counted + dbias.stride(0) < 2**31 - 32:
-            first = -(-counted // 32) * 32
+        first = -(-counted // 32) * 32
+        if self.lanes and dbias is not None and first + dbias.stride(0) + ZEROED_AT_ONCE.value * row_programs < 2**31:
             self.dbias_layout, counted = (dbias.shape, dbias.stride(), first), first + dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
