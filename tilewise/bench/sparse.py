@@ -36,7 +36,8 @@ def operand(name: str) -> TileOperand:
 def scores(heads: int, keys: int) -> Tensor:
     """Of `dynamic_mask`, float32 (1, heads, 1, keys), no two of a head equal."""
     generator = torch.Generator().manual_seed(keys)
-    return torch.stack([torch.randperm(keys, generator=generator) for _ in range(heads)]).float()[None, :, None]
+    orders = [torch.randperm(keys, generator=generator, device="cpu") for _ in range(heads)]
+    return torch.stack(orders).float()[None, :, None]
 
 
 def kept(name: str, own: Tensor, distance: Tensor, causal: bool) -> Tensor:
@@ -60,18 +61,19 @@ def _tiles(name: str, queries: int, keys: int) -> Tensor:
     share = int(name.removeprefix("blocks ")) / 100
     size = -(-queries // TILE), -(-keys // TILE)
     generator = torch.Generator().manual_seed(queries + keys)
-    return (torch.rand(size, generator=generator) < share) | torch.eye(*size, dtype=torch.bool)
+    drawn = torch.rand(size, generator=generator, device="cpu") < share
+    return drawn | torch.eye(*size, dtype=torch.bool, device="cpu")
 
 
 @lru_cache
 def _lengths(keys: int) -> tuple[int, ...]:
     lengths = packed.lengths_of("lognormal")
-    ends = [round(end * keys / sum(lengths)) for end in torch.tensor(lengths).cumsum(0).tolist()]
+    ends = [round(end * keys / sum(lengths)) for end in torch.tensor(lengths, device="cpu").cumsum(0).tolist()]
     return tuple(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a)
 
 
 def _ids(keys: int) -> Tensor:
-    return torch.repeat_interleave(torch.tensor(_lengths(keys)))
+    return torch.repeat_interleave(torch.tensor(_lengths(keys), device="cpu"))
 
 
 def seen(name: str, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
@@ -108,7 +110,7 @@ def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
         return sum(min(n, count) for n in seen)
     if causal:
         raise ValueError(f"causal: {name} is measured without")
-    rows, cols = (torch.full((-(-n // TILE),), TILE) for n in (queries, keys))
+    rows, cols = (torch.full((-(-n // TILE),), TILE, device="cpu") for n in (queries, keys))
     rows[-1] -= -queries % TILE
     cols[-1] -= -keys % TILE
     return int((_tiles(name, queries, keys) * rows[:, None] * cols).sum())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def trained(name: str, batch: int, heads: int, queries: int, normal: Callable[..
         return normal(batch, heads, queries, ENTRIES)
     table = normal(_BUCKETS, heads)
     table = table.to(torch.promote_types(table.dtype, torch.float32))
-    return table if name == "t5" else torch.exp2(-8.0 / heads * torch.arange(1, heads + 1)).to(table)
+    if name == "t5":
+        return table
+    return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device="cpu")).to(table)
 
 
 def term(name: str, x: Tensor) -> Any:
@@ -49,7 +52,7 @@ def far(name: str, queries: int, keys: int) -> Far | None:
     """Of a Toeplitz term, for a `Problem`: where its values need not be read."""
     if name == "inkling":
         return None
-    x = trained(name, 1, 1, queries, torch.zeros)
+    x = trained(name, 1, 1, queries, partial(torch.zeros, device="cpu"))
     return canonical(term(name, x), 1, 1, 1, queries, keys).far
 
 

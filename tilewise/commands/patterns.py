@@ -68,10 +68,10 @@ def _documents(size: int, lengths: list[int]) -> TileMask:
     if min(lengths) < 1:
         raise ValueError("no document is empty")
     if len(lengths) == 1:
-        return TileMask.documents(torch.arange(size) // lengths[0])
+        return TileMask.documents(torch.arange(size, device="cpu") // lengths[0])
     if sum(lengths) != size:
         raise ValueError(f"these are {sum(lengths)} tokens in all, of {size}")
-    return TileMask.documents(torch.repeat_interleave(torch.tensor(lengths)))
+    return TileMask.documents(torch.repeat_interleave(torch.tensor(lengths, device="cpu")))
 
 
 def _made(name: str, queries: int, keys: int, numbers: list[int]) -> TileMask:
@@ -82,7 +82,9 @@ def _made(name: str, queries: int, keys: int, numbers: list[int]) -> TileMask:
     if name in ("documents", "prefix"):
         if queries != keys:
             raise ValueError(f"it has as many queries as keys, not {queries} and {keys}")
-        return _documents(keys, numbers) if name == "documents" else TileMask.prefix_lm(torch.tensor(numbers), keys)
+        if name == "documents":
+            return _documents(keys, numbers)
+        return TileMask.prefix_lm(torch.tensor(numbers, device="cpu"), keys)
     if name == "window":
         left, right, everywhere = numbers
         return TileMask.sliding_window(queries, keys, (left, right), global_tokens=everywhere)

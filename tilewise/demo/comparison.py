@@ -87,4 +87,4 @@ def relative_difference(x: Tensor, reference: Tensor) -> float:
 
 def worst(differences: Iterable[float]) -> float:
     """The largest difference; a NaN anywhere is the worst of all (Python's max may pass over it)."""
-    return torch.tensor(list(differences), dtype=torch.float64).max().item()
+    return torch.tensor(list(differences), dtype=torch.float64, device="cpu").max().item()

@@ -96,13 +96,14 @@ def read_batches(settings: TrainingSettings) -> tuple[int, Iterator[Tensor]]:
     """How many characters the play knows, and for each step int64 (batch, length + 1) of them, equal in every run."""
     play = read_play()
     alphabet = sorted(set(play))
-    text = torch.tensor([alphabet.index(c) for c in play])
+    text = torch.tensor([alphabet.index(c) for c in play], device="cpu")
     generator = torch.Generator().manual_seed(SEED)
 
     def batches() -> Iterator[Tensor]:
         for _ in range(settings.steps):
-            starts = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
-            yield text[starts + torch.arange(settings.length + 1)]
+            size = settings.batch, 1
+            starts = torch.randint(len(text) - settings.length, size, generator=generator, device="cpu")
+            yield text[starts + torch.arange(settings.length + 1, device="cpu")]
 
     return len(alphabet), batches()
 
@@ -114,7 +115,7 @@ def distance_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
     everything farther shares the last one. Keys after the query are in bucket 0: a causal attention hides them.
     Source: T5 (arXiv 1910.10683), section 2.1.
     """
-    positions = torch.arange(length)
+    positions = torch.arange(length, device="cpu")
     distance = (positions[:, None] - positions[None, :]).clamp(min=0)
     exact = buckets // 2
     log_ratio = (distance.clamp(min=exact).float() / exact).log() / math.log(max_distance / exact)

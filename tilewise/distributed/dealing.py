@@ -41,9 +41,10 @@ def deal(lengths: Sequence[int], size: int) -> Tensor:
 def _deal(lengths: Sequence[int], order: list[int], everybodys: int, size: int) -> tuple[int, Tensor]:
     """Twice the pairs of the busiest rank under a causal mask, and what `deal` gives, where the first of the order are
     everybody's."""
-    chunks = torch.zeros(2 * size, len(lengths), dtype=torch.int64)
+    chunks = torch.zeros(2 * size, len(lengths), dtype=torch.int64, device="cpu")
     everybody = order[:everybodys]
-    chunks[:, everybody] = _heads_and_tails(torch.tensor([lengths[n] for n in everybody], dtype=torch.int64), size)
+    long = torch.tensor([lengths[n] for n in everybody], dtype=torch.int64, device="cpu")
+    chunks[:, everybody] = _heads_and_tails(long, size)
     tokens = chunks[:size].sum(1) + chunks[size:].flip(0).sum(1)
     room = [sum(lengths) // size - n for n in tokens.tolist()]
     work = [0] * size  # beside everybody's
@@ -64,11 +65,12 @@ def _deal(lengths: Sequence[int], order: list[int], everybodys: int, size: int) 
         for one in full:  # has room for shorter ones
             heapq.heappush(least, one)
     if owners:
-        ranks, whole, count = torch.tensor(owners).T
+        ranks, whole, count = torch.tensor(owners, device="cpu").T
         chunks[ranks, whole] = count
     if rest:  # end to end into the room that is left
-        count = torch.tensor([lengths[n] for n in rest])
-        begin, limit = count.cumsum(0) - count, torch.tensor(room).cumsum(0)[:, None]
+        count = torch.tensor([lengths[n] for n in rest], device="cpu")
+        begin = count.cumsum(0) - count
+        limit = torch.tensor(room, device="cpu").cumsum(0)[:, None]
         last = (limit - begin).clamp(min=0).minimum(count)
         first = torch.cat([torch.zeros_like(last[:1]), last[:-1]])
         chunks[:size, rest] = last - first
@@ -81,6 +83,6 @@ def _heads_and_tails(lengths: Tensor, size: int) -> Tensor:
     one by one, from rank to rank and through all sequences, so that ranks differ by one token at most."""
     chunk, left = lengths // (2 * size), lengths % (2 * size)
     dealt = left.cumsum(0) - left  # to the sequences before
-    ranks = torch.arange(size)[:, None]
+    ranks = torch.arange(size, device=lengths.device)[:, None]
     mine = (dealt + left - 1 - ranks) // size - (dealt - 1 - ranks) // size  # 0, 1 or 2: head, then tail
     return torch.cat([chunk + (mine >= 1), (chunk + (mine >= 2)).flip(0)])

@@ -111,7 +111,7 @@ class Documents:
 
     @cached_property
     def cu(self) -> Tensor:
-        return torch.tensor(self.offsets, dtype=torch.int64)
+        return torch.tensor(self.offsets, dtype=torch.int64, device="cpu")
 
     @property
     def pieces(self) -> str:
@@ -152,7 +152,7 @@ class Documents:
             alone = Spans(torch.zeros_like(self.cu[:-1]), self.lengths_alone(rank))
             for begin, lengths in [(x.begin, x.lengths) for x in (alone, *self._shared_spans(rank))]:
                 first = self.cu[:-1] + begin - (lengths.cumsum(0) - lengths)
-                found.append(torch.arange(int(lengths.sum())) + first.repeat_interleave(lengths))
+                found.append(torch.arange(int(lengths.sum()), device="cpu") + first.repeat_interleave(lengths))
             self._kept[key] = torch.cat(found)
         kept: Tensor = self._kept[key]
         return kept
@@ -163,7 +163,7 @@ class Documents:
         if found is None:
             order = torch.cat([self.rows(rank) for rank in range(self.size)])
             back = torch.empty_like(order)
-            back[order] = torch.arange(len(order))
+            back[order] = torch.arange(len(order), device=order.device)
             found = self._kept[device] = _sent(order, device), _sent(back, device)
         return found
 
@@ -205,7 +205,9 @@ class Documents:
     @cached_property
     def _alone(self) -> Tensor:
         """(B,), bool: sequences of one rank, whose rows follow each other in its shard."""
-        return (self._holders.sum(0) == 1) if self.balanced else torch.zeros(len(self.offsets) - 1, dtype=torch.bool)
+        if self.balanced:
+            return self._holders.sum(0) == 1
+        return torch.zeros(len(self.offsets) - 1, dtype=torch.bool, device="cpu")
 
     def lengths_alone(self, rank: int) -> Tensor:
         """Of each sequence its tokens if they are that rank's alone, else 0."""
@@ -259,7 +261,7 @@ class Documents:
             self.size,
             first,
             count,
-            None if torch.equal(own, torch.arange(count)) else _moved(own, device),
+            None if torch.equal(own, torch.arange(count, device=own.device)) else _moved(own, device),
             len(mine),
             *(_moved(x, device) for x in (padded, torch.cat(at), torch.cat(places))),
         )

@@ -295,9 +295,11 @@ class _Heads:
         """Of dropout the words of these heads, (batches, heads, G, 1, 1)."""
         if self.inputs.seed is None:
             return None
-        b, h = (torch.arange(x.start, x.stop) for x in self.kv)
+        device = self.inputs.seed.device
+        b, h = (torch.arange(x.start, x.stop, device=device) for x in self.kv)
         b += self.problem.sequence
-        heads = h[:, None] * self.problem.group + torch.arange(self.problem.group) + self.problem.score.origin.head
+        of_group = torch.arange(self.problem.group, device=device) + self.problem.score.origin.head
+        heads = h[:, None] * self.problem.group + of_group
         return dropout.stream(self.inputs.seed, b.view(-1, 1, 1, 1, 1), heads[..., None, None])
 
     def _tile_states(self) -> list[list[int]] | None:

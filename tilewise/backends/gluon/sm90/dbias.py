@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,9 +104,11 @@ def bias_gradient_allocation(
     if how in ("none", "add") or bias is None:
         return None
     if how == "sum" and problem.totals is not None:  # keys that no sequence has get none
-        return partial(torch.zeros, (1, problem.heads, problem.totals[1]), dtype=torch.float32)
+        total = problem.totals[1]
+        return lambda device: torch.zeros(1, problem.heads, total, dtype=torch.float32, device=device)
     if how == "sum":
-        return partial(torch.empty, (problem.batch, problem.heads, problem.keys), dtype=torch.float32)
+        size = problem.batch, problem.heads, problem.keys
+        return lambda device: torch.empty(size, dtype=torch.float32, device=device)
     # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
     everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
     stored = everywhere and (how != "accumulate" or ahead)
