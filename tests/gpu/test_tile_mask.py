@@ -205,6 +205,22 @@ def test_gathered_keys(backend, causal, heads, more):
     hold(case, run(case, backend, "cuda", inputs._replace(mask=found)), "cuda", inputs)
 
 
+@pytest.mark.usefixtures("gathered")
+def test_gathered_keys_past_two_to_the_31():
+    """Rows of k and v 2²² elements apart."""
+    case = replace(USUAL, M=1000, N=1000)
+    found = dynamic_mask(torch.randn(1, 1, 1, case.N, device="cuda"), keep=100, queries=case.M)
+    inputs = tensors(case, "cuda")._replace(mask=found.dense())
+    spread, far, at = torch.full((case.N, 2**22), math.nan, dtype=case.dtype, device="cuda"), [], 0
+    for x in (inputs.k, inputs.v):
+        B, heads, _, D = x.shape
+        rows = spread[:, at : at + B * heads * D].unflatten(1, (B, heads, D))
+        far.append(rows.permute(1, 2, 0, 3).copy_(x))
+        at += B * heads * D
+    assert (case.N - 1) * far[0].stride(2) > 2**31
+    hold(case, run(case, "triton", "cuda", inputs._replace(k=far[0], v=far[1], mask=found)), "cuda", inputs)
+
+
 @pytest.mark.parametrize("n", [1, 2, 127, 5000, 32768])
 def test_when_keys_go(n):
     """The kernel finds what PyTorch's operators find on a CPU."""

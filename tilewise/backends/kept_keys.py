@@ -69,7 +69,7 @@ def take_rows_kernel(
     at_keys = keys + tl.cast(b, tl.int64) * of_batch + tl.cast(h // group * chunks + c, tl.int64) * cols
     key = tl.load(at_keys + r, mask=r < cols, other=count)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + key[:, None] * x.stride2 + d[None, :] * x.stride3
+    at = at + key.to(tl.int64)[:, None] * x.stride2 + d.to(tl.int64)[None, :] * x.stride3
     value = tl.load(at, mask=inside & (key < count)[:, None], other=0.0)
     tl.store(found + (tl.cast(row, tl.int64) * cols + r[:, None]) * dim + d[None, :], value, mask=inside)
 
@@ -149,7 +149,7 @@ def sum_rows_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = n < keys
     at_places = places + tl.cast(b, tl.int64) * of_batch + tl.cast(h // group * chunks, tl.int64) * keys
-    at_head = grad.pointer + tl.cast(h, tl.int64) * grad.stride1 + d[None, :] * grad.stride3
+    at_head = grad.pointer + tl.cast(h, tl.int64) * grad.stride1 + d.to(tl.int64)[None, :] * grad.stride3
     found = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # Of four chunks first the places and then the rows: a load waits for the address of the one before it.
     for c in range(0, chunks, 4):
@@ -164,7 +164,7 @@ def sum_rows_kernel(
         row3 = _rows_at(grad, at_head, b * chunks + c + 3, place3, d < dim)
         found = found + row0.to(tl.float32) + row1.to(tl.float32) + row2.to(tl.float32) + row3.to(tl.float32)
     to = total.pointer + tl.cast(b, tl.int64) * total.stride0 + tl.cast(h, tl.int64) * total.stride1
-    to = to + n.to(tl.int64)[:, None] * total.stride2 + d[None, :] * total.stride3
+    to = to + n.to(tl.int64)[:, None] * total.stride2 + d.to(tl.int64)[None, :] * total.stride3
     tl.store(to, found.to(total.pointer.dtype.element_ty), mask=inside[:, None] & (d < dim)[None, :])
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tilewise.backends.score import key_tiles, query_tiles
 from tilewise.backends.triton.reductions import is_summed
@@ -62,10 +63,16 @@ def by_distance(problem: Problem, name: str, x: Relative) -> ByDistance:
     shift = "none" if x.shift is None else "one" if x.shift.shape[0] == 1 else "batch"
     values: tuple[Any, ...] = (
         distances.axis, distances.outside, distances.axis == "none" or inside_band, distances.reverse,
-        problem.broadcast_group(operand).heads, shift, x.buckets is not None, 256 * max(x.values.stride()[2:]) >= 2**31,
+        problem.broadcast_group(operand).heads, shift, x.buckets is not None, _is_wide(x.values),
         is_summed(problem, name), problem.totals is not None,
     )  # fmt: skip
     return ByDistance(*values)
+
+
+def _is_wide(values: Tensor) -> bool:
+    """Whether an offset from the first row of a tile needs 64 bits; an entry that is clamped may be any of its row."""
+    (row, entry), count = values.stride()[2:], max(values.shape[3], 512)
+    return 256 * max(row, count) + count * entry >= 2**31
 
 
 def numbers_of(x: Relative) -> Range:

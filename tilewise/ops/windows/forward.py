@@ -69,8 +69,8 @@ class Compiled(NamedTuple):
 
 
 @triton.jit
-def _wide(rows, c):
-    return rows.to(tl.int64) if c.WIDE else rows
+def _wide(index, c):
+    return index.to(tl.int64) if c.WIDE else index
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def load_rows(x, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr, c):
     """The tile [rows, BLOCK] of a `Strided`; 0 where ``there`` [rows] is not, and past DIM."""
     d = tl.arange(0, BLOCK)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + _wide(rows, c)[:, None] * x.stride2 + d[None, :] * x.stride3
+    at = at + _wide(rows, c)[:, None] * x.stride2 + _wide(d, c)[None, :] * x.stride3
     inside = there[:, None] if DIM == BLOCK else there[:, None] & (d < DIM)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
@@ -87,7 +87,7 @@ def load_rows(x, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr, c):
 def store_rows(x, tile, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr, c):
     d = tl.arange(0, BLOCK)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
-    at = at + _wide(rows, c)[:, None] * x.stride2 + d[None, :] * x.stride3
+    at = at + _wide(rows, c)[:, None] * x.stride2 + _wide(d, c)[None, :] * x.stride3
     inside = there[:, None] if DIM == BLOCK else there[:, None] & (d < DIM)[None, :]
     tl.store(at, tile.to(x.pointer.dtype.element_ty), mask=inside)
 
@@ -133,7 +133,7 @@ def member(n, mb, mh, sizes):
 def bias_place(bias, mb, mh, rows, places, c):
     """Addresses of rows of all blocks, one after the other, at places of their windows; one of the two is a column."""
     at = bias.pointer + tl.cast(mb, tl.int64) * bias.stride0 + tl.cast(mh, tl.int64) * bias.stride1
-    return at + (_wide(rows, c) * bias.stride2 + places * bias.stride3)
+    return at + (_wide(rows, c) * bias.stride2 + _wide(places, c) * bias.stride3)
 
 
 @triton.jit

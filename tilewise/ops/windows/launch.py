@@ -41,8 +41,10 @@ def _is_wide(x: Tensor | None) -> bool:
     """Whether offsets of the rows of one head, and of what a tile reads past them, need 64 bits."""
     if x is None:
         return False
-    rows = x.shape[2] * (x.shape[3] if x.dim() == 5 else 1) + 256
-    return rows * x.stride(-2) + 256 * x.stride(-1) >= 2**31
+    (*_, row, place), count = x.stride(), x.shape[2]
+    if x.dim() == 5:  # see `_of_rows`
+        row, count = (x.stride(2), count) if x.shape[3] == 1 else (row, count * x.shape[3])
+    return (count + 256) * row + (x.shape[-1] + 256) * place >= 2**31
 
 
 def _check_device(q: Tensor) -> None:
@@ -77,11 +79,6 @@ class Windowed:
         by_mask = (0, 0) if mask is None else (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(1))
         last = max(N - geometry.k_block, 0)
         self._sizes = Sizes(B, H, N, blocks, last, batch, heads, self._readers, 1, *by_mask)
-        self._known = Compiled(
-            geometry.q_block, geometry.k_block, self._tiles.block_q, self._tiles.block_k, geometry.before,
-            geometry.shift, D, Dv, self._tiles.block_d, self._tiles.block_dv, bias is not None, mask is not None,
-            float32_precision(q.dtype), MARK, any(map(_is_wide, (q, k, v, bias))),
-        )  # fmt: skip
         device = q.device
         shape, strides = output_layout(q.shape, q.stride(), Dv)
         self._o = _layout(shape, strides)
@@ -97,6 +94,12 @@ class Windowed:
             if not rows_merge(like[-1]):
                 like[-1] = torch.empty(bias.shape, dtype=bias.dtype, device="meta")
             self._gradients.append(_of_rows(like[-1], like[-1].stride()))
+        o = torch.empty_strided(shape, strides, device="meta")
+        self._known = Compiled(
+            geometry.q_block, geometry.k_block, self._tiles.block_q, self._tiles.block_k, geometry.before,
+            geometry.shift, D, Dv, self._tiles.block_d, self._tiles.block_dv, bias is not None, mask is not None,
+            float32_precision(q.dtype), MARK, any(map(_is_wide, (q, k, v, bias, o, *like))),
+        )  # fmt: skip
         self._new_gradients = [allocation(x, device) for x in like]
         self._forwards = {keep: self._forward(keep) for keep in (False, True)}
         self._backwards: dict[tuple, Launch] = {}
