@@ -201,3 +201,12 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{message}"):
             call()
+
+
+def test_no_heads():
+    k = jagged(KEYS, 0, D, seed=1)
+    o = attention(*heads_first(jagged(QUERIES, 0, D), k, like(k, 0, DV)), causal=True)
+    assert o.shape[:2] == (len(QUERIES), 0)
+    assert o.shape[3] == DV
+    o.values().sum().backward()
+    assert k.grad is not None

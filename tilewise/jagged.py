@@ -76,7 +76,8 @@ def packed_of(
         raise ValueError(f"{names[2]}: its sequences must be as long as {names[1]}'s")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"{names[1]}: head dimension must equal {names[0]}'s {q.shape[3]}, got {k.shape[3]}")
-    if v.shape[1] != k.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if v.shape[1] != kv_heads or (kv_heads != heads and (kv_heads == 0 or heads % kv_heads != 0)):
         raise ValueError(
             f"{names[1]}, {names[2]}: expected equally many heads, a divisor of {names[0]}'s {q.shape[1]}, "
             f"got {k.shape[1]} and {v.shape[1]}"

@@ -148,7 +148,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
-        return self.heads // self.kv_heads
+        return self.heads // max(self.kv_heads, 1)
 
     @property
     def empty(self) -> bool:

@@ -426,7 +426,8 @@ def _integers(name: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: dtype must be int32 or int64, got {x.dtype}")
     if x.dim() not in dims or x.shape[-1] == 0:
-        raise ValueError(f"{name}: expected {' or '.join(map(str, dims))} dimensions, got shape {tuple(x.shape)}")
+        words = " or ".join(map(str, dims))
+        raise ValueError(f"{name}: expected {words} dimensions, the last not empty, got shape {tuple(x.shape)}")
     return x
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from empty_helpers import check_attention, check_calls, of_sizes
 from helpers import LAYOUTS, Case, check, tensors
 
 from tilewise import explain, scaled_dot_product_attention
@@ -255,3 +256,12 @@ def test_the_drop_in_is_as_exact_as_float32(tf32, M, N, D, bias):
     o = torch.softmax(s + wide[3] if bias else s, -1) @ wide[2]
     for x, exact in zip(found, (o, *torch.autograd.grad(o, wide, do.double())), strict=True):
         torch.testing.assert_close(x.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@of_sizes
+def test_empty(empty):
+    """Without batch elements, heads, queries or keys."""
+    with torch.device("cuda"):
+        for dtype in (BRAIN, FLOAT):
+            check_attention(empty, dtype)
+        check_calls(empty)

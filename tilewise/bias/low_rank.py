@@ -56,9 +56,8 @@ class LowRankBias(Term):
 
     def dense(self, sizes: Sizes) -> Tensor:
         w = self.w.double()
-        group = sizes.H // sizes.Hkv
         if w.shape[1] not in (1, sizes.H):
-            w = w.repeat_interleave(group, 1)
+            w = w.repeat_interleave(sizes.H // sizes.Hkv, 1)
         return self.u.double() @ w.mT
 
     def extended(self, q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
