@@ -433,7 +433,7 @@ def _watched() -> bool:
 
 
 def _has_short_way(compiled: CompiledKernel) -> bool:
-    """Whether Triton's launcher is the one that `_Short` knows, and needs no memory beside the kernel's arguments."""
+    """Whether Triton's launcher is the one that `Short` knows, and needs no memory beside the kernel's arguments."""
     if VERSION != (3, 6):
         return False
     from triton.backends.nvidia.driver import CudaDriver

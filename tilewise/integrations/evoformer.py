@@ -48,7 +48,7 @@ def triangle_attention(
     return_aux: bool = False,
     kv_lengths: Tensor | None = None,
 ) -> Any:
-    """``softmax(scale * q @ k.mT + bias) @ v`` over the visible keys, as `cuequivariance_torch.triangle_attention`.
+    """``softmax(scale * q @ k.mT + bias) @ v`` over the visible keys, as ``cuequivariance_torch.triangle_attention``.
 
     Args:
         q: queries (B, N, H, Q, D), or (N, H, Q, D) where B is 1; float16, bfloat16, float32, or float64 (CPU). D is 1

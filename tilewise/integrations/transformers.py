@@ -190,7 +190,7 @@ def attention_forward(
         module: the layer; its ``is_causal`` counts where the argument is None.
         query: (B, H, M, D). key, value: (B, Hkv, N, D) and (B, Hkv, N, Dv). A batch of 1 is broadcast. Under autocast
             all three are cast to its dtype.
-        attention_mask: in one of the four forms of the module's docstring.
+        attention_mask: in one of the five forms of the module's docstring.
         dropout: in training mode, of the probabilities: ``dropout_p`` of `tilewise.attention`, with a seed from torch's
             generator.
         scaling: multiplies ``query @ key.mT``; default ``1 / sqrt(D)``.
@@ -282,7 +282,7 @@ def attention_mask(
     config: object = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of one kind of layer, as AttentionMaskInterface calls it: the smallest of the module's four forms.
+    """The mask of one kind of layer, as AttentionMaskInterface calls it: the smallest of the module's five forms.
 
     Args:
         batch_size: B. q_length: M. kv_length: N.

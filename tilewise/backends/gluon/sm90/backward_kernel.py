@@ -121,9 +121,9 @@ class Operands(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
     dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA. With DQ_STORED of dQ itself.
-    bias: None where `Compiled.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N). With "share" it
-    is the ring of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one. tile_list: likewise, or of a
-    packed batch, see packed; with VANISHES the reach of each key/value head, see vanishing.
+    bias: None where `BackwardConstants.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N), and
+    where DBIAS is "reduce" the ring of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one. tile_list:
+    likewise, or of a packed batch, see packed; with VANISHES the reach of each key/value head, see vanishing.
     """
 
     q: Any

@@ -30,7 +30,7 @@ class BroadcastGroup(NamedTuple):
 
 
 def bias_axes(problem: Problem) -> str:
-    """`Operand.axes` of the bias, but "rows" for "one" as well: both are constant along the keys and move the LSE
+    """The bias's `axes`, but "rows" for "one" as well: both are constant along the keys and move the LSE
     alone. "none" without a bias."""
     if problem.bias is None:
         return "none"
@@ -38,7 +38,7 @@ def bias_axes(problem: Problem) -> str:
 
 
 def reduction(problem: Problem) -> str:
-    """How tiles of dS become dBias; see backward_kernel.Compiled."""
+    """How tiles of dS become dBias; see `BackwardConstants.DBIAS`."""
     bias, axes = problem.bias, bias_axes(problem)
     if bias is None or not problem.bias_grad or axes == "rows":
         return "none"

@@ -54,7 +54,7 @@ class DbiasTiles(NamedTuple):
 
 @gluon.constexpr_function
 def leaves_as_tiles(way):
-    """Whether dS of a matrix leaves from its tile in shared memory; ``way``: `Compiled.DBIAS`."""
+    """Whether dS of a matrix leaves from its tile in shared memory; ``way``: `BackwardConstants.DBIAS`."""
     return way in ("store", "accumulate", "reduce")
 
 

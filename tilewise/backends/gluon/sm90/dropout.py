@@ -89,7 +89,7 @@ def _dropped_halves(word, terms):
 
 @gluon.jit
 def _bytes_of(word, SELECTOR: gl.constexpr):
-    """Four bytes of a word, `prmt`; 8 in a selector: a byte's sign, in all bits."""
+    """Four bytes of a word, ``prmt``; 8 in a selector: a byte's sign, in all bits."""
     return gl.inline_asm_elementwise(
         f"prmt.b32 $0, $1, 0, {SELECTOR};", "=r,r", [word], dtype=gl.uint32, is_pure=True, pack=1
     )

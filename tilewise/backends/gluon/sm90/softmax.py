@@ -60,7 +60,8 @@ def online_softmax(
     """``(p, m, l, alpha)``; l and alpha of rows, or of each thread of a row where ``l_i`` is, see `sums_of_rows`.
 
     LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
-    nothing to do (as in FlashAttention-4). MAY_BE_BLIND: a row may have seen nothing yet, so that its maximum is -inf.
+    nothing to do (as in FlashAttention-4). MAY_BE_FULLY_MASKED: a row may have seen nothing yet, so that its maximum is
+    -inf.
     shift: what is to be added to all scores of the tile, or of a row; the maximum counts it. lowest: what the maximum
     times ``exponent`` is taken to be where that is less: there a bias that stands for -inf, as the least number of a
     dtype does, would pass the range of float32.
