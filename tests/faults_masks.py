@@ -212,4 +212,9 @@ MASKS = [
         "a mask for other sizes passes, because one with tiles like these did",
         "test_tile_mask.py::test_a_usual_call_has_its_own_mask",
     ),
+    Fault(
+        "backends/kept_keys.py", "key.to(tl.int64)[:, None] * x.stride2", "key[:, None] * x.stride2",
+        "rows of kept keys are read outside of memory from 2³¹ elements on",
+        "test_index_width.py::test_elements_past_an_int32",
+    ),
 ]  # fmt: skip

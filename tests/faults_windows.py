@@ -57,4 +57,9 @@ WINDOWS = [
         "a door does not follow the determinism that is asked for later",
         "integrations/test_evoformer.py::test_pair_bias_of_a_call_like_an_earlier_one",
     ),
+    Fault(
+        "ops/windows/forward.py", "_wide(places, c) * bias.stride3", "places * bias.stride3",
+        "keys of a bias's window that lie far apart are read outside of memory",
+        "test_index_width.py::test_an_index_that_is_multiplied_by_a_stride_has_64_bits",
+    ),
 ]  # fmt: skip
