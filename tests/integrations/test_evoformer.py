@@ -71,11 +71,38 @@ def test_triangle_dtypes(dtype, D):
 
 
 def test_triangle_of_four_dimensions():
-    """Of one batch element, as cuEquivariance takes it; a mask that is not bool, as it takes it."""
-    inputs = [x[0] for x in triangle_inputs(B=1)]
-    mask = (tensors((N, 1, 1, K), seed=1)[0] > -0.5).float()
-    ours = value_and_gradients(lambda *x: triangle_attention(*x, mask), inputs)
-    check(ours, value_and_gradients(lambda *x: formula(*x, mask.bool()), inputs))
+    """The result has five dimensions, as cuEquivariance's has; a mask that is not bool, as it takes it."""
+    inputs = triangle_inputs(B=1)
+    mask = (tensors((1, N, 1, 1, K), seed=1)[0] > -0.5).float()
+    # no tensor, q with the others, q alone, and mask and bias alone
+    for four in ((), (0, 1, 2, 3, 4), (0,), (3, 4)):
+
+        def ours(*x, four=four):
+            return triangle_attention(*(t[0] if i in four else t for i, t in enumerate((*x, mask))))
+
+        found = value_and_gradients(ours, inputs)
+        assert found[0].shape == (1, N, H, Q, D)
+        check(found, value_and_gradients(lambda *x: formula(*x, mask.bool()), inputs))
+
+
+def test_triangle_aux_of_four_dimensions():
+    """The lse has B too, and lengths come with or without it: cuEquivariance's mask_to_kv_lengths always gives it."""
+    inputs = triangle_inputs(B=1)
+    lengths = torch.tensor([2, K, 5], dtype=torch.int32).view(1, N, 1, 1, 1)
+    expected = triangle_attention(*inputs, return_aux=True, kv_lengths=lengths)
+    for given in (lengths, lengths[0]):
+        found = triangle_attention(*(x[0] for x in inputs), return_aux=True, kv_lengths=given)
+        assert found[2] is None
+        assert found[1].shape == (1, N, H, Q)
+        check(found[:2], expected[:2])
+
+
+def test_triangle_gated_as_a_caller_does():
+    """Protenix takes the first element of the result of an unbatched call, and applies a gate to it."""
+    inputs = [x[0] for x in triangle_inputs(Q=N, K=N, B=1)]
+    (gate,) = tensors((N, N, H, D), seed=2)
+    update = triangle_attention(*inputs)[0].transpose(-2, -3) * gate
+    check([update], [formula(*inputs).transpose(-2, -3) * gate])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -87,7 +114,7 @@ def test_triangle_lengths(dtype):
     ours = value_and_gradients(lambda *x: triangle_attention(*x, kv_lengths=lengths), inputs)
     check(ours, value_and_gradients(lambda *x: formula(*x, mask), inputs))
     assert not ours[0][0, 0].any()
-    check([triangle_attention(*(x[0] for x in inputs), kv_lengths=lengths[0])], [ours[0][0]])
+    check([triangle_attention(*(x[0] for x in inputs), kv_lengths=lengths[0])], [ours[0][:1]])
 
 
 def test_triangle_aux():
@@ -102,6 +129,26 @@ def test_triangle_aux():
         return formula(q, k, v, bias), (q @ k.mT * D**-0.5 + bias).logsumexp(-1)
 
     check(value_and_gradients(ours, inputs), value_and_gradients(theirs, inputs))
+
+
+def test_triangle_aux_of_no_keys():
+    """A length of 0 gives o and an lse of 0, as in cuEquivariance, and no gradient. A mask that hides all: -inf."""
+    inputs = triangle_inputs()
+    lengths = torch.tensor([[0, 3, K], [K, 0, 1]]).view(B, N, 1, 1, 1)
+    mask = (torch.arange(K) < lengths.view(B, N, 1)).view(B, N, 1, 1, K)
+
+    def ours(*x):
+        return triangle_attention(*x, return_aux=True, kv_lengths=lengths)[:2]
+
+    def theirs(q, k, v, bias):
+        s = (q @ k.mT * D**-0.5 + bias).masked_fill(~mask, -torch.inf)
+        empty = (lengths == 0).squeeze(-1)
+        lse = s.masked_fill(empty[..., None], 0.0).logsumexp(-1).masked_fill(empty, 0.0)
+        return formula(q, k, v, bias, mask), lse
+
+    check(value_and_gradients(ours, inputs), value_and_gradients(theirs, inputs))
+    lse = triangle_attention(*inputs, mask, return_aux=True)[1]
+    assert (lse[0, 0] == -torch.inf).all()
 
 
 def test_triangle_of_columns():
@@ -329,6 +376,14 @@ ERRORS = {
     "triangle, lengths": (
         lambda: triangle_attention(*3 * [zeros(*X5)], zeros(6, 6), kv_lengths=zeros(2, 3).int()),
         r"kv_lengths: expected shape \(B, N, 1, 1, 1\), got \(2, 3\)",
+    ),
+    "triangle, number of lengths": (
+        lambda: triangle_attention(*3 * [zeros(*X5)], zeros(6, 6), kv_lengths=zeros(2, 4, 1, 1, 1).int()),
+        r"kv_lengths: expected shape \(B, N, 1, 1, 1\), got \(2, 4, 1, 1, 1\), where B and N of q are \(2, 3\)",
+    ),
+    "triangle, device of lengths": (
+        lambda: triangle_attention(*3 * [zeros(*X5)], zeros(6, 6), kv_lengths=zeros(2, 3, 1, 1, 1).int().to("meta")),
+        "kv_lengths: must be on q's device cpu, got meta",
     ),
     "evoformer, four": (
         lambda: DS4Sci_EvoformerAttention(zeros(*X4), zeros(*X4), zeros(*X4), []),

@@ -56,7 +56,7 @@ def triangle_attention(
             rank is raised on all; without it ranks that differ wait for each other until the group's timeout.
 
     Returns:
-        (B, N / ranks, H, Q, Dv), of this rank's rows; with ``return_aux`` what the door returns.
+        (B, N / ranks, H, Q, Dv), of this rank's rows, where q has no B too; with ``return_aux`` what the door returns.
 
     The whole bias, (B, 1, H, Q, K), is held by each rank, and in its backward the gradient of that. With B above 1 this
     is B local calls. Under `torch.compile` it is a graph break.
@@ -115,7 +115,8 @@ def _run(
         agree(ranks, description, FUNCTION, failure)
     whole = gather(bias, ranks, bias.dim() - 2)
     seen = mask if mask is None or mask.dtype == torch.bool else mask != 0
-    found = attention(*qkv, bias=whole, mask=seen, scale=scale, return_lse=return_aux)
+    q, k, v = (x if x.dim() == 5 else x[None] for x in qkv)
+    found = attention(q, k, v, bias=whole, mask=seen, scale=scale, return_lse=return_aux)
     return (*found, None) if return_aux else found
 
 

@@ -62,16 +62,18 @@ def triangle_attention(
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         return_aux: also return the logsumexp, and None where cuEquivariance has the maximum.
         kv_lengths: in the place of a mask, for keys padded on the right: how many are visible from the first on,
-            (B, N, 1, 1, 1), of 4 dimensions (N, 1, 1, 1); int32 or int64. More than K are all.
+            (B, N, 1, 1, 1), or (N, 1, 1, 1) where B is 1; int32 or int64. More than K are all.
 
     Returns:
-        (B, N, H, Q, Dv) in q's dtype, in q's order of memory; of 4 dimensions (N, H, Q, Dv). With ``return_aux``
-        ``(out, lse, None)``: lse (B, N, H, Q), float32 (float64 for float64 inputs), natural logarithm, differentiable.
-        The third would be the maximum of each row's scores, which is not kept.
+        (B, N, H, Q, Dv) in q's dtype, in q's order of memory: 5 dimensions, B first, where q has 4 too, as
+        cuEquivariance's. With ``return_aux`` ``(out, lse, None)``: lse (B, N, H, Q), float32 (float64 for float64
+        inputs), natural logarithm, differentiable. The third would be the maximum of each row's scores, which is not
+        kept.
 
-    A query that sees no key gives 0, zero gradients and an lse of -inf. cuEquivariance puts -1e9 in place of a hidden
-    score, and so gives it the mean of the values. With B above 1 this is B calls, for the bias is shared along N and
-    the mask is not; see `tilewise.attention`. Without a copy either way.
+    A query that sees no key gives 0, zero gradients and an lse of -inf, or of 0 where ``kv_lengths`` is 0, as in
+    cuEquivariance. That puts -1e9 in place of a score that ``mask`` hides, and so gives the mean of the values where
+    the mask hides all. With B above 1 this is B calls, for the bias is shared along N and the mask is not; see
+    `tilewise.attention`. Without a copy either way.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed.
@@ -81,6 +83,9 @@ def triangle_attention(
     """
     check_flag("return_aux", return_aux)
     _check("q", q, (4, 5), "(B, N, heads, queries, head_dim) or (N, heads, queries, head_dim)")
+    for name, x in (("k", k), ("v", v)):
+        _check(name, x, (4, 5), "(B, N, heads, keys, head_dim) or (N, heads, keys, head_dim)")
+    q, k, v = (x if x.dim() == 5 else x[None] for x in (q, k, v))
     check_tensor("bias", bias)
     if mask is not None:
         check_tensor("mask", mask)
@@ -88,21 +93,27 @@ def triangle_attention(
     if kv_lengths is not None:
         if mask is not None:
             raise ValueError("kv_lengths: takes the place of a mask; pass one of the two")
-        mask = _within(k, kv_lengths)
+        mask = _within(q, k, kv_lengths)
     if not return_aux:
         return attention(q, k, v, bias=bias, mask=mask, scale=scale)
-    return *attention(q, k, v, bias=bias, mask=mask, scale=scale, return_lse=True), None
+    o, lse = attention(q, k, v, bias=bias, mask=mask, scale=scale, return_lse=True)
+    if kv_lengths is not None:
+        lse = lse.masked_fill(kv_lengths.squeeze(-1) <= 0, 0.0)
+    return o, lse, None
 
 
-def _within(k: Tensor, kv_lengths: Tensor) -> Tensor:
-    """The mask of keys that lengths stand for."""
-    check_tensor("k", k)
+def _within(q: Tensor, k: Tensor, kv_lengths: Tensor) -> Tensor:
+    """Return the mask of the keys within ``kv_lengths``. q and k have 5 dimensions."""
     check_tensor("kv_lengths", kv_lengths)
     if kv_lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"kv_lengths: dtype must be int32 or int64, got {kv_lengths.dtype}")
-    if kv_lengths.dim() != k.dim() or kv_lengths.shape[-3:] != (1, 1, 1):
-        expected = "(B, N, 1, 1, 1)" if k.dim() == 5 else "(N, 1, 1, 1)"
-        raise ValueError(f"kv_lengths: expected shape {expected}, got {tuple(kv_lengths.shape)}")
+    _check_device("kv_lengths", kv_lengths, "q", q)
+    shape = (1, *kv_lengths.shape) if kv_lengths.dim() == 4 and q.shape[0] == 1 else tuple(kv_lengths.shape)
+    if len(shape) != 5 or not broadcasts(shape, (*q.shape[:2], 1, 1, 1)):
+        raise ValueError(
+            f"kv_lengths: expected shape (B, N, 1, 1, 1), got {tuple(kv_lengths.shape)}, where B and N of q are "
+            f"{tuple(q.shape[:2])}"
+        )
     return torch.arange(k.shape[-2], device=kv_lengths.device) < kv_lengths
 
 
