@@ -100,4 +100,34 @@ PACKED = [
         "a row that first sees nothing, then the least number of a dtype, is taken for one that sees nothing",
         "test_hopper_terms.py::test_a_row_that_begins_hidden",
     ),
+    Fault(
+        "integrations/packed.py", "first[0] = True", "pass",
+        "tokens before the first restart of positions are in no sequence",
+        "integrations/test_padding_free.py::test_a_row_that_begins_within_a_sequence",
+    ),
+    Fault(
+        "integrations/packed.py", "known[0] == version is not None", "version is not None",
+        "positions that were changed in place tell of the sequences that were there before",
+        "integrations/test_padding_free.py::test_positions_are_read_once_a_forward",
+    ),
+    Fault(
+        "integrations/packed.py", '"CrossAttention" in type(module).__name__', "False",
+        "a decoder's positions tell the encoder's keys apart",
+        "integrations/test_padding_free.py::test_cross_attention_has_other_keys",
+    ),
+    Fault(
+        "integrations/packed.py", "ids.masked_fill(~padding[0, 0], -1)", "ids",
+        "a graph shows padding",
+        "integrations/test_padding_free.py::test_in_a_graph",
+    ),
+    Fault(
+        "integrations/evoformer.py", "x if x.dim() == 5 else x[None] for x in (q, k, v)", "x for x in (q, k, v)",
+        "triangle_attention of four dimensions gives four back",
+        "integrations/test_evoformer.py::test_triangle_gated_as_a_caller_does",
+    ),
+    Fault(
+        "integrations/evoformer.py", "lse.masked_fill(kv_lengths.squeeze(-1) <= 0, 0.0)", "lse",
+        "the lse of a length of 0 is -inf, where cuEquivariance's is 0",
+        "integrations/test_evoformer.py::test_triangle_aux_of_no_keys",
+    ),
 ]  # fmt: skip

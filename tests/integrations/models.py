@@ -17,6 +17,7 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 
 # kind: (name of the model, of its config, the config)
 KINDS = {
     "bert": ("BertModel", "BertConfig", SMALL | NO_DROPOUT),
+    "roberta": ("RobertaModel", "RobertaConfig", SMALL | NO_DROPOUT),  # its positions begin at 1, after that of padding
     "bert decoder": ("BertLMHeadModel", "BertConfig", SMALL | NO_DROPOUT | {"is_decoder": True}),
     "modernbert": ("ModernBertModel", "ModernBertConfig",
                    SMALL | {"local_attention": 2 * WINDOW, "layer_types": ["full_attention", "sliding_attention"],

@@ -1,4 +1,4 @@
-"""Batches without padding of transformers: where their sequences begin, as the models and the masks say it."""
+"""Batches without padding of transformers: where their sequences begin, as the models, masks and positions say it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
+from tilewise.ops.runtime.tools import exports_onnx
 from tilewise.score.lengths import Lengths
+from tilewise.tile_mask import TileMask
 
 
 class Sequences(NamedTuple):
@@ -54,11 +57,16 @@ def packed_form(mask_function: Callable, local_size: int | None) -> Tensor | Non
             return None
     first = torch.ones_like(number, dtype=torch.bool)
     first[:, 1:] = number.diff() != 0
-    begins = first.flatten().nonzero().view(-1)
-    offsets = torch.cat([begins, begins.new_full((1,), number.numel())])
+    offsets = _offsets(first.flatten())
     longest = int(offsets.diff().max())
     offsets = offsets.to(torch.int32)[None].expand(longest, -1)
     return offsets if local_size is None else offsets[None].expand(local_size, -1, -1)
+
+
+def _offsets(first: Tensor) -> Tensor:
+    """Return where sequences begin, and the end of the last, from a mask of their first tokens."""
+    begins = first.nonzero().view(-1)
+    return torch.cat([begins, begins.new_full((1,), first.numel())])
 
 
 def _variables(function: Any, name: str) -> dict[str, Any]:
@@ -81,6 +89,61 @@ def sequences_of(mask: Tensor | None, kwargs: dict[str, Any]) -> Sequences | Non
         offsets = mask[(0,) * (mask.dim() - 1)]
         return Sequences(Lengths(offsets, offsets), (mask.shape[-2], mask.shape[-2]))
     return None
+
+
+def positions_of(
+    module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any], shape: tuple[int, int, int]
+) -> Tensor | None:
+    """Return the position_ids of a layer, (1, M), if they may tell sequences apart, by the rule of flash_attention_2.
+
+    They may where the batch is one row, the keys are those of the queries, and the mask hides no padding. In a graph,
+    where the mask is not read, it may. shape: (B, M, N).
+    """
+    positions, (batch, M, N) = kwargs.get("position_ids"), shape
+    if positions is None or batch != 1 or M == 1 or M != N or tuple(positions.shape) != (1, M):
+        return None
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
+        return None
+    if mask is None or (mask.dim() < 4 and mask.shape[-1] == 1):
+        return positions
+    is_padding = mask.dtype == torch.bool and (mask.dim() < 4 or tuple(mask.shape[1:]) == (1, 1, N))
+    return positions if is_padding and is_tracing(positions) else None
+
+
+# What `sequences_of_positions` found in a tensor at its version, while that lives: each layer is given the same one.
+_found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def sequences_of_positions(positions: Tensor) -> Sequences | None:
+    """Find the sequences of a row by its positions, (1, M): each begins at the smallest one. None: there is one alone.
+
+    On a GPU the host waits, once for all layers of a forward, and once more for the longest if there are several.
+    """
+    version = None if positions.is_inference() else positions._version
+    known: tuple[int | None, Sequences | None] | None = _found.get(positions)
+    if known is not None and known[0] == version is not None:
+        return known[1]
+    first = positions[0] == positions.amin()
+    first[0] = True
+    offsets, found = _offsets(first).to(torch.int32), None
+    if offsets.shape[0] > 2:
+        longest = int(offsets.diff().max())
+        found = Sequences(Lengths(offsets, offsets), (longest, longest))
+    _found[positions] = version, found
+    return found
+
+
+def documents_of_positions(positions: Tensor, padding: Tensor | None) -> Any:
+    """Return the mask of the same sequences for a graph, which cannot wait for their number: a TileMask or a Tensor.
+
+    padding: (1, 1, 1, M), bool, True = a token; or None.
+    """
+    ids = (positions == positions.amin()).cumsum(-1)
+    if padding is not None:
+        ids = ids.masked_fill(~padding[0, 0], -1)
+    if exports_onnx() or torch.jit.is_tracing():  # neither of which takes a TileMask
+        return ids[:, None, :, None] == ids[:, None, None, :]
+    return TileMask.documents(ids)
 
 
 def visible(lengths: Lengths, shape: tuple[int, int, int], causal: bool, window: int | None) -> Tensor:

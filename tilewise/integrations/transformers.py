@@ -51,12 +51,17 @@ of (M, N). What says where sequences begin:
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
                        keywords of the model, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives them.
                        They count always, and on a GPU nobody waits for them
-    position_ids       that restart, where there is neither a cache (use_cache=False) nor an attention_mask: with these
-                       transformers itself does not look at them; nor does it for gpt-oss, whose sequences then see
-                       each other as in its eager attention. On a GPU the host waits once a forward
+    position_ids       that restart, in a batch of one row, by the rule of flash_attention_2: in decoders and encoders,
+                       without a cache or with one that was empty, where the attention_mask hides no padding; each
+                       sequence begins at the smallest position. On a GPU the host waits once a forward, and once more
+                       if there are several sequences. In a batch of several rows, as in transformers' sdpa, they count
+                       where there is neither a cache (use_cache=False) nor an attention_mask
 
-Beside a position bias, padding or a mask of four dimensions, and under torch.compile in the second case, a mask of
-(M, N) is made all the same.
+Positions say nothing where the cache holds earlier keys, in cross attention, and beside a mask of four dimensions, as
+chunks and static caches need: pass the keywords there.
+
+Beside a position bias, padding or a mask of four dimensions a mask of (M, N) is made all the same. In a graph, of
+torch.compile or of CUDA, positions become a `tilewise.TileMask`, or where transformers itself reads them, such a mask.
 """
 
 from __future__ import annotations
@@ -200,8 +205,8 @@ def attention_forward(
         s_aux: attention sinks (gpt-oss), floating, (H,): ``sink`` of `tilewise.attention`; it gets its gradient.
         sinks: those of Inkling-2, of each query, floating, (B, H, M, 1); likewise.
         kwargs: what else a model passes. ``cu_seq_lens_q`` and the like say where sequences begin, (S + 1,) int32 or
-            int64 each, and ``max_length_q``, ``max_length_k`` how long they are at most. The window is the mask's; what
-            does not change the result is ignored.
+            int64 each, and ``max_length_q``, ``max_length_k`` how long they are at most; without them ``position_ids``,
+            (1, M), do. The window is the mask's; what does not change the result is ignored.
 
     Returns:
         (B, M, H, Dv), contiguous, and None where transformers' eager attention returns its weights. With
@@ -227,7 +232,11 @@ def attention_forward(
         position_bias = position_bias.bias(query.device, aligned)
 
     causal, window, mask, bias = False, None, None, position_bias
-    sequences = packed.sequences_of(attention_mask, kwargs)
+    sequences, positions = packed.sequences_of(attention_mask, kwargs), None
+    if sequences is None:
+        positions = packed.positions_of(module, attention_mask, kwargs, (batch, query.shape[2], key.shape[2]))
+    if positions is not None and not is_tracing(positions):
+        sequences, positions = packed.sequences_of_positions(positions), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     elif packed.is_packed_form(attention_mask):
@@ -256,6 +265,8 @@ def attention_forward(
         )  # fmt: skip
         assert isinstance(o, Tensor)
         return o.unflatten(0, (batch, -1)).contiguous(), None
+    if positions is not None:
+        mask = packed.documents_of_positions(positions, mask)
     if sequences is not None:
         seen = packed.visible(
             sequences.lengths, (batch, query.shape[2], key.shape[2]), causal, None if window is None else window[0] + 1
