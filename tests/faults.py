@@ -179,7 +179,7 @@ FAULTS = [
         "test_bias_attention.py::test_every_term",
     ),
     Fault(
-        "call.py", ".extended(inputs.q, inputs.k, score.scale,", ".extended(inputs.q, inputs.k, 1.0,",
+        "call.py", ".extended(inputs.q, inputs.k, score.scale)", ".extended(inputs.q, inputs.k, 1.0)",
         "a bias of low rank is scaled as q @ k.mT is",
         "test_bias_attention.py::test_low_rank_keeps_the_scale_of_q",
     ),

@@ -109,7 +109,7 @@ def test_low_rank_attention():
         q, k, v, u, w = inputs = [x.clone().requires_grad_() for x in tensors]
         term = low_rank_bias(u, w)
         if extended:
-            o = tilewise.attention(*term.extended(q, k, 0.4), v, scale=0.4)
+            o = tilewise.attention(q, k, v, bias=term, scale=0.4)
         else:
             o = tilewise.attention(q, k, v, bias=dense(term, B, H, 9, 12, HKV), scale=0.4)
         found.append([o, *torch.autograd.grad(o, inputs, torch.ones_like(o) * tensors[3].sum())])
@@ -129,7 +129,7 @@ def test_low_rank_attention_of_16_bits_follows_the_error_rule(D):
         return [x.double() for x in (o, *torch.autograd.grad(o, inputs, do.to(dtype)))]
 
     def ours(q, k, v, u, w):
-        return tilewise.attention(*low_rank_bias(u, w).extended(q, k, scale), v, scale=scale)
+        return tilewise.attention(q, k, v, bias=low_rank_bias(u, w), scale=scale)
 
     def unfused(q, k, v, u, w):
         return torch.softmax(q @ k.mT * scale + u @ w.mT, -1) @ v
@@ -146,17 +146,17 @@ def test_low_rank():
     term = low_rank_bias(u, w)
     want = dense(term, B, H, M, N, HKV)
     torch.testing.assert_close(want, u @ per_head(w).mT)
-    wider, longer = term.extended(q, k, 0.3)
+    wider, longer, scale = term.extended(q, k, 0.3)
     assert wider.shape[3] == longer.shape[3] == 8
-    torch.testing.assert_close(0.3 * wider @ per_head(longer).mT, 0.3 * q @ per_head(k).mT + want)
+    torch.testing.assert_close(scale * wider @ per_head(longer).mT, 0.3 * q @ per_head(k).mT + want)
     with pytest.raises(ValueError, match=r"^LowRankBias: becomes part of .* softcap="):
-        term.extended(q, k, 0.3, softcap=2.0)
+        tilewise.attention(q, k, k, bias=term, softcap=2.0)
     with pytest.raises(
         ValueError, match=r"^LowRankBias: head dimension and rank must be 256 or less together, got 254"
     ):
-        term.extended(normal(B, H, M, 254), k, 0.3)
+        tilewise.attention(normal(B, H, M, 254), normal(B, HKV, N, 254), k, bias=term)
     with pytest.raises(TypeError, match=r"^LowRankBias.u, w: dtype must be q's torch.float32, got torch.float64"):
-        term.extended(q.float(), k.float(), 0.3)
+        tilewise.attention(q.float(), k.float(), k.float(), bias=term)
 
 
 # --- small frozen values that PyTorch sees through ---

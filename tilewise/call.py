@@ -14,7 +14,7 @@ from tilewise.autocast import autocast, autocast_on, autocast_somewhere
 from tilewise.autograd import eager_attention, eager_folded, eager_packed, heads_first
 from tilewise.backends import Inputs, address
 from tilewise.bias.autograd import Rule, is_node, vector_of
-from tilewise.bias.canonical import Slots, canonical
+from tilewise.bias.canonical import Slots, canonical, with_dense
 from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shift_of
@@ -23,7 +23,7 @@ from tilewise.dispatch import Forward, forward_of, forward_variants
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import check_backend
-from tilewise.problem import check_flag, check_qkv, check_seed, four_dims, sink_of_rows
+from tilewise.problem import Sizes, check_flag, check_qkv, check_seed, four_dims, sink_of_rows
 from tilewise.score.lengths import Lengths
 from tilewise.score.parts import Parts
 from tilewise.score.terms import Band, Numbers, Score, Terms, Window, check_numbers
@@ -106,6 +106,9 @@ def read_call(
     if score.dropout and dropout_seed is not None:
         inputs = inputs._replace(seed=seed_tensor(dropout_seed, q.device))
     if slots is not None:
+        if slots.low_rank is not None and backend == "oracle":
+            sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+            slots = slots._replace(matrix=with_dense(low_rank_of(slots, q, score), slots.matrix, sizes), low_rank=None)
         inputs, score = with_slots(inputs, score, slots)
     return Call(inputs, score, deterministic, "auto" if backend is None else backend)
 
@@ -206,9 +209,8 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
     One tensor alone, if only along the keys, is a plain bias, which every backend has.
     """
     if slots.low_rank is not None:
-        capped = score.transformed or None  # by whatever it is that a bias does not pass through
-        q, k = _cast_like(slots.low_rank, inputs.q).extended(inputs.q, inputs.k, score.scale, capped)
-        inputs = inputs._replace(q=q, k=k)
+        q, k, scale = low_rank_of(slots, inputs.q, score).extended(inputs.q, inputs.k, score.scale)
+        inputs, score = inputs._replace(q=q, k=k), replace(score, scale=scale)
     bias, cols, rows = slots.matrix, slots.cols, slots.rows
     if bias is None:
         bias, cols = cols, None
@@ -233,11 +235,15 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
     return inputs._replace(bias=bias, parts=None if all(x is None for x in parts) else parts), score
 
 
-def _cast_like(low_rank: LowRankBias, q: Tensor) -> LowRankBias:
-    """As autocast has cast q, if it has; u and w become a part of it and of k."""
-    if q.dtype == torch.float64:
-        return low_rank
-    return LowRankBias(*autocast(low_rank.u, low_rank.w))
+def low_rank_of(slots: Slots, q: Tensor, score: Score) -> LowRankBias:
+    """The bias of low rank, checked against the call, and cast as autocast has cast q, if it has: it becomes a part of
+    q and k."""
+    found = slots.low_rank
+    assert found is not None
+    if q.dtype != torch.float64:
+        found = LowRankBias(*autocast(found.u, found.w))
+    found.check_call(q, score.transformed)
+    return found
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

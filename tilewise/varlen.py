@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.autocast import autocast
 from tilewise.autograd import attention_op, heads_first
 from tilewise.backends import Inputs
-from tilewise.bias.packed import RaggedBias, packed_slots
+from tilewise.bias.packed import RaggedBias, packed_dense, packed_slots
 from tilewise.call import (
     Bias,
     Call,
@@ -21,6 +21,7 @@ from tilewise.call import (
     Window,
     check_dropout_seed,
     check_inputs,
+    low_rank_of,
     padded_mask,
     seed_tensor,
     with_seed,
@@ -275,7 +276,10 @@ def read_packed(
     if bias is not None:
         if is_causal_bias(bias):
             raise TypeError("bias: a CausalBias has lengths of its own; pass causal=True")
-        slots, forms, pairs = packed_slots(bias, sizes, totals, lengths, device)
+        found = packed_slots(bias, sizes, totals, lengths, device)
+        if found.slots.low_rank is not None and backend == "oracle":
+            found = packed_dense(found, low_rank_of(found.slots, q, score), sizes, lengths)
+        slots, forms, pairs = found
         inputs, score = with_slots(inputs, score, slots)
         if slots.matrix is None:  # the bias is then the first of these
             moved = "cols" if slots.cols is not None else "rows"

@@ -6,7 +6,7 @@ rows        a tensor along the queries
 query       values by distance, a row a query
 key         values by distance, a row a key
 toeplitz    values by distance for all: every such term, summed into one vector a head
-low_rank    more columns of q and k
+low_rank    more columns of q and k; of the oracle a part of the matrix
 band        what terms with outside=-inf hide by numbers alone, for tiles that need not be visited
 """
 
@@ -104,6 +104,13 @@ def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None =
     sizes = Sizes(B, H, H if Hkv is None else Hkv, M, N)
     full = _four(term.double()) if isinstance(term, Tensor) else term.dense(sizes)
     return _per_head(full, H).expand(B, H, M, N)
+
+
+def with_dense(low_rank: LowRankBias, matrix: Tensor | None, sizes: Sizes) -> Tensor:
+    """The matrix of a call that has ``low_rank`` too, as one in float64: for the oracle, which is what more columns of
+    q and k are measured against."""
+    found = dense(low_rank, sizes.B, sizes.H, sizes.M, sizes.N, sizes.Hkv)
+    return found if matrix is None else found + _per_head(matrix.double(), sizes.H)
 
 
 def put(found: dict[str, Any], place: str, part: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,23 +56,23 @@ class LowRankBias(Term):
         check_device(self, device)
 
     def dense(self, sizes: Sizes) -> Tensor:
-        w = self.w.double()
+        """``u @ w.mT``. What is not finite there has no derivative, which 0 times it would spoil at hidden pairs."""
+        u, w = self.u.double(), self.w.double()
         if w.shape[1] not in (1, sizes.H):
             w = w.repeat_interleave(sizes.H // sizes.Hkv, 1)
-        return self.u.double() @ w.mT
+        found = (u @ w.mT).detach()
+        u, w = (torch.where(x.isfinite(), x, 0.0) for x in (u, w))
+        return torch.where(found.isfinite(), u @ w.mT, found)
 
-    def extended(self, q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        """``[q, u / scale]`` and ``[k, w]``: their product times the scale is ``scale * q @ k.mT + u @ w.mT``.
-
-        New columns are filled up with zeros to rows of 16 bytes where they fit, as TMA reads them. u / scale is rounded
-        to q's dtype, as u @ w.mT would be.
+    def check_call(self, q: Tensor, capped: bool) -> None:
+        """Raise for a call that has no room for it.
 
         Raises:
-            ValueError: a softcap, which the bias is not to pass through; more than 256 columns.
+            ValueError: a softcap (``capped``), which the bias is not to pass through; more than 256 columns.
             TypeError: another dtype than q's.
         """
-        D, step = q.shape[3], max(16 // q.element_size(), 1)
-        if softcap is not None:
+        D = q.shape[3]
+        if capped:
             raise ValueError("LowRankBias: becomes part of q @ k.mT, and a bias does not pass through softcap=")
         if D + self.rank > MAX_HEAD_DIM:
             raise ValueError(
@@ -79,22 +80,46 @@ class LowRankBias(Term):
             )
         if self.u.dtype != q.dtype:
             raise TypeError(f"LowRankBias.u, w: dtype must be q's {q.dtype}, got {self.u.dtype}")
-        fill = min(-(D + self.rank) % step, MAX_HEAD_DIM - D - self.rank)
-        u = functional.pad(self.u / scale, (0, fill)).expand(*q.shape[:3], -1)
-        w = functional.pad(self.w, (0, fill)).expand(*k.shape[:3], -1)
-        return torch.cat([q, u], -1), torch.cat([k, w], -1)
+
+    def extended(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
+        """``[q * a, u / rest]``, ``[k * b, w]`` and ``rest``, by which their product is
+        ``scale * q @ k.mT + u @ w.mT``.
+
+        rest is ``scale / (a * b)``, 1 or more and below 2, where a and b are powers of two. So u and w keep their
+        range: u / scale may be past that of float16. What u / rest loses by rounding stands in as many columns more, if
+        they fit: terms that cancel out would show it. New columns are filled up with zeros to rows of 16 bytes where
+        they fit, as TMA reads them.
+        """
+        rest, exponent = math.frexp(scale)
+        rest, exponent = 2 * rest, exponent - 1
+        u, w = self.u, self.w
+        if rest != 1.0:
+            quotient = u.double() / rest
+            u = quotient.to(q.dtype)
+            if u.dtype != torch.float64 and q.shape[3] + 2 * self.rank <= MAX_HEAD_DIM:
+                # Without a derivative: that of the first columns is that of u / rest. 0 beside what is not finite.
+                lost = (quotient - u).detach().nan_to_num(0.0).to(u.dtype)
+                u, w = torch.cat([u, lost], -1), torch.cat([w, w.nan_to_num(0.0, 0.0, 0.0)], -1)
+        width, step = q.shape[3] + u.shape[3], max(16 // q.element_size(), 1)
+        fill = min(-width % step, MAX_HEAD_DIM - width)
+        u = functional.pad(u, (0, fill)).expand(*q.shape[:3], -1)
+        w = functional.pad(w, (0, fill)).expand(*k.shape[:3], -1)
+        q, k = _times_power(q, exponent // 2), _times_power(k, exponent - exponent // 2)
+        return torch.cat([q, u], -1), torch.cat([k, w], -1), rest
 
     def __repr__(self) -> str:
         return f"LowRankBias({summary(self.u)}, {summary(self.w)})"
 
 
 def low_rank_bias(u: Tensor, w: Tensor) -> LowRankBias:
-    """The bias ``u @ w.mT``, by r more columns of q and k.
+    """The bias ``u @ w.mT``, by more columns of q and k.
 
     Args:
-        u: (B|1, H|1, M, r), w: (B|1, Hkv|1, N, r), in q's dtype: q and k of a call with both are copied to make room,
-            and u / scale is rounded to that dtype. Head dimension and r must be 256 or less together. With grouped
-            heads w belongs to the key heads, as k does.
+        u: (B|1, H|1, M, r), w: (B|1, Hkv|1, N, r), in q's dtype: q and k of a call with both are copied to make room.
+            Head dimension and r must be 256 or less together. With grouped heads w belongs to the key heads, as k does.
+
+    Where the scale is no power of two there are 2 r columns, for what u loses by rounding when it is divided by the
+    scale; where head dimension and 2 r are more than 256 there are r, and u is rounded.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed; with a softcap, by the call.
@@ -105,3 +130,7 @@ def low_rank_bias(u: Tensor, w: Tensor) -> LowRankBias:
     if low_rank.rank >= MAX_HEAD_DIM:
         raise ValueError(f"u, w: rank must be below {MAX_HEAD_DIM}, got shapes {shape_of(u)} and {shape_of(w)}")
     return low_rank
+
+
+def _times_power(x: Tensor, exponent: int) -> Tensor:
+    return x if exponent == 0 else x * 2.0**exponent

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bias.canonical import Slots, put, toeplitz_sum
+from tilewise.bias.canonical import Slots, put, toeplitz_sum, with_dense
 from tilewise.bias.canonical import place_of as padded_place
 from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
@@ -127,6 +127,29 @@ def packed_slots(
         found["toeplitz"], form = _toeplitz(toeplitz, sizes)
         forms += form
     return PackedSlots(Slots(**found), tuple(forms), pairs)
+
+
+def packed_dense(found: PackedSlots, low_rank: LowRankBias, sizes: Sizes, lengths: Lengths) -> PackedSlots:
+    """`canonical.with_dense` for a packed batch: one matrix that is padded to the longest sequences."""
+    assert lengths.cu_q is not None
+    assert lengths.cu_k is not None
+    i, j = (torch.arange(n, device=low_rank.u.device) for n in (sizes.M, sizes.N))
+    rows, cols = lengths.cu_q[:-1, None] + i, lengths.cu_k[:-1, None] + j
+    padded = LowRankBias(_padded(low_rank.u, rows), _padded(low_rank.w, cols))
+    matrix = found.slots.matrix
+    if found.pairs is not None and matrix is not None:
+        keys = lengths.used_k if lengths.used_k is not None else lengths.cu_k.diff()
+        at = found.pairs[:-1, None, None] + i[:, None] * keys[:, None, None] + j
+        matrix = _padded(matrix[:, :, 0], at.flatten(1)).unflatten(2, (sizes.M, sizes.N))
+    slots = found.slots._replace(matrix=with_dense(padded, matrix, sizes), low_rank=None)
+    return PackedSlots(slots, tuple(form for form in found.forms if form != "ragged"))
+
+
+def _padded(x: Tensor, at: Tensor) -> Tensor:
+    """Of (1, H|1, total, ...) what stands ``at`` places (B, n) along the third, (B, H|1, n, ...), 0 past the end."""
+    last = x.shape[2]
+    x = torch.cat([x, x.new_zeros(1).expand(*x.shape[:2], 1, *x.shape[3:])], 2)
+    return x[0][:, at.clamp(0, last)].transpose(0, 1)
 
 
 def _vector(x: Tensor, sizes: Sizes, totals: tuple[int, int], device: torch.device) -> tuple[str, Tensor]:
