@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import is_eager
+from tilewise.score.integers import LARGEST, LARGEST_SIZE, check_range
 from tilewise.score.tile_tensors import TileTensors
 from tilewise.tensors import check_tensor
 from tilewise.tile_mask import Block, Kept, TileMask, checked_block, no_bits
@@ -52,6 +53,7 @@ def dynamic_mask(
             raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
         if n < 1:
             raise ValueError(f"{name}: must be 1 or more, got {n}")
+        check_range(name, n, LARGEST_SIZE if name == "queries" else LARGEST)
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected a bool, got {causal!r}")
     rows, keys = scores.shape[2:]

@@ -27,11 +27,11 @@ from tilewise.score.lengths import Lengths, places
 from tilewise.score.low_bits import LOW_BYTES, keeps_low_bits
 from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS
 from tilewise.score.reference import in_band
-from tilewise.score.terms import Numbers, Window
+from tilewise.score.terms import Numbers, Window, is_positive_float
 from tilewise.score.tile_tensors import EMPTY, PARTIAL, TileTensors
 from tilewise.score.tiles import key_tiles, query_tiles
 from tilewise.score.tiles import limits as band_limits
-from tilewise.tensors import PLAIN, check_tensor
+from tilewise.tensors import PLAIN, check_tensor, plain_int, plain_ints
 from tilewise.tile_mask import TileMask
 from tilewise.varlen import read_packed
 
@@ -302,7 +302,8 @@ def explain_varlen(
                 raise ValueError(f"{argument}: is read, and needs elements: pass it on the CPU beside meta tensors")
     moved = Lengths(*(None if x is None else x.to(q.device) for x in read))
     with torch.enable_grad():
-        call = read_packed(q, k, v, moved, (max_seqlen_q, max_seqlen_k), **options)
+        longest = plain_int(max_seqlen_q), plain_int(max_seqlen_k)
+        call = read_packed(q, k, v, moved, longest, **options | {"window": plain_ints(options.get("window"))})
     problem, name = _problem_of(call, device)
     assert problem.totals is not None
     assert problem.score.packed is not None
@@ -405,7 +406,7 @@ def _given_limits(pair: tuple[float, float]) -> Limits:
     for limit in pair:
         if isinstance(limit, bool) or not isinstance(limit, (int, float)):
             raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s) of floats, got {pair!r}")
-        if not (limit > 0 and math.isfinite(limit)):
+        if not is_positive_float(limit):
             raise ValueError(f"limits: must be positive and finite, got {pair!r}")
     return Limits(float(pair[0]), float(pair[1]), "limits as given")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.nn import Parameter
 
 # What every call may be given without a look at its class.
 PLAIN = frozenset((Tensor, Parameter, type(None)))
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
 _DEFAULT_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
@@ -37,6 +40,23 @@ def check_tensor(name: str, x: object, *, may_be_causal: bool = False) -> None:
 def _has_function(kind: type[Tensor]) -> bool:
     function = kind.__torch_function__
     return function is not _NO_FUNCTION and getattr(function, "__func__", None) is not _DEFAULT_FUNCTION
+
+
+def plain_int(x: Any) -> Any:
+    """An int of one of numpy's, or of an integer tensor of no dimensions, for which the host waits on a GPU; anything
+    else as it is, for whoever checks it."""
+    if type(x) is int:
+        return x
+    if isinstance(x, Tensor):
+        return x.item() if x.dim() == 0 and x.dtype in _INTEGERS else x
+    return int(x) if isinstance(x, Integral) and not isinstance(x, (bool, torch.SymInt)) else x
+
+
+def plain_ints(pair: Any) -> Any:
+    """The same of a pair, or of a tensor or an array of two numbers."""
+    if isinstance(pair, Tensor) or type(pair).__module__ == "numpy":
+        pair = pair.tolist()
+    return tuple(plain_int(x) for x in pair) if isinstance(pair, (tuple, list)) else pair
 
 
 def is_causal_bias(x: object) -> bool:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import is_eager
+from tilewise.score.integers import LARGEST_SIZE, check_range
 from tilewise.score.terms import check_numbers
 from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, TileTensors, pack, tiles_of_intervals
 from tilewise.tensors import check_tensor
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Block = int | tuple[int, int]
+MAX_BLOCK = 2**14  # queries or keys of a tile
 _AT_ONCE = 1 << 24  # pairs of which a mask_mod is asked at a time
 
 
@@ -185,7 +187,7 @@ class TileMask:
         """
         check_tensor("tiles", tiles)
         size = checked_block(block)
-        _check_lengths(queries, keys)
+        _check_lengths(queries=queries, keys=keys)
         rows, cols = -(-queries // size[0]), -(-keys // size[1])
         if tiles.dtype != torch.bool:
             raise TypeError(f"tiles: dtype must be bool (True = visible), got {tiles.dtype}")
@@ -221,7 +223,7 @@ class TileMask:
         Bits are kept of all pairs, an eighth of a byte each, so that nobody waits for how many tiles are partial.
         """
         size = checked_block(block)
-        _check_lengths(queries, keys)
+        _check_lengths(queries=queries, keys=keys)
         every = torch.ones(1, 1, -(-queries // size[0]), -(-keys // size[1]), dtype=torch.bool, device=device)
         return _of_rows(rows_of, every, queries, keys, size)
 
@@ -246,7 +248,7 @@ class TileMask:
                 raise ValueError(f"{name}: expected (B|1, H|Hkv|1, N), begins and ends alike, got {tuple(x.shape)}")
         if ends.device != begins.device:
             raise ValueError(f"ends: must be on the device of begins, {begins.device}, got {ends.device}")
-        _check_lengths(queries, begins.shape[2])
+        _check_lengths(queries=queries, keys=begins.shape[2])
         first = begins.clamp(0, queries).to(torch.int32).unsqueeze(2).contiguous()
         last = torch.maximum(ends.clamp(0, queries).to(torch.int32).unsqueeze(2), first).contiguous()
         tiles = _tiles_of(first, last, queries, size)
@@ -282,7 +284,7 @@ class TileMask:
             block: as for `from_tiles`.
         """
         lengths = _integers("lengths", lengths, (1,))
-        _check_lengths(size, size)
+        _check_lengths(size=size)
         place = torch.arange(size, device=lengths.device)
         begins = torch.where(place < lengths[:, None], 0, place)[:, None]
         return cls.from_intervals(begins, torch.full_like(begins, size), size, block=block)
@@ -300,7 +302,7 @@ class TileMask:
                 own.
             block: as for `from_tiles`.
         """
-        _check_lengths(queries, keys)
+        _check_lengths(queries=queries, keys=keys)
         check_numbers(window, dropout_p=0.0)
         _positive("global_tokens", global_tokens, least=0)
         left, right = (max(queries, keys) * 2 if x is None else x for x in window)
@@ -344,7 +346,7 @@ class TileMask:
         The host waits once, for how many these are.
         """
         size = checked_block(block)
-        _check_lengths(queries, keys)
+        _check_lengths(queries=queries, keys=keys)
         _positive("batch", batch)
         _positive("heads", heads)
         device = torch.device(device)
@@ -402,15 +404,18 @@ def checked_block(block: Any, name: str = "block") -> tuple[int, int]:
         raise TypeError(f"{name}: expected an int or a pair of ints, got {block!r}")
     if any(n <= 0 or n % 64 for n in pair):
         raise ValueError(f"{name}: expected multiples of 64, got {block!r}")
+    if max(pair) > MAX_BLOCK:
+        raise ValueError(f"{name}: must be {MAX_BLOCK} or less, got {block!r}")
     return pair[0], pair[1]
 
 
-def _check_lengths(queries: Any, keys: Any) -> None:
-    for name, n in (("queries", queries), ("keys", keys)):
+def _check_lengths(**lengths: Any) -> None:
+    for name, n in lengths.items():
         if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
             raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
         if n < 1:
             raise ValueError(f"{name}: must be 1 or more, got {n}")
+        check_range(name, n, LARGEST_SIZE)
 
 
 def _positive(name: str, n: Any, least: int = 1) -> int:
@@ -418,6 +423,7 @@ def _positive(name: str, n: Any, least: int = 1) -> int:
         raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
     if n < least:
         raise ValueError(f"{name}: must be {least} or more, got {n}")
+    check_range(name, n, LARGEST_SIZE)
     return n
 
 
@@ -552,7 +558,7 @@ def _by_distance(
     seen: Callable[[Tensor], Tensor], queries: int, keys: int, block: int, device: torch.device
 ) -> TileMask:
     """Of a function of ``j - (i + N - M)``: tiles of a diagonal are alike, and share their bits. Nobody waits."""
-    _check_lengths(queries, keys)
+    _check_lengths(queries=queries, keys=keys)
     size, _ = checked_block(block)
     rows, cols = -(-queries // size), -(-keys // size)
     offset = torch.arange(size, device=device) - torch.arange(size, device=device)[:, None] - (keys - queries)

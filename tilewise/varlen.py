@@ -30,9 +30,10 @@ from tilewise.call import (
 from tilewise.keywords import named_only, unexpected
 from tilewise.plan import check_backend
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Sizes, check_flag, check_lengths
+from tilewise.score.integers import LARGEST_SIZE, check_range
 from tilewise.score.lengths import Lengths, Packed, places
 from tilewise.score.terms import Band, Numbers, Score, Terms, check_numbers
-from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
+from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor, plain_int, plain_ints
 from tilewise.tile_mask import TileMask, is_block_mask
 
 
@@ -72,7 +73,8 @@ def varlen_attention(
         cu_seqlens_q: (B + 1,), int32 or int64, on q's device: sequence b has the queries ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1] - 1``. It begins with 0 and does not descend; lengths 0 and 1 are allowed.
         cu_seqlens_k: the same of the keys.
-        max_seqlen_q, max_seqlen_k: ints, the length of the longest sequence or more.
+        max_seqlen_q, max_seqlen_k: the length of the longest sequence or more: ints, or integer tensors of no
+            dimensions, for which the host waits on a GPU.
         seqused_k: (B,), int32 or int64: how many keys of each sequence count, from its first. Default: all.
         bias: a tensor of four dimensions is padded, {B|1} × {H|Hkv|1} × {max_seqlen_q|1} × {max_seqlen_k|1}; one of
             fewer lies packed, along the keys, (1|H, total_k), or the queries, (1|H, total_q, 1). Or a term of
@@ -102,8 +104,9 @@ def varlen_attention(
     if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
         raise unexpected("varlen_attention", unknown)
     return packed_attention(
-        q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k), (max_seqlen_q, max_seqlen_k), bias=bias, mask=mask,
-        sink=sink, causal=causal, window=window, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+        q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
+        (plain_int(max_seqlen_q), plain_int(max_seqlen_k)), bias=bias, mask=mask, sink=sink, causal=causal,
+        window=plain_ints(window), dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
         deterministic=deterministic, backend=backend, validate=validate, **numbers,
     )  # fmt: skip
 
@@ -151,13 +154,15 @@ def varlen_attn(
     for name, x in (("block_table", block_table), ("num_splits", num_splits)):
         if x is not None:
             raise NotImplementedError(f"{name}: is not implemented; leave it None")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    window_size = plain_ints(window_size)
+    if not isinstance(window_size, tuple) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}")
     for x in window_size:
         if isinstance(x, bool) or not isinstance(x, int):
             raise TypeError(f"window_size: expected ints, got {window_size!r}")
         if x < -1:
             raise ValueError(f"window_size: expected -1 (no limit), 0 or more, got {window_size!r}")
+        check_range("window_size", x)
     lse = False if return_aux is None else getattr(return_aux, "lse", None)
     if not isinstance(lse, bool):
         raise TypeError(f"return_aux: expected an AuxRequest with a bool lse, or None, got {return_aux!r}")
@@ -170,9 +175,9 @@ def varlen_attn(
         )
     left, right = (None if x == -1 else x for x in window_size)
     return packed_attention(
-        query, key, value, Lengths(cu_seq_q, cu_seq_k, seqused_k), (max_q, max_k), bias=bias, scale=scale,
-        causal=(left, right) == (None, 0), window=None if right == 0 and left is None else (left, right),
-        return_lse=lse,
+        query, key, value, Lengths(cu_seq_q, cu_seq_k, seqused_k), (plain_int(max_q), plain_int(max_k)),
+        bias=bias, scale=scale, causal=(left, right) == (None, 0),
+        window=None if right == 0 and left is None else (left, right), return_lse=lse,
     )  # fmt: skip
 
 
@@ -323,6 +328,7 @@ def _longest(name: str, x: int) -> int:
         raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
     if x < 0:
         raise ValueError(f"{name}: must be 0 or more, got {x}")
+    check_range(name, x, LARGEST_SIZE)
     return x
 
 

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.score.integers import LARGEST_SIZE
+from tilewise.tensors import plain_int
+
 
 def t5_buckets(distance: Tensor, *, buckets: int, bidirectional: bool, max_distance: int = 128) -> Tensor:
     """The bucket, 0 .. buckets - 1, of each distance (key position minus query position), int64.
@@ -17,6 +20,8 @@ def t5_buckets(distance: Tensor, *, buckets: int, bidirectional: bool, max_dista
     Source: T5, arXiv 1910.10683, section 2.1; T5Attention._relative_position_bucket of transformers, in whose float32
     logarithm it agrees with it for every distance.
     """
+    buckets = _within("buckets", buckets, 4 if bidirectional else 2)
+    max_distance = _within("max_distance", max_distance, buckets // (4 if bidirectional else 2) + 1)
     found = torch.zeros_like(distance, dtype=torch.int64)
     if bidirectional:
         buckets //= 2
@@ -44,7 +49,8 @@ def log_buckets(distance: Tensor, *, buckets: int, max_distance: int) -> Tensor:
 
     Source: make_log_bucket_position of DeBERTa-v2 in transformers, with which it agrees.
     """
-    middle = buckets // 2
+    middle = _within("buckets", buckets, 4) // 2
+    max_distance = _within("max_distance", max_distance, middle + 2)
     size = torch.where(distance.abs() < middle, middle - 1, distance.abs())
     # In tensors of float32, as there: a number of Python's would be a float64 and round to other buckets.
     most = torch.tensor((max_distance - 1) / middle, device=distance.device)
@@ -58,7 +64,17 @@ def alibi_slopes(heads: int) -> Tensor:
 
     Source: arXiv 2108.12409, section 3; build_alibi_tensor of Bloom in transformers.
     """
+    heads = _within("heads", heads, 1)
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     slopes += [2 ** (-4 * h / power) for h in range(1, 2 * (heads - power) + 1, 2)]
     return torch.tensor(slopes, dtype=torch.float32)
+
+
+def _within(name: str, x: int, least: int) -> int:
+    x = plain_int(x)
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
+    if not least <= x <= LARGEST_SIZE:
+        raise ValueError(f"{name}: must be between {least} and {LARGEST_SIZE}, got {x}")
+    return x

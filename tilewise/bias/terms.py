@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tilewise.problem import Sizes
+from tilewise.score.integers import check_range
 from tilewise.tensors import check_tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -97,6 +98,7 @@ def check_int(name: str, x: object, least: int | None = None) -> None:
         raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
     if least is not None and x < least:
         raise ValueError(f"{name}: must be {least} or more, got {x}")
+    check_range(name, x)
 
 
 def check_bool(name: str, x: object) -> None:

@@ -38,7 +38,7 @@ from tilewise.bias.terms import (
     summary,
     wide,
 )
-from tilewise.score.integers import larger
+from tilewise.score.integers import check_range, larger
 from tilewise.score.relative import Relative, overlap, window
 from tilewise.score.terms import Distances, Far
 
@@ -127,6 +127,7 @@ class T5Rule(NamedTuple):
 
 
 _INFINITE = 2**30  # no call has such a distance
+MAX_DISTANCE = 2**24  # up to which T5's buckets are written out
 
 
 class AlibiRule(NamedTuple):
@@ -193,6 +194,7 @@ class T5Bias(Term):
         if self.table.shape[0] < least:
             raise ValueError(f"T5Bias.table: needs {least} buckets or more, got shape {shape_of(self.table)}")
         check_int(name_of(self, "max_distance"), self.max_distance)
+        check_range(name_of(self, "max_distance"), self.max_distance, MAX_DISTANCE)
         exact = self.table.shape[0] // least
         if self.max_distance <= exact:
             raise ValueError(

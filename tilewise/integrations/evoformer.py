@@ -28,6 +28,7 @@ from tilewise.ops.windows.autograd import WINDOWS, eager_windows, layouts, windo
 from tilewise.ops.windows.config import fits, rows_merge
 from tilewise.plan import check_backend
 from tilewise.problem import DTYPES, broadcasts, check_flag
+from tilewise.score.integers import LARGEST_SIZE, check_range
 from tilewise.score.terms import check_numbers
 from tilewise.tensors import check_tensor, is_dtensor
 
@@ -439,6 +440,7 @@ def _windows(length: int, q_block: Any, k_block: Any, edges: Any) -> Windows:
             raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
         if n < 1:
             raise ValueError(f"{name}: must be 1 or more, got {n}")
+        check_range(name, n, LARGEST_SIZE)
     if k_block < q_block:
         raise ValueError(f"k_block: must not be below q_block, {q_block}, got {k_block}")
     if edges not in ("clip", "shift"):

@@ -6,9 +6,8 @@ more, ``bias=``, by keyword. docs/flash-attn.md has the arguments in a table, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,9 @@ from tilewise.bias import alibi
 from tilewise.bias.terms import Term
 from tilewise.call import Bias
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag
-from tilewise.tensors import check_tensor
+from tilewise.score.integers import LARGEST_SIZE, check_range
+from tilewise.score.terms import is_positive_float
+from tilewise.tensors import check_tensor, plain_int, plain_ints
 
 
 def flash_attn_func(
@@ -48,8 +49,8 @@ def flash_attn_func(
             device, but other ones than flash-attn draws; see `tilewise.attention`. Beside softcap too.
         softmax_scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         causal: query i sees the keys up to i + N - M (bottom-right).
-        window_size: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right. A side that is
-            negative, or None, has no limit.
+        window_size: ``(left, right)``, or an integer tensor of the two, for which the host waits on a GPU: query i sees
+            the keys from i + N - M - left to i + N - M + right. A side that is negative, or None, has no limit.
         softcap: above 0, scores become ``softcap * tanh(score / softcap)`` before a bias is added; else they stay.
         alibi_slopes: (H,) or (B, H), float32 as flash-attn wants them or another float dtype: adds
             ``-slope * |i + N - M - j|`` to the score of query i and key j. Slopes that require grad get a gradient.
@@ -165,7 +166,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (B + 1,), int32 as flash-attn wants it or int64, on q's device: where the queries of each sequence
             begin, and the end of the last; it begins with 0.
         cu_seqlens_k: the same of the keys.
-        max_seqlen_q, max_seqlen_k: ints, the length of the longest sequence or more.
+        max_seqlen_q, max_seqlen_k: the length of the longest sequence or more: ints, or integer tensors of no
+            dimensions, for which the host waits on a GPU.
         causal, window_size, alibi_slopes: counted in each sequence from its own last query and key; slopes (B, H) are
             those of each sequence.
         block_table: None: keys and values in pages are not implemented.
@@ -189,7 +191,7 @@ def flash_attn_varlen_func(
             "block_table: keys and values in pages are not implemented; pass them end to end, and block_table=None"
         )
     tensors = _Tensors(q, k, v)
-    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, plain_int(max_seqlen_q), plain_int(max_seqlen_k))
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, bias
     )
@@ -224,7 +226,7 @@ def flash_attn_varlen_kvpacked_func(
     """
     k, v = _unpacked("kv", kv, "(total_k, 2, heads, head_dim)")
     tensors = _Tensors(q, k, v, ("q", "kv", "kv"))
-    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, plain_int(max_seqlen_q), plain_int(max_seqlen_k))
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, bias
     )
@@ -257,7 +259,8 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = _unpacked("qkv", qkv, "(total, 3, heads, head_dim)")
     tensors = _Tensors(q, k, v, ("qkv", "qkv", "qkv"))
-    lengths = _Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, "cu_seqlens", "max_seqlen")
+    longest = plain_int(max_seqlen)
+    lengths = _Lengths(cu_seqlens, cu_seqlens, longest, longest, "cu_seqlens", "max_seqlen")
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, bias
     )
@@ -300,6 +303,7 @@ class _Lengths(NamedTuple):
             raise TypeError(f"{self.max_name}: expected an int, got {type(longest).__name__}")
         if longest < 0:
             raise ValueError(f"{self.max_name}: must be 0 or more, got {longest}")
+        check_range(self.max_name, longest, LARGEST_SIZE)
 
 
 class _Options(NamedTuple):
@@ -322,7 +326,7 @@ class _Options(NamedTuple):
         scale, softcap = self.softmax_scale, self.softcap
         if scale is not None:
             _check_number("softmax_scale", scale)
-            if not 0 < scale < math.inf:
+            if not is_positive_float(scale):
                 raise ValueError(f"softmax_scale: must be positive and finite, got {scale}")
         _check_number("softcap", softcap)
         return {
@@ -412,11 +416,15 @@ def _check_number(name: str, x: object) -> None:
 
 def _window(window_size: Sequence[int | None]) -> tuple[int | None, int | None] | None:
     """As `tilewise.attention` takes it: None is no limit."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    window_size = plain_ints(window_size)
+    if not isinstance(window_size, tuple) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right) of ints, -1 for no limit, got {window_size!r}")
     for side, width in zip(("left", "right"), window_size, strict=True):
-        if width is not None and (isinstance(width, bool) or not isinstance(width, (Integral, torch.SymInt))):
+        if width is None:
+            continue
+        if isinstance(width, bool) or not isinstance(width, (int, torch.SymInt)):
             raise TypeError(f"window_size: {side} width must be an int, -1 for no limit, got {width!r}")
+        check_range("window_size", width)
     left, right = (None if width is None or width < 0 else width for width in window_size)
     return None if left is None and right is None else (left, right)
 

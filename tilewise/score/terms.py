@@ -9,15 +9,16 @@ the `Distances` stand here, and its values among the `parts.Parts`.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Literal, NamedTuple, TypedDict, cast
 
 import torch
 
 from tilewise.score import dropout
 from tilewise.score.dropout import Origin
-from tilewise.score.integers import larger, smaller
+from tilewise.score.integers import LARGEST, larger, smaller
 from tilewise.score.lengths import Packed
 
 Window = tuple[int | None, int | None]  # see `Band.aligned`
@@ -235,6 +236,11 @@ def _distances(axis: Axis, lo: int | None, count: int | None, rule: str) -> Dist
     return Distances(axis, lo, count, order == "descending", cast(Outside, outside))
 
 
+def is_positive_float(x: float) -> bool:
+    """Whether a number is positive and finite; an int may be larger than any float."""
+    return 0 < x < math.inf and not (isinstance(x, Rational) and x > sys.float_info.max)
+
+
 def check_numbers(
     window: Window | None = None, *, dropout_p: float, scale: float | None = None, softcap: float | None = None
 ) -> None:
@@ -252,12 +258,14 @@ def check_numbers(
             if width < 0:
                 flash = "; flash-attn's -1 is None here" if width == -1 else ""
                 raise ValueError(f"window: {side} width must be 0 or more (None for no limit), got {width}{flash}")
+            if not isinstance(width, torch.SymInt) and width > LARGEST:
+                raise ValueError(f"window: {side} width must be {LARGEST} or less (None for no limit), got {width}")
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         if number is None and name != "dropout_p":
             continue
         if isinstance(number, bool) or not isinstance(number, (Real, torch.SymFloat, torch.SymInt)):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-        if name != "dropout_p" and not 0 < number < math.inf:
+        if name != "dropout_p" and not is_positive_float(number):
             raise ValueError(f"{name}: must be positive and finite, got {number}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p: must be a float in [0, 1], got {dropout_p!r}")
