@@ -148,7 +148,7 @@ def varlen_attn(
     Raises:
         ValueError, TypeError: naming the argument, what came and what is allowed; those of `varlen_attention` have its
             names.
-        NotImplementedError: block_table and num_splits; what `varlen_attention` raises it for.
+        NotImplementedError: block_table, num_splits, an AuxRequest's max_scores; what `varlen_attention` raises it for.
     """
     check_flag("enable_gqa", enable_gqa)
     for name, x in (("block_table", block_table), ("num_splits", num_splits)):
@@ -166,6 +166,9 @@ def varlen_attn(
     lse = False if return_aux is None else getattr(return_aux, "lse", None)
     if not isinstance(lse, bool):
         raise TypeError(f"return_aux: expected an AuxRequest with a bool lse, or None, got {return_aux!r}")
+    for name in getattr(return_aux, "_fields", ("max_scores",)):  # FlexAttention's AuxRequest has more than lse
+        if name != "lse" and getattr(return_aux, name, False):
+            raise NotImplementedError(f"return_aux: {name} is not implemented; ask for lse alone")
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
         check_tensor(name, x)
     if query.dim() == key.dim() == 3 and not enable_gqa and query.shape[1] != key.shape[1]:
