@@ -13,6 +13,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tilewise import attention, explain, scaled_dot_product_attention
+from tilewise.integrations import flash_attn
 
 B, H, M, N, D = 2, 3, 5, 7, 4
 
@@ -361,6 +362,50 @@ def test_another_librarys_keyword_gets_a_hint(keyword, hint):
         start = f"{name}() got an unexpected keyword argument '{keyword}'; tilewise.{name} takes {hint}"
         with pytest.raises(TypeError, match=f"^{re.escape(start)}"):
             door(*tensors(), **{keyword: None})
+
+
+def flash(q, k, v, **options):
+    return flash_attn.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+
+
+def flash_varlen(q, k, v, **options):
+    ends = torch.tensor([0, N])
+    return flash_attn.flash_attn_varlen_func(k[0], k[0], v[0], ends, ends, N, N, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "hint"),
+    [
+        (scaled_dot_product_attention, "causal", "is_causal=, aligned top-left; tilewise.attention(causal=) is"),
+        (scaled_dot_product_attention, "bias", "attn_mask= (bool, True = attend, or float"),
+        (scaled_dot_product_attention, "sink", "no such thing; tilewise.attention does, as sink="),
+        (flash, "attn_mask", "bias= (float, added to the scores"),
+        (flash, "scale", "softmax_scale="),
+        (flash_varlen, "attn_mask", "bias= (float, added to the scores"),
+        (flash_varlen, "s_aux", "no such thing; tilewise.attention does, as sink="),
+    ],
+)
+def test_hints_of_other_signatures(function, keyword, hint):
+    start = rf"\w+\(\) got an unexpected keyword argument '{keyword}'; [\w.]+ takes {re.escape(hint)}"
+    with pytest.raises(TypeError, match=f"^{start}"):
+        function(*tensors(), **{keyword: None})
+
+
+def test_names_and_places_of_q_k_and_v():
+    q, k, v = tensors()
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'query'; .* takes q=$"):
+        attention(query=q, key=k, value=v)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'value'; tilewise.attention takes v=$"):
+        attention(q, k, value=v)
+    for more in ((None,), (q, 0.0)):
+        words = rf"^attention\(\) takes 3 positional arguments but {3 + len(more)} were given; .* by name: mask= \(bool"
+        with pytest.raises(TypeError, match=words):
+            attention(q, k, v, *more)
+    for given, missing in (((), "q"), ((q,), "k"), ((q, k), "v")):
+        with pytest.raises(TypeError, match=f"^{missing}: expected a torch.Tensor, got NoneType$"):
+            attention(*given)
+    required = list(inspect.signature(attention).parameters.values())[:3]
+    assert [(x.name, x.default) for x in required] == [(name, inspect.Parameter.empty) for name in "qkv"]
 
 
 def test_an_unknown_keyword_is_pythons_error():

@@ -13,7 +13,7 @@ from tilewise.backends import Inputs
 from tilewise.call import Bias, Mask, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
 from tilewise.gather import attention_of_kept
 from tilewise.jagged import are_jagged, jagged_attention
-from tilewise.keywords import named_only, unexpected
+from tilewise.keywords import named_only, too_many, unexpected
 from tilewise.leading import attention_of_leading
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import check_flag
@@ -50,10 +50,10 @@ def attention(
 
 @named_only
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    q: Tensor = None,  # type: ignore[assignment]  # required, by the checks of it: so that query= gets its hint
+    k: Tensor = None,  # type: ignore[assignment]
+    v: Tensor = None,  # type: ignore[assignment]
+    *others: Any,
     bias: Bias = None,
     mask: Mask = None,
     sink: Tensor | None = None,
@@ -145,6 +145,8 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", unknown)
+    if others:
+        raise too_many("attention", 3, len(others))
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     arguments = None

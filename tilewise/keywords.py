@@ -36,6 +36,53 @@ _HINTS = {
     "learnable_sink": _SINK,
     "sinks": _SINK,
     "enable_gqa": "k and v with fewer heads as they are",
+    "query": "q=",
+    "key": "k=",
+    "value": "v=",
+}  # fmt: skip
+_ATTN_MASK = "attn_mask= (bool, True = attend, or float, added to the scores)"
+_OF_ATTENTION = "no such thing; tilewise.attention does, as "
+_SDPA_HINTS = {
+    "mask": _ATTN_MASK,
+    "attention_mask": _ATTN_MASK,
+    "bias": _ATTN_MASK,
+    "attn_bias": _ATTN_MASK,
+    "causal": "is_causal=, aligned top-left; tilewise.attention(causal=) is aligned bottom-right",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "scaling": "scale=",
+    "dropout": "dropout_p=",
+    "attention_dropout": "dropout_p=",
+    "q": "query=",
+    "k": "key=",
+    "v": "value=",
+    "sink": f"{_OF_ATTENTION}{_SINK}",
+    "softcap": f"{_OF_ATTENTION}softcap=",
+    "return_lse": f"{_OF_ATTENTION}return_lse=",
+    "window": f"{_OF_ATTENTION}{_WINDOW}",
+    "window_size": f"{_OF_ATTENTION}{_WINDOW}",
+    "sliding_window": f"{_OF_ATTENTION}{_WINDOW}",
+}  # fmt: skip
+_BIAS = "bias= (float, added to the scores, heads before the lengths)"
+_FLASH_HINTS = {
+    "attn_mask": _BIAS,
+    "attention_mask": _BIAS,
+    "attn_bias": _BIAS,
+    "mask": f"{_BIAS}, with -inf where nothing is to be seen",
+    "is_causal": "causal=, aligned bottom-right",
+    "scale": "softmax_scale=",
+    "sm_scale": "softmax_scale=",
+    "scaling": "softmax_scale=",
+    "dropout": "dropout_p=",
+    "attention_dropout": "dropout_p=",
+    "window": "window_size=(left, right), with -1 for no limit",
+    "sliding_window": "window_size=(left, right), with -1 for no limit",
+    "return_lse": "return_attn_probs=, which returns the lse",
+    "return_softmax_lse": "return_attn_probs=, which returns the lse",
+    "query": "q=",
+    "key": "k=",
+    "value": "v=",
+    **dict.fromkeys(("s_aux", "learnable_sink", "sink", "sinks"), f"{_OF_ATTENTION}{_SINK}"),
 }  # fmt: skip
 
 F = TypeVar("F", bound=Callable)
@@ -44,17 +91,33 @@ F = TypeVar("F", bound=Callable)
 def unexpected(function: str, names: Iterable[str]) -> TypeError:
     """Python's own error for a keyword that ``function`` does not have, with what it has instead."""
     name = next(iter(names))
-    hint = f"; tilewise.{function} takes {_HINTS[name]}" if name in _HINTS else ""
+    hints, at = _HINTS, "tilewise."
+    if function == "scaled_dot_product_attention":
+        hints = _SDPA_HINTS
+    elif function.startswith("flash_attn"):
+        hints, at = _FLASH_HINTS, ""
+    hint = f"; {at}{function} takes {hints[name]}" if name in hints else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def too_many(function: str, taken: int, more: int) -> TypeError:
+    """Python's own error for arguments without a name after the first, with the names that they may have."""
+    return TypeError(
+        f"{function}() takes {taken} positional arguments but {taken + more} were given; "
+        f"tilewise.{function} takes the others by name: {_BIAS_OR_MASK}"
+    )
 
 
 def named_only(function: F, more: Mapping[str, Any] = MappingProxyType({}), after: str = "") -> F:
     """``function``, whose ``**unknown`` is there to be refused by `unexpected` and no part of its signature, but for
-    ``more`` keywords, name and type, which are None by default and stand ``after`` another."""
+    ``more`` keywords, name and type, which are None by default and stand ``after`` another. Nor is its ``*others``,
+    before which all arguments are required."""
     signature = inspect.signature(function)
     named: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            named = [x.replace(default=x.empty) for x in named]
+        elif parameter.kind is not parameter.VAR_KEYWORD:
             named.append(parameter)
         if parameter.name == after:
             kind = inspect.Parameter.KEYWORD_ONLY

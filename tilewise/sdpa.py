@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
 from tilewise.call import cast, remember_call, usual_call, with_seed
 from tilewise.jagged import are_jagged, jagged_attention
+from tilewise.keywords import named_only, unexpected
 from tilewise.ops.runtime.tools import is_symbolic, symbolic
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
 from tilewise.score.terms import Band, Score, check_numbers
@@ -24,6 +25,7 @@ from tilewise.tensors import PLAIN, causal_limit, check_tensor, is_causal_bias, 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # by autocast, to one of them
 
 
+@named_only
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -34,6 +36,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Any,
 ) -> Tensor:
     """``softmax(scale * query @ key.mT + attn_mask) @ value`` as `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -86,6 +89,8 @@ def scaled_dot_product_attention(
         NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes; within
             context_parallel what context_parallel_attention does not take.
     """
+    if unknown:
+        raise unexpected("scaled_dot_product_attention", unknown)
     arguments = given = None
     if type(functional.scaled_dot_product_attention) is FunctionType or type(query) not in PLAIN:
         split = _of_shards(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -18,12 +18,14 @@ from tilewise.autocast import autocast_on
 from tilewise.bias import alibi
 from tilewise.bias.terms import Term
 from tilewise.call import Bias
+from tilewise.keywords import named_only, unexpected
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag
 from tilewise.score.integers import LARGEST_SIZE, check_range
 from tilewise.score.terms import is_positive_float
 from tilewise.tensors import check_tensor, plain_int, plain_ints
 
 
+@named_only
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -38,6 +40,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     bias: Bias = None,
+    **unknown: Any,
 ) -> Any:
     """Attention of (batch, length, heads, head_dim) tensors, as flash-attn's function of this name computes it.
 
@@ -72,6 +75,8 @@ def flash_attn_func(
     Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signature and what it means; of the computation
     `tilewise.attention`.
     """
+    if unknown:
+        raise unexpected("flash_attn_func", unknown)
     tensors = _Tensors(q, k, v)
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, bias
@@ -79,6 +84,7 @@ def flash_attn_func(
     return _dense(tensors, options)
 
 
+@named_only
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -92,6 +98,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     bias: Bias = None,
+    **unknown: Any,
 ) -> Any:
     """`flash_attn_func` of keys and values in one tensor, which gets its gradient in one piece.
 
@@ -101,6 +108,8 @@ def flash_attn_kvpacked_func(
 
     The others, what is returned and raised, and the source: those of `flash_attn_func`.
     """
+    if unknown:
+        raise unexpected("flash_attn_kvpacked_func", unknown)
     k, v = _unpacked("kv", kv, "(batch, seqlen, 2, heads, head_dim)")
     tensors = _Tensors(q, k, v, ("q", "kv", "kv"))
     options = _Options(
@@ -109,6 +118,7 @@ def flash_attn_kvpacked_func(
     return _dense(tensors, options)
 
 
+@named_only
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -121,6 +131,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     bias: Bias = None,
+    **unknown: Any,
 ) -> Any:
     """`flash_attn_func` of queries, keys and values in one tensor, which gets its gradient in one piece.
 
@@ -129,6 +140,8 @@ def flash_attn_qkvpacked_func(
 
     The others, what is returned and raised, and the source: those of `flash_attn_func`.
     """
+    if unknown:
+        raise unexpected("flash_attn_qkvpacked_func", unknown)
     q, k, v = _unpacked("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
     tensors = _Tensors(q, k, v, ("qkv", "qkv", "qkv"))
     options = _Options(
@@ -137,6 +150,7 @@ def flash_attn_qkvpacked_func(
     return _dense(tensors, options)
 
 
+@named_only
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -156,6 +170,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     bias: Bias = None,
+    **unknown: Any,
 ) -> Any:
     """Attention of sequences that lie end to end, without padding, each of which sees itself alone.
 
@@ -186,6 +201,8 @@ def flash_attn_varlen_func(
 
     Source: as of `flash_attn_func`; `tilewise.varlen_attention`.
     """
+    if unknown:
+        raise unexpected("flash_attn_varlen_func", unknown)
     if block_table is not None:
         raise NotImplementedError(
             "block_table: keys and values in pages are not implemented; pass them end to end, and block_table=None"
@@ -198,6 +215,7 @@ def flash_attn_varlen_func(
     return _varlen(tensors, lengths, options)
 
 
+@named_only
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -215,6 +233,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     bias: Bias = None,
+    **unknown: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of keys and values in one tensor, which gets its gradient in one piece.
 
@@ -224,6 +243,8 @@ def flash_attn_varlen_kvpacked_func(
 
     The others, what is returned and raised, and the source: those of `flash_attn_varlen_func`.
     """
+    if unknown:
+        raise unexpected("flash_attn_varlen_kvpacked_func", unknown)
     k, v = _unpacked("kv", kv, "(total_k, 2, heads, head_dim)")
     tensors = _Tensors(q, k, v, ("q", "kv", "kv"))
     lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, plain_int(max_seqlen_q), plain_int(max_seqlen_k))
@@ -233,6 +254,7 @@ def flash_attn_varlen_kvpacked_func(
     return _varlen(tensors, lengths, options)
 
 
+@named_only
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -247,6 +269,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     bias: Bias = None,
+    **unknown: Any,
 ) -> Any:
     """`flash_attn_varlen_func` of queries, keys and values in one tensor, which gets its gradient in one piece.
 
@@ -257,6 +280,8 @@ def flash_attn_varlen_qkvpacked_func(
 
     The others, what is returned and raised, and the source: those of `flash_attn_varlen_func`.
     """
+    if unknown:
+        raise unexpected("flash_attn_varlen_qkvpacked_func", unknown)
     q, k, v = _unpacked("qkv", qkv, "(total, 3, heads, head_dim)")
     tensors = _Tensors(q, k, v, ("qkv", "qkv", "qkv"))
     longest = plain_int(max_seqlen)
