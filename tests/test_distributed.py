@@ -9,6 +9,9 @@ from pathlib import Path
 
 import distributed_child
 import pytest
+import torch
+
+from tilewise.distributed import documents
 
 LIMIT = 120.0  # seconds, of all processes together
 # What takes seconds to import; not this folder's modules, for a server does not look here before Python 3.14.
@@ -55,3 +58,16 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
     assert gone == [None]
     assert words.startswith(("RuntimeError", "DistBackendError")), words
     assert seconds < 10.0
+
+
+def test_documents_of_a_sharded_batch_are_of_one_stream(monkeypatch):
+    """No stream reads what another may not have written yet."""
+    found = documents.Documents(2, True, (0, 5, 8))
+    cpu = torch.device("cpu")
+    made = {}
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(documents, "stream_of", lambda device, stream=stream: stream)
+        parts = [found.order(cpu), found.parts(0, True, cpu), found.seen(0, cpu), found.whole(cpu)]
+        before = made.setdefault(stream, parts)
+        assert all(x is y for x, y in zip(parts, before, strict=True))
+    assert all(x is not y for x, y in zip(made[1], made[2], strict=True))

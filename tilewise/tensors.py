@@ -84,3 +84,8 @@ def causal_limit(name: str, bias: Tensor, queries: int, keys: int) -> int:
     if (queries, keys) != (M, N):
         raise ValueError(f"{name}: the CausalBias is for {M} queries and {N} keys, the call has {queries} and {keys}")
     return 0 if bias.variant == CausalVariant.UPPER_LEFT else keys - queries  # type: ignore[attr-defined]
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The stream of a GPU on which this thread works; None of a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None

@@ -140,10 +140,7 @@ class AlibiRule(NamedTuple):
         return distance if self.form == "signed" else -distance.abs()
 
     def factors(self, first: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        return constant(
-            ("alibi", first, width, self.form, dtype), device,
-            lambda: self.of_distance(first + torch.arange(width, device=device)).to(dtype),
-        )  # fmt: skip
+        return self.of_distance(first + torch.arange(width, device=device)).to(dtype)
 
     def composed(self, x: Tensor, first: int, width: int) -> Tensor:
         slopes = wide(_slopes_of_rows(x))

@@ -10,11 +10,11 @@ sequences of which the rank has tokens: `SeenKeys` are these, of which only what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewise.distributed.dealing import deal
 from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
 from tilewise.score.lengths import Lengths
+from tilewise.tensors import stream_of
+
+T = TypeVar("T")
 
 
 class Spans(NamedTuple):
@@ -159,40 +162,52 @@ class Documents:
 
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The places of all ranks' rows, one rank after the other, and back."""
-        found = self._kept.get(device)
-        if found is None:
+
+        def make() -> tuple[Tensor, Tensor]:
             order = torch.cat([self.rows(rank) for rank in range(self.size)])
             back = torch.empty_like(order)
             back[order] = torch.arange(len(order), device=order.device)
-            found = self._kept[device] = _sent(order, device), _sent(back, device)
-        return found
+            return _sent(order, device), _sent(back, device)
+
+        return self._of_stream("order", device, make)
 
     def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
         """The local calls of a rank, those that have rows: of the sequences that are its alone, and of spans of others
         with its `SeenKeys`, each with the keys of a sequence up to its own last query under a causal mask, so that the
         last query sees the last key as in the whole. A part's ``chunk.start`` is its number."""
-        key = rank, causal, device
-        if key not in self._kept:
-            found: list[Part] = []
-            alone, seen = self.lengths_alone(rank), self.seen_lengths(rank)
-            local = int(alone.sum())
-            if local:
-                cu, longest = _sent(_offsets(alone), device), int(alone.max())
-                rows = self.offsets[-1] // self.size
-                found.append(Part(Chunk(0, 0, rows), Lengths(cu, cu), (longest, longest), at_home=True))
-            cu_k = _offsets(seen)
-            for span in self._shared_spans(rank):
-                lengths = span.lengths
-                rows = int(lengths.sum())
-                if not rows:
-                    continue
-                used = span.end.minimum(seen) if causal else seen
-                on_device = Lengths(*(_sent(x, device) for x in (_offsets(lengths), cu_k, used)))
-                most = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
-                found.append(Part(Chunk(local, len(found), rows), on_device, most))
-                local += rows
-            self._kept[key] = tuple(found)
-        return self._kept[key]
+        return self._of_stream((rank, causal), device, lambda: self._parts(rank, causal, device))
+
+    def _parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
+        found: list[Part] = []
+        alone, seen = self.lengths_alone(rank), self.seen_lengths(rank)
+        local = int(alone.sum())
+        if local:
+            cu, longest = _sent(_offsets(alone), device), int(alone.max())
+            rows = self.offsets[-1] // self.size
+            found.append(Part(Chunk(0, 0, rows), Lengths(cu, cu), (longest, longest), at_home=True))
+        cu_k = _offsets(seen)
+        for span in self._shared_spans(rank):
+            lengths = span.lengths
+            rows = int(lengths.sum())
+            if not rows:
+                continue
+            used = span.end.minimum(seen) if causal else seen
+            on_device = Lengths(*(_sent(x, device) for x in (_offsets(lengths), cu_k, used)))
+            most = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
+            found.append(Part(Chunk(local, len(found), rows), on_device, most))
+            local += rows
+        return tuple(found)
+
+    def _of_stream(self, key: Any, device: torch.device, make: Callable[[], T]) -> T:
+        """What ``make`` gives, kept for each stream, which alone is sure to find it written. While a CUDA graph is
+        captured it is that of a stream that has one: the graph would read what it copies from where it is no more."""
+        streams = self._kept.setdefault((key, device), {})
+        stream = stream_of(device)
+        if stream not in streams:
+            if streams and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return cast(T, next(iter(streams.values())))
+            streams[stream] = make()
+        return cast(T, streams[stream])
 
     # --- keys ---
 
@@ -233,11 +248,7 @@ class Documents:
         return max(len(x) for x in self.sent_rows) / max(self.offsets[-1] // self.size, 1)
 
     def seen(self, rank: int, device: torch.device) -> SeenKeys:
-        key = "seen", rank, device
-        if key not in self._kept:
-            self._kept[key] = self._seen(rank, device)
-        found: SeenKeys = self._kept[key]
-        return found
+        return self._of_stream(("seen", rank), device, lambda: self._seen(rank, device))
 
     def _seen(self, rank: int, device: torch.device) -> SeenKeys:
         lengths = self.seen_lengths(rank)
@@ -268,11 +279,12 @@ class Documents:
 
     def whole(self, device: torch.device) -> Part:
         """All sequences in one call."""
-        key = "whole", device
-        if key not in self._kept:
+
+        def make() -> Part:
             cu = _sent(self.cu, device)
-            self._kept[key] = Part(Chunk(0, 0, self.offsets[-1]), Lengths(cu, cu), (self.longest, self.longest))
-        return self._kept[key]
+            return Part(Chunk(0, 0, self.offsets[-1]), Lengths(cu, cu), (self.longest, self.longest))
+
+        return self._of_stream("whole", device, make)
 
     # --- what `layout` asks of a split ---
 
