@@ -534,8 +534,8 @@ def check_example(mesh: DeviceMesh) -> None:
 OTHERS = {
     "DTensors": check_dtensor, "meshes": check_meshes, "shard": check_shard, "explanation": check_explanation,
     "validation": check_validation, "autocast": check_autocast, "compiled": check_compiled, "recipe": check_recipe,
-    "dropout": check_dropout, "hidden NaN": check_hidden,
-    "derivatives": check_derivatives, "forgotten": check_forgotten, "example": check_example,
+    "dropout": check_dropout, "hidden NaN": check_hidden, "derivatives": check_derivatives,
+    "forgotten": check_forgotten, "example": check_example,
 }  # fmt: skip
 
 
@@ -558,13 +558,14 @@ def _start(rank: int, size: int, store: str, timeout: float) -> DeviceMesh:
 
 def checks(size: int) -> dict[str, tuple]:
     """All that a world of so many ranks does, a function and its first arguments by name."""
-    from distributed_one_key import checks_of_one_key  # these import this module
+    from distributed_memory import checks_of_memory  # these import this module
+    from distributed_one_key import checks_of_one_key
     from distributed_packed import checks_of_packed
 
     found: dict[str, tuple] = {name: (check, case) for name, case in CASES[size].items()} | checks_of_packed(size)
     errors = ERRORS if size == 2 else [name for name in ERRORS if "differ" in name or "one rank" in name]
     found |= {f"error: {name}": (check_error, name) for name in errors}
-    found |= triangle_child.CHECKS | (checks_of_one_key() if size == 2 else {})
+    found |= triangle_child.CHECKS | (checks_of_one_key() | checks_of_memory() if size == 2 else {})
     return found | {name: (OTHERS[name],) for name in (OTHERS if size == 2 else ("shard", "meshes", "dropout"))}
 
 
@@ -573,8 +574,7 @@ def run(rank: int, size: int, store: str) -> None:
     mesh = _start(rank, size, store, GROUP_TIMEOUT)
     # Two ranks gather a key/value head at a time and leave out keys that nobody sees, four all at once.
     if size == 2:
-        operands.GROUP_FLOPS = packed.GROUP_FLOPS = 0.0
-        operands.KEY_STEP = 4
+        operands.GROUP_FLOPS, packed.GROUP_FLOPS, operands.KEY_STEP = 0.0, 0.0, 4
     found: dict[str, str] = {}
     seconds: dict[str, float] = {}
     for name, (function, *arguments) in checks(size).items():

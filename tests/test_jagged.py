@@ -2,6 +2,7 @@
 
 import re
 
+import memory_helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,3 +211,9 @@ def test_no_heads():
     assert o.shape[3] == DV
     o.values().sum().backward()
     assert k.grad is not None
+
+
+@pytest.mark.parametrize("name", memory_helpers.NESTED)
+def test_no_tensor_outlives_its_call(name):
+    n = 35 + list(memory_helpers.NESTED).index(name)
+    assert memory_helpers.leftovers(memory_helpers.NESTED[name], n, "cpu") == []

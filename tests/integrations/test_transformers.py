@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from memory_helpers import leftovers
 from models import (
     DECODERS,
     KINDS,
@@ -35,6 +36,21 @@ from transformers.masking_utils import (
 )
 
 from tilewise.integrations import transformers as integration
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_outlives_a_step(kind):
+    """No activation, and after ``del model`` no parameter and no gradient."""
+
+    def step(c):
+        model = build(kind, "tilewise").train()
+        o = run(model, kind, padding("right"))
+        o.square().sum().backward()
+        c.made |= {name: x.detach() for name, x in model.named_parameters()}
+        c.made |= {f"gradient of {name}": x.grad for name, x in model.named_parameters() if x.grad is not None}
+        return o.detach()
+
+    assert leftovers(step, 1, "cpu") == []
 
 
 @pytest.mark.parametrize("side", [None, "right", "left"])

@@ -184,9 +184,10 @@ class Backend(Protocol):
 
 def at_once(compute: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     """A member of `Backend.prepare` that prepares nothing: ``compute`` takes the problem, the tensors and, last, what
-    else there is."""
+    else there is. What it returns is kept for other calls, and so holds no tensor of this one."""
 
     def prepare(problem: Problem, *call: Any) -> Callable[..., Any]:
-        return lambda *tensors: compute(problem, *tensors, *call[len(tensors) :])
+        needs = call[3:]  # of a backward: what comes after its inputs, outputs and cotangents
+        return lambda *tensors: compute(problem, *tensors, *needs)
 
     return prepare
