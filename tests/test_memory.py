@@ -3,14 +3,20 @@ threads than without."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import memory_helpers
 import pytest
 import torch
 
-from tilewise import attention
+import tilewise
+from tilewise import TileMask, attention
 from tilewise.bias import alibi, t5_bias
 
 WITH_BACKENDS = [(backend, name) for backend in ("cpu", "oracle") for name in memory_helpers.calls(backend)]
@@ -95,3 +101,113 @@ def test_biases_by_lengths_keep_nothing(monkeypatch):
         slopes = torch.randn(2).requires_grad_()
         attention(*(torch.randn(1, 2, n, 8) for _ in range(3)), bias=alibi(slopes)).sum().backward()
     assert constants._kept == {}
+
+
+# --- threads ---
+
+
+@pytest.fixture
+def often():
+    """Threads take turns after each few steps."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_get_what_one_gets(often):
+    """Eight threads make the same calls in other orders, with all that they share: layouts that are new to all, terms,
+    and masks by tiles."""
+    gen = torch.Generator().manual_seed(0)
+    masks = {n: TileMask.documents(torch.arange(n) // 7, block=64) for n in range(20, 23)}
+    table, slopes = torch.randn(16, 2, generator=gen), torch.randn(2, generator=gen)
+
+    def inputs(n):
+        gen = torch.Generator().manual_seed(n)
+        return [torch.randn(3, 2, n, 8, generator=gen).requires_grad_() for _ in range(3)]
+
+    def packed(*x):
+        offsets = torch.arange(4, dtype=torch.int32) * x[0].shape[2]
+        rows = [y.transpose(1, 2).flatten(0, 1) for y in x]
+        return tilewise.varlen_attention(*rows, offsets, offsets, x[0].shape[2], x[0].shape[2], causal=True)
+
+    calls = {
+        "attention": lambda *x: attention(*x, causal=True),
+        "oracle": lambda *x: attention(*x, causal=True, backend="oracle"),
+        "t5": lambda *x: attention(*x, bias=t5_bias(table, True, 40)),
+        "alibi": lambda *x: attention(*x, bias=alibi(slopes)),
+        "tiles": lambda *x: attention(*x, mask=masks[x[0].shape[2]]),
+        "leading": lambda *x: attention(*(y[None] for y in x)),
+        "sdpa": tilewise.scaled_dot_product_attention,
+        "packed": packed,
+        "matmul": lambda q, k, v: tilewise.matmul(tilewise.softmax(tilewise.matmul(q, k.mT)), v),
+    }
+    work = [(name, n) for n in masks for name in calls]
+
+    def run(name, n):
+        x = inputs(n)
+        o = calls[name](*x)
+        return [o, *torch.autograd.grad(o.sum(), x)]
+
+    def some(thread):
+        begin = thread * len(work) // 8
+        return {key: run(*key) for key in work[begin:] + work[:begin]}
+
+    with ThreadPoolExecutor(8) as pool:
+        of_threads = list(pool.map(some, range(8)))
+    for key in work:
+        alone = run(*key)
+        for found in of_threads:
+            for x, y in zip(found[key], alone, strict=True):
+                torch.testing.assert_close(x, y)
+
+
+@without_triton
+def test_launches_of_threads_have_numbers_of_their_own(monkeypatch):
+    """By which compiled kernels are looked up."""
+    from tilewise.backends import launcher
+
+    met = threading.Barrier(2)
+
+    class Met(dict):
+        """Both threads come here before either has a number."""
+
+        def setdefault(self, key, value):
+            met.wait(10)
+            return super().setdefault(key, value)
+
+    monkeypatch.setattr(launcher, "_families", Met())
+    launches = [launcher.Launch(mock.Mock(params=()), 1, (), (1,)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda launch: launch.family().number, launches)
+    assert one != other
+
+
+@without_triton
+def test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses(monkeypatch):
+    """One that was compiled for multiples of 16 bytes must not read others."""
+    from tilewise.backends import launcher
+
+    monkeypatch.setattr(launcher, "_has_short_way", lambda compiled: False)
+
+    class Met(launcher.Launch):
+        met = None
+
+        @property
+        def _aligned(self):
+            return self.__dict__["aligned"]
+
+        @_aligned.setter
+        def _aligned(self, value):
+            self.__dict__["aligned"] = value
+            if value:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    self.met.wait(0.02)
+
+    for _ in range(8):
+        launch = Met(mock.Mock(params=()), 1, (), ())
+        launch.met = threading.Barrier(2)
+        pairs = [((aligned,), mock.Mock()) for aligned in (True, False)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda pair, launch=launch: launch._keep(pair[1], pair[0], ()), pairs))
+        assert (launch._aligned, launch._compiled) in pairs

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import random
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from tilewise import attention, call, dispatch, scaled_dot_product_attention
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
-from tilewise.backends.protocol import resized_problem
+from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import make_plan
 from tilewise.problem import Problem, irregular
@@ -183,6 +187,22 @@ def test_a_resized_pass_is_what_would_be_prepared(seed):
     assert resized > 60, (resized, fresh)
 
 
+@without_triton
+@pytest.mark.parametrize("work", ["forward", "backward"])
+def test_what_is_prepared_holds_no_tensor(work):
+    """Of random calls, also of those that cannot be resized."""
+    rng, count = random.Random(0), 0
+    for _ in range(16):
+        case, backend = draw(rng)
+        *_, tensors, run = prepared(replace(case, M=200, N=270), backend, work, 300)
+        alive = [weakref.ref(x) for record in tensors for x in record if isinstance(x, Tensor)]
+        del tensors
+        gc.collect()
+        assert run is None or [x for x in alive if x() is not None] == []
+        count += run is not None
+    assert count > 10
+
+
 # --- through the public functions ---
 
 
@@ -347,6 +367,36 @@ def test_calls_without_a_structure():
     assert structure_of(*layouts(q, k[:, :, :0], v[:, :, :0]), *NOTHING) is None
     q, k, v = (torch.empty(1, 64, 2**22, 64, dtype=BRAIN, device="meta") for _ in range(3))
     assert structure_of(*layouts(q, k, v), *NOTHING) is None
+
+
+def test_threads_share_variants():
+    """Eight threads, whose lengths take turns among four variants: each look-up finds the one that serves it."""
+
+    class For:
+        def __init__(self, n):
+            self.n = n
+
+        def resized(self, structure, lo, hi):
+            return self.n if structure.keys % 4 == self.n else None
+
+    variants, terms = Variants([]), Terms.of(Score.of(Band(), 16), False, "auto")
+    problem = Problem.of(*qkv(8, 24), *(None,) * 7, Score.of(Band(), 16))
+    for n in range(4):
+        assert variants.add(problem, For(n))
+    structures = [Structure((), 8, n, ()) for n in range(4)]
+
+    def run(thread):
+        return [variants.resized(structures[(thread + i) % 4], terms) == (thread + i) % 4 for i in range(3000)]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = [x for some in pool.map(run, range(8)) for x in some]
+    finally:
+        sys.setswitchinterval(before)
+    assert all(found), f"{found.count(False)} of {len(found)} were missed"
+    assert sorted(run.n for _, run in variants.prepared) == [0, 1, 2, 3]
 
 
 def test_variants_are_bounded():

@@ -145,6 +145,45 @@ def without_room(case: Case) -> str:
     return "ran"
 
 
+def stays(case: Case) -> dict[str, set[str]]:
+    """In the interpreter: what changes of a forward and of a backward for which there is no room."""
+    import triton
+    from helpers import tensors
+
+    from tilewise.backends import Inputs, Needs, Outputs
+    from tilewise.backends.triton import launch
+    from tilewise.problem import Problem
+    from tilewise.score.terms import Band, Score
+
+    x = tensors(case)
+    problem = Problem.of(x.q, x.k, x.v, *(None,) * 7, Score.of(Band(), case.D))
+    inputs, cotangents = Inputs(x.q, x.k, x.v, None, None), Outputs(x.do, None)
+    forward = launch.Forward(problem, inputs)
+    run, changed = launch.Launch.__call__, {}
+    outputs = forward(inputs)
+    backward = launch.Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, False))
+
+    def crowded(self, *tensors):
+        if self.kernel.fn.__name__ in ("forward_kernel", "backward_kernel") and self.options["num_stages"] > 1:
+            raise triton.OutOfResources(300_000, 232_448, "shared memory")
+        return run(self, *tensors)
+
+    launch.Launch.__call__ = crowded
+    try:
+        for kept, tensors_of in ((forward, (inputs,)), (backward, (inputs, outputs, cotangents))):
+            before = dict(vars(kept))
+            kept(*tensors_of)
+            changed[type(kept).__name__] = {name for name, y in vars(kept).items() if y is not before[name]}
+    finally:
+        launch.Launch.__call__ = run
+    return changed
+
+
+def test_a_pass_that_does_not_fit_leaves_other_threads_theirs(interpreter):
+    """They may be in the middle of it: another is made, and takes its place in later calls."""
+    assert interpreter(stays, Case(M=37, N=50, D=16)) == {"Forward": {"other"}, "Backward": {"other"}}
+
+
 @pytest.mark.parametrize("case", [Case(M=37, N=50, D=16, bias="1hmn"), Case(M=2, N=70, D=16, Hkv=1)], ids=str)
 def test_a_kernel_that_does_not_fit_gets_a_shorter_pipeline(interpreter, case):
     forward, backward = interpreter(shrinks, case)

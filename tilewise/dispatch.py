@@ -18,7 +18,7 @@ from tilewise.ops.runtime.prepared import Prepared
 from tilewise.plan import Plan, make_plan
 from tilewise.problem import Problem, irregular
 from tilewise.score.terms import Terms
-from tilewise.structure import MOST_VARIANTS, Layout, Structure, Variants, layouts, structure_of, terms_key
+from tilewise.structure import Layout, Structure, Variants, layouts, structure_of, terms_key
 
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()
@@ -66,10 +66,7 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
     if not getattr(run, "resizable", False):
         return False
     variants = structures.get(key) or structures.keep(key, Variants([]))
-    if len(variants.prepared) >= MOST_VARIANTS:
-        return False
-    variants.prepared.append((problem, run))
-    return True
+    return variants.add(problem, run)
 
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:

@@ -8,6 +8,7 @@ prepared for one of them may be `resized` for another, where the backend finds t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -140,19 +141,29 @@ def terms_key(terms: Terms) -> tuple:
     return terms[0] is None, terms[1] is None, terms[2:]
 
 
+_changing = threading.Lock()  # of `Variants`, which threads share: those that read take no lock
+
+
 class Variants(NamedTuple):
     """Passes that were prepared for calls of a structure, each with its problem."""
 
     prepared: list[tuple[Problem, Any]]
 
+    def add(self, problem: Problem, run: Any) -> bool:
+        """False where there are `MOST_VARIANTS` already."""
+        with _changing:
+            if len(self.prepared) >= MOST_VARIANTS:
+                return False
+            self.prepared.append((problem, run))
+            return True
+
     def resized(self, structure: Structure, terms: Terms, *tensors: Any) -> Any | None:
         """One for another call, if a backend finds that it can make it of one that is there."""
-        prepared = self.prepared
-        made = prepared[0][1].resized(structure, terms.lo, terms.hi, *tensors)
-        if made is None:
-            for n, (_, run) in enumerate(prepared[1:], 1):
-                made = run.resized(structure, terms.lo, terms.hi, *tensors)
-                if made is not None:  # the next one, which has about as many, will be made of it too
-                    prepared.insert(0, prepared.pop(n))
-                    break
-        return made
+        for n, found in enumerate(tuple(self.prepared)):
+            made = found[1].resized(structure, terms.lo, terms.hi, *tensors)
+            if made is not None:
+                if n > 0:  # the next one, which has about as many, will be made of it too
+                    with _changing:
+                        self.prepared[:] = [found, *(x for x in self.prepared if x is not found)]
+                return made
+        return None

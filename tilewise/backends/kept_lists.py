@@ -72,7 +72,7 @@ class KeptLists(Generic[Lists]):
         def forget(ref: weakref.ref[Tensor]) -> None:
             use = uses.get(key)
             if use is not None and any(ref is x for x in use.tensors):  # not one of a later mask at that address
-                del uses[key]
+                uses.pop(key, None)  # another tensor of it may die in another thread
 
         uses[key] = _Use(tuple(None if x is None else weakref.ref(x, forget) for x in tiles), state)
 

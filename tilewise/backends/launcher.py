@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -92,6 +93,8 @@ _constants: dict[tuple, tuple] = {}
 _known_constants: set[int] = set()  # by identity, those among the values of `_constants`, which live on
 _kernels: dict[tuple, CompiledKernel] = {}  # by what a launch wants of one
 _families: dict[tuple, int] = {}  # a number for all that launches want beside their integers
+_numbers = count()  # those, of which no two threads get the same
+_keeping = threading.Lock()
 
 
 def constants(values: T) -> T:
@@ -104,7 +107,7 @@ def constants(values: T) -> T:
     if found is None:
         fields = (constants(x) if isinstance(x, tuple) else tl.constexpr(x) for x in values)
         found = _constants.setdefault(key, type(values)(*fields))
-        _known_constants.add(id(found))
+    _known_constants.add(id(found))
     return found  # type: ignore[return-value]
 
 
@@ -143,8 +146,9 @@ class Launch:
 
     @property
     def layouts(self) -> tuple[Any, ...]:
-        if self._places is not None:
-            places, values = self._places
+        found = self._places  # which another thread may have used up
+        if found is not None:
+            places, values = found
             self._layouts = tuple([placed(x, at, values) for x, at in zip(self._layouts, places, strict=True)])
             self._places = None
         return self._layouts
@@ -232,7 +236,10 @@ class Launch:
     ) -> None:
         """The first that is found: addresses that are aligned otherwise are rare, and are looked up each time."""
         if self._compiled is None and compiled is not None:
-            self._aligned, self._compiled = aligned, compiled
+            with _keeping:  # another thread's kernel may be one for other addresses
+                if self._compiled is not None:
+                    return
+                self._aligned, self._compiled = aligned, compiled
             if _has_short_way(compiled):
                 self._short = _short(self, compiled, tensors)
                 if self._family is not None:
@@ -340,7 +347,7 @@ class _Family:
                     self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
         wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
-        self.number = _families.setdefault(wants, len(_families))
+        self.number = _families.setdefault(wants, next(_numbers))
         self.short: dict[tuple[int, ...], Short] = {}
         self.made: dict[tuple, list[Whole]] = {}
 

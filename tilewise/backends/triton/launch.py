@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -157,6 +158,7 @@ class Forward:
     def _prepare(self, config: Config, inputs: Inputs) -> None:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
+        self.other: Forward | None = None  # with smaller tiles, see `_smaller`
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         shares = splits(problem, config)
         self.choices = ragged(problem, config)
@@ -211,9 +213,13 @@ class Forward:
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> ResizedForward | None:
         """For other lengths; None where these ask for something else that is compiled in."""
+        if self.other is not None:
+            return self.other.resized(structure, lo, hi, inputs)
         return resized_forward(self, structure, lo, hi, inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
+        if self.other is not None:
+            return self.other(inputs)
         q = inputs.q
         with device_of(q):
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
@@ -233,8 +239,8 @@ class Forward:
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
                     self.merge(shares, share_lse, o, o_low, lse, inputs.sink)
             except OutOfResources as error:
-                self._prepare(_smaller(self.config, error), inputs)
-                return self(inputs)
+                self.other = _smaller(self, error, inputs)
+                return self.other(inputs)
         return Outputs(o, lse, o_low)
 
 
@@ -250,6 +256,7 @@ class Backward:
         problem, needs, (q, k, v, bias, mask, sink, parts, *_) = self.problem, self.needs, inputs
         do, dlse, _ = cotangents
         self.config = config
+        self.other: Backward | None = None
         tma = _uses_tma(problem, q, k, v, do)
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
@@ -399,14 +406,18 @@ class Backward:
         cotangents: Outputs, needs: Needs,
     ) -> Backward | None:  # fmt: skip
         """The same."""
+        if self.other is not None:
+            return self.other.resized(structure, lo, hi, inputs, outputs, cotangents, needs)
         return resized_backward(self, structure, lo, hi, inputs, outputs, cotangents)
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+        if self.other is not None:
+            return self.other(inputs, outputs, cotangents)
         try:
             return self._run(inputs, outputs, cotangents)
         except OutOfResources as error:
-            self._prepare(_smaller(self.config, error), inputs, outputs, cotangents)
-            return self(inputs, outputs, cotangents)
+            self.other = _smaller(self, error, inputs, outputs, cotangents)
+            return self.other(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, sink, parts, *_ = inputs
@@ -451,16 +462,18 @@ class Backward:
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
 
 
-def _smaller(config: Config, error: OutOfResources) -> Config:
-    """What comes next where Triton found, before it ran the kernel, that a multiprocessor has no room for it.
+def _smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
+    """What comes next where Triton found, before it ran the kernel, that a multiprocessor has no room for it: a new
+    pass, for other threads may be running this one.
 
     How much a kernel takes is the compiler's choice: the tables of config.py are right for those that were at hand
     (tests/test_triton_room.py), and for any other a pipeline is shortened until it fits.
     """
-    smaller = config.smaller()
-    if smaller is None:
+    if (config := run.config.smaller()) is None:
         raise error
-    return smaller
+    found = copy(run)
+    found._prepare(config, *tensors)
+    return found
 
 
 def _meta(*shape: int) -> Tensor:

@@ -180,7 +180,7 @@ def resized_backward(
         return None
     new = object.__new__(type(run))
     new.__dict__.update(run.__dict__)
-    new.problem, device, heads = p, q.device, p.batch * p.heads
+    new.problem, new.other, device, heads = p, None, q.device, p.batch * p.heads
     m_tiles, n_tiles = -(-p.queries // config.block_m), -(-p.keys // config.block_n)
     row_programs, key_programs, padded = m_tiles * heads, n_tiles * p.kv_heads * p.batch, m_tiles * config.block_m
     sizes = run.preprocess.numbers[0]._replace(queries=p.queries, keys=p.keys, padded_queries=padded)

@@ -9,7 +9,10 @@ LIMIT = 4096
 
 
 class Prepared(dict[tuple, T]):
-    """At most `LIMIT` of them: one more, and all are forgotten. A look-up is a dictionary's own."""
+    """At most `LIMIT` of them: one more, and all are forgotten. A look-up is a dictionary's own.
+
+    Threads share it, and values live on: docs/architecture.md says what these may hold.
+    """
 
     def keep(self, key: tuple, value: T) -> T:
         if len(self) >= LIMIT:
