@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import Case, tensors
+from memory_helpers import leftovers
 from tile_mask_helpers import PATTERNS, check, check_wrong, gradients_of, pattern
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 import tilewise
-from tilewise import TileMask, api, attention
+from tilewise import TileMask, api, attention, tile_mask
 from tilewise.backends.cpu import tiled
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
@@ -368,3 +371,106 @@ def test_a_usual_call_has_its_own_mask(monkeypatch):
     assert len(reads) == 2
     with pytest.raises(ValueError, match=r"^mask: the TileMask is for 199 queries and 200 keys"):
         attention(q, k, v, mask=TileMask(199, 200, masks[0].tensors))
+
+
+# --- a BlockMask's TileMask ---
+
+
+def seen_of(mask):
+    """Which pairs a call sees by a mask of 200 queries and keys: what each query has of values that are one-hot."""
+    zeros = torch.zeros(1, 1, 200, 16)
+    return attention(zeros, zeros, torch.eye(200)[None, None], mask=mask)[0, 0] > 0
+
+
+def of_closure(x):
+    return lambda b, h, q, kv: x[q] == x[kv]
+
+
+def of_default(x):
+    def mask_mod(b, h, q, kv, x=x):
+        return x[q] == x[kv]
+
+    return mask_mod
+
+
+def of_partial(x):
+    return functools.partial(lambda x, b, h, q, kv: x[q] == x[kv], x)
+
+
+def of_module(x):
+    module = torch.nn.Module()
+    module.register_buffer("ids", x)
+    return lambda b, h, q, kv: module.ids[q] == module.ids[kv]
+
+
+def of_object(x):
+    found = SimpleNamespace(ids=x)
+    return lambda b, h, q, kv: found.ids[q] == found.ids[kv]
+
+
+def of_others(x):
+    return or_masks(and_masks(of_closure(x), lambda b, h, q, kv: q >= 0), lambda b, h, q, kv: q < 0)
+
+
+def of_global(x):
+    names = {"ids_of_a_global": x}
+    exec("def mask_mod(b, h, q, kv): return ids_of_a_global[q] == ids_of_a_global[kv]", names)
+    return names["mask_mod"]
+
+
+@pytest.mark.parametrize("of", [of_closure, of_default, of_partial, of_module, of_object, of_others, of_global])
+def test_what_a_mask_mod_reads_may_change(of):
+    """In place: the next call sees it. Without a change nothing is made again."""
+    ids = torch.arange(200) // 50
+    mod, asked = of(ids), []
+    mask = create_block_mask(mod, None, None, 200, 200, device="cpu")
+    mask.mask_mod = functools.partial(lambda mod, *x: asked.append(1) or mod(*x), mod)
+    for _ in range(3):
+        assert torch.equal(seen_of(mask), ids[:, None] == ids)
+    assert len(asked) == 1
+    ids[:60] = 0
+    for _ in range(3):
+        assert torch.equal(seen_of(mask), ids[:, None] == ids)
+    assert len(asked) == 2
+
+
+def test_another_tensor_in_the_place_of_one_that_a_mask_mod_reads():
+    ids = torch.arange(200) // 50
+    mask = create_block_mask(lambda b, h, q, kv: ids[q] == ids[kv], None, None, 200, 200, device="cpu")
+    assert torch.equal(seen_of(mask), ids[:, None] == ids)
+    ids = torch.arange(200) // 60
+    assert torch.equal(seen_of(mask), ids[:, None] == ids)
+    mask.kv_num_blocks.zero_()
+    mask.full_kv_num_blocks.zero_()
+    assert not seen_of(mask).any()
+
+
+def test_a_block_mask_that_comes_first_in_inference_mode_trains_later():
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 200, 200, device="cpu")
+    with torch.inference_mode():
+        assert torch.equal(seen_of(mask), torch.ones(200, 200).tril() > 0)
+    q = torch.randn(1, 2, 200, 16, requires_grad=True)
+    attention(q, q, q, mask=mask).sum().backward()
+    with torch.inference_mode():
+        made = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 200, 200, device="cpu")
+        assert torch.equal(seen_of(made), torch.ones(200, 200).tril() > 0)
+
+
+def test_no_tensor_of_a_block_mask_outlives_it():
+    def call(c):
+        ids = torch.arange(c.n, device=c.device) // 9
+        c.made["ids"] = ids
+        mask = create_block_mask(lambda b, h, q, kv: ids[q] == ids[kv], None, None, c.n, c.n, device=c.device)
+        return [attention(*c.qkv(), mask=mask) for _ in range(2)]
+
+    assert leftovers(call, 91, "cpu") == []
+
+
+def test_lists_are_of_one_stream(monkeypatch):
+    """No stream reads what another may not have written yet."""
+    mask = TileMask.sliding_window(300, 300, (40, 0))
+    found = {}
+    for stream in (1, 2, 1, 2):
+        monkeypatch.setattr(tile_mask, "stream_of", lambda device, stream=stream: stream)
+        assert mask.lists() is found.setdefault(stream, mask.lists())
+    assert found[1] is not found[2]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch.nn import Parameter
 PLAIN = frozenset((Tensor, Parameter, type(None)))
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
+_EMPTY_CELL = CellType()  # of a name without a value yet
 _DEFAULT_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
@@ -84,6 +89,51 @@ def causal_limit(name: str, bias: Tensor, queries: int, keys: int) -> int:
     if (queries, keys) != (M, N):
         raise ValueError(f"{name}: the CausalBias is for {M} queries and {N} keys, the call has {queries} and {keys}")
     return 0 if bias.variant == CausalVariant.UPPER_LEFT else keys - queries  # type: ignore[attr-defined]
+
+
+def tensors_read_by(function: Any) -> list[Tensor]:
+    """The tensors that a function finds outside its arguments: in its closure and defaults, under global names, and as
+    attributes of objects there; also where functions, partials, tuples, lists and dictionaries lead to them."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    left = [function]
+    while left:
+        x = left.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            left += x
+        elif isinstance(x, dict):
+            left += x.values()
+        elif isinstance(x, partial):
+            left += (x.func, *x.args, *x.keywords.values())
+        elif isinstance(x, MethodType):
+            left += (x.__func__, x.__self__)
+        elif isinstance(x, FunctionType):
+            left += [cell.cell_contents for cell in x.__closure__ or () if cell != _EMPTY_CELL]
+            left += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+            named = (x.__globals__.get(name) for name in x.__code__.co_names)
+            left += [y for y in named if isinstance(y, Tensor)]
+        elif hasattr(x, "__dict__") and not isinstance(x, (type, ModuleType)):
+            left += [y for y in vars(x).values() if isinstance(y, Tensor)]
+            if isinstance(x, torch.nn.Module):
+                left += [x._buffers, x._parameters]
+    return found
+
+
+class Versions:
+    """Tensors as they are now, by how often PyTorch has seen each change. It keeps none alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._known = [(weakref.ref(x), x._version) for x in tensors]
+
+    def hold(self, tensors: Sequence[Tensor]) -> bool:
+        """True if these are the same tensors, unchanged."""
+        pairs = zip(self._known, tensors, strict=False)
+        return len(self._known) == len(tensors) and all(x() is y and n == y._version for (x, n), y in pairs)
 
 
 def stream_of(device: torch.device) -> int | None:

@@ -16,7 +16,7 @@ from tilewise.ops.runtime.eager import is_eager
 from tilewise.score.integers import LARGEST_SIZE, check_range
 from tilewise.score.terms import check_numbers
 from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, TileTensors, pack, tiles_of_intervals
-from tilewise.tensors import check_tensor
+from tilewise.tensors import Versions, check_tensor, stream_of, tensors_read_by
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Block = int | tuple[int, int]
@@ -68,7 +68,7 @@ class TileMask:
     keys: int
     tensors: TileTensors
     kept: Kept | None = None
-    _lists: dict[bool, TileLists] = field(default_factory=dict, init=False, repr=False)
+    _lists: dict[tuple[bool, int | None], TileLists] = field(default_factory=dict, init=False, repr=False)
 
     # --- what it is ---
 
@@ -98,12 +98,14 @@ class TileMask:
 
     def lists(self, by_keys: bool = False) -> TileLists:
         """The tiles of keys that each tile of queries visits; by_keys: the tiles of queries of each tile of keys, as a
-        backward walks them. Made once, on the device."""
-        if by_keys not in self._lists:
+        backward walks them. Made once for each stream, on the device."""
+        key = by_keys, stream_of(self.device)
+        found = self._lists.get(key)
+        if found is None:
             tiles = self._tiles.mT if by_keys else self._tiles
             full, partial = (_listed(x) for x in (tiles == FULL, tiles >= PARTIAL))
-            self._lists[by_keys] = TileLists(*full, *partial)
-        return self._lists[by_keys]
+            found = self._lists[key] = TileLists(*full, *partial)
+        return found
 
     def dense(self) -> Tensor:
         """The same as a bool mask (B|1, H|Hkv|1, M, N): for tests and pictures of small ones."""
@@ -365,7 +367,16 @@ class TileMask:
 
 # --- the doors ---
 
-_of_block_masks: WeakKeyDictionary[Any, TileMask] = WeakKeyDictionary()
+
+class _Made(NamedTuple):
+    """The TileMask of a BlockMask, the stream that it was made on, and what it was made of."""
+
+    mask: TileMask
+    stream: int | None
+    of: Versions
+
+
+_of_block_masks: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
 
 
 def is_block_mask(x: object) -> bool:
@@ -375,7 +386,7 @@ def is_block_mask(x: object) -> bool:
 
 
 def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask | None:
-    """The TileMask that an argument is, or, made once and kept as long as it, that of a BlockMask; None for others."""
+    """The TileMask that an argument is, or that of a BlockMask, see `_of_block_mask`; None for others."""
     found = mask if isinstance(mask, TileMask) else None
     if found is None and is_block_mask(mask):
         if torch.compiler.is_compiling():
@@ -383,15 +394,32 @@ def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask |
                 f"{name}: expected a TileMask under torch.compile, got a BlockMask; make it before, by "
                 "tilewise.TileMask.from_block_mask"
             )
-        found = _of_block_masks.get(mask)
-        if found is None:
-            found = _of_block_masks[mask] = TileMask.from_block_mask(mask)
+        found = _of_block_mask(mask)
     if found is not None and (found.queries, found.keys) != (queries, keys):
         raise ValueError(
             f"{name}: the {type(mask).__name__} is for {found.queries} queries and {found.keys} keys, the call has "
             f"{queries} and {keys}"
         )
     return found
+
+
+def _of_block_mask(mask: Any) -> TileMask:
+    """The same as last time while no tensor that the BlockMask has, or that its mask_mod reads, has changed."""
+    read = tensors_read_by(mask.as_tuple())
+    made, device = _of_block_masks.get(mask), mask.kv_indices.device
+    if made is None or not made.of.hold(read):
+        if not is_eager(read) or any(x.is_inference() for x in read):  # whose changes are not counted
+            return TileMask.from_block_mask(mask)
+        of = Versions(read)
+        with torch.inference_mode(False):  # what is made in that mode no later call could save for its backward
+            made = _Made(TileMask.from_block_mask(mask), stream_of(device), of)
+        if device.type == "cuda":  # as in between, for how many tiles are partial: other streams find it written
+            torch.cuda.current_stream(device).synchronize()
+        _of_block_masks[mask] = made
+    elif made.stream != stream_of(device) and not torch.cuda.is_current_stream_capturing():
+        for x in filter(torch.is_tensor, made.mask.tensors):  # nothing gets its memory before this stream has read it
+            x.record_stream(torch.cuda.current_stream(device))
+    return made.mask
 
 
 # --- checks ---
