@@ -19,10 +19,12 @@ from bias_helpers import (
 )
 
 from tilewise.bias import (
+    RaggedBias,
     RelativeBias,
     alibi,
     alibi_slopes,
     log_buckets,
+    low_rank_bias,
     relative_logits,
     swin_bias,
     t5_bias,
@@ -361,3 +363,24 @@ def test_values_of_16_bits_stay_so_in_tiles():
     sums = torch.zeros(B, H, 20, 8)
     add_gradient(sums, torch.ones(B, H, 5, 5), relative, slice(0, 5), slice(0, 5))
     assert sums.sum() == B * H * (25 - 1)  # the corner at distance 4 is outside
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        RelativeBias(normal(1, H, 5, 9), lo=-4, outside="clamp", query_start=torch.tensor([3])),
+        t5_bias(normal(32, H), True),
+        alibi(normal(H), "signed"),
+        low_rank_bias(normal(1, H, 5, 3), normal(1, H, 7, 3)),
+        RaggedBias(normal(H, 20), torch.tensor([0, 20])),
+    ],
+    ids=lambda term: type(term).__name__,
+)
+def test_a_file_with_a_term(tmp_path, term):
+    """torch.load allows it by default, as it allows tensors."""
+    torch.save(term, tmp_path / "term.pt")
+    found = torch.load(tmp_path / "term.pt", weights_only=True)
+    assert type(found) is type(term)
+    for name, x in vars(term).items():
+        other = getattr(found, name)
+        assert torch.equal(x, other) if isinstance(x, torch.Tensor) else x == other, name

@@ -15,7 +15,7 @@ from tile_mask_helpers import PATTERNS, check, check_wrong, gradients_of, patter
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 import tilewise
-from tilewise import TileMask, api, attention, tile_mask
+from tilewise import TileMask, api, attention, dynamic_mask, tile_mask
 from tilewise.backends.cpu import tiled
 from tilewise.problem import Problem
 from tilewise.score.terms import Band, Score
@@ -474,3 +474,26 @@ def test_lists_are_of_one_stream(monkeypatch):
         monkeypatch.setattr(tile_mask, "stream_of", lambda device, stream=stream: stream)
         assert mask.lists() is found.setdefault(stream, mask.lists())
     assert found[1] is not found[2]
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        TileMask.documents(torch.arange(100) // 9, block=64),
+        TileMask.from_rows(lambda rows: torch.ones(1, 1, 100, 100).tril()[:, :, rows] > 0, 100, 100, block=64),
+        dynamic_mask(torch.arange(100.0)[None, None, None], keep=5),
+    ],
+)
+def test_a_file_with_a_mask(tmp_path, mask):
+    """torch.load allows it by default, as it allows tensors. What is made of a mask is not written."""
+    mask.lists()
+    torch.save({"mask": mask}, tmp_path / "mask.pt")
+    found = torch.load(tmp_path / "mask.pt", weights_only=True)["mask"]
+    assert (found.queries, found.keys, found.kept) == (mask.queries, mask.keys, mask.kept)
+    assert torch.equal(found.validate().dense(), mask.dense())
+    assert found._lists == {}
+    x = [torch.randn(1, 2, 100, 16) for _ in range(3)]
+    assert torch.equal(attention(*x, mask=found), attention(*x, mask=mask))

@@ -107,6 +107,9 @@ class TileMask:
             found = self._lists[key] = TileLists(*full, *partial)
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lists": {}}
+
     def dense(self) -> Tensor:
         """The same as a bool mask (B|1, H|Hkv|1, M, N): for tests and pictures of small ones."""
         return self.tensors.rows_visible(slice(0, self.queries), self.keys)
@@ -364,6 +367,8 @@ class TileMask:
             partial.append(some & ~every)
         return _with_bits(torch.stack(full, 2), torch.stack(partial, 2), mask_mod, queries, keys, size)
 
+
+torch.serialization.add_safe_globals([TileMask, TileTensors, Kept])  # for torch.load(weights_only=True)
 
 # --- the doors ---
 

@@ -46,6 +46,7 @@ def pytree_node(cls: _Term) -> _Term:
             object.__setattr__(x, name, value)
         return x
 
+    torch.serialization.add_safe_globals([cls])  # for torch.load(weights_only=True)
     _pytree.register_pytree_node(
         cls,
         flatten,
