@@ -6,6 +6,7 @@ from fault import Fault
 from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 from faults_masks import MASKS
+from faults_memory import MEMORY
 from faults_packed import PACKED
 from faults_windows import WINDOWS
 
@@ -594,7 +595,5 @@ FAULTS = [
         "NaN passes for a right answer",
         "test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
-    *MASKS,
-    *DISTRIBUTED,
-    *WINDOWS, *PACKED,
+    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *MEMORY,
 ]  # fmt: skip
