@@ -14,8 +14,8 @@ H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
 
 
 class Packed(NamedTuple):
-    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", or "keys" or "queries", packed as
-    they are."""
+    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", "buckets" of these, "padded", one for all,
+    or "keys" or "queries", packed as they are."""
 
     D: int = 128
     Hkv: int = H
@@ -42,6 +42,10 @@ def _bias(x: Packed) -> Any:
         "ragged": lambda: RaggedBias(meta(H, 40_000_000), meta(SEQUENCES + 1, dtype=torch.int64)),
         "t5": lambda: t5_bias(meta(32, H), True),
         "relative": lambda: RelativeBias(meta(TOTAL, H, 1024), lo=-1023),
+        "buckets": lambda: RelativeBias(
+            meta(TOTAL, 1, 32), lo=-128, outside="clamp", buckets=meta(257, dtype=torch.int64)
+        ),
+        "padded": lambda: meta(1, 1, x.longest, x.longest),
     }[x.bias]()
 
 

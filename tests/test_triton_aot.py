@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # What each target's main kernels have to be made of.
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}
 MAIN_KERNELS = ("forward_kernel", "backward_kernel", "query_gradient_kernel", "bias_gradient_kernel")
+BY_DISTANCE_KERNELS = ("diagonal_gradient_kernel", "distance_gradient_kernel")
 
 USUAL = Case(B=4, H=16, M=4096, N=4096, dtype=torch.bfloat16, lse=False)
 TERMS = {
@@ -283,12 +284,17 @@ TERMS_BY_DISTANCE = {
         replace(USUAL, D=64, M=512, N=512),
         tuple(Term(on, R=512, lo=-256, outside="clamp", reverse=True) for on in ("query", "key")),
     ),
+    "deberta, deterministic": (
+        replace(USUAL, D=64, M=512, N=512, deterministic=True),
+        tuple(Term(on, R=512, lo=-256, outside="clamp", reverse=True) for on in ("query", "key")),
+    ),
     "decoding": (replace(DECODE, D=128, M=4, causal=True), (Term(R=1024, lo=-1023, starts="batch"),)),
 }  # fmt: skip
 # (triton, target, terms) -> bytes that may spill: ceilings, as above.
 BY_DISTANCE: dict[tuple[str, int, str], dict[str, int]] = {
     ("3.6.0", 90, "inkling"): {"forward_kernel": 28, "backward_kernel": 1288},
     ("3.6.0", 90, "deberta"): {"backward_kernel": 76},
+    ("3.6.0", 90, "deberta, deterministic"): {},
     ("3.6.0", 90, "decoding"): {},
     ("installed", 90, "t5"): {},
     ("installed", 90, "t5, deterministic"): {},
@@ -306,7 +312,8 @@ def test_terms_by_distance(compilers, triton, target, terms):
     backward = terms != "decoding"
     kernels = compilers.compile(compile_case, triton, target, case, backward, False, made)
     names = {kernel.name for kernel in kernels}
-    assert ("diagonal_gradient_kernel" in names) == case.deterministic
+    if backward:
+        assert bool(names & {*BY_DISTANCE_KERNELS}) == case.deterministic
     allowed = ceilings(BY_DISTANCE[triton, target, terms], (triton, target, case.D, terms))
     hold(kernels, TENSOR_CORES[target] if backward else "mma.sync", allowed)
 
@@ -393,7 +400,7 @@ def hold(kernels, tensor_cores, allowed):
         if kernel.spill_stores > allowed.get(kernel.name, 0):
             faults.append(f"{kernel.name}: spills {kernel.spill_stores} bytes of {allowed.get(kernel.name, 0)}")
         faults += [f"{kernel.name}: {warning}" for warning in kernel.warnings]
-        if kernel.name in (*MAIN_KERNELS, "diagonal_gradient_kernel") and not kernel.instructions[tensor_cores]:
+        if kernel.name in (*MAIN_KERNELS, *BY_DISTANCE_KERNELS) and not kernel.instructions[tensor_cores]:
             faults.append(f"{kernel.name}: no {tensor_cores}, but {kernel.instructions}")
     assert not faults, "\n".join(faults)
 

@@ -22,8 +22,12 @@ RUNS = [
     ("3.6.0", 90, Packed(causal=True, deterministic=True), {"forward_kernel": 140, "query_gradient_kernel": 260}),
     ("installed", 80, Packed(D=64, bias="ragged"), {"forward_kernel": 20, "backward_kernel": 124}),
     ("installed", 90, Packed(causal=True), {"forward_kernel": 92, "backward_kernel": 48}),
+    (
+        "installed", 80, Packed(D=64, bias="buckets", causal=True, deterministic=True),
+        {"backward_kernel": 8, "query_gradient_kernel": 60, "distance_gradient_kernel": 24},
+    ),
     ("installed", 100, Packed(causal=True), {"forward_kernel": 56}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("triton", "target", "x", "allowed"), RUNS, ids=str)
@@ -33,6 +37,7 @@ def test_compiled_kernels(compilers, triton, target, x, allowed):
     assert names >= {"forward_kernel", "packed_preprocess_kernel", "backward_kernel"}
     assert not names & {"preprocess_kernel", "finite_kernel"}
     assert ("query_gradient_kernel" in names) == x.deterministic != ("postprocess_kernel" in names)
+    assert ("distance_gradient_kernel" in names) == (x.bias == "buckets")
     hold(kernels, TENSOR_CORES[target], allowed)
 
 

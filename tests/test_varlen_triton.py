@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import interpreter_child
 import packed_child
 import pytest
 import torch
@@ -44,6 +45,25 @@ def test_bias(interpreter, bias):
 
 
 CAP = {"softcap": 3.0}
+# Ways in which a gradient is summed; the rest are below, across tiles.
+SUMMED = (
+    "padded bkm1", "padded 1111", "query, clamped and reversed", "query, buckets", "all, of each sequence",
+    "t5, starts", "padded, along both", "everything",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", SUMMED)
+def test_what_has_an_order_has_no_atomics(interpreter, bias):
+    """With deterministic=True, whose backward once refused a sum that its forward had let pass."""
+    causal = {"causal": True} if SUMMED.index(bias) % 2 else {}
+    options = {"deterministic": True, **causal, **({} if bias == "everything" else CAP)}
+    interpreter(interpreter_child.without_atomics, run, "USED", bias, options)
+
+
+@pytest.mark.parametrize("bias", ["padded 11mn", "ragged, shared", "t5", "key, buckets and starts"])
+def test_what_has_an_order_across_tiles(interpreter, bias):
+    options = {"heads": (H, 2), "dims": (16, 8), "deterministic": True}
+    interpreter(interpreter_child.without_atomics, run, "TILES", bias, options)
 
 
 @pytest.mark.parametrize("bias", ["ragged", "t5", "query", "key"])

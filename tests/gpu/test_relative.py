@@ -154,8 +154,12 @@ ORDERED = replace(LARGE, deterministic=True)
         (ORDERED, (Term(axes="1k"), Term("all", axes="1h"), Term("cols", axes="b1"), Term("rows", axes="1h"))),
         (replace(ORDERED, causal=False, D=64), (Term("t5", R=32, axes="1h", dtype=FLOAT), Term("key", axes="1k"))),
         (replace(ORDERED, mask="b1mn", N=799), (Term("all", R=300, lo=-200, axes="1h"), Term(axes="11"))),
+        (ORDERED, (Term(R=100, lo=-60, outside="clamp"), Term("key", R=33, lo=-20, outside="clamp", axes="1k"))),
+        (replace(ORDERED, causal=False, D=64, mask="1hm1"),
+         (Term(R=20, buckets=200, lo=-100, outside="clamp"), Term("key", R=90, buckets=150, lo=-60, reverse=True))),
+        (replace(ORDERED, dtype=FLOAT, D=64), (Term(axes="1h", starts="batch", outside="clamp", reverse=True),)),
     ]
-)
+)  # fmt: skip
 def test_gradients_repeat_bit_by_bit(case, terms):
     check(case, terms, "triton", "cuda")
     x = tensors(case, "cuda")
@@ -171,11 +175,6 @@ def test_gradients_repeat_bit_by_bit(case, terms):
     first = gradients()
     for _ in range(100):
         assert all(map(torch.equal, gradients(), first))
-
-
-def test_what_has_no_order_is_declined():
-    with pytest.raises(ValueError, match="with values per query with clamped ends in no fixed order"):
-        check(ORDERED, (Term(outside="clamp"),), "triton", "cuda")
 
 
 # --- long sequences ---

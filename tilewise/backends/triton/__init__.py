@@ -13,7 +13,6 @@ import torch
 
 from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.backends.triton.reductions import unordered
 from tilewise.problem import PART_WORDS, Problem
 from tilewise.quantities import count
 
@@ -33,8 +32,6 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
     for name, x in () if problem.parts is None else problem.parts.named():
         if x.dtype == torch.float64:
             return f"reads {PART_WORDS[name]} in float16, bfloat16 or float32, not float64"
-    if problem.deterministic and work == "backward" and (why := unordered(problem)) is not None:
-        return why
     if problem.sink is not None and problem.sink.dtype == torch.float64:
         return "reads a sink in float16, bfloat16 or float32, not float64"
     if interpreted and problem.dtype == torch.bfloat16:

@@ -60,6 +60,7 @@ from tilewise.backends.triton.masks import NO_LISTS, MaskLists, lists_pay
 from tilewise.backends.triton.ordered_kernels import (
     bias_gradient_kernel,
     diagonal_gradient_kernel,
+    distance_gradient_kernel,
     query_gradient_kernel,
 )
 from tilewise.backends.triton.packed import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
@@ -385,17 +386,19 @@ class Backward:
         def ordered(x: Tensor, name: str) -> Launch:
             operand = problem.bias if name == "bias" else getattr(problem.parts, name)
             assert isinstance(operand, Operand)
-            kernel, numel = bias_gradient_kernel, x.shape[0] * x.shape[1]
-            how = broadcast(operand, problem.broadcast_group(operand), False)
-            before: tuple[Any, ...] = ("bias",)
-            programs = numel * (m_tiles if x.shape[2] > 1 else 1) * (n_tiles if x.shape[3] > 1 else 1)
-            if name in ("query", "key"):  # a tile of entries for each tile of scores
-                how, before, programs = how._replace(ROWS=True, COLS=True), (name,), numel * m_tiles * n_tiles
-            elif name == "toeplitz":
-                kernel, before = diagonal_gradient_kernel, ()
-                programs = numel * triton.cdiv(x.shape[3], config.block_n)
-            layouts = (*rows_of_queries, POINTER, strided(x))
-            return Launch(kernel, programs, layouts, (constants(how), *before, *numbers), **fewer)
+            how = constants(broadcast(operand, problem.broadcast_group(operand), False, lies(problem, name)))
+            matrices, axis = operand.batch * operand.heads, tuple[str, ...]()
+            if name == "toeplitz":
+                kernel, programs = diagonal_gradient_kernel, triton.cdiv(operand.cols, config.block_n)
+            elif name in ("query", "key"):
+                kernel, axis = distance_gradient_kernel, (name,)
+                across = config.block_n if name == "query" else block_m
+                programs = (m_tiles if name == "query" else n_tiles) * triton.cdiv(operand.cols, across)
+            else:
+                kernel = bias_gradient_kernel
+                programs = (m_tiles if operand.rows > 1 else 1) * (n_tiles if operand.cols > 1 else 1)
+            layouts = (*rows_of_queries, POINTER, lengths, strided(x))
+            return Launch(kernel, matrices * programs, layouts, (how, *axis, *numbers), **fewer)
 
         if dbias is not None and ordered_bias:
             self.bias_gradient = ordered(dbias, "bias")
@@ -449,9 +452,9 @@ class Backward:
             if self.query_gradient is not None:
                 self.query_gradient(*rows, found.by_rows, *lengths, dq)
             if self.bias_gradient is not None:
-                self.bias_gradient(*rows, found.states, dbias)
+                self.bias_gradient(*rows, found.states, *lengths, dbias)
             for name, launch in self.part_gradients.items():
-                launch(*rows, found.states, dparts[name])
+                launch(*rows, found.states, *lengths, dparts[name])
             if dbias is not None and bias is not None:
                 dbias = dbias.to(bias.dtype)
             dsink = None

@@ -98,6 +98,13 @@ def _sizes_of(queries, keys, exists, sizes):
 
 
 @triton.jit
+def own_sizes(lengths, b, sizes, c):
+    """`Starts` of a sequence, and the sizes of a dense call of it."""
+    start, queries, keys = sequence_of(lengths, b, sizes, c)
+    return start, _sizes_of(queries, keys, queries >= 0, sizes)
+
+
+@triton.jit
 def query_tile(lengths, tile, sizes, c):
     """(sequence, its tile of queries, `Starts`, its sizes) of a program. A tile before all sequences has no rows."""
     b, tile = _sequence_of(lengths.cu_q, tile, sizes.total_queries, sizes, c.BLOCK_M)

@@ -98,6 +98,12 @@ def _plain(x):
 
 
 @triton.jit
+def counts_of(numbers):
+    """How many distances have an entry, and how many entries a row has."""
+    return _plain(numbers.distances), _plain(numbers.entries)
+
+
+@triton.jit
 def origin_of(shift, numbers, how, b):
     """The entry of distance 0: pair (i, j) of batch element b has entry ``j - i + origin``."""
     origin = -_plain(numbers.lo)
@@ -337,15 +343,6 @@ def _give_by_distance(x, buckets, numbers, origin, how, start, db, at, n0, cols,
         tl.atomic_add(place, db, mask=read, sem="relaxed")
     else:
         tl.store(place, db.to(x.pointer.dtype.element_ty), mask=read)
-
-
-@triton.jit
-def store_by_distance(x, numbers, origin, how, total, at, n0, cols, sizes):
-    """The same of a sum over all that share the values, whose entries in this tile no other has."""
-    place, _inside, read = entries_at(x, None, numbers, origin, how, 0, at, n0, cols, True, False, sizes)
-    # A pair past the end may have the entry of one that is there, in another batch element.
-    read = read & (at.m0 + at.rows < sizes.queries) & (n0 + cols < sizes.keys)
-    tl.store(place, total, mask=read)
 
 
 @triton.jit
