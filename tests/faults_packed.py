@@ -41,6 +41,16 @@ PACKED = [
         "test_varlen_triton.py::test_a_bias_of_two_bytes",
     ),
     Fault(
+        "backends/triton/ordered_kernels.py", "count = tl.where(tm < m_tiles, 1, 0)", "count = 1",
+        "the ordered gradient of a shared bias takes what lies past a sequence that is shorter than the longest",
+        "test_varlen_triton.py::test_what_has_an_order_across_tiles",
+    ),
+    Fault(
+        "backends/triton/ordered_kernels.py", "has_first, has_last = has_last, has_first", "pass",
+        "of values per key with clamped ends the ordered gradient of far queries goes to no entry",
+        "test_relative_triton.py::test_what_has_an_order_has_no_atomics",
+    ),
+    Fault(
         "varlen.py", "if not packed or mask is not None or validate or", "if not packed or validate or",
         "the longest length is rounded up where a mask has its shape",
         "test_varlen_again.py::test_longest_lengths_in_common",
