@@ -8,9 +8,9 @@ from torch import Tensor
 from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.score.integers import LARGEST, LARGEST_SIZE, check_range
-from tilewise.score.tile_tensors import TileTensors
+from tilewise.score.tile_tensors import TileTensors, no_bits
 from tilewise.tensors import check_tensor
-from tilewise.tile_mask import Block, Kept, TileMask, checked_block, no_bits
+from tilewise.tile_mask import Block, Kept, TileMask, checked_block
 
 
 def dynamic_mask(

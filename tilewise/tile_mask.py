@@ -15,7 +15,17 @@ from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.score.integers import LARGEST_SIZE, check_range
 from tilewise.score.terms import check_numbers
-from tilewise.score.tile_tensors import EMPTY, FULL, PARTIAL, TileTensors, pack, tiles_of_intervals
+from tilewise.score.tile_tensors import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    TileTensors,
+    document_offsets,
+    listed,
+    no_bits,
+    pack,
+    tiles_of_intervals,
+)
 from tilewise.tensors import Versions, check_tensor, stream_of, tensors_read_by
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -103,7 +113,7 @@ class TileMask:
         found = self._lists.get(key)
         if found is None:
             tiles = self._tiles.mT if by_keys else self._tiles
-            full, partial = (_listed(x) for x in (tiles == FULL, tiles >= PARTIAL))
+            full, partial = (listed(x) for x in (tiles == FULL, tiles >= PARTIAL))
             found = self._lists[key] = TileLists(*full, *partial)
         return found
 
@@ -132,7 +142,7 @@ class TileMask:
             expected = tiles_of_intervals(begins, ends, self.queries, self.block)
             if not torch.equal(expected, tiles):
                 raise ValueError("TileMask.tiles: are not those of its intervals")
-            if offsets is not None and not torch.equal(offsets, _offsets(begins[:, 0, 0])):
+            if offsets is not None and not torch.equal(offsets, document_offsets(begins[:, 0, 0])):
                 raise ValueError("TileMask.offsets: are not those of its intervals")
         return self
 
@@ -277,7 +287,7 @@ class TileMask:
         ends = torch.where(last, place + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
         ends = torch.where(ids < 0, begins, ends)
         found = cls.from_intervals(begins[:, None], ends[:, None], ids.shape[1], block=block)
-        return cls(found.queries, found.keys, found.tensors._replace(offsets=_offsets(begins)))
+        return cls(found.queries, found.keys, found.tensors._replace(offsets=document_offsets(begins)))
 
     @classmethod
     def prefix_lm(cls, lengths: Tensor, size: int, *, block: Block = 128) -> TileMask:
@@ -478,20 +488,6 @@ def _check_intervals(begins: Tensor, ends: Tensor, queries: int) -> None:
 # --- tiles and bits ---
 
 
-def no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
-    """Of a mask whose tiles have none, which says how large they are."""
-    return torch.zeros(0, block[0], block[1] // 32, dtype=torch.int32, device=device)
-
-
-def _offsets(begins: Tensor) -> Tensor:
-    """`TileTensors.offsets` of documents, of which each token has the first one."""
-    batch, total = begins.shape
-    first = begins == torch.arange(total, device=begins.device)
-    offsets = begins.new_full((batch, total + 1), total, dtype=torch.int32)
-    # Every token writes, and equal numbers in one place: it is the same which is last.
-    return offsets.scatter_(1, first.cumsum(1) - 1, begins.to(torch.int32))
-
-
 def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
     """`tiles_of_intervals`, on a GPU by one kernel in the place of some fifty operators."""
     if begins.is_cuda and begins.numel() and is_eager((begins, ends)) and has_triton():
@@ -499,14 +495,6 @@ def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]
 
         return kept_keys.tiles_of_intervals(begins, ends, queries, block)
     return tiles_of_intervals(begins, ends, queries, block)
-
-
-def _listed(which: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a bool (..., columns) how many are True, and where, in the first places."""
-    counts = which.sum(-1, dtype=torch.int32)
-    order = (~which).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
-    inside = torch.arange(which.shape[-1], device=which.device) < counts.unsqueeze(-1)
-    return counts, torch.where(inside, order, 0)
 
 
 def _named(count: Tensor, indices: Tensor, cols: int, name: str, validate: bool) -> Tensor:

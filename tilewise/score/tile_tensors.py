@@ -125,3 +125,25 @@ def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[
     full &= m < by_tiles(whole_ends, rows).amin(-1, keepdim=True)
     found = torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.int32)
     return found.mT.reshape(b, h, rows, cols).contiguous()
+
+
+def no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
+    """Return the bits of a mask whose tiles have none; their shape says how large tiles are."""
+    return torch.zeros(0, block[0], block[1] // WORD, dtype=torch.int32, device=device)
+
+
+def document_offsets(begins: Tensor) -> Tensor:
+    """Return `TileTensors.offsets` of documents, of which each token has the first one."""
+    batch, total = begins.shape
+    first = begins == torch.arange(total, device=begins.device)
+    offsets = begins.new_full((batch, total + 1), total, dtype=torch.int32)
+    # Every token writes, and equal numbers in one place: it is the same which is last.
+    return offsets.scatter_(1, first.cumsum(1) - 1, begins.to(torch.int32))
+
+
+def listed(which: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a bool (..., columns) how many are True, and where, in the first places."""
+    counts = which.sum(-1, dtype=torch.int32)
+    order = (~which).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
+    inside = torch.arange(which.shape[-1], device=which.device) < counts.unsqueeze(-1)
+    return counts, torch.where(inside, order, 0)
