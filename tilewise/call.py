@@ -22,6 +22,7 @@ from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.dispatch import Forward, forward_of, forward_variants
 from tilewise.ops.runtime.eager import is_eager
 from tilewise.ops.runtime.prepared import Prepared
+from tilewise.ops.runtime.seed import drawn_seed
 from tilewise.plan import check_backend
 from tilewise.problem import Sizes, check_flag, check_qkv, check_seed, four_dims, sink_of_rows
 from tilewise.score.lengths import Lengths
@@ -125,11 +126,6 @@ def with_seed(inputs: Inputs, score: Score) -> Inputs:
     if inputs.seed is not None:
         return inputs
     return inputs._replace(seed=drawn_seed(inputs.q))
-
-
-def drawn_seed(q: Tensor) -> Tensor:
-    """On the device, so that nobody waits for it."""
-    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=q.device)
 
 
 def check_dropout_seed(seed: Any, q: Tensor) -> None:

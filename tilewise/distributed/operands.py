@@ -20,9 +20,10 @@ from tilewise.autograd import attention_op, attention_outputs
 from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term, shape_of, wide
-from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, drawn_seed, read_call, seed_tensor
+from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
 from tilewise.distributed.documents import SeenKeys
 from tilewise.distributed.layout import Chunk, Ranks, local_band
+from tilewise.ops.runtime.seed import drawn_seed
 from tilewise.problem import Sizes, check_flag, check_qkv
 from tilewise.score import dropout
 from tilewise.score.low_bits import keeps_low_bits

@@ -16,7 +16,7 @@ from tilewise.autocast import autocast
 from tilewise.bias import LowRankBias, RelativeBias
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shape_of
-from tilewise.call import Bias, Call, Seed, Window, check_dropout_seed, check_inputs, drawn_seed, seed_tensor
+from tilewise.call import Bias, Call, Seed, Window, check_dropout_seed, check_inputs, seed_tensor
 from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.api import check_method, described
@@ -26,6 +26,7 @@ from tilewise.distributed.methods import attend
 from tilewise.distributed.operands import Options, Piece, Reader, ShardedCall, Slot
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
 from tilewise.keywords import named_only, unexpected
+from tilewise.ops.runtime.seed import drawn_seed
 from tilewise.plan import check_backend
 from tilewise.problem import Sizes, check_flag
 from tilewise.score import dropout

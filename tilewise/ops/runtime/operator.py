@@ -124,6 +124,12 @@ def operator_of_lists(
         operator.register_autograd(backward, setup_context=setup)
 
 
+def composed_operator(schema: str, made_of: Callable[..., Any]) -> None:
+    """Define ``tilewise::schema``, which a compiler replaces by the operators of PyTorch that ``made_of`` calls."""
+    _library.define(schema)
+    _library.impl(schema.partition("(")[0], made_of, "CompositeImplicitAutograd")
+
+
 @contextmanager
 def autograd_again() -> Iterator[None]:
     """An operator runs below autograd, which records nothing there whatever the grad mode says. Within this context it
