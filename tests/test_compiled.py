@@ -1,13 +1,16 @@
-"""Calls under torch.compile: a seed of dropout is drawn once, whatever the partitioner recomputes."""
+"""Where PyTorch's compilers meet a call: what they recompute, and backwards that they read."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
+import tilewise
 from tilewise import attention, scaled_dot_product_attention, varlen_attention
+from tilewise.bias import t5_bias
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -75,3 +78,33 @@ def test_vmap_decides_about_the_seed(randomness):
     torch._dynamo.reset()
     o = torch.compile(f, fullgraph=True, backend="aot_eager")(q, k, v)
     assert torch.equal(o[0], o[1]) == (randomness == "same")
+
+
+def test_compiled_autograd_sees_operators():
+    """The backwards of eager calls are nodes of its graph, not what they are made of."""
+    torch.manual_seed(0)
+    found: list[str] = []
+
+    def record(gm, _):
+        found.extend(str(node.target) for node in gm.graph.nodes if "tilewise" in str(node.target))
+        return gm.forward
+
+    x = leaves(*[(2, 2, 16, 8)] * 3, (1, 2, 16, 16), *[(16, 2, 8)] * 3, *[(2, 3, 2, 6, 8)] * 3, (32, 2), (16, 8))
+    q, k, v, bias, *rows = x[:7]
+    offsets = torch.tensor([0, 5, 16])
+
+    def losses():
+        yield attention(q, k, v, bias=bias, causal=True, return_lse=True)[1]
+        yield varlen_attention(*rows, offsets, offsets, 11, 11)
+        yield attention(*x[7:10])
+        yield attention(q, k, v, bias=t5_bias(x[10], bidirectional=True))
+        yield tilewise.softmax(bias)
+        yield tilewise.matmul(q, x[11].mT)
+
+    expected = torch.autograd.grad(sum(y.square().sum() for y in losses()), x)
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend=record, fullgraph=True)):
+        sum(y.square().sum() for y in losses()).backward()
+    torch.testing.assert_close([y.grad for y in x], list(expected))
+    names = [node.split(".")[1] for node in found]
+    assert sorted(names) == ["attention_backward"] * 4 + ["matmul"] * 2 + ["softmax_backward"]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tilewise.backends import has_triton
 from tilewise.ops.runtime.eager import apply_of, in_forward_mode, is_differentiated, is_eager, is_eager_backward
@@ -64,6 +65,9 @@ class _Vector(torch.autograd.Function):
         rule, first, like = ctx.rule, ctx.first, ctx.like
         if is_eager_backward(gradient):
             return rule.gradient(gradient, first, like), None, None, None
+        if is_compiling():  # compiled autograd, which traces no torch.autograd.grad
+            _, gradient_of = torch.func.vjp(lambda x: rule.composed(x, first, ctx.width), like)
+            return gradient_of(gradient)[0], None, None, None
         with torch.enable_grad():
             x = like.detach().requires_grad_()
             vector = rule.composed(x, first, ctx.width)

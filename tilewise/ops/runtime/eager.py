@@ -66,8 +66,9 @@ def is_batched(*tensors: Tensor | None) -> bool:
 
 
 def is_eager_backward(*cotangents: Tensor | None) -> bool:
-    """The backward of an eager call is one too: not itself to be differentiated, not batched, and no mode looks on."""
-    if is_grad_enabled() or is_in_torch_dispatch_mode():
+    """The backward of an eager call is one too: not itself to be differentiated, not batched, no mode looks on, and no
+    compiled autograd, which traces backwards into a graph."""
+    if is_compiling() or is_grad_enabled() or is_in_torch_dispatch_mode():
         return False
     for x in cotangents:  # noqa: SIM110
         if x is not None and (_is_wrapped(x) or _is_legacy_batched(x)):
