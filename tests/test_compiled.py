@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise import attention, scaled_dot_product_attention, varlen_attention
-from tilewise.bias import t5_bias
+from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
+from tilewise.ops.runtime.operator import fake_gradients_like, gradients_like
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -108,3 +112,80 @@ def test_compiled_autograd_sees_operators():
     torch.testing.assert_close([y.grad for y in x], list(expected))
     names = [node.split(".")[1] for node in found]
     assert sorted(names) == ["attention_backward"] * 4 + ["matmul"] * 2 + ["softmax_backward"]
+
+
+# --- what a fake operator promises ---
+
+
+class Checked(TorchDispatchMode):
+    """Hold each call of tilewise's operators to what its fake promises: shapes, dtypes and strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "tilewise":
+            torch.library.opcheck(function, args, test_utils="test_faketensor")
+            self.calls += 1
+        return function(*args, **kwargs or {})
+
+
+def layouts(*shape: int) -> list[Tensor]:
+    """Tensors of a shape that lie in many orders, are expanded along an axis, or are a part of larger ones."""
+    n = len(shape)
+    torch.manual_seed(0)
+    found = [torch.randn(2 * shape[0], *shape[1:-1], 2 * shape[-1])[: shape[0], ..., 1::2]]
+    for order in [*permutations(range(n))][:: 3 if n == 4 else 1]:  # heads last among them
+        found.append(torch.randn([shape[i] for i in order]).permute([order.index(i) for i in range(n)]))
+    for axis in range(n):
+        found.append(torch.randn([1 if i == axis else size for i, size in enumerate(shape)]).expand(shape))
+    return found
+
+
+Q = torch.linspace(-1, 1, 2 * 4 * 15 * 8).view(2, 4, 15, 8)
+OFFSETS = torch.tensor([0, 5, 15])
+PROMISES = {
+    "q": ((2, 4, 15, 8), lambda x: attention(x, Q, Q)),
+    "k, v": ((2, 4, 15, 8), lambda x: attention(Q, x, x)),
+    "bias": ((2, 4, 15, 15), lambda x: attention(Q, Q, Q, bias=x)),
+    "shared bias": ((1, 4, 15, 15), lambda x: attention(Q, Q, Q, bias=x)),
+    "sink": ((2, 4, 15), lambda x: attention(Q, Q, Q, sink=x)),
+    "values of a query": ((2, 4, 15, 9), lambda x: attention(Q, Q, Q, bias=RelativeBias(x, lo=-4))),
+    "values of a key": ((2, 4, 15, 9), lambda x: attention(Q, Q, Q, bias=RelativeBias(x, lo=-4, on="key"))),
+    "shared values": ((1, 4, 1, 29), lambda x: attention(Q, Q, Q, bias=RelativeBias(x, lo=-14))),
+    "T5": ((32, 4), lambda x: attention(Q, Q, Q, bias=t5_bias(x, bidirectional=True))),
+    "alibi": ((2, 4), lambda x: attention(Q, Q, Q, bias=alibi(x))),
+    "low rank": ((2, 4, 15, 3), lambda x: attention(Q, Q, Q, bias=low_rank_bias(x, x))),
+    "rows": ((15, 4, 8), lambda x: varlen_attention(x, x, x, OFFSETS, OFFSETS, 10, 10)),
+    "T5 of rows": (
+        (32, 4),
+        lambda x: varlen_attention(*[Q[0].transpose(0, 1)] * 3, OFFSETS, OFFSETS, 10, 10,
+                                   bias=t5_bias(x, bidirectional=True)),
+    ),
+    "softmax": ((2, 4, 15, 15), tilewise.softmax),
+    "bias of a softmax": ((1, 4, 15, 15), lambda x: tilewise.softmax(Q @ Q.mT, bias=x)),
+    "matmul": ((2, 4, 15, 8), lambda x: tilewise.matmul(x, Q.mT)),
+    "c of matmul": ((15, 15), lambda x: tilewise.matmul(Q, Q.mT, c=x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_operators_return_what_their_fakes_promise(name):
+    shape, f = PROMISES[name]
+    for x in layouts(*shape):
+        x = x.detach().requires_grad_()
+        with Checked() as checked:
+            o = f(x)
+            torch.autograd.grad(o, x, torch.ones_like(o))
+        assert checked.calls
+
+
+def test_a_gradient_that_lies_otherwise_is_copied():
+    """As those of some kernels do; one that lies as promised is returned as it is."""
+    x, grad = torch.randn(2, 3, 5, 4).permute(0, 3, 1, 2), torch.randn(2, 4, 3, 5)
+    found = gradients_like([x, grad, None], [grad, grad, None], x)
+    promised = fake_gradients_like([x, grad, None], [True, True, False], x)
+    assert [y.stride() for y in found] == [y.stride() for y in promised]
+    assert torch.equal(found[0], grad)
+    assert found[1] is grad

@@ -27,7 +27,7 @@ from tilewise.backends import (
 from tilewise.dispatch import Forward, backward_of, describe, forward_of
 from tilewise.ops.runtime import plain
 from tilewise.ops.runtime.eager import apply_of, is_differentiated, is_eager, is_eager_backward
-from tilewise.ops.runtime.operator import Operator
+from tilewise.ops.runtime.operator import Operator, fake_gradients_like, gradients_like
 from tilewise.ops.runtime.tools import announce, recorded
 from tilewise.score.parts import DIFFERENTIABLE
 from tilewise.score.terms import Score, Terms
@@ -51,8 +51,7 @@ class _Wanted(NamedTuple):
 # --- the operators, which the dispatcher calls ---
 
 
-# An operator returns tensors only: an empty one stands for bits of o that there are none of, and for a gradient that
-# nobody needs.
+# An operator returns tensors only: an empty one stands for bits of o that there are none of; see `gradients_like` too.
 
 
 def _forward(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -73,17 +72,19 @@ def _backward(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
-    if grads.toeplitz is not None:  # which may be a part of a wider one
-        grads = grads._replace(toeplitz=grads.toeplitz.contiguous())
-    return tuple(inputs.q.new_empty(0) if g is None else g for g in grads)
+    return gradients_like(_differentiable(inputs), grads, inputs.q)
 
 
 def _backward_fake(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    q, named = inputs.q, dict(zip(INPUT_NAMES, inputs.flat(), strict=True))
-    pairs = zip((named[name] for name in Needs._fields), wanted.needs, strict=True)
-    return tuple(torch.empty_like(x) if need else q.new_empty(0) for x, need in pairs)  # type: ignore[arg-type]
+    return fake_gradients_like(_differentiable(inputs), wanted.needs, inputs.q)
+
+
+def _differentiable(inputs: Inputs) -> list[Tensor | None]:
+    """The inputs that `Needs` names, in its order."""
+    named = dict(zip(INPUT_NAMES, inputs.flat(), strict=True))
+    return [named[name] for name in Needs._fields]
 
 
 def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:

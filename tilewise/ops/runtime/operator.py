@@ -130,6 +130,33 @@ def composed_operator(schema: str, made_of: Callable[..., Any]) -> None:
     _library.impl(schema.partition("(")[0], made_of, "CompositeImplicitAutograd")
 
 
+def gradients_like(
+    inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], q: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what a backward's operator returns: tensors, with the strides that `fake_gradients_like` promises a
+    compiler. An empty tensor stands for a gradient that is not required.
+    """
+    pairs = zip(inputs, gradients, strict=True)
+    return tuple(q.new_empty(0) if x is None or g is None else _like(x, g) for x, g in pairs)
+
+
+def _like(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return ``gradient``, or a copy of it, with the strides of ``torch.empty_like(x)``."""
+    strides = torch.empty_like(x, device="meta").stride()
+    dims = zip(gradient.shape, gradient.stride(), strides, strict=True)
+    if gradient.numel() == 0 or all(n == 1 or own == promised for n, own, promised in dims):
+        return gradient
+    return torch.empty_like(x).copy_(gradient)
+
+
+def fake_gradients_like(
+    inputs: Sequence[Tensor | None], needs: Sequence[bool], q: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return `gradients_like` in shapes, dtypes and strides alone."""
+    pairs = zip(inputs, needs, strict=True)
+    return tuple(torch.empty_like(x) if need and x is not None else q.new_empty(0) for x, need in pairs)
+
+
 @contextmanager
 def autograd_again() -> Iterator[None]:
     """An operator runs below autograd, which records nothing there whatever the grad mode says. Within this context it

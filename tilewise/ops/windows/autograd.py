@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from tilewise.backends import empty_output, float32_precision
 from tilewise.ops.runtime.eager import apply_of, is_differentiated, is_eager_backward
-from tilewise.ops.runtime.operator import Operator
+from tilewise.ops.runtime.operator import Operator, fake_gradients_like, gradients_like
 from tilewise.ops.runtime.prepared import Prepared
 from tilewise.ops.runtime.tools import recorded
 from tilewise.ops.windows import Geometry, Needs
@@ -87,13 +87,11 @@ def _forward_fake(call: _Call) -> tuple[Tensor, Tensor]:
 
 def _backward(call: _Call, saved: _Saved, wanted: _Wanted) -> tuple[Tensor, ...]:
     grads = windowed(*call).backward(*call[:5], *saved, Needs(*wanted.needs))
-    # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
-    return tuple(call.q.new_empty(0) if g is None else g for g in grads)
+    return gradients_like(call[:4], grads, call.q)
 
 
 def _backward_fake(call: _Call, saved: _Saved, wanted: _Wanted) -> tuple[Tensor, ...]:
-    pairs = zip(call[:4], wanted.needs, strict=True)
-    return tuple(torch.empty_like(x) if need and x is not None else call.q.new_empty(0) for x, need in pairs)
+    return fake_gradients_like(call[:4], wanted.needs, call.q)
 
 
 def _setup(ctx: Any, call: tuple, output: tuple[Tensor, Tensor | None]) -> None:
