@@ -72,8 +72,8 @@ class RelativeLogits(PositionBias):
     """Inkling's: ``states @ proj`` has a value of each query for each distance back to a key; beyond, it is 0.
 
     Inkling scales its bias by a factor of each query, in float32: ``(position_bias.float() * tau).to(dtype)``. So
-    `float` and `to` are here, and `__mul__` scales the states, which are smaller than the product. To torch.compile
-    that multiplication is a graph break.
+    `float` and `to` are here, and `__mul__` scales the states, which are smaller than the product. torch.compile asks
+    `__torch_function__` for that multiplication.
 
     Args:
         states: (B, H, M, C), proj: (C, R), of one dtype.
@@ -102,6 +102,13 @@ class RelativeLogits(PositionBias):
             raise ValueError(f"position_bias: takes a factor (B|1, H|1, M|1, 1), got shape {tuple(factor.shape)}")
         states = (self.states.float() * factor).to(self.dtype)
         return RelativeLogits(states, self.proj, self.query_positions, self.key_positions)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function not in (Tensor.mul, Tensor.__mul__, Tensor.__rmul__):
+            return NotImplemented
+        logits, factor = args if isinstance(args[0], cls) else args[::-1]
+        return logits.__mul__(factor)
 
     def bias(self, device: torch.device, aligned: bool) -> Any:
         if aligned:
