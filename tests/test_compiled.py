@@ -189,3 +189,50 @@ def test_a_gradient_that_lies_otherwise_is_copied():
     assert [y.stride() for y in found] == [y.stride() for y in promised]
     assert torch.equal(found[0], grad)
     assert found[1] is grad
+
+
+# --- transforms of torch.func within a compiled function ---
+
+K, V = Q[:, :2].cos(), Q[:, :2].sin()
+TRANSFORMED = {
+    "attention": lambda x: attention(x, K, V, bias=x @ x.mT, causal=True, return_lse=True)[1].sum(),
+    "varlen": lambda x: varlen_attention(*[x[0].transpose(0, 1)] * 3, OFFSETS, OFFSETS, 10, 10).square().sum(),
+    "softmax": lambda x: tilewise.softmax(x, scale=2.0).square().sum(),
+    "matmul": lambda x: tilewise.matmul(x, x.cos().mT).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_compiled_grad(name):
+    torch._dynamo.reset()
+    f = torch.func.grad(TRANSFORMED[name])
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(Q), f(Q))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_compiled_grad_within_vmap():
+    torch._dynamo.reset()
+    f = torch.vmap(torch.func.grad(lambda x: attention(x[None], K[:1], V[:1]).square().sum()))
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(Q), f(Q))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own use
+def test_what_compiled_transforms_lack_is_said():
+    """And nested ones drop no derivative: those of a product are right in any order."""
+    grad = torch.func.grad(TRANSFORMED["attention"])
+
+    def forward_over_reverse(x):
+        return torch.func.jvp(grad, (x,), (x,))[1]
+
+    def second(f):
+        return torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())
+
+    for f, missing in (
+        (forward_over_reverse, "has no forward-mode derivative"),
+        (second(TRANSFORMED["attention"]), "has no second derivative"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=missing):
+            torch.compile(f, fullgraph=True, backend="aot_eager")(Q)
+    f = second(TRANSFORMED["matmul"])
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(Q), f(Q))

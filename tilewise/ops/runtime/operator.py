@@ -10,8 +10,10 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from tilewise.ops.runtime.eager import apply_of
 from tilewise.ops.runtime.tools import announce, exports_onnx
 
 _library = torch.library.Library("tilewise", "DEF")
@@ -77,8 +79,9 @@ class Operator:
             gradients = backward(ctx, *cotangents)
             return *gradients, *(None,) * (len(fields) - len(gradients))
 
-        torch.library.register_autograd(f"tilewise::{name}", differentiate, setup_context=keep, lib=_library)
         no_tangents = self.refuse_tangents if backward is not None else self._no_second_derivative
+        kernel = _autograd_kernel(self._packet.default, keep, differentiate, no_tangents)
+        _library.impl(name, kernel, "Autograd", with_keyset=True)
         self._transformed = _transformed(self, self._packet, keep, differentiate, no_tangents)
 
     def _read(self, arguments: Sequence[Any]) -> list[Any]:
@@ -93,11 +96,8 @@ class Operator:
 
     def watched(self, *arguments: Any) -> Any:
         """A public call at which a compiler, a tracer or a transform looks on."""
-        if forward_ad._current_level >= 0 and not _is_transformed():
-            # The operator would drop them.
-            tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
-            if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-                self.refuse_tangents()
+        if not _is_transformed() and _have_tangents(arguments):
+            self.refuse_tangents()  # the operator would drop them
         if self._plain is not None and exports_onnx():
             return self._plain(*self._read(arguments))
         return self(*arguments)
@@ -195,6 +195,48 @@ def _hints(record: type) -> list[tuple[str, Any]]:
     return list(get_type_hints(record).items())
 
 
+def _autograd_kernel(
+    operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, no_tangents: Callable
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the operator as autograd knows it: what `torch.library.register_autograd` registers, for a tensor of
+    torch.func's transforms too. Within them Dynamo calls the operator itself, where torch.library raises an error.
+    """
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *call):
+            *arguments, keys = call
+            if torch._C._are_functorch_transforms_active():  # an outer one may differentiate too
+                with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    output = below(keys, *arguments)
+            else:
+                output = below(keys, *arguments)
+            keep(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            return *differentiate(ctx, *cotangents), None
+
+        jvp = staticmethod(no_tangents)
+
+    def below(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    apply = apply_of(Recorded)
+
+    def kernel(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        if _have_tangents(arguments):
+            no_tangents()
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+            return below(keys, *arguments)
+        with enable_single_level_autograd_function():  # the level of the transform whose tensors these are
+            return apply(*arguments, keys)
+
+    return kernel
+
+
 def _transformed(
     operator: Operator, packet: Callable, keep: Callable, differentiate: Callable, no_tangents: Callable
 ) -> type[torch.autograd.Function]:
@@ -224,6 +266,14 @@ def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequenc
         return torch.stack(calls), 0
     results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
     return results, (0,) * len(results)
+
+
+def _have_tangents(arguments: Sequence[Any]) -> bool:
+    """Return True if a tensor has a tangent of forward AD."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _is_transformed() -> bool:
