@@ -26,6 +26,7 @@ names (``backends/dropout.py``).
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from torch import Tensor
 
 NUMBERS = 1 << 15  # that are equally likely
 WORD = (1 << 32) - 1
+LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)  # which half of an integer comes first in memory
 
 
 class Origin(NamedTuple):
@@ -118,16 +120,47 @@ def kept(stream: Stream, rows: Tensor, cols: Tensor, threshold: int) -> Tensor:
 
 
 def kept_tile(stream: Stream, rows: slice, cols: slice, threshold: int) -> Tensor:
-    """`kept` of a tile, (..., rows, cols), whose words are made once a group; the stream's last two axes are 1."""
+    """Return `kept` of a tile, (..., rows, cols); the last two axes of the stream are 1.
+
+    The words are made once a group, and halves, bytes and eight neighbours at a time are views of memory: a shift takes
+    ten times as long as a product.
+    """
     device = stream.key.device
-    groups = [slice(x.start // 16, (x.stop + 15) // 16) for x in (rows, cols)]
-    i, j = (torch.arange(n * g.start, n * g.stop, device=device) for n, g in zip((8, 4), groups, strict=True))
-    words = philox2x32(i[:, None] ^ stream.row, j ^ stream.col, stream.key)
-    keys = torch.tensor([[[0, 1]], [[8, 9]]], device=device)  # of a group, whose four follow each other
-    parts = []
-    for word in words:  # of rows i and i + 8
-        word = word.unflatten(-1, (-1, 1, 4, 1))
-        parts.append(number_of(word, keys).ge(threshold).flatten(-4))
-    found = torch.stack([x.unflatten(-2, (-1, 8)) for x in parts], -3).flatten(-4, -2)
-    first_row, first_col = 16 * groups[0].start, 16 * groups[1].start
-    return found[..., rows.start - first_row : rows.stop - first_row, cols.start - first_col : cols.stop - first_col]
+    (row, row_end), (col, col_end) = ((x.start // 16, (x.stop + 15) // 16) for x in (rows, cols))
+    i, j = (torch.arange(n * first, n * end, device=device) for n, first, end in ((8, row, row_end), (4, col, col_end)))
+    words = _tile_words(i[:, None] ^ stream.row, j ^ stream.col, stream.key)
+    eight = torch.int64  # eight bools: those of keys 0 to 7 of a group, then of 8 to 15
+    found = words[0].new_empty(*words[0].shape[:-2], row_end - row, 2, 8, col_end - col, 2, dtype=eight)
+    for n, word in enumerate(words):  # of rows i and i + 8
+        for m, numbers in enumerate(_numbers(word)):
+            found[..., n, :, :, m] = numbers.gt(threshold - 1).view(eight).unflatten(-2, (-1, 8))
+    whole = found.flatten(-2).view(torch.bool).flatten(-4, -2)
+    return whole[..., rows.start - 16 * row : rows.stop - 16 * row, cols.start - 16 * col : cols.stop - 16 * col]
+
+
+def _tile_words(c0: Tensor, c1: Tensor, key: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor]:
+    """Return the words of `philox2x32` for counters (..., rows, 1) and (..., 1, cols), as int32."""
+    hi, lo = mulhilo(c0, 0xD256D193)
+    word, low = hi ^ key ^ c1, _halves(lo)[..., LOW]
+    products = torch.empty_like(word), torch.empty_like(word)  # by turns: the last one's low words are still read
+    for n in range(1, rounds):
+        key = key + 0x9E3779B9 & WORD
+        halves = _halves(torch.mul(word, 0xD256D193, out=products[n % 2]))
+        torch.bitwise_xor(halves[..., HIGH], low, out=_halves(word)[..., LOW])  # its high half is 0
+        word ^= key
+        low = halves[..., LOW]
+    return _halves(word)[..., LOW].contiguous(), low.contiguous()
+
+
+def _halves(x: Tensor) -> Tensor:
+    """View int64 (...) as int32 (..., 2)."""
+    return x.view(torch.int32).unflatten(-1, (-1, 2))
+
+
+def _numbers(word: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `number_of` for int32 words, as int16, twice: of their keys below 8 in a group, and of the others."""
+    half = word.view(torch.int16)
+    if HIGH == 0:
+        half = half.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    upper = half.view(torch.uint8)[..., HIGH::2]
+    return half & NUMBERS - 1, (half & 0x7F).mul_(256).add_(upper)
