@@ -19,7 +19,8 @@ from tilewise.bias import RelativeBias, alibi, low_rank_bias, relative_logits, s
 from tilewise.bias.canonical import dense
 from tilewise.call import read_call
 from tilewise.ops.runtime import plain
-from tilewise.score.terms import Terms
+from tilewise.score import relative
+from tilewise.score.terms import Distances, Terms
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 M, N, D = 13, 18, 8
@@ -247,6 +248,22 @@ def test_tiles_that_a_term_hides_are_not_visited(monkeypatch):
     everything = count()
     assert count(outside=-INF) < everything
     assert count(outside=-INF) == count(outside=-INF, query_start=torch.tensor([0, 0]))
+
+
+def test_a_tile_is_folded_before_its_diagonals_are_summed(monkeypatch):
+    """To `FOLD` rows, whether they divide the tile's or not, and where distances beyond the entries are met."""
+    for rows, cols in ((slice(0, 24), slice(0, 24)), (slice(7, 30), slice(3, 8)), (slice(20, 31), slice(1, 40))):
+        for outside in (0.0, "clamp"):
+            values = torch.zeros(1, 2, 1, 40, dtype=torch.float64)
+            kept = relative.Relative(values, Distances("none", -20, 40, "clamp" if outside == "clamp" else "zero"))
+            ds = torch.randn(3, 2, rows.stop - rows.start, cols.stop - cols.start, dtype=torch.float64)
+            found = []
+            for fold in (1000, 4):
+                monkeypatch.setattr(relative, "FOLD", fold)
+                found.append(torch.zeros_like(values))
+                relative.add_gradient(found[-1], ds, kept, rows, cols)
+            assert found[0].any()
+            torch.testing.assert_close(*found)
 
 
 # --- what a call meets ---

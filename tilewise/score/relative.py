@@ -35,6 +35,8 @@ Kind = Literal["inside", "cut", "zero", "hidden", "clamp"]
 # How the distances that a tile meets lie to those that have an entry; what `state` returns.
 BELOW, ABOVE, CUT, INSIDE = 0, 1, 2, 3
 
+FOLD = 32  # rows to which a tile is folded before it is summed along its diagonals
+
 
 class Relative(NamedTuple):
     """A bias by distance as every backend takes it.
@@ -282,6 +284,11 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
         view = _part_of_sheared(relative._replace(values=place), rows, cols)
         view.add_(gradient.sum_to_size(view.shape))
         return
+    first = cols.start - (rows.stop - 1)
+    if distances.axis == "none" and height > FOLD:
+        gradient = _folded(gradient)
+        height, width = FOLD, gradient.shape[-1]
+        first = cols.stop - width - (rows.start + FOLD - 1)
     lead = gradient.shape[:-2]
     if distances.axis == "key":
         laid = gradient.new_zeros(*lead, width, height + width - 1)
@@ -292,7 +299,17 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
         _shear(laid, width).copy_(gradient)
         if distances.axis == "none":
             laid = laid.sum(-2, keepdim=True)
-    add_window(place, laid, relative, cols.start - (rows.stop - 1))
+    add_window(place, laid, relative, first)
+
+
+def _folded(gradient: Tensor) -> Tensor:
+    """Return a gradient of ``FOLD`` rows with the same sums along diagonals: every block of rows is added to the first,
+    as many columns before it as its rows are below. To shear the whole tile takes seven times as long."""
+    width, blocks = gradient.shape[-1], gradient.split(FOLD, -2)
+    found = gradient.new_zeros(*gradient.shape[:-2], FOLD, width + FOLD * (len(blocks) - 1))
+    for n, block in enumerate(reversed(blocks)):
+        found[..., : block.shape[-2], FOLD * n : FOLD * n + width] += block
+    return found
 
 
 def _is_plain(relative: Relative) -> bool:
