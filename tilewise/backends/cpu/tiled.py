@@ -10,20 +10,23 @@ gives something that is not finite, careful tiles, several times slower, find ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
+from tilewise.backends.cpu import jobs, workers
+from tilewise.backends.cpu.dbias import dbias_sum, empty_dbias, is_full
+from tilewise.backends.cpu.jobs import Found, Heads, Job, KeyTiles, Sums
 from tilewise.backends.cpu.parts import (
     band_hides,
     exp_difference,
     finite,
     hide,
     huge,
-    in_huge_pages,
     keep_freed_tiles,
     product,
 )
@@ -37,6 +40,7 @@ from tilewise.score.tiles import key_tiles, limits
 
 # A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
 BLOCK_M, BLOCK_N, MAX_BLOCK_M = 512, 512, 2048
+SMALL = 1 << 16  # scores: for fewer it takes as long to wake a worker
 
 
 class Tiling(NamedTuple):
@@ -48,7 +52,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(problem: Problem) -> Tiling:
-    block_m = min(BLOCK_M * torch.get_num_threads(), MAX_BLOCK_M)
+    block_m = min(BLOCK_M * workers.threads_each(), MAX_BLOCK_M)
     most_rows, most_cols, alike = max(block_m // problem.group, 1), BLOCK_N, problem.batch * problem.kv_heads
     mask, of = problem.mask, problem.tile_mask
     if mask is not None and of is not None:  # a larger tile is hidden less often; heads with the same mask share one
@@ -57,24 +61,80 @@ def tiling(problem: Problem) -> Tiling:
     rows, cols = min(most_rows, problem.queries), min(most_cols, problem.keys)
     size = problem.group * rows * cols
     heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
-    return Tiling(min(heads, alike), rows, cols)
+    every, parts = problem.batch * problem.kv_heads, _parts(problem)
+    heads = min(heads, alike, -(-every // parts))  # a tile for each worker: of fewer heads, or of fewer rows
+    if of is None and every < parts:
+        rows = min(rows, -(-problem.queries * every // parts))
+    return Tiling(heads, rows, cols)
+
+
+def _parts(problem: Problem) -> int:
+    """Return for how many workers the problem has enough scores."""
+    scores = problem.batch * problem.heads * problem.queries * problem.keys
+    return max(min(workers.count(), scores // SMALL), 1)
+
+
+class _Call(NamedTuple):
+    """What all heads of a call share. ``stream``: the words of dropout, (B, Hkv, G, 1, 1)."""
+
+    problem: Problem
+    inputs: Inputs
+    size: Tiling
+    stream: dropout.Stream | None
+
+    @classmethod
+    def of(cls, problem: Problem, inputs: Inputs) -> _Call:
+        return cls(problem, inputs, tiling(problem), _stream(problem, inputs.seed))
+
+    def all_heads(self) -> list[Heads]:
+        """(batches, key/value heads), as many as share a tile: of one batch, or all heads of several batches."""
+        B, Hkv, T = self.problem.batch, self.problem.kv_heads, self.size.heads
+        batches, heads = max(T // Hkv, 1), min(T, Hkv)
+        return [
+            (slice(b, min(b + batches, B)), slice(h, min(h + heads, Hkv)))
+            for b in range(0, B, batches)
+            for h in range(0, Hkv, heads)
+        ]
+
+    def row_blocks(self) -> list[slice]:
+        M, step = self.problem.queries, self.size.rows
+        return [slice(m, min(m + step, M)) for m in range(0, M, step)]
+
+
+def _stream(problem: Problem, seed: Tensor | None) -> dropout.Stream | None:
+    if seed is None:
+        return None
+    origin = problem.score.origin
+    b = torch.arange(problem.sequence, problem.sequence + problem.batch, device=seed.device)
+    h = torch.arange(origin.head, origin.head + problem.heads, device=seed.device)
+    return dropout.stream(seed, b.view(-1, 1, 1, 1, 1), h.view(problem.kv_heads, problem.group, 1, 1))
 
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     o = empty_output(inputs.q, problem.value_dim)
     lse = inputs.q.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
-    o_low = empty_low_bits(o, problem)
-    for kv in _all_heads(problem):
-        heads = _Heads(problem, inputs, *kv)
-        for rows in heads.row_blocks():
+    outputs = Outputs(o, lse, empty_low_bits(o, problem))
+    keep_freed_tiles()
+    call = _Call.of(problem, inputs)
+    every = call.all_heads()
+    turns = jobs.turns(len(every), len(call.row_blocks()), 2 * _parts(problem))
+    parts = [Job([kv], turn, turns) for kv in every for turn in range(turns)]
+    workers.run([partial(_forward_job, call, outputs, job) for job in parts])
+    return outputs
+
+
+def _forward_job(call: _Call, outputs: Outputs, job: Job) -> None:
+    for kv in job.heads:
+        heads = _Heads(call, kv)
+        for rows in job.of(call.row_blocks()):
             o_i, m_i, l_i = _attend(heads, rows, careful=False)
             if heads.hides and not finite(o_i):
                 o_i, m_i, l_i = _attend(heads, rows, careful=True)
-            heads.put_rows(o, rows, o_i)
-            heads.put_rows(lse, rows, m_i + l_i.log())  # 13
-            if o_low is not None:
-                heads.put_rows(o_low, rows, low_bits(o_i, o_i.to(o.dtype)))
-    return Outputs(o, lse, o_low)
+            heads.put_rows(outputs.o, rows, o_i)
+            assert outputs.lse is not None
+            heads.put_rows(outputs.lse, rows, m_i + l_i.log())  # 13
+            if outputs.o_low is not None:
+                heads.put_rows(outputs.o_low, rows, low_bits(o_i, o_i.to(outputs.o.dtype)))
 
 
 def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,26 +161,55 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
     return acc / l_i, m_i, l_i  # 12
 
 
+class _Backward(NamedTuple):
+    """What the backward has besides, and where its gradients go."""
+
+    call: _Call
+    outputs: Outputs
+    cotangents: Outputs
+    want: Gradients
+    part_sums: dict[str, Tensor]
+
+
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
     dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
-    want = Gradients(dq, dk, dv, _empty_dbias(problem, inputs) if needs.bias else None)
-    part_sums = _part_sums(problem, inputs, needs)
-    for group in _sharing(problem, want.bias):
-        parts = [_Part(_Heads(problem, inputs, *kv), part_sums) for kv in group]
-        total = None
-        for rows in parts[0].heads.row_blocks():
-            if want.bias is not None:
-                place = parts[0].heads.operand_rows(want.bias, rows)
-                total = _dbias_sum(problem, place, total, want.bias)
-            for part in parts:
-                _attend_backward(part, rows, outputs, cotangents, want, total)
-            if total is not None and total is not place:
-                place.copy_(total)
-        for part in parts:
-            part.put_keys(want)
-    if not part_sums:
+    want = Gradients(dq, dk, dv, empty_dbias(problem, inputs) if needs.bias else None)
+    keep_freed_tiles()
+    call = _Call.of(problem, inputs)
+    work = _Backward(call, outputs, cotangents, want, _part_sums(problem, inputs, needs))
+    blocks = len(call.row_blocks())
+    pieces = jobs.pieces(call.all_heads(), blocks, _parts(problem), want.bias, work.part_sums)
+    found = iter(workers.run([partial(_backward_job, work, job) for turns in pieces for job in turns]))
+    workers.run(jobs.puts([[next(found) for _ in turns] for turns in pieces], want, call.size.cols))
+    if not work.part_sums:
         return want
-    return want._replace(**{name: x.to(getattr(inputs.parts, name).dtype) for name, x in part_sums.items()})
+    return want._replace(**{name: x.to(getattr(inputs.parts, name).dtype) for name, x in work.part_sums.items()})
+
+
+def _backward_job(work: _Backward, job: Job) -> Found:
+    call, want, dbias = work.call, work.want, work.want.bias
+    found = Found([], Sums())
+    own_bias = dbias is not None and (job.shared or (job.turns > 1 and dbias.shape[2] == 1))
+    for kvs in jobs.groups(job.heads, () if dbias is None else (dbias,)):
+        parts = [_Part(work, job, kv, found.sums) for kv in kvs]
+        total = None
+        for rows in job.of(call.row_blocks()):
+            if dbias is not None:
+                place = parts[0].heads.operand_rows(dbias, rows)
+                if own_bias:
+                    total = found.sums.of("bias", place, lse_dtype(call.problem.dtype))
+                else:
+                    total = dbias_sum(call.problem, place, total, dbias)
+            for part in parts:
+                _attend_backward(part, rows, work.outputs, work.cotangents, want, total)
+            if total is not None and total is not place and not own_bias:
+                place.copy_(total)
+        if job.turns > 1:
+            found.keys.extend(part.tiles for part in parts)
+        else:
+            for part in parts:
+                jobs.put_keys(want, call.size.cols, [part.tiles])
+    return found
 
 
 def _part_sums(problem: Problem, inputs: Inputs, needs: Needs) -> dict[str, Tensor]:
@@ -132,30 +221,24 @@ def _part_sums(problem: Problem, inputs: Inputs, needs: Needs) -> dict[str, Tens
 
 
 class _Part:
-    """Some heads in the backward, and their dK and dV so far, tile by tile; None: nothing yet.
+    """Some heads in a job of the backward. ``sums``: where the gradients of bias parts are summed, by their names."""
 
-    Transposed, (T, D, cols): a product is fastest when its first factor is contiguous along the sum. ``sums``: where
-    the gradients of bias parts are summed, by their names.
-    """
-
-    def __init__(self, heads: _Heads, sums: dict[str, Tensor]) -> None:
-        self.heads = heads
-        self.sums = {name: heads.of_heads(x) for name, x in sums.items()}
-        self.careful = heads.hides and not all(finite(x) for x in (*heads.k, *heads.v))
-        self.dk: list[Tensor | None] = [None] * len(heads.k)
-        self.dv: list[Tensor | None] = [None] * len(heads.v)
-
-    def put_keys(self, want: Gradients) -> None:
-        for x, tiles in ((want.k, self.dk), (want.v, self.dv)):
-            if x is not None:
-                self.heads.put_keys(x, tiles)
+    def __init__(self, work: _Backward, job: Job, kv: Heads, sums: Sums) -> None:
+        self.heads = _Heads(work.call, kv)
+        self.careful = self.heads.hides and not all(finite(x) for x in (*self.heads.k, *self.heads.v))
+        self.tiles = KeyTiles(kv, [None] * len(self.heads.k), [None] * len(self.heads.v))
+        self.sums = {}
+        for name, x in work.part_sums.items():
+            place = self.heads.of_heads(x)
+            own = job.shared or (job.turns > 1 and name not in jobs.BY_ROWS)
+            self.sums[name] = sums.of(name, place, x.dtype) if own else place
 
 
 def _attend_backward(
     part: _Part, rows: slice, outputs: Outputs, cotangents: Outputs, want: Gradients, dbias: Tensor | None
 ) -> None:
     """Gradients of a block of rows: Algorithm 2 with its loops exchanged, so that dQ too is written once."""
-    heads, dk, dv = part.heads, part.dk, part.dv
+    heads, (_, dk, dv) = part.heads, part.tiles
     scale = heads.problem.score.scale
     q = heads.rows(heads.inputs.q, rows) * scale
     do = heads.rows(cotangents.o, rows)
@@ -168,7 +251,7 @@ def _attend_backward(
     if huge(lse):
         # The rounding of m + log(l) left m: P would sum to l where all keys have a bias of -1e9.
         _, row, total = _attend(heads, rows, part.careful)
-    q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
+    q_t, do_t = (x.mT.contiguous() if x.shape[0] == 1 else None for x in (q, do))
     dq = None
     for tile in heads.tiles(rows, part.careful):
         s, capped = heads.score_tile(q, tile)
@@ -179,7 +262,7 @@ def _attend_backward(
             p.masked_fill_(fully_masked, 0.0)
         z = heads.kept(tile)
         if want.v is not None:
-            dv[tile.j] = product(do_t, p if z is None else p * z, dv[tile.j])
+            dv[tile.j] = _add_over_rows(dv[tile.j], p if z is None else p * z, do, do_t)
         if want.q is None and want.k is None and dbias is None and not part.sums:
             continue
         dp = product(do, heads.v[tile.j].mT)
@@ -193,58 +276,20 @@ def _attend_backward(
         if want.q is not None:
             dq = heads.weighted_sum(ds, heads.k[tile.j], tile, dq)
         if want.k is not None:
-            dk[tile.j] = product(q_t, ds, dk[tile.j])
+            dk[tile.j] = _add_over_rows(dk[tile.j], ds, q, q_t)
     if want.q is not None:
         heads.put_rows(want.q, rows, None if dq is None else dq.mul_(scale))
 
 
-def _is_full(problem: Problem, bias: Tensor) -> bool:
-    """Nothing broadcasts: each element belongs to one score."""
-    return bias.shape == (problem.batch, problem.heads, problem.queries, problem.keys)
+def _add_over_rows(total: Tensor | None, p: Tensor, x: Tensor, x_t: Tensor | None) -> Tensor:
+    """``total + p.mT @ x``, (T, cols, D), in the place of ``total``.
 
-
-def _empty_dbias(problem: Problem, inputs: Inputs) -> Tensor:
-    """dBias to be written: zeros where something is added to it, or where tiles may be skipped."""
-    assert inputs.bias is not None
-    # A bias by distance may hide tiles that the band does not tell of.
-    whole = problem.mask is None and inputs.parts is None and not band_hides(problem)
-    written = _is_full(problem, inputs.bias) and whole
-    return in_huge_pages(torch.empty_like(inputs.bias)) if written else torch.zeros_like(inputs.bias)
-
-
-def _dbias_sum(problem: Problem, place: Tensor, total: Tensor | None, dbias: Tensor) -> Tensor:
-    """Where the rows ``place`` of dBias are gathered: there, or in the tiles' dtype if that is wider and tiles add.
-
-    ``total`` is where the rows before were gathered: the same ones if dBias has a single row.
+    A large product is fastest when its first factor is contiguous along the sum: then ``x_t`` is ``x`` transposed in
+    memory, and the sum lies so too. Of several small ones transposing takes longer than it saves.
     """
-    dtype = lse_dtype(problem.dtype)
-    if dbias.dtype == dtype or _is_full(problem, dbias):
-        return place
-    if total is not None and dbias.shape[2] == 1:
-        return total
-    if total is not None and total.shape == place.shape:
-        return total.zero_()
-    return place.new_zeros(place.shape, dtype=dtype)
-
-
-def _all_heads(problem: Problem) -> Iterator[tuple[slice, slice]]:
-    """(batches, key/value heads), as many as share a tile: some heads of one batch, or all heads of several batches."""
-    keep_freed_tiles()
-    B, Hkv, T = problem.batch, problem.kv_heads, tiling(problem).heads
-    batches, heads = max(T // Hkv, 1), min(T, Hkv)
-    for b in range(0, B, batches):
-        for h in range(0, Hkv, heads):
-            yield slice(b, min(b + batches, B)), slice(h, min(h + heads, Hkv))
-
-
-def _sharing(problem: Problem, dbias: Tensor | None) -> Iterable[list[tuple[slice, slice]]]:
-    """`_all_heads` in groups that share elements of dBias, so that a block of its rows is summed at a time."""
-    groups: dict[tuple[int, int], list[tuple[slice, slice]]] = {}
-    for batches, heads in _all_heads(problem):
-        shared = (True, True) if dbias is None else (dbias.shape[0] > 1, dbias.shape[1] > 1)
-        key = (batches.start * shared[0], heads.start * shared[1])
-        groups.setdefault(key, []).append((batches, heads))
-    return groups.values()
+    if x_t is None:
+        return product(p.mT, x, total)
+    return product(x_t, p, None if total is None else total.mT).mT
 
 
 class _Tile(NamedTuple):
@@ -266,16 +311,18 @@ class _Heads:
     or do is (T, R, D), one of k or v (T, cols, D).
     """
 
-    def __init__(self, problem: Problem, inputs: Inputs, batches: slice, heads: slice) -> None:
+    def __init__(self, call: _Call, kv: Heads) -> None:
+        problem, inputs, size, stream = call
+        batches, heads = kv
         self.problem, self.inputs = problem, inputs
         self.dtype = lse_dtype(problem.dtype)
-        self.tiling = tiling(problem)
+        self.tiling = size
         self.kv = (batches, heads)
         self.grid = (batches.stop - batches.start, heads.stop - heads.start, problem.group)
         self.k, self.v = self._key_tiles(inputs.k), self._key_tiles(inputs.v)
         self.band_hides = band_hides(problem)
         self.vectors, self.relatives = self._parts()
-        self.stream = self._stream()
+        self.stream = None if stream is None else dropout.Stream(*(x[self.kv] for x in stream))
         self.tile_states = self._tile_states()
         shows_all = inputs.bias is None and problem.mask is None and inputs.parts is None
         self.hides = self.band_hides or not shows_all
@@ -291,17 +338,6 @@ class _Heads:
             relatives[name] = x._replace(values=self.of_heads(x.values), shift=shift)
         return {name: self.of_heads(x) for name, x in parts.vectors()}, relatives
 
-    def _stream(self) -> dropout.Stream | None:
-        """Of dropout the words of these heads, (batches, heads, G, 1, 1)."""
-        if self.inputs.seed is None:
-            return None
-        device = self.inputs.seed.device
-        b, h = (torch.arange(x.start, x.stop, device=device) for x in self.kv)
-        b += self.problem.sequence
-        of_group = torch.arange(self.problem.group, device=device) + self.problem.score.origin.head
-        heads = h[:, None] * self.problem.group + of_group
-        return dropout.stream(self.inputs.seed, b.view(-1, 1, 1, 1, 1), heads[..., None, None])
-
     def _tile_states(self) -> list[list[int]] | None:
         """What a mask by tiles leaves of each tile, where its tiles are those of here: read at once, not one by one."""
         x, p = self.inputs.tiles, self.problem
@@ -314,18 +350,6 @@ class _Heads:
     def _key_tiles(self, x: Tensor) -> list[Tensor]:
         blocks = x[self.kv].split(self.tiling.cols, dim=2)
         return [block.flatten(0, 1).to(self.dtype).contiguous() for block in blocks]
-
-    def put_keys(self, x: Tensor, tiles: list[Tensor | None]) -> None:
-        """Write the transposed tiles of dk or dv to ``x``; None: zeros."""
-        for block, tile in zip(x[self.kv].split(self.tiling.cols, dim=2), tiles, strict=True):
-            if tile is None:
-                block.zero_()
-            else:
-                block.copy_(tile.mT.unflatten(0, self.grid[:2]))
-
-    def row_blocks(self) -> Iterator[slice]:
-        M, step = self.problem.queries, self.tiling.rows
-        return (slice(m, min(m + step, M)) for m in range(0, M, step))
 
     def _row_block(self, x: Tensor, rows: slice) -> Tensor:
         """View of (B, H, M, ...) as (batches, heads, G, rows, ...)."""
@@ -510,7 +534,9 @@ class _Heads:
             for x, first in ((tile.rows, at.query), (self._keys(tile.j), at.key))
         )  # fmt: skip
         found = dropout.kept_tile(self.stream, rows, keys, threshold)
-        return found.to(self.dtype).mul_(dropout.weight(threshold)).flatten(2, 3).flatten(0, 1)
+        # As bytes: to convert bools takes four times as long.
+        found = found.view(torch.uint8).to(self.dtype).mul_(dropout.weight(threshold))
+        return found.flatten(2, 3).flatten(0, 1)
 
     def with_dropout(self, p: Tensor, tile: _Tile) -> Tensor:
         """In the place of ``p``."""
@@ -529,7 +555,7 @@ class _Heads:
         """``dBias = dB``, summed over the axes along which the bias broadcasts, in rows of `operand_rows`."""
         db, place = self._over_heads(db), self._cols(dbias, tile.j)
         assert self.inputs.bias is not None
-        if _is_full(self.problem, self.inputs.bias):
+        if is_full(self.problem, self.inputs.bias):
             place.copy_(db)
         else:
             place.add_(db.sum_to_size(place.shape))

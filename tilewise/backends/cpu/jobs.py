@@ -1,0 +1,140 @@
+"""Divide the backward of a call into jobs that run at once, and add up what several of them sum.
+
+Heads that add to the same elements of a gradient are a group, and groups have nothing to do with each other. Where they
+are too few for the workers, the jobs of a group have blocks of rows in turn, and its heads too if those are not enough.
+Then each job has sums of its own, which are added in the order of the jobs: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Gradients
+
+Heads = tuple[slice, slice]  # batches and key/value heads, as many as share a tile
+BY_ROWS = ("rows", "query")  # bias parts whose rows belong to queries
+LARGEST_SUM = 1 << 20  # elements of a bias part's gradient of which several jobs may have sums of their own
+
+
+class Job(NamedTuple):
+    """Blocks of rows ``turn, turn + turns, ...`` of some heads. ``shared``: other heads that add to the same elements
+    of a gradient are in other jobs."""
+
+    heads: list[Heads]
+    turn: int
+    turns: int
+    shared: bool = False
+
+    def of(self, blocks: list[slice]) -> list[slice]:
+        """Return its own of the blocks of all rows."""
+        return blocks[self.turn :: self.turns]
+
+
+def groups(heads: Iterable[Heads], gradients: Iterable[Tensor]) -> list[list[Heads]]:
+    """Gather the heads that add to the same elements of one of ``gradients``, (B|1, H|Hkv|1, ...)."""
+    by_batch, by_head = True, True
+    for x in gradients:
+        by_batch, by_head = by_batch and x.shape[0] > 1, by_head and x.shape[1] > 1
+    found: dict[tuple[int, int], list[Heads]] = {}
+    for kv in heads:
+        found.setdefault((kv[0].start * by_batch, kv[1].start * by_head), []).append(kv)
+    return list(found.values())
+
+
+def turns(groups: int, blocks: int, workers: int) -> int:
+    """Return in how many turns to take the blocks of rows of each group, so that no worker waits for long."""
+    most = min(blocks, -(-2 * workers // groups))
+    return next((n for n in range(1, most) if groups * n >= 0.8 * workers * -(-groups * n // workers)), most)
+
+
+def pieces(
+    heads: list[Heads], blocks: int, workers: int, dbias: Tensor | None, sums: Mapping[str, Tensor]
+) -> list[list[Job]]:
+    """Return for each piece of a group of heads the jobs of each turn.
+
+    Jobs have sums of their own of what they share: dK and dV, and the gradients of bias parts (``sums``, by their
+    names) that are not large. Of a shared dBias a job has one block of rows.
+    """
+    found = groups(heads, sums.values() if dbias is None else (dbias, *sums.values()))
+    large = [name for name, x in sums.items() if x.numel() > LARGEST_SUM]
+    taken = 1 if any(name not in BY_ROWS for name in large) else turns(len(found), blocks, workers)
+    enough = taken < blocks or len(found) * taken >= workers
+    count = 1 if enough or large else -(-2 * workers // (len(found) * taken))
+    return [piece for group in found for piece in _divided(group, taken, min(count, len(group)))]
+
+
+def _divided(group: list[Heads], turns: int, pieces: int) -> list[list[Job]]:
+    parts = [group[len(group) * n // pieces : len(group) * (n + 1) // pieces] for n in range(pieces)]
+    return [[Job(heads, turn, turns, pieces > 1) for turn in range(turns)] for heads in parts]
+
+
+class KeyTiles(NamedTuple):
+    """dK and dV of some heads so far, tile by tile, (T, cols, D); None: nothing yet."""
+
+    kv: Heads
+    dk: list[Tensor | None]
+    dv: list[Tensor | None]
+
+
+class Sums:
+    """What a job has for places, views of gradients, to which other jobs add too."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def of(self, name: str, place: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the job's own sum for ``place`` in the gradient ``name``, 0 at first."""
+        key = (name, int(place.storage_offset()))
+        if key not in self.found:
+            self.found[key] = place, place.new_zeros(place.shape, dtype=dtype)
+        return self.found[key][1]
+
+
+class Found(NamedTuple):
+    """What a job has that waits for other jobs: of each of its heads dK and dV, and other sums."""
+
+    keys: list[KeyTiles]
+    sums: Sums
+
+
+def puts(found: list[list[Found]], want: Gradients, cols: int) -> list[Callable[[], None]]:
+    """Return what writes the sums of all jobs to their places; ``found``: of each piece the jobs of its turns."""
+    places: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
+    for job in (x for turns in found for x in turns):
+        for key, (place, x) in job.sums.found.items():
+            places.setdefault(key, (place, []))[1].append(x)
+    return [
+        *(partial(put_sum, place, sums) for place, sums in places.values()),
+        *(partial(put_keys, want, cols, x) for turns in found for x in zip(*(job.keys for job in turns), strict=True)),
+    ]
+
+
+def put_sum(place: Tensor, sums: list[Tensor]) -> None:
+    """Write the sum of ``sums``, in their order."""
+    place.copy_(_total(sums))
+
+
+def put_keys(want: Gradients, cols: int, parts: Sequence[KeyTiles]) -> None:
+    """Write dK and dV of some heads, the sums of ``parts``, which have different rows."""
+    for x, of_parts in ((want.k, [part.dk for part in parts]), (want.v, [part.dv for part in parts])):
+        if x is None:
+            continue
+        blocks = x[parts[0].kv].split(cols, dim=2)
+        for block, tiles in zip(blocks, zip(*of_parts, strict=True), strict=True):
+            sums = [tile for tile in tiles if tile is not None]
+            if sums:
+                block.copy_(_total(sums).unflatten(0, block.shape[:2]))
+            else:
+                block.zero_()
+
+
+def _total(sums: list[Tensor]) -> Tensor:
+    first, *others = sums
+    for x in others:
+        first.add_(x)
+    return first

@@ -1,0 +1,122 @@
+"""Run the parts of a call at once, each in a thread of its own.
+
+PyTorch divides an operator among its threads and waits for the last of them. A tile takes some twenty operators, so a
+call waits hundreds of times, and where another process has one of the cores each wait lasts until the scheduler takes
+the core back: milliseconds. So a call is divided once: a worker computes whole tiles, and its operators, which release
+the GIL, use no other thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Queue = SimpleQueue[tuple[Future, Callable[[], Any]]]
+
+MOST = 16  # workers: more would wait for the GIL, so their operators get more threads instead
+
+_queues: dict[int, Queue] = {}  # of the workers, by the number of PyTorch's threads
+_lock = threading.Lock()
+
+
+def count() -> int:
+    """Return how many parts run at once: as many as PyTorch has threads in the calling thread, `MOST` at most."""
+    return min(torch.get_num_threads(), MOST) if _each_thread_has_its_number() else 1
+
+
+def threads_each() -> int:
+    """Return how many threads the operators of a part use."""
+    return torch.get_num_threads() // count()
+
+
+def run(parts: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of ``parts`` in their order; raise the first exception, after the last part has ended.
+
+    One part alone runs in the calling thread. A part must not call this function.
+    """
+    if count() == 1 or len(parts) < 2:
+        return [part() for part in parts]
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def in_mode(part: Callable[[], T]) -> T:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):  # each thread has its own
+            return part()
+
+    queue = _queue(torch.get_num_threads())
+    futures: list[Future[T]] = [Future() for _ in parts]
+    for future, part in zip(futures, parts, strict=True):
+        queue.put((future, partial(in_mode, part)))
+    try:
+        wait(futures)
+    finally:  # of an interrupted call no other part begins
+        for future in futures:
+            future.cancel()
+    return [future.result() for future in futures]
+
+
+@cache
+def _each_thread_has_its_number() -> bool:
+    """Whether `torch.set_num_threads` holds for the thread that calls it alone, as it does with OpenMP."""
+    return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+
+
+def _queue(threads: int) -> Queue:
+    """Return the queue of the workers for ``threads`` threads of PyTorch, which live as long as the process."""
+    with _lock:
+        if threads not in _queues:
+            queue: Queue = SimpleQueue()
+            for _ in range(count()):
+                started: Future[None] = Future()
+                threading.Thread(target=_work, args=(queue, threads_each(), started), daemon=True).start()
+                started.result()
+            _queues[threads] = queue
+        return _queues[threads]
+
+
+def _work(queue: Queue, threads: int, started: Future[None]) -> None:
+    """Compute parts from the queue, with ``threads`` threads for the operators."""
+    _answer(started, partial(_use, threads))
+    while True:
+        future, part = queue.get()
+        if future.set_running_or_notify_cancel():
+            _answer(future, part)
+        del future, part  # nothing of a call is kept while this waits
+
+
+def _answer(future: Future[T], part: Callable[[], T]) -> None:
+    try:
+        future.set_result(part())
+    except BaseException as error:  # noqa: BLE001  (it is raised by who waits)
+        future.set_exception(error)
+
+
+def _use(threads: int) -> None:
+    """Set the number of threads of this new thread's operators.
+
+    `torch.set_num_threads` also sets the number with which later threads begin. That is put back, in a thread that
+    ends at once, since it would set the number of this one again.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    thread = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    thread.start()
+    thread.join()
+
+
+def _forget() -> None:
+    """Forget the workers in a process that was forked, which has none of their threads."""
+    global _lock
+    _lock = threading.Lock()
+    _queues.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
