@@ -14,6 +14,7 @@ from relative_helpers import Term
 import tilewise
 from tilewise import attention
 from tilewise.backends.cpu import fused, jobs, tiled, workers
+from tilewise.bias import RelativeBias, t5_bias
 
 F32 = torch.float32
 SMALL = {"B": 2, "H": 2, "M": 53, "N": 61, "D": 8, "dtype": F32}
@@ -108,6 +109,25 @@ def test_more_threads(threads, fields):
 def test_gradients_of_bias_terms(monkeypatch, threads, case, terms, largest):
     monkeypatch.setattr(jobs, "LARGEST_SUM", largest)
     relative_helpers.check(case, terms, "cpu")
+
+
+@pytest.mark.parametrize("threads", [5], indirect=True)
+@pytest.mark.parametrize(("B", "S"), [(1, 96), (9, 15)])
+def test_sums_do_not_depend_on_who_is_first(monkeypatch, threads, B, S):
+    """Jobs that add to the same elements have sums of their own, whose order is that of the jobs."""
+    x = [torch.randn(B, 1, S, 8, requires_grad=True) for _ in range(3)]
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((1, 1, 1, S), (1, 1, S, 9), (1, 1, S, 9), (32, 1))]
+    query, key = (RelativeBias(y, lo=-4, on=on) for y, on in zip(leaves[1:3], ("query", "key"), strict=True))
+
+    def call():
+        o = attention(*x, bias=(leaves[0], query, key, t5_bias(leaves[3], bidirectional=True)))
+        return torch.autograd.grad(o.square().sum(), (*x, *leaves))
+
+    found = [call()]
+    monkeypatch.setattr(workers, "run", lambda parts: [part() for part in reversed(parts)][::-1])
+    found.append(call())
+    for y, z in zip(*found, strict=True):
+        assert torch.equal(y, z)
 
 
 def inputs(S=96, H=2, **settings):
