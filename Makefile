@@ -67,7 +67,7 @@ $(TEST_TORCHES): test-torch-%: $(VERSIONS)/.ready-torch-%
 	$(VERSIONS)/torch-$*/bin/python -m pytest -n 2 --dist worksteal --ignore=tests/gpu $(AOT:%=--ignore=%)
 
 $(TEST_TRITONS): test-triton-%: $(READY) $(VERSIONS)/.ready-triton-%
-	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT)
+	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT) tests/test_launcher.py
 
 # Pages in a real browser, Debian's where there is none; `make test` leaves these tests out where it finds none.
 test-browser: $(READY) $(READY_DOCS)

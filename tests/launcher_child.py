@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,11 +18,10 @@ from soak import problems
 
 
 def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -> list[tuple[str, Any, Any]]:
-    """For every launch of a case: the kernel's name, and what Triton 3.6 and `launcher.Short` give the launcher in C.
+    """For every launch of a case: the kernel's name, and what Triton and `launcher.Short` give the launcher in C.
 
     The tensors are on the CPU and nothing is launched. Hooks and what Triton makes for them are left out.
     """
-    from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
     from tilewise.backends import Inputs, Needs, Outputs, launcher
@@ -32,7 +31,7 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
     from tilewise.score.terms import Band, Score
 
     given: list[tuple] = []
-    driver.active.utils = SimpleNamespace(fill_tma_descriptor=lambda *args: ("map", *map(str, args)))
+    driver.active.utils = utilities(lambda *args: ("map", *map(str, args)))
     if backend == "hopper":
         from tilewise.backends.gluon.sm90.backward_launch import Backward
         from tilewise.backends.gluon.sm90.launch import Forward
@@ -44,19 +43,13 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
     def compare(launch: launcher.Launch, *tensors: torch.Tensor | None) -> None:
         through_triton(launch, *tensors)  # compiles
         compiled = launch._compiled
-        metadata = compiled.metadata
-        run = object.__new__(nvidia.CudaLauncher)
-        run.launch = nvidia.wrap_handle_tensordesc(
-            lambda *args: given.append(args), compiled.src.signature, metadata.tensordesc_meta
-        )
-        run.global_scratch_size = run.profile_scratch_size = 0
-        run.global_scratch_align = run.profile_scratch_align = 1
-        run.launch_cooperative_grid, run.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
-        compiled.module, compiled.function, compiled._run = "module", "function", run
-        through_triton(launch, *tensors)
+        compiled.module, compiled.function = None, "function"  # Triton unloads what is a module
+        compiled._run = triton_launcher(compiled.src, compiled.metadata, lambda *args: given.append(args))
+        with mock.patch.object(compiled, "_init_handles"):
+            through_triton(launch, *tensors)
         with mock.patch.object(launcher._thread, "bound", True):
             assert launcher._short(launch, compiled, tensors).launch(tensors)
-        own, short = (_by_address(args[:10] + args[13:]) for args in given[-2:])
+        own, short = (_by_address(args) for args in given[-2:])
         pairs.append((launch.kernel.__name__, own, short))
 
     through_triton, launcher.Launch.__call__ = launcher.Launch.__call__, compare
@@ -85,6 +78,34 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
     finally:
         launcher.Launch.__call__ = through_triton
     return pairs
+
+
+def utilities(make_descriptor: Callable[..., Any]) -> SimpleNamespace:
+    """Stands in for the functions of Triton's driver in C; `triton_launcher` gives it the launcher."""
+    return SimpleNamespace(
+        fill_tma_descriptor=make_descriptor, fill_tma_descriptor_tiled=make_descriptor, build_signature_metadata=tuple
+    )
+
+
+def triton_launcher(source: Any, metadata: Any, launched: Callable[[tuple, tuple], None]) -> Any:
+    """Make Triton's own `CudaLauncher` of a kernel around a launcher in C that only says what it gets: what is the same
+    for all kernels, without hooks and what Triton makes for them, and the kernel's arguments."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    from tilewise.backends.launcher import VERSION
+
+    if VERSION == (3, 6):
+        run = object.__new__(nvidia.CudaLauncher)
+        launch = lambda *args: launched(args[:10], args[13:])  # noqa: E731
+        run.launch = nvidia.wrap_handle_tensordesc(launch, source.signature, metadata.tensordesc_meta)
+        run.global_scratch_size = run.profile_scratch_size = 0
+        run.global_scratch_align = run.profile_scratch_align = 1
+        run.launch_cooperative_grid, run.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+        return run
+    driver.active.utils.launch = lambda *args: launched((*args[:8], *args[11:15]), tuple(args[15]))
+    with mock.patch.object(nvidia, "PyKernelArg", lambda nested_tuple, type: (type, nested_tuple)):
+        return nvidia.CudaLauncher(source, metadata)
 
 
 def _by_address(args: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from launcher_child import triton_launcher, utilities
 from torch import Tensor
 
 BRAIN = torch.bfloat16
@@ -34,7 +35,7 @@ def resized_arguments(
     hooks, to Triton; what they do where no call came before; and how many launches were resized.
 
     calls: layouts of q and of k and v, M and N. more: batch, and whether it is causal, has a bias and a sink. Triton
-    3.6 compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
+    compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
     """
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
@@ -46,7 +47,7 @@ def resized_arguments(
 
     class Driver(nvidia.CudaDriver):
         def __init__(self) -> None:
-            self.utils = SimpleNamespace(fill_tma_descriptor=lambda address, *given: ("map", address, *given))
+            self.utils = utilities(lambda address, *given: ("map", address, *given))
             self.get_current_device = self.get_current_stream = lambda *_: 0
 
     def ask(self: launcher.Launch, tensors: Any, wants: tuple) -> Any:
@@ -58,14 +59,16 @@ def resized_arguments(
                 signature[n] = "tensordesc<bf16[64,64]>"
                 box = list(x.block_shape)
                 metas.append({"swizzle": 3, "elem_size": 2, "elem_type": 5, "block_size": box, "fp4_padded": False})
-        run = object.__new__(nvidia.CudaLauncher)
-        launch = lambda *args: log.append((name, args[0], args[4], *args[13:]))  # noqa: E731
-        run.launch = nvidia.wrap_handle_tensordesc(launch, signature, metas)
-        run.launch_cooperative_grid, run.launch_pdl = False, False
-        metadata = SimpleNamespace(tensordesc_meta=metas, global_scratch_size=0, profile_scratch_size=0)
+        options = dict.fromkeys(("launch_cooperative_grid", "launch_pdl"), False)
+        scratch = {f"{kind}_scratch_{of}": of == "align" for kind in ("global", "profile") for of in ("size", "align")}
+        metadata = SimpleNamespace(tensordesc_meta=metas, num_ctas=1, **options, **scratch)
+        names[str(wants)] = name
+        launched = lambda head, args: log.append((names[head[4]], head[0], head[4], *args))  # noqa: E731
+        run = triton_launcher(SimpleNamespace(signature=signature), metadata, launched)
         return launcher._kernels.setdefault(wants, Compiled(name, str(wants), metadata, run))
 
     log: list[tuple] = []
+    names: dict[str, str] = {}  # of kernels, by their functions: from Triton 3.7 on all have one launcher in C
     of = Problem.of.__func__  # type: ignore[attr-defined]
 
     def on_hopper(cls: Any, *given: Any, **options: Any) -> Problem:
@@ -102,7 +105,7 @@ def resized_arguments(
         mock.patch.object(Problem, "of", classmethod(on_hopper)),
         mock.patch.object(launcher.Launch, "_ask", ask),
         mock.patch.object(launcher, "_kernels", {}),
-        mock.patch.object(launcher, "_has_short_way", return_value=True),
+        mock.patch.object(launcher, "knows_launcher", return_value=True),
         mock.patch.object(launcher._thread, "bound", True),
         mock.patch.object(launcher.Whole, "whole", autospec=True, side_effect=launcher.Whole.whole) as whole,
         torch.autograd.set_multithreading_enabled(False),

@@ -47,7 +47,7 @@ def launch(monkeypatch):
     from tilewise.backends import launcher
 
     monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launcher, "_has_short_way", lambda compiled: False)
+    monkeypatch.setattr(launcher, "knows_launcher", lambda compiled: False)
     kernel = Kernel()
     x = torch.zeros(2, 3, 4, 8)
     layouts = (launcher.strided(x), launcher.POINTER, launcher.strided(None))
@@ -138,18 +138,22 @@ def test_hooks_see_launches(launch, monkeypatch):
 USUAL = Case(B=2, H=4, Hkv=2, M=70, N=136, D=64, dtype=torch.bfloat16)
 
 
+TERMS = (Term(starts="batch"), Term("key", R=8, buckets=50), Term("all"))
+
+
 @pytest.mark.parametrize(
-    ("backend", "case", "terms"),
+    ("triton", "backend", "case", "terms"),
     [
-        ("hopper", replace(USUAL, bias="1hmn", Hkv=4, sink="h"), ()),
-        ("triton", replace(USUAL, bias="1h1n", mask="b1mn", layout="heads_last", dropout_p=0.1), ()),
-        ("triton", replace(USUAL, bias="1hmn"), (Term(starts="batch"), Term("key", R=8, buckets=50), Term("all"))),
+        ("3.6.0", "hopper", replace(USUAL, bias="1hmn", Hkv=4, sink="h"), ()),
+        ("installed", "hopper", replace(USUAL, bias="1hmn", Hkv=4, sink="h"), ()),
+        ("3.6.0", "triton", replace(USUAL, bias="1h1n", mask="b1mn", layout="heads_last", dropout_p=0.1), ()),
+        ("3.6.0", "triton", replace(USUAL, bias="1hmn"), TERMS),
     ],
     ids=str,
 )
-def test_the_short_way_hands_over_the_same_arguments(compilers, backend, case, terms):
+def test_the_short_way_hands_over_the_same_arguments(compilers, triton, backend, case, terms):
     """What reaches Triton's launcher in C, in every launch of a forward and a backward: pointers by address."""
-    names, own, short = zip(*compilers.run(launcher_arguments, "3.6.0", 90, case, backend, terms), strict=True)
+    names, own, short = zip(*compilers.run(launcher_arguments, triton, 90, case, backend, terms), strict=True)
     assert {"forward_kernel", "preprocess_kernel", "backward_kernel", "postprocess_kernel"} <= set(names)
     for name, x, y in zip(names, own, short, strict=True):
         assert x == y, name
@@ -251,27 +255,59 @@ def test_strides_along_an_axis_of_size_1(strides, rows, box):
     assert all(gives(layout, *other)) == bool(rows[0])
 
 
+@pytest.mark.parametrize(
+    ("version", "more", "known"),
+    [
+        *(((3, minor), {}, True) for minor in (6, 7, 8, 9)),
+        ((3, 10), {}, False), ((3, 9), {"global_scratch_size": 16}, False),
+        ((3, 9), {"profile_scratch_size": 16}, False), ((3, 9), {"tensordesc_meta": [None]}, False),
+        ((3, 9), {"gsan_enabled": True}, False),
+    ],
+)  # fmt: skip
+def test_launchers_that_are_known(monkeypatch, version, more, known):
+    """Those of the versions that a plain install may bring; no launch that takes more than the kernel's arguments."""
+    from triton.backends.nvidia.driver import CudaDriver
+
+    from tilewise.backends import short_launch
+
+    monkeypatch.setattr(short_launch, "VERSION", version)
+    monkeypatch.setattr(short_launch, "driver", SimpleNamespace(active=object.__new__(CudaDriver)))
+    usual = {"global_scratch_size": 0, "profile_scratch_size": 0, "tensordesc_meta": None, "gsan_enabled": False}
+    metadata = SimpleNamespace(**usual | more)
+    assert short_launch.knows_launcher(SimpleNamespace(metadata=metadata, run=metadata)) == known
+
+
 class Driver:
     """Of Triton's what a `Short` asks for; descriptors are tuples of what they are made of."""
 
-    def __init__(self):
-        self.utils = SimpleNamespace(fill_tma_descriptor=lambda *args: args)
+    def __init__(self, launch):
+        make = lambda *args: args  # noqa: E731
+        self.utils = SimpleNamespace(fill_tma_descriptor=make, fill_tma_descriptor_tiled=make, launch=launch)
         self.get_current_device, self.get_current_stream = lambda: 0, lambda device: "stream"
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """``(a function that makes a Short, what the launcher in C gets)``."""
+@pytest.fixture(params=[(3, 6), (3, 7)], ids=["all in one row", "parameters as a list"])
+def short(monkeypatch, request):
+    """``(a function that makes a Short, what the launcher in C gets)``, the same in either form: how many programs
+    first, then two numbers, the stream, the kernel, eight more, and the kernel's arguments."""
     from tilewise.backends import short_launch
 
-    monkeypatch.setattr(short_launch, "driver", SimpleNamespace(active=Driver()))
     given = []
 
+    def launcher(*args):
+        if request.param == (3, 7):
+            *head, annotations, signature, listed = args
+            assert (annotations, signature) == ("annotations", "signature")
+            args = (*head, *listed)
+        given.append(args)
+
+    monkeypatch.setattr(short_launch, "VERSION", request.param)
+    monkeypatch.setattr(short_launch, "driver", SimpleNamespace(active=Driver(launcher)))
+
     def make(layouts, numbers, there, boxes=(), **resized):
-        launcher = lambda *args: given.append(args)  # noqa: E731
         run = SimpleNamespace(
             launch=(lambda *args: launcher(*args)) if boxes else launcher, launch_cooperative_grid=False,
-            launch_pdl=False,
+            launch_pdl=False, arg_annotations="annotations", kernel_signature="signature",
         )  # fmt: skip
         compiled = SimpleNamespace(
             run=run, metadata=SimpleNamespace(tensordesc_meta=boxes), function="kernel", packed_metadata=()

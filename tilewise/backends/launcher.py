@@ -18,8 +18,9 @@ multiple of 16 and the first one was, another kernel is looked for. A kernel is 
 by (`Launch.wants`), so that a `Launch` for other sizes, of a cache that grows or the next batch, asks Triton only where
 no earlier one wanted the same. Constants make most of that: say them by `constants`, and they are compared by identity.
 
-On Triton 3.6 later calls also leave out Triton's Python around its launcher in C, and keep the descriptors of the
-addresses seen last. Other versions, and launches that hooks watch (profilers set them), go through `CompiledKernel`.
+On Triton 3.6 to 3.9 later calls also leave out Triton's Python around its launcher in C, and keep the descriptors of
+the addresses seen last (`short_launch`). Later versions, and launches that hooks watch (profilers set them) or that
+need memory beside their arguments, go through `CompiledKernel`.
 
 On Triton 3.9 kernels in Gluon are compiled by the ptxas with which they were made, see `assembler`.
 """
@@ -36,7 +37,6 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
@@ -60,10 +60,11 @@ from tilewise.backends.kernel_arguments import (
     strided_rows,
     strides_of,
 )
-from tilewise.backends.short_launch import Members, Short, Varied
+from tilewise.backends.short_launch import VERSION, Members, Short, Varied, knows_launcher
 
 __all__ = [
     "POINTER",
+    "VERSION",
     "Launch",
     "Members",
     "Places",
@@ -83,7 +84,6 @@ __all__ = [
 ]
 
 _WHOLE = -2  # what a resized launch is kept under, beside what `Short` keeps
-VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _PTX = 88  # what ptxas 12.9 reads
 _assembling = threading.Lock()
 
@@ -240,7 +240,7 @@ class Launch:
                 if self._compiled is not None:
                     return
                 self._aligned, self._compiled = aligned, compiled
-            if _has_short_way(compiled):
+            if knows_launcher(compiled):
                 self._short = _short(self, compiled, tensors)
                 if self._family is not None:
                     self._family.short.setdefault(self._family.codes(self.numbers), self._short)
@@ -437,17 +437,6 @@ def _watched() -> bool:
     """Whether hooks want to see launches: a chain with members, or a plain function in its place."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _has_short_way(compiled: CompiledKernel) -> bool:
-    """Whether Triton's launcher is the one that `Short` knows, and needs no memory beside the kernel's arguments."""
-    if VERSION != (3, 6):
-        return False
-    from triton.backends.nvidia.driver import CudaDriver
-
-    m = compiled.metadata
-    has_scratch = m.global_scratch_size > 0 or m.profile_scratch_size > 0
-    return isinstance(driver.active, CudaDriver) and not has_scratch and None not in (m.tensordesc_meta or ())
 
 
 def _bind() -> None:

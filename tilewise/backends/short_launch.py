@@ -1,10 +1,16 @@
-"""Triton 3.6's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
+"""Triton's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
 
-What it takes is a flat list: how many programs, the stream, the kernel, and then for each parameter an address, a
-descriptor followed by its shape and strides, a tuple of an address and strides or of a record's members, or any object
-for what was compiled in. A loop over these takes longer than the launcher. So a `Short` writes two functions, as Triton
-does for the arguments of a kernel: one that fills the list's places in one line each, and, for launches of other sizes
+It takes how many programs, the stream and the kernel, and then for each parameter an address, a descriptor followed by
+its shape and strides, a tuple of an address and strides or of a record's members, or any object for what was compiled
+in. A loop over these takes longer than the launcher. So a `Short` writes two functions, as Triton does for a kernel's
+arguments: one that fills the places of a list of parameters in one line each, and, for launches of other sizes
 (`launcher.resized_launches`), one that makes the list of these.
+
+Triton 3.6 builds a launcher for each signature, which takes all as arguments. From 3.7 on one launcher serves all
+kernels: it takes the parameters as a list, and beside it what says where tuples and constants stand in the list and
+which types the rest has; a `CudaLauncher` has both. Triton 3.8 and 3.9 have a sanitizer besides, gsan, which adds
+parameters: its kernels take the long way. So does every kernel on a version that `VERSIONS` does not name: whoever adds
+one reads its launcher first.
 """
 
 from __future__ import annotations
@@ -15,15 +21,16 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from tilewise.backends.kernel_arguments import POINTER, Record, Strided, gives
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 _ADDRESSES = 256  # of a launch, whose descriptors are kept
 _ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
-_STREAM = 3  # where it stands in the list
-
 
 Members = int | None | tuple["int | None", ...]
 
@@ -58,23 +65,12 @@ class Short:
     ) -> None:  # fmt: skip
         self.compiled, self.there, self._bind = compiled, tuple(there), bind
         self._kept: dict[int, Any] = {}  # of launches without values
-        triton_run: Any = compiled.run
         metadata: Any = compiled.metadata.tensordesc_meta or ()
-        fill: Any = driver.active.utils.fill_tma_descriptor if metadata else None
-        launch: Any = triton_run.launch
-        if metadata:  # then it is a function around the launcher, which makes descriptors
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-        no_scratch, no_hooks = (None, None), (None, None, None)
-        kernel = (
-            compiled.function, triton_run.launch_cooperative_grid, triton_run.launch_pdl, *no_scratch,
-            compiled.packed_metadata, *no_hooks,
-        )  # fmt: skip
-        device = driver.active.get_current_device()  # in the stream's place
+        fill: Any = _descriptor_maker() if metadata else None
+        launch, kernel = _launcher(compiled, bool(metadata))
+        device = driver.active.get_current_device()
         at = Varied([None] * len(layouts), None, [None] * len(numbers)) if varied is None else varied
         writer = _Writer(values)
-        writer.write(programs, at.programs)
-        for x in (1, 1, device, *kernel):
-            writer.write(x)
         boxes: list[tuple[Any, ...]] = []  # of descriptors what does not depend on sizes
         descriptors, tensors = iter(metadata), enumerate(there)
         fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
@@ -98,8 +94,8 @@ class Short:
                 boxes.append(_box(layout, next(descriptors)))
         for x, number in zip(numbers, at.numbers, strict=True):
             writer.write(x, number)
-        make = _launch_of(len(self.there), tuple(fills), varied is not None)
-        given = launch, driver.active.get_current_stream, self._begin, fill, boxes
+        make = _launch_of(len(self.there), tuple(fills), varied is not None, at.programs, VERSION == (3, 6))
+        given = launch, driver.active.get_current_stream, self._begin, fill, boxes, programs, device, kernel
         self.run: Callable[..., Any]
         if varied is None:
             self.run = make(*given, writer.constants)
@@ -118,8 +114,39 @@ class Short:
             kept.clear()
 
 
+def knows_launcher(compiled: CompiledKernel) -> bool:
+    """True if the launcher in C is one that `Short` knows, and takes nothing beside the kernel's own arguments."""
+    if VERSION not in VERSIONS:
+        return False
+    from triton.backends.nvidia.driver import CudaDriver
+
+    m = compiled.metadata
+    has_scratch = m.global_scratch_size > 0 or m.profile_scratch_size > 0
+    is_usual = isinstance(driver.active, CudaDriver) and None not in (m.tensordesc_meta or ())
+    return is_usual and not has_scratch and not getattr(compiled.run, "gsan_enabled", False)
+
+
+def _launcher(compiled: CompiledKernel, makes_descriptors: bool) -> tuple[Any, tuple[Any, ...]]:
+    """The launcher in C, and what it takes between the stream and the kernel's arguments."""
+    run: Any = compiled.run
+    begin = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    no_scratch, no_hooks = (None, None), (None, None, None)  # before the hooks what they are given
+    if VERSION == (3, 6):
+        launch = run.launch
+        if makes_descriptors:  # then it is a function around the launcher
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        return launch, (*begin, *no_scratch, compiled.packed_metadata, *no_hooks)
+    types = run.arg_annotations, run.kernel_signature
+    return driver.active.utils.launch, (*begin, compiled.packed_metadata, *no_hooks, *no_scratch, *types)
+
+
+def _descriptor_maker() -> Any:
+    utils = driver.active.utils
+    return utils.fill_tma_descriptor if VERSION == (3, 6) else utils.fill_tma_descriptor_tiled
+
+
 def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
-    """Of a TMA descriptor what does not depend on sizes, as Triton 3.6's make_tensordesc_arg finds it."""
+    """Of a TMA descriptor what does not depend on sizes, as Triton's make_tensordesc_arg finds it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     m = metadata
@@ -128,8 +155,14 @@ def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
 
 
 @lru_cache(1024)
-def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) -> Callable[..., Callable[..., bool]]:
-    """What makes the function that fills a list and launches; of a resized launch also the list, the first time."""
+def _launch_of(
+    tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool, programs: int | None, in_a_row: bool
+) -> Callable[..., Callable[..., bool]]:
+    """Make what makes the function that fills a list and launches; of a resized launch also the list, the first time.
+
+    programs: where in ``values`` their number stands, None if it stays. in_a_row: the launcher takes the kernel's
+    arguments one by one, not as a list.
+    """
     given = ", ".join(f"t{n}" for n in range(tensors))
     lines: list[str] = []
     checked: list[str] = []
@@ -176,9 +209,11 @@ def _launch_of(tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool) 
         ]  # fmt: skip
     if checked:
         lines.append(f"if ({' | '.join(checked)}) & 15: {other}")
-    body = ["get = kept.get", *first, *lines, f"a[{_STREAM}] = stream_of(a[{_STREAM}])"]
-    body += ["run(*a)", "return True"]
-    source = ["def make(run, stream_of, begin, fill, boxes, listed, watched=None, whole=None):"]
+    count = "programs" if programs is None else f"values[{programs}]"
+    body = ["get = kept.get", *first, *lines]
+    body += [f"run({count}, 1, 1, stream_of(device), *kernel, {'*a' if in_a_row else 'a'})", "return True"]
+    given_to = "run, stream_of, begin, fill, boxes, programs, device, kernel, listed, watched=None, whole=None"
+    source = [f"def make({given_to}):"]
     source += [f"    {boxes}{',' * bool(made)} = boxes"] if made else []
     source += [f"    def launch(values, kept, {given}):", *(f"        {line}" for line in body), "    return launch"]
     found_function: Callable[..., Callable[..., bool]] = _function("make", source)
