@@ -54,14 +54,22 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     if c.FETCH:
         prefetch_bias(x.bias, c.BIAS_HOW, x.start, at.b, at.head, at.m0, n0 + c.BLOCK_N, sizes, c)
 
+    # Triton 3.6 to 3.9: if pointers read the mask after the product, Triton computes the softmax in the layout of that
+    # load and a second time in the product's: twice the exponentials, hundreds of shuffles, 1,100 bytes of spills.
+    HIDES: tl.constexpr = MASKED or PARTIAL
+    HOW: tl.constexpr = c.MASK_HOW
+    EARLY: tl.constexpr = MASKED and (HOW.LIES == "bits" or (HOW.LIES != "intervals" and not HOW.TMA))
+    if EARLY:
+        visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
+
     # S = Q Kᵀ
     k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
     s, _slope, added = score_products(q_tile, k_tile.T, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
 
     # masks act after the product
-    HIDES: tl.constexpr = MASKED or PARTIAL
     if HIDES:
-        visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
+        if not EARLY:
+            visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
         if CAREFUL and c.BIAS:
             visible &= added != -float("inf")
         s = tl.where(visible, s, -float("inf"))
@@ -204,7 +212,8 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # in one step: sm_100 has no code for two
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
-            for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN):
+            # What a mask has the same in each step would be made before the loop, and spill.
+            for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN, disable_licm=c.MASK):
                 n = i
                 if c.LISTS:  # read where it is needed: no pipeline is there to wait, and a step ahead takes a register
                     n = tl.load(walk.tiles + i)
