@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise.backends.launcher import VERSION
@@ -16,11 +18,12 @@ warps_barrier = gl.barrier if VERSION >= (3, 7) else gl.thread_barrier
 
 if VERSION >= (3, 8):  # the old names raise in 3.9
     tma_load, tma_store, tma_add = tma.async_load, tma.async_store, tma.async_atomic_add
+    async_load = async_copy.async_load
 else:
     from triton._C.libtriton import ir
-    from triton.experimental.gluon.language import _core
 
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+    async_load = async_copy.async_copy_global_to_shared
 
     @_core.builtin
     def tma_add(tensor_desc, coord, src, _semantic=None):
@@ -30,6 +33,13 @@ else:
         """
         at = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, at, src.handle)
+
+
+@_core.builtin
+def reinterpret(slot, dtype, shape, layout, _semantic=None):
+    """Give the memory of ``slot`` another dtype, shape and layout. Triton 3.9 renamed the method."""
+    method = slot.reinterpret if VERSION >= (3, 9) else slot._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 # From Triton 3.8 on a thread reduces what it has of a row as a tree, before as a chain, an element after the other.

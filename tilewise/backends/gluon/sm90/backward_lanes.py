@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.backends.gluon.compat import tma_load, warps_barrier
+from tilewise.backends.gluon.compat import reinterpret, tma_load, warps_barrier
 from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
@@ -197,7 +197,7 @@ def piece_of(lane, slot, piece, c):
     """The ``piece``-th PIECE_ROWS rows, no constant, of a lane's dS."""
     tile = lane.shared.ds.index(slot)
     LAYOUT: gl.constexpr = piece_layout(tile.dtype, c.BLOCK_N)
-    return tile._reinterpret(tile.dtype, [c.BLOCK_M // PIECE_ROWS, PIECE_ROWS, c.BLOCK_N], LAYOUT).index(piece)
+    return reinterpret(tile, tile.dtype, [c.BLOCK_M // PIECE_ROWS, PIECE_ROWS, c.BLOCK_N], LAYOUT).index(piece)
 
 
 @gluon.jit

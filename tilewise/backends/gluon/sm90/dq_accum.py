@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
+from tilewise.backends.gluon.compat import async_load, reinterpret, tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.packed import box_of, first_tile_of, listed_tile, sum_of_head
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
@@ -183,7 +183,7 @@ def finish_heads(
         for i in gl.static_range(AHEAD):
             at = dq_accum + strips_at(place, g, gl.minimum(part + i * parts, last), STRIPS, sizes, c) * STRIP + within
             for lane in gl.static_range(HEADS):
-                async_copy.async_copy_global_to_shared(slots.index(i * HEADS + lane), at + lane * apart)
+                async_load(slots.index(i * HEADS + lane), at + lane * apart)
                 async_copy.commit_group()
         # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store two at a time.
         to = dq.pointer + gl.cast(b0, gl.int64) * (dq.stride0 // 8 * 8)
@@ -201,7 +201,7 @@ def finish_heads(
                 found = slot.load(IN)
                 if ZEROES:
                     gl.store(here + lane * apart, gl.zeros([STRIPS, STRIP], gl.float32, IN))
-                async_copy.async_copy_global_to_shared(slot, ahead + lane * apart)
+                async_load(slot, ahead + lane * apart)
                 async_copy.commit_group()
                 value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
                 value = gl.convert_layout(value, OUT, assert_trivial=True)
@@ -303,7 +303,7 @@ def place_of_part(tile_of_head, part, c):
 def dv_tile(x, dq_ring, c):
     """The memory of dQ as a tile of dV."""
     gl.static_assert(c.DQ_BY_TMA and c.DQ_PARTS == 1 and not c.DQ_STORED, "dQ has no memory of the size of dV")
-    return dq_ring.slots.index(0)._reinterpret(x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
+    return reinterpret(dq_ring.slots.index(0), x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
 
 
 @gluon.jit

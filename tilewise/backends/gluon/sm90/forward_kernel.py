@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.dropout import stream
-from tilewise.backends.gluon.compat import tma_store
+from tilewise.backends.gluon.compat import reinterpret, tma_store
 from tilewise.backends.gluon.packed import box_of
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
@@ -515,7 +515,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         box = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c)
         tma_store(x.o, box, stage)
         if x.o_low is not None:  # the same way, once O has left
-            low_stage = stage._reinterpret(gl.int16, stage.shape, x.o_low.layout)
+            low_stage = reinterpret(stage, gl.int16, stage.shape, x.o_low.layout)
             tma.store_wait(0)
             low_stage.reshape([64, c.BLOCK_DV]).store(low_bits(o, leaving))
             fence_async_shared()
