@@ -44,7 +44,7 @@ class Case:
     lse: the loss uses the LSE too. grads: the inputs that need a gradient, letters of "qkvbs".
     sink: which axes it is full along, "h" or "bhm" to "111". sink_at: what is added to its numbers, which are as large
     as scores. sink_none: a quarter of them is -inf.
-    dropout_p: with the seed `DROPOUT_SEED`.
+    dropout_p: with the seed `DROPOUT_SEED`. bias_scale: by which the bias's numbers are multiplied.
     """
 
     B: int = 2
@@ -74,6 +74,7 @@ class Case:
     sink_at: float = 0.0
     sink_none: bool = False
     dropout_p: float = 0.0
+    bias_scale: float = 1.0
 
     @property
     def kv_heads(self) -> int:
@@ -125,8 +126,8 @@ class Tensors(NamedTuple):
 
 
 def _seed(case: Case) -> int:
-    """Cases that knew of no sink, or of no dropout, draw what they drew."""
-    text = repr(case).replace(", dropout_p=0.0", "")
+    """Cases that knew of no sink, no dropout, no scale of the bias, draw what they drew."""
+    text = repr(case).replace(", dropout_p=0.0", "").replace(", bias_scale=1.0", "")
     if case.sink is None:
         text = text.replace("grads='qkvbs'", "grads='qkvb'").partition(", sink=")[0] + ")"
     return zlib.crc32(text.encode())
@@ -144,7 +145,7 @@ def tensors(case: Case, device: str = "cpu", planted: bool = True, draw: int = 0
     do, dlse = normal(c.B, c.H, c.M, c.value_dim), normal(c.B, c.H, c.M, dtype=torch.float32)
     bias = mask = None
     if c.bias is not None:
-        bias = normal(*c.shape(c.bias), dtype=c.bias_dtype or c.dtype)
+        bias = (normal(*c.shape(c.bias), dtype=torch.float32) * c.bias_scale).to(c.bias_dtype or c.dtype)
         if c.bias_hides:
             hidden = torch.rand(bias.shape, generator=generator, device=device) < 0.1
             bias.masked_fill_(hidden, -math.inf)

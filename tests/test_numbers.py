@@ -166,7 +166,7 @@ def as_tensor(x):
     return torch.tensor(x, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.int64, as_tensor, torch.tensor], ids=str)
+@pytest.mark.parametrize("kind", [np.int32, np.int64, as_tensor, torch.tensor], ids=lambda kind: kind.__name__)
 def test_integers_of_other_kinds(kind):
     """Of flash_attn's functions and those of packed batches: as ints."""
     lengths = {"max_seqlen_q": kind(5), "max_seqlen_k": kind(5)}

@@ -3,8 +3,8 @@
 It computes the same attention but for five points. It gives a row that sees nothing LSE = 0, which is mended here. It
 lets NaN and infinity in a hidden key or value through: `forward` and `backward` then return None, and the tiles compute
 the call. It copies a bias whose last dimension is strided, which would be a buffer of M x N: None again. Its backward
-makes the probabilities of the LSE alone, which a `huge` one does not tell: None. And it accumulates 16-bit gradients in
-16 bits, so that its backward serves float32 and float64 only.
+makes the probabilities of the LSE alone: None where that `is_coarse`. And it accumulates 16-bit gradients in 16 bits:
+its backward serves float32 and float64 only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
-from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide, huge
+from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide, is_coarse
 from tilewise.problem import Problem
 from tilewise.score import reference
 
@@ -86,7 +86,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     if operand is None or (operand.hides and not (finite(inputs.k) and finite(inputs.v))):
         return None
     assert outputs.lse is not None
-    if huge(outputs.lse):
+    if is_coarse(outputs.lse):
         return None
     q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
     lse, fully_masked = outputs.lse, outputs.lse == -torch.inf
@@ -152,14 +152,15 @@ def _mark_fully_masked_rows(problem: Problem, lse: Tensor, additive: Tensor) -> 
 def _share_with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """The LSE with the sink in it; o, in its place, gets what the sink leaves of each row. In 16 bits o is rounded once
     more than in the tiles, which is less than what the kernel's own 16-bit probabilities cost."""
-    with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
-    left = exp_difference(lse.clone(), with_sink).unsqueeze(-1)
+    exact = lse.double()  # a difference of two large numbers
+    with_sink = torch.logaddexp(exact, sink.double())
+    left = exp_difference(exact, with_sink).unsqueeze(-1).to(lse.dtype)
     if o.dtype == lse.dtype:
         o.mul_(left)
     else:  # a product of two dtypes takes four times as long
         for part, share in zip(o, left, strict=True):
             part.copy_(part.to(share.dtype).mul_(share))
-    return with_sink
+    return with_sink.to(lse.dtype)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -74,13 +74,22 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
     """``exp(s - row)``, in the place of ``s``; a row at -inf (nothing seen so far) gives 0.
 
     In base 2, since `torch.exp` takes four times as long as `torch.exp2` here; the change of base costs no pass. Only
-    where a row is `huge`, as one whose keys all have a bias of -1e9, it does: the product ``row * LOG2E`` would be
-    rounded by more than the difference.
+    where a row is so large that 1 more is lost in its rounding, as one whose keys all have a bias of -1e9, it does: the
+    product ``row * LOG2E`` would be rounded by more than the difference.
     """
     row = row.masked_fill(row == -torch.inf, 0.0)
     if _is_huge(row):
         return s.sub_(row).mul_(LOG2E).exp2_()
     return torch.add(row.mul_(-LOG2E), s, alpha=LOG2E, out=s).exp2_()
+
+
+def exp_of_maxima(old: Tensor, new: Tensor) -> Tensor:
+    """``exp(old - new)``, where both have been subtracted by `exp_difference`: by what it has rounded them to, so that
+    tiles before and after fit, and exactly 1 where a maximum stays."""
+    new = new.masked_fill(new == -torch.inf, 0.0)
+    if _is_huge(new):
+        return old.sub(new).mul_(LOG2E).exp2_()
+    return old.mul(LOG2E).sub_(new.mul_(LOG2E)).exp2_()
 
 
 def minus_delta(outputs: Outputs, cotangents: Outputs) -> Tensor:
@@ -90,13 +99,18 @@ def minus_delta(outputs: Outputs, cotangents: Outputs) -> Tensor:
     return found if cotangents.lse is None else found.add_(cotangents.lse)
 
 
-def huge(row: Tensor) -> bool:
-    """Some element, other than -inf, is so large that 1 more is lost in its rounding."""
-    return _is_huge(row.masked_fill(row == -torch.inf, 0.0))
+def is_coarse(lse: Tensor) -> bool:
+    """True if exp(s - lse) is off by more than 2^-18 (float32), the spacing of numbers of the size of some lse."""
+    return _exceeds(lse.masked_fill(lse == -torch.inf, 0.0), 64.0)
 
 
 def _is_huge(row: Tensor) -> bool:
-    return row.numel() > 0 and bool(row.abs().amax() > 1 / torch.finfo(row.dtype).eps)
+    """True if 1 more is lost in the rounding of some element."""
+    return _exceeds(row, 1 / torch.finfo(row.dtype).eps)
+
+
+def _exceeds(row: Tensor, limit: float) -> bool:
+    return row.numel() > 0 and bool(row.abs().amax() > limit)
 
 
 def hide(s: Tensor, visible: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ from tilewise.backends.cpu.jobs import Found, Heads, Job, KeyTiles, Sums
 from tilewise.backends.cpu.parts import (
     band_hides,
     exp_difference,
+    exp_of_maxima,
     finite,
     hide,
-    huge,
+    is_coarse,
     keep_freed_tiles,
     product,
 )
@@ -147,14 +148,14 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
         s, _ = heads.score_tile(q, tile)  # 8
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))  # 9
         p = exp_difference(s, m_new)
-        alpha = exp_difference(m_i, m_new)
+        alpha = exp_of_maxima(m_i, m_new)
         l_i = alpha * l_i + p.sum(-1, keepdim=True)
         acc = heads.weighted_sum(heads.with_dropout(p, tile), heads.v[tile.j], tile, alpha * acc)  # 10
         m_i = m_new
     if heads.inputs.sink is not None:  # one more score, and no value
         sink = heads.sink(rows)
         m_new = torch.maximum(m_i, sink)
-        alpha = exp_difference(m_i, m_new)
+        alpha = exp_of_maxima(m_i, m_new)
         l_i = alpha * l_i + exp_difference(sink.clone(), m_new)  # it may be the caller's own memory
         acc, m_i = acc.mul_(alpha), m_new
     l_i.masked_fill_(l_i == 0, 1.0)  # rows that see nothing: O = 0, LSE = -inf
@@ -248,8 +249,8 @@ def _attend_backward(
         # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
         fully_masked = lse == -torch.inf
         q, do = q.masked_fill(fully_masked, 0.0), do.masked_fill(fully_masked, 0.0)
-    if huge(lse):
-        # The rounding of m + log(l) left m: P would sum to l where all keys have a bias of -1e9.
+    if is_coarse(lse):
+        # The rounding of m + log(l) is an error of every P; where all keys have a bias of -1e9 only m is left of it.
         _, row, total = _attend(heads, rows, part.careful)
     q_t, do_t = (x.mT.contiguous() if x.shape[0] == 1 else None for x in (q, do))
     dq = None
