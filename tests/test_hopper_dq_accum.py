@@ -130,8 +130,9 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(dq_accum.gl, name, stub, raising=False)
-    copies = SimpleNamespace(async_copy_global_to_shared=copy, commit_group=lambda: None, wait_group=wait_group)
+    copies = SimpleNamespace(commit_group=lambda: None, wait_group=wait_group)
     monkeypatch.setattr(dq_accum, "async_copy", copies)
+    monkeypatch.setattr(dq_accum, "async_load", copy)
     for name in ("in_rows", "strips_at"):
         monkeypatch.setattr(dq_accum, name, getattr(dq_accum, name).fn)
     dq = torch.zeros(B, H, M, D)

@@ -188,7 +188,7 @@ def test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses(monkeypatch):
     """One that was compiled for multiples of 16 bytes must not read others."""
     from tilewise.backends import launcher
 
-    monkeypatch.setattr(launcher, "_has_short_way", lambda compiled: False)
+    monkeypatch.setattr(launcher, "knows_launcher", lambda compiled: False)
 
     class Met(launcher.Launch):
         met = None

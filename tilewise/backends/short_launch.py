@@ -8,7 +8,7 @@ arguments: one that fills the places of a list of parameters in one line each, a
 
 Triton 3.6 builds a launcher for each signature, which takes all as arguments. From 3.7 on one launcher serves all
 kernels: it takes the parameters as a list, and beside it what says where tuples and constants stand in the list and
-which types the rest has; a `CudaLauncher` has both. Triton 3.8 and 3.9 have a sanitizer besides, gsan, which adds
+which types the rest has; a CudaLauncher has both. Triton 3.8 and 3.9 have a sanitizer besides, gsan, which adds
 parameters: its kernels take the long way. So does every kernel on a version that `VERSIONS` does not name: whoever adds
 one reads its launcher first.
 """

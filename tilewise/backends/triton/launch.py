@@ -79,7 +79,13 @@ from tilewise.backends.triton.parts import (
     part_hows,
     parts_layout,
 )
-from tilewise.backends.triton.reductions import bias_reduction, is_stored_whole, is_summed
+from tilewise.backends.triton.reductions import (
+    bias_reduction,
+    empty_bias_gradient,
+    is_ordered,
+    is_stored_whole,
+    is_summed,
+)
 from tilewise.backends.triton.resized import (
     ResizedForward,
     forward_bases,
@@ -270,7 +276,7 @@ class Backward:
             key_programs = tile_count(problem, problem.totals[1], config.block_n) * problem.kv_heads
         row_programs = row_tiles * problem.heads
         self.reduction = reduction = bias_reduction(problem) if needs.bias else "none"
-        ordered_bias = _ordered(problem, reduction)
+        ordered_bias = is_ordered(problem, reduction)
 
         stats = _meta(row_batch, problem.heads, padded)
         dq, dk, dv = (
@@ -290,7 +296,7 @@ class Backward:
             self.masked = KeptLists(
                 MaskLists(problem, config, mask, q.device, by_rows=by_rows, by_keys=by_keys, even=True), problem
             )
-        dbias = _empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
+        dbias = empty_bias_gradient(problem, bias, reduction, torch.device("meta"))
         self.empty_stats = allocation(stats, q.device)
         self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
 
@@ -428,7 +434,7 @@ class Backward:
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]
-            dbias = _empty_bias_gradient(self.problem, bias, self.reduction, q.device)
+            dbias = empty_bias_gradient(self.problem, bias, self.reduction, q.device)
             lengths = flat_lengths(inputs.lengths)
             finite = None if self.empty_finite is None else self.empty_finite()
             stats = (outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum)
@@ -481,11 +487,6 @@ def _smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
 
 def _meta(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
-
-
-def _ordered(problem: Problem, reduction: str) -> bool:
-    """Whether dBias is a sum that must run in one order."""
-    return problem.deterministic and reduction not in ("none", "store")
 
 
 def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> ProblemSizes:
@@ -592,12 +593,3 @@ def _broadcast(
     tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
     how = broadcast(operand, problem.broadcast_group(operand), tma, lies(problem, name))
     return how._replace(FLAT=flat and operand.axes == "matrix")
-
-
-def _empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:
-    """Where dBias is written: in its own dtype where every element is stored once, else a float32 sum of its shape."""
-    if reduction == "none" or bias is None:
-        return None
-    dtype = bias.dtype if reduction == "store" else torch.float32
-    fill = torch.empty if is_stored_whole(problem, reduction) else torch.zeros
-    return fill(bias.shape, dtype=dtype, device=device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from tilewise.problem import Operand, Problem
 
 
@@ -30,3 +33,17 @@ def is_summed(problem: Problem, name: str) -> bool:
     assert isinstance(operand, Operand)
     within_a_row = distances.outside == "clamp" or name in problem.parts.buckets
     return within_a_row or not problem.broadcast_group(operand).single
+
+
+def is_ordered(problem: Problem, reduction: str) -> bool:
+    """Whether dBias is a sum that must run in one order."""
+    return problem.deterministic and reduction not in ("none", "store")
+
+
+def empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:
+    """Where dBias is written: in its own dtype where every element is stored once, else a float32 sum of its shape."""
+    if reduction == "none" or bias is None:
+        return None
+    dtype = bias.dtype if reduction == "store" else torch.float32
+    fill = torch.empty if is_stored_whole(problem, reduction) else torch.zeros
+    return fill(bias.shape, dtype=dtype, device=device)
