@@ -252,7 +252,7 @@ FAULTS = [
         "test_triton_interpreter.py::test_bias_broadcasts",
     ),
     Fault(
-        "backends/triton/launch.py", 'problem.deterministic and reduction not in ("none", "store")', "False",
+        "backends/triton/reductions.py", 'problem.deterministic and reduction not in ("none", "store")', "False",
         "a gradient that should be summed in one order is summed by atomics",
         "test_triton_interpreter.py::test_what_has_an_order_has_no_atomics",
     ),
