@@ -91,7 +91,7 @@ docs: $(READY_DOCS)
 # Wheel and source distribution, into build/dist; what is in them, and whether each can be installed and imported.
 DIST := build/dist
 dist: $(READY) $(READY_DOCS)
-	rm -rf $(DIST) tilewise.egg-info/SOURCES.txt  # which would bring back what pyproject.toml no longer names
+	rm -rf $(DIST) src/tilewise.egg-info/SOURCES.txt  # which would bring back what pyproject.toml no longer names
 	$(DOCS)/bin/python -m build --quiet --no-isolation --outdir $(DIST)
 	$(DOCS)/bin/twine check --strict $(DIST)/*
 	$(BIN)/python tests/distribution.py $(DIST)/*

@@ -3,7 +3,7 @@
     python benchmarks/relative.py [lengths, usually 4096 8192 16384; or packed]
 
 64 heads on 8, D=128, causal, bfloat16, 1,025 entries from the distance -1024 on; packed: 32,768 tokens of 52 lengths
-(see tilewise/bench/packed.py), 16 heads, 256 entries. For each length the forward and all gradients of one key/value
+(see `tilewise.bench.packed`), 16 heads, 256 entries. For each length the forward and all gradients of one key/value
 head and its query heads, in a packed batch of two heads of three sequences, are held to the error rule of the tests
 against float64 (twice the error of unfused torch); then the calls are timed in turns, forward and backward with every
 gradient, and kernels of one call are listed. A dense forward whose heads have values in common, which stay in the L2

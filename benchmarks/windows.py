@@ -4,7 +4,7 @@
 
 host: microseconds until a call returns, while nothing waits for the GPU. device: the sum of its kernels' times, and how
 many there are. clock: by events with the L2 flushed, as `tilewise bench` has it. --tiles: other numbers of warps and
-registers than those of tilewise/ops/windows/config.py.
+registers than those of src/tilewise/ops/windows/config.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "tilewise"
+PACKAGE = ROOT / "src" / "tilewise"
 LEFT_OUT = (
     "__main__.py", "bench", "cli.py", "commands", "demo", "integrations/models.py", "integrations/packed.py",
     "integrations/position_bias.py", "integrations/transformers.py", "layouts", "py.typed",

@@ -15,7 +15,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "tilewise"
+PACKAGE = Path(__file__).parents[1] / "src" / "tilewise"
 
 # Runs in the environment, away from the repository. Prints each file that is installed.
 ASK = """

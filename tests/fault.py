@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """file: below tilewise. text: occurs once in it. becomes: the fault. wrong: what goes wrong. test: below tests."""
+    """file: below src. text: occurs once in it. becomes: the fault. wrong: what goes wrong. test: below tests."""
 
     file: str
     text: str

@@ -78,7 +78,7 @@ def run(seconds: float, arguments: Sequence[str], more: dict[str, str]) -> int:
     """pytest's status, 0 where nothing was left to run; 124 if the time was up: it is told to stop, and says what it
     has found."""
     # Children of tests import tilewise, too, which need not be installed.
-    before = [str(Path(__file__).parent), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    before = [str(Path(__file__).parent), str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = str(len(outcomes(more[OUTCOMES])))
     environment = {**os.environ, **more, BEFORE: known, "PYTHONPATH": os.pathsep.join(before)}
     environment.pop("PYTEST_XDIST_WORKER", None)  # of a run that has started this one

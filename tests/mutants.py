@@ -25,7 +25,7 @@ from fault import Fault
 from faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("tilewise", "tests", "docs", "examples", "pyproject.toml")  # two of which the world of processes reads
+COPIED = ("src", "tests", "docs", "examples", "pyproject.toml")  # two of which the world of processes reads
 LONGEST = 600  # seconds; a fault may make a program that never ends
 
 
@@ -39,12 +39,12 @@ def fails(test: str, fault: Fault | None) -> str:
             else:
                 shutil.copy(source, to)
         if fault is not None:
-            path = Path(folder, "tilewise", fault.file)
+            path = Path(folder, "src", fault.file)
             source_text = path.read_text(encoding="utf-8")
             assert source_text.count(fault.text) == 1, f"{fault.file}: {fault.text!r} does not occur once"
             path.write_text(source_text.replace(fault.text, fault.becomes), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{test}"]
-        environment = os.environ | {"PYTHONPATH": folder}
+        environment = os.environ | {"PYTHONPATH": str(Path(folder, "src"))}
         try:
             done = subprocess.run(command, cwd=folder, env=environment, timeout=LONGEST, capture_output=True, text=True)
         except subprocess.TimeoutExpired:

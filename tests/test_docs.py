@@ -11,7 +11,7 @@ import pytest
 import tilewise
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGE = REPOSITORY / "tilewise"
+PACKAGE = REPOSITORY / "src" / "tilewise"
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 MATHS = (REPOSITORY / "docs" / "maths.md").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, loader):
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent / "src")}
     command = [sys.executable, TESTS / "hub_child.py", folder, loader]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

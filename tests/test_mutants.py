@@ -29,14 +29,14 @@ def functions(path: Path) -> set[str]:
 
 
 def test_each_text_occurs_once():
-    counts = {x.text: read(ROOT / "tilewise" / x.file).count(x.text) for x in FAULTS}
+    counts = {x.text: read(ROOT / "src" / x.file).count(x.text) for x in FAULTS}
     assert {text: count for text, count in counts.items() if count != 1} == {}
 
 
 def test_each_fault_is_a_program():
     """Not one that cannot be read: that would be noticed by anything."""
     for fault in FAULTS:
-        path = ROOT / "tilewise" / fault.file
+        path = ROOT / "src" / fault.file
         planted = ast.parse(read(path).replace(fault.text, fault.becomes), fault.file)
         assert ast.dump(planted) != program(path), fault
 

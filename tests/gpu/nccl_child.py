@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT / "src")]
 
 from tilewise import attention, varlen_attention  # noqa: E402
 from tilewise.bias import relative_logits  # noqa: E402

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # tilewise, where it is not installed
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # tilewise, where it is not installed
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from forced import forced_splits
