@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 def speeches() -> tuple[list[Tensor], int]:
     """Each as numbers, its speaker first; and how many characters there are."""
-    text = files("tilewise.demo").joinpath("data/as_you_like_it.txt").read_text(encoding="ascii")
+    text = files("tilewise_tools.demo").joinpath("data/as_you_like_it.txt").read_text(encoding="ascii")
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     found = [[number[x] for x in part.strip("\n")[: LONGEST + 1]] for part in text.split("\n\n")]
     return [torch.tensor(part) for part in found if len(part) > 1], len(number)

@@ -36,7 +36,7 @@ def new_model() -> T5ForConditionalGeneration:
 
 def batches(length: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Sequences without their stretches, and these: each follows the sentinel that stands in its place."""
-    text = torch.tensor(list(files("tilewise.demo").joinpath("data/as_you_like_it.txt").read_bytes())) + SPECIAL
+    text = torch.tensor(list(files("tilewise_tools.demo").joinpath("data/as_you_like_it.txt").read_bytes())) + SPECIAL
     draw = torch.Generator().manual_seed(0)
     sentinels = LAST_SENTINEL - torch.arange(SPANS)
     part = length // SPANS  # each has one stretch, so that all sequences come out equally long

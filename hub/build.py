@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tilewise"
 LEFT_OUT = (
-    "__main__.py", "bench", "cli.py", "commands", "demo", "integrations/models.py", "integrations/packed.py",
-    "integrations/position_bias.py", "integrations/transformers.py", "layouts", "py.typed",
+    "__main__.py", "integrations/models.py", "integrations/packed.py", "integrations/position_bias.py",
+    "integrations/transformers.py", "layouts", "py.typed",
 )  # fmt: skip
 BACKENDS: dict[str, dict[str, object]] = {
     "cpu": {"type": "cpu"},

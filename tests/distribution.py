@@ -15,7 +15,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "src" / "tilewise"
+SOURCES = Path(__file__).parents[1] / "src"
+PACKAGES = ("tilewise", "tilewise_tools")
 
 # Runs in the environment, away from the repository. Prints each file that is installed.
 ASK = """
@@ -36,14 +37,16 @@ description = about.metadata.get_payload()
 assert description.startswith("# tilewise")
 assert not re.search(r"\\]\\((?!https?:)", description), "a link that leads nowhere"
 (script,) = about.entry_points.select(group="console_scripts")
-assert (script.name, script.value) == ("tilewise", "tilewise.cli:main")
-assert {Path(file).parts[0] for file in about.files if "dist-info" not in str(file)} <= {"tilewise", ".."}
-for name in (*tilewise.__all__, "bias", "distributed"):
+assert (script.name, script.value) == ("tilewise", "tilewise.__main__:main")
+tops = {Path(file).parts[0] for file in about.files if "dist-info" not in str(file)}
+assert tops <= {"tilewise", "tilewise_tools", ".."}, tops
+for name in dir(tilewise):
     getattr(tilewise, name)
 q = torch.randn(1, 2, 5, 8, requires_grad=True)
 tilewise.attention(q, q, q, bias=torch.zeros(5), causal=True).sum().backward()
 assert q.grad is not None
-print(*(str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()), sep="\\n")
+files = [path for name in tops - {".."} for path in (package.parent / name).rglob("*") if path.is_file()]
+print(*(str(path.relative_to(package.parent)) for path in files), sep="\\n")
 """
 
 
@@ -62,9 +65,9 @@ def check(archive: Path) -> None:
         subprocess.run(install, cwd=folder, check=True)
         done = subprocess.run([python, "-I", "-c", ASK], cwd=folder, check=True, capture_output=True, text=True)
     installed = {name for name in done.stdout.splitlines() if "__pycache__" not in name}
-    ours = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.is_file()}
-    ours = {name for name in ours if "__pycache__" not in name}
-    assert {"py.typed", "layouts/page.html"} < installed
+    files = [path for name in PACKAGES for path in (SOURCES / name).rglob("*") if path.is_file()]
+    ours = {name for name in (str(path.relative_to(SOURCES)) for path in files) if "__pycache__" not in name}
+    assert {"tilewise/py.typed", "tilewise/layouts/page.html", "tilewise_tools/py.typed"} < installed
     assert installed == ours, sorted(installed ^ ours)
     print(f"{archive.name}: installed and imported, {len(installed)} files")
 

@@ -590,7 +590,7 @@ FAULTS = [
         "test_explain.py::test_traffic_of_a_bias",
     ),
     Fault(
-        "tilewise/bench/reference.py", "if not e <= tolerance", "if e > tolerance",
+        "tilewise_tools/bench/reference.py", "if not e <= tolerance", "if e > tolerance",
         "NaN passes for a right answer",
         "test_bench.py::test_a_wrong_answer_is_not_timed",
     ),

@@ -82,12 +82,12 @@ DISTRIBUTED = [
         "test_distributed.py",
     ),
     Fault(
-        "tilewise/bench/parallel/run.py", "if not error <= _FACTOR * allowed[name] + slack", "if error != error",
+        "tilewise_tools/bench/parallel/run.py", "if not error <= _FACTOR * allowed[name] + slack", "if error != error",
         "a wrong answer is measured",
         "test_bench_parallel.py::test_a_run_of_two_processes",
     ),
     Fault(
-        "tilewise/bench/parallel/timeline.py", "if found and begin <= found[-1][1]:", "if found and begin < found[0][1]:",
+        "tilewise_tools/bench/parallel/timeline.py", "if found and begin <= found[-1][1]:", "if found and begin < found[0][1]:",
         "what runs after something else counts as running beside it",
         "test_bench_parallel.py::test_a_timeline_tells_what_runs_beside_what",
     ),

@@ -19,13 +19,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise import cli
-from tilewise.bench import __main__ as plain
-from tilewise.bench import cases, operators, plot, reference, report, results, run, timing
-from tilewise.bench.cases import Case
-from tilewise.bench.providers import Provider, Steps, _score_mod, providers
-from tilewise.bench.results import Calibration, Results, ResultsError, Row, Timing
 from tilewise.plan import AUTOMATIC
+from tilewise_tools import cli
+from tilewise_tools.bench import __main__ as plain
+from tilewise_tools.bench import cases, operators, plot, reference, report, results, run, timing
+from tilewise_tools.bench.cases import Case
+from tilewise_tools.bench.providers import Provider, Steps, _score_mod, providers
+from tilewise_tools.bench.results import Calibration, Results, ResultsError, Row, Timing
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from itertools import product
 from pathlib import Path
 
-import pytest
-
-from tilewise.bench import report, results
+from tilewise_tools.bench import report, results
+from tilewise_tools.benchmarks import gains
 
 REPOSITORY = Path(__file__).parents[1]
+MAKE = f"python -m {gains.__name__}"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def gains(monkeypatch):
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return importlib.import_module("gains")
-
-
-def test_the_first_picture_and_table_are_made_from_a_results_file(gains):
+def test_the_first_picture_and_table_are_made_from_a_results_file():
     found = results.read(gains.FILE)
-    assert gains.PICTURE.read_text(encoding="utf-8") == gains.picture(found), "python benchmarks/gains.py"
-    assert gains.insert(README, gains.table(found)) == README, "python benchmarks/gains.py"
+    assert gains.PICTURE.read_text(encoding="utf-8") == gains.picture(found), MAKE
+    assert gains.insert(README, gains.table(found)) == README, MAKE
     assert f"]({gains.PICTURE.relative_to(REPOSITORY)})" in README
 
 

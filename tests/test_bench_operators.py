@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.bench import cases, operators, reference, report, results, run
-from tilewise.bench.cases import Case
-from tilewise.bench.operators import MatmulCase, SoftmaxCase
-from tilewise.bench.results import Calibration
 from tilewise.explanation import Work
+from tilewise_tools.bench import cases, operators, reference, report, results, run
+from tilewise_tools.bench.cases import Case
+from tilewise_tools.bench.operators import MatmulCase, SoftmaxCase
+from tilewise_tools.bench.results import Calibration
 
 CPU = torch.device("cpu")
 SOFTMAX = SoftmaxCase("softmax", 6, 50, "float32")

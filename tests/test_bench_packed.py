@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise
-from tilewise.bench import cases, packed, packed_peers, providers, reference, report, results, run
-from tilewise.bench.packed import BIASES, PackedCase
-from tilewise.bench.results import Calibration, ResultsError
+from tilewise_tools.bench import cases, packed, packed_peers, providers, reference, report, results, run
+from tilewise_tools.bench.packed import BIASES, PackedCase
+from tilewise_tools.bench.results import Calibration, ResultsError
 
 CPU = torch.device("cpu")
 PLAIN = PackedCase("varlen", "few", 2, 16, dtype="float32")

@@ -13,12 +13,11 @@ import pytest
 import torch
 from test_distributed import processes
 
-from tilewise.bench import __main__ as plain
-from tilewise.bench.parallel import launch, measure, predict, results, run, steps, timeline
-from tilewise.bench.parallel.cases import ParallelCase, cases
-from tilewise.bench.results import Calibration, ResultsError
-from tilewise.bench.run import UsageError
-from tilewise.distributed import scaling
+from tilewise_tools.bench import __main__ as plain
+from tilewise_tools.bench.parallel import launch, measure, predict, results, run, scaling, steps, timeline
+from tilewise_tools.bench.parallel.cases import ParallelCase, cases
+from tilewise_tools.bench.results import Calibration, ResultsError
+from tilewise_tools.bench.run import UsageError
 
 METHODS = ("all_gather", "ring", "all_to_all")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewise.bench import providers, reference, terms
-from tilewise.bench.cases import Case
-from tilewise.bench.run import _Measured
-from tilewise.bench.timing import Clock
+from tilewise_tools.bench import providers, reference, terms
+from tilewise_tools.bench.cases import Case
+from tilewise_tools.bench.run import _Measured
+from tilewise_tools.bench.timing import Clock
 
 CPU = torch.device("cpu")
 CAUSAL = Case("causal", 2, 4, 2, 20, 20, 16, causal=True, dtype="float32")

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewise.bench import reference, terms
-from tilewise.bench.cases import Case
 from tilewise.bias.canonical import dense
+from tilewise_tools.bench import reference, terms
+from tilewise_tools.bench.cases import Case
 
 CPU = torch.device("cpu")
 CAUSAL = Case("dense causal", 2, 4, 2, 40, 40, 16, causal=True, dtype="float32")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.bench import run, timing
-from tilewise.bench.cases import Case
-from tilewise.bench.results import Calibration, Row, Timing
+from tilewise_tools.bench import run, timing
+from tilewise_tools.bench.cases import Case
+from tilewise_tools.bench.results import Calibration, Row, Timing
 
 CAUSAL = Case("dense causal", 2, 4, 2, 40, 40, 16, causal=True, dtype="float32")
 DECODE = Case("decode", 2, 4, 2, 1, 64, 16, dtype="float32", backward=False)

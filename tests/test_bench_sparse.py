@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.bench import cases, providers, reference, results, run, sparse
-from tilewise.bench.cases import Case
+from tilewise_tools.bench import cases, providers, reference, results, run, sparse
+from tilewise_tools.bench.cases import Case
 
 CPU = torch.device("cpu")
 SMALL = Case("small", 1, 2, 2, 300, 300, 16, dtype="float32", mask="blocks 25")

@@ -11,10 +11,10 @@ import torch
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.bench import cases, providers, reference, results, run, structure, windows
-from tilewise.bench.cases import Case
-from tilewise.bench.windows import WindowCase
 from tilewise.integrations.evoformer import triangle_attention
+from tilewise_tools.bench import cases, providers, reference, results, run, structure, windows
+from tilewise_tools.bench.cases import Case
+from tilewise_tools.bench.windows import WindowCase
 
 CPU = torch.device("cpu")
 BIAS = (1, 2, 40, 40)

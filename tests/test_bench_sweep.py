@@ -10,34 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.bench import timing
-from tilewise.bench.providers import providers
-from tilewise.bench.results import Calibration
 from tilewise.ops.matmul.config import hopper_config
+from tilewise_tools.bench import timing
+from tilewise_tools.bench.providers import providers
+from tilewise_tools.bench.results import Calibration
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def folder(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 @pytest.fixture
 def sweep():
-    return importlib.import_module("sweep")
+    return importlib.import_module("tilewise_tools.benchmarks.sweep")
 
 
 @pytest.fixture
 def on_cpu():
-    return importlib.import_module("on_cpu")
+    return importlib.import_module("tilewise_tools.benchmarks.on_cpu")
 
 
 @pytest.fixture
 def on_gpu():
     pytest.importorskip("triton")
-    return importlib.import_module("on_gpu")
+    return importlib.import_module("tilewise_tools.benchmarks.on_gpu")
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def kept(name):
 
 
 def test_who_begins_changes_and_the_first_turns_do_not_count():
-    in_turns = importlib.import_module("turns").in_turns
+    in_turns = importlib.import_module("tilewise_tools.benchmarks.turns").in_turns
     said = []
     takes = {name: lambda name=name: said.append(name) or len(said) for name in "abc"}
     assert in_turns(takes, 2, unmeasured=1) == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}

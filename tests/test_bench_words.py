@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise import cli
-from tilewise.bench import report, run
-from tilewise.bench.cases import Case
-from tilewise.bench.results import Calibration, Results, Row, Timing
+from tilewise_tools import cli
+from tilewise_tools.bench import report, run
+from tilewise_tools.bench.cases import Case
+from tilewise_tools.bench.results import Calibration, Results, Row, Timing
 
 CASE = Case("dense D64 full", 1, 1, 1, 2048, 2048, 64, dtype="float32")
 TINY = Case("tiny", 1, 2, 2, 16, 16, 16, dtype="float32", backward=False)
@@ -134,6 +134,6 @@ def test_a_missing_matplotlib_is_one_line(monkeypatch):
 
 
 def test_the_run_needs_no_typer():
-    code = "import sys, tilewise.bench.__main__, tilewise.bench.run; print('typer' in sys.modules)"
+    code = "import sys, tilewise_tools.bench.__main__, tilewise_tools.bench.run; print('typer' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -15,11 +15,12 @@ from helpers import compute_by
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise import TileMask, cli, explain
+from tilewise import TileMask, explain
 from tilewise.backends import cpu
-from tilewise.commands import arguments, doctor, patterns, spelling
 from tilewise.explanation import traffic_table
 from tilewise.score.terms import Band
+from tilewise_tools import cli
+from tilewise_tools.commands import arguments, doctor, patterns, spelling
 
 SHAPE = ("--shape", "4,16,64,64")
 

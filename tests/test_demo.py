@@ -16,8 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise import cli
-from tilewise.demo import command, comparison, memory, picture, sentences, training
+from tilewise_tools import cli
+from tilewise_tools.demo import command, comparison, memory, picture, sentences, training
 
 CPU = torch.device("cpu")
 TINY_TRAINING = training.TrainingSettings(4, 24, 4, layers=2, heads=2, width=16, learning_rate=0.1, warmup=1)
@@ -48,7 +48,9 @@ def tiny(monkeypatch):
 
 
 def test_importing_tilewise_imports_no_optional_package():
-    code = "import sys, tilewise, tilewise.cli; print(*{'typer', 'rich', 'matplotlib', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, tilewise, tilewise_tools.cli; print(*{'typer', 'rich', 'matplotlib', 'torch'} & set(sys.modules))"
+    )
     assert python("-c", code).stdout.strip() == ""
 
 
@@ -221,7 +223,7 @@ DEFECTS = [
 def test_the_play_is_the_one_that_the_readme_of_the_data_describes():
     play = training.read_play()
     digest = hashlib.sha256(play.encode("ascii")).hexdigest()
-    readme = training.resources.files("tilewise.demo") / "data" / "README.md"
+    readme = training.resources.files("tilewise_tools.demo") / "data" / "README.md"
     assert digest in readme.read_text(encoding="utf-8")
     assert len(play) == 125_179
 

@@ -334,6 +334,25 @@ def test_public_names_are_resolved(name):
     assert value.__doc__
 
 
+def test_the_library_imports_no_tools():
+    """The command line alone starts them: `tilewise.__main__`, inside its function."""
+    found = {name for name in MODULES for i in imports(MODULES[name]) if i.split(".")[0] == "tilewise_tools"}
+    assert found == {"tilewise.__main__"}
+    top = [x for x in MODULES["tilewise.__main__"].body if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert "tilewise_tools" not in " ".join(map(ast.unparse, top))
+
+
+def test_dir_has_public_names_alone():
+    names = sorted([*tilewise.__all__, "bias", "distributed", "integrations", "layouts"])
+    for code in ("pass", "import tilewise.api, tilewise.varlen"):
+        assert child(f"import tilewise; {code}; print(*dir(tilewise))") == names
+
+
+@pytest.mark.parametrize("name", ["bias", "distributed", "integrations", "layouts"])
+def test_packages_are_resolved(name):
+    assert child(f"import tilewise; print(tilewise.{name}.__name__)") == [f"tilewise.{name}"]
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'tilewise' has no attribute 'atention'$"):
         tilewise.atention  # noqa: B018

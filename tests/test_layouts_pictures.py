@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from tilewise import cli
 from tilewise.layouts import Operand, Role, SwizzleMode, instructions
 from tilewise.layouts.figure import SHARE, Arrow, Box, Words, figure
 from tilewise.layouts.page import to_html
 from tilewise.layouts.svg import to_svg
 from tilewise.layouts.text import drawing, facts
+from tilewise_tools import cli
 
 USUAL = "--shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90"
 

@@ -126,7 +126,7 @@ def test_nothing_to_compute(shape):
 
 def test_memory_does_not_grow_with_the_tensor(monkeypatch):
     """Beyond the result: a piece in float32, and what a piece needs."""
-    from tilewise.bench.timing import working_bytes
+    from tilewise_tools.bench.timing import working_bytes
 
     monkeypatch.setattr(cpu, "AT_ONCE", 1 << 12)
     x = torch.randn(256, 1024, dtype=BRAIN)
@@ -266,7 +266,7 @@ def test_strides_of_the_results(dtype, view, pieces):
 
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
 def test_memory_of_a_plain_call_and_its_backward(dtype):
-    from tilewise.bench.timing import working_bytes
+    from tilewise_tools.bench.timing import working_bytes
 
     x, dp = (torch.randn(256, 1024, dtype=dtype) for _ in range(2))
     p = softmax(x)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import attention, explain
-from tilewise.demo import training
-from tilewise.demo.comparison import Attend
+from tilewise_tools.demo import training
+from tilewise_tools.demo.comparison import Attend
 
 # 200 characters are two tiles of keys and four of queries, the last of each not full, of heads of 32 dimensions.
 SETTINGS = training.TrainingSettings(

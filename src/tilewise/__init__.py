@@ -49,6 +49,8 @@ _HOMES = {
     "varlen_attn": "tilewise.varlen",
 }
 
+_PACKAGES = ("bias", "distributed", "integrations", "layouts")
+
 __all__ = [
     "TileMask",
     "attention",
@@ -65,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("bias", "distributed"):
+    if name in _PACKAGES:
         return importlib.import_module(f"tilewise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
@@ -79,4 +81,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*__all__, *_PACKAGES])

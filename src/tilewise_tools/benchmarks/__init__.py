@@ -1,0 +1,1 @@
+"""Scripts that measure single questions; results that count are kept in the folder benchmarks/results."""

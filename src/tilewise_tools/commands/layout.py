@@ -1,0 +1,98 @@
+"""``tilewise layout``: where a tensor-core operand lies in shared memory, in facts and pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewise.layouts import Arch, AtomOrder, LayoutError, Major, Operand, Role, SwizzleMode, element_bits, instructions
+from tilewise.layouts.figure import figure
+from tilewise.layouts.page import to_html
+from tilewise.layouts.png import write_png
+from tilewise.layouts.svg import to_svg
+from tilewise.layouts.text import drawing, facts
+from tilewise_tools.commands.arguments import check_writable, choice, mistake, told, whole
+from tilewise_tools.commands.arguments import shape as parse_shape
+from tilewise_tools.commands.spelling import dtype_name
+
+# The option that each argument of `tilewise.layouts` came from.
+OPTIONS = {name: f"--{name}" for name in ("shape", "dtype", "swizzle", "major", "rows", "address", "element")}
+
+
+def command(
+    shape: Annotated[str, typer.Option(help="Of the tile in elements: M or N, and K.", metavar="MN,K")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, tf32, e4m3, int8, fp4, ...", metavar="DTYPE")] = "bf16",
+    swizzle: Annotated[
+        str, typer.Option(help="Width in bytes: 0 (none, interleaved), 32, 64 or 128.", metavar="BYTES")
+    ] = "128",
+    major: Annotated[str, typer.Option(help="Which dimension is contiguous.", metavar="k|mn")] = "k",
+    order: Annotated[
+        str,
+        typer.Option(help="Along which dimension atoms follow one another in memory.", metavar="strided|leading"),
+    ] = "strided",
+    arch: Annotated[
+        str, typer.Option(help="sm_90 is Hopper (wgmma), sm_100 Blackwell (tcgen05).", metavar="sm_90|sm_100")
+    ] = "sm_90",
+    operand: Annotated[str, typer.Option(help="Whether it is A or B of the product.", metavar="a|b")] = "a",
+    rows: Annotated[
+        str | None, typer.Option(help="M or N of one instruction. Default: the usual one.", metavar="NUMBER")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Of the operand in shared memory.", metavar="BYTES")] = "0",
+    instruction: Annotated[
+        str, typer.Option(help="Whose share and descriptor are shown, counted from 0.", metavar="NUMBER")
+    ] = "0",
+    element: Annotated[str | None, typer.Option(help="Tell where this element lies.", metavar="MN,K")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the figure into this file.", metavar="FILE")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the figure into this file.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page, one file.", metavar="FILE")] = None,
+) -> None:
+    """Tell how an operand lies in shared memory.
+
+    Atoms, SBO and LBO, descriptors, linear layout, bank conflicts. Nothing is run: neither a
+    GPU nor PyTorch is needed. What is said of sm_100 was not verified on hardware.
+
+    Example: tilewise layout --shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90 --svg layout.svg
+    """
+    for path, option in ((svg, "--svg"), (png, "--png"), (html, "--html")):
+        if path is not None:
+            check_writable(path, option)
+    size = parse_shape(shape, "--shape", 2, "128,64")
+    place = None if element is None else parse_shape(element, "--element", 2, "5,37")
+    height = None if rows is None else whole(rows, "--rows", 1)
+    base, shown = whole(address, "--address", 0), whole(instruction, "--instruction", 0)
+    role = choice(operand, "--operand", Role)
+    try:
+        bits, mode = element_bits(dtype_name(dtype) or dtype), SwizzleMode.of(whole(swizzle, "--swizzle", 0))
+        tile = Operand(
+            (size[0], size[1]), bits, mode, choice(major, "--major", Major), choice(order, "--order", AtomOrder)
+        )
+        shares = list(instructions(tile, choice(arch, "--arch", Arch), role, height, base))
+        offset = None if place is None else tile.byte_offset(*place)
+    except LayoutError as error:
+        raise _told(error, height) from None
+    if shown >= len(shares):
+        raise mistake("--instruction", f"there are {len(shares)}, counted from 0, got {shown}")
+    share = shares[shown]
+    for line in [*facts(tile, shares, role, shown), "", *drawing(tile, share)]:
+        typer.echo(line)
+    if place is not None and offset is not None:
+        typer.echo(f"\nelement {place} lies at byte {offset}, address {base + offset:#x}")
+    if svg is not None:
+        svg.write_text(to_svg(figure(tile, share)), encoding="utf-8")
+        typer.echo(f"picture: {svg}")
+    if png is not None:
+        write_png(figure(tile, share), png)
+        typer.echo(f"picture: {png}")
+    if html is not None:
+        html.write_text(to_html(tile, shares, role, shown), encoding="utf-8")
+        typer.echo(f"page: {html}")
+
+
+def _told(error: LayoutError, rows: int | None) -> typer.BadParameter:
+    """The rule of the hardware that is broken; the bits of an element are those of --dtype."""
+    text = re.sub(r"^bits: must be (.*?) for ", r"dtype: must have \1 bits for ", str(error))
+    text = re.sub(r"\bbits=(\d+)", r"elements of \1 bits", text)
+    return told(LayoutError(text), OPTIONS if rows is not None else OPTIONS | {"rows": "--rows (the usual one)"})

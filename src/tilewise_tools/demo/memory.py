@@ -1,0 +1,200 @@
+"""Part 3: memory and time of forward plus backward against sequence length, with a trainable bias.
+
+Measured is the working memory: the peak while the step runs, less what was there before and less the output and the
+gradients, which any implementation must return. What remains is what the algorithm itself needs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tilewise_tools.bench.timing import Step, working_bytes
+from tilewise_tools.demo.comparison import (
+    Advance,
+    Attend,
+    Comparison,
+    Spread,
+    relative_difference,
+    sdpa_attention,
+    tilewise_attention,
+    worst,
+)
+
+# Relative to the largest element, between two implementations in the same dtype, each rounding in its own order.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SEED = 20
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """q, k, v (batch, heads, S, head_dim) and bias (1, heads, S, S), shared by the batch, for each S in ``lengths``."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    rounds: int
+
+    def bias_bytes(self, length: int) -> int:
+        return self.heads * length * length * self.dtype.itemsize
+
+
+CPU = MemorySettings(2, 4, 64, lengths=(256, 512, 1024, 2048), dtype=torch.float32, rounds=9)
+CUDA = MemorySettings(4, 8, 64, lengths=(1024, 2048, 4096, 8192, 16384, 32768), dtype=torch.bfloat16, rounds=11)
+# A length takes fewer rounds where they last longer than so many seconds, but these at least: of fewer, no middle half.
+ENOUGH, FEWEST_ROUNDS = 6.0, 5
+# Of a GPU's memory, how much the bias and its gradient may take; longer sequences are left out.
+BIAS_SHARE = 0.4
+
+
+def quick(settings: MemorySettings) -> MemorySettings:
+    return replace(settings, lengths=settings.lengths[:3])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Working memory in bytes and time of one step; None where the device ran out of memory."""
+
+    length: int
+    working_bytes: int | None
+    seconds: Spread | None
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    settings: MemorySettings
+    tilewise: list[Measurement]
+    sdpa: list[Measurement]
+    comparisons: list[Comparison]
+
+
+def random_inputs(settings: MemorySettings, length: int, device: torch.device) -> list[Tensor]:
+    """q, k, v, bias, all trainable, and the gradient that the output receives."""
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=settings.dtype)
+
+    shape = (settings.batch, settings.heads, length, settings.head_dim)
+    q, k, v = (random(*shape).requires_grad_() for _ in range(3))
+    bias = random(1, settings.heads, length, length).requires_grad_()
+    return [q, k, v, bias, random(*shape)]
+
+
+def attention_step(attend: Attend, inputs: list[Tensor]) -> Step:
+    """A function that runs one forward and backward and returns the output and the gradients of q, k, v, bias."""
+    *leaves, do = inputs
+
+    def step() -> tuple[Tensor, ...]:
+        o = attend(*leaves)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    return step
+
+
+def _seconds(step: Step, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def lengths_that_fit(settings: MemorySettings, device: torch.device) -> tuple[int, ...]:
+    if device.type != "cuda":
+        return settings.lengths
+    room = BIAS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return tuple(length for length in settings.lengths if 2 * settings.bias_bytes(length) <= room)
+
+
+def measure(
+    attends: dict[str, Attend], settings: MemorySettings, length: int, device: torch.device
+) -> dict[str, Measurement]:
+    """Measure each implementation at one length; they take turns, and at being first too: a busy machine slows all."""
+    inputs = random_inputs(settings, length, device)
+    steps = {name: attention_step(attend, inputs) for name, attend in attends.items()}
+    results: dict[str, Measurement] = {}
+    for name, step in steps.items():
+        try:
+            step()  # compilation and first-use buffers do not count
+            results[name] = Measurement(length, working_bytes(step, device), None)
+        except torch.OutOfMemoryError:
+            results[name] = Measurement(length, None, None)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    steps = {name: step for name, step in steps.items() if results[name].working_bytes is not None}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    begin = time.perf_counter()
+    for turn in range(settings.rounds):
+        if turn >= FEWEST_ROUNDS and time.perf_counter() - begin > ENOUGH:
+            break
+        for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
+            times[name].append(_seconds(steps[name], device))
+    for name, seconds in times.items():
+        results[name] = replace(results[name], seconds=Spread.of(seconds))
+    return results
+
+
+def compare(attend: Attend, settings: MemorySettings, length: int, device: torch.device) -> list[Comparison]:
+    """Output and gradients of ``attend`` against SDPA's, on the same random inputs."""
+    inputs = random_inputs(settings, length, device)
+    ours, theirs = attention_step(attend, inputs)(), attention_step(sdpa_attention, inputs)()
+    difference = worst(relative_difference(a, b) for a, b in zip(ours, theirs, strict=True))
+    return [Comparison(f"o, dq, dk, dv, dbias at S = {length}, relative", difference, TOLERANCES[settings.dtype])]
+
+
+def run(
+    settings: MemorySettings,
+    device: torch.device,
+    advance: Advance = lambda fraction: None,
+    attend: Attend = tilewise_attention,
+) -> MemoryResult:
+    """Measure every length, ``advance`` after each; the shortest is also where the results are compared."""
+    lengths = lengths_that_fit(settings, device)
+    work = sum(length**2 for length in lengths)
+    comparisons = compare(attend, settings, lengths[0], device)
+    measured = []
+    for length in lengths:
+        measured.append(measure({"tilewise": attend, "sdpa": sdpa_attention}, settings, length, device))
+        advance(length**2 / work)
+    return MemoryResult(
+        replace(settings, lengths=lengths),
+        tilewise=[m["tilewise"] for m in measured],
+        sdpa=[m["sdpa"] for m in measured],
+        comparisons=comparisons,
+    )
+
+
+def describe(result: MemoryResult) -> list[str]:
+    """The account for the reader, a line each."""
+    s = result.settings
+    dtype = str(s.dtype).removeprefix("torch.")
+    pairs = list(zip(result.tilewise, result.sdpa, strict=True))
+    return [
+        f"Forward and backward, q, k, v ({s.batch}, {s.heads}, S, {s.head_dim}) in {dtype}, trainable bias "
+        f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients. Times: the "
+        f"median of {FEWEST_ROUNDS} to {s.rounds} rounds in turns, and the range of their middle half.",
+        f"{'':>6} {'MiB, tilewise':>13} {'SDPA':>8}",
+        *(f"{m.length:>6} {_mebibytes(m):>13} {_mebibytes(n):>8}" for m, n in pairs),
+        f"{'':>6} {'time, tilewise':>28} {'SDPA':>28}  times as fast",
+        *(f"{m.length:>6} {_time(m):>28} {_time(n):>28}  {_beside(m, n)}".rstrip() for m, n in pairs),
+    ]
+
+
+def _mebibytes(m: Measurement) -> str:
+    return "none left" if m.working_bytes is None else f"{m.working_bytes / 2**20:.1f}"
+
+
+def _time(m: Measurement) -> str:
+    return "out of memory" if m.seconds is None else str(m.seconds)
+
+
+def _beside(ours: Measurement, theirs: Measurement) -> str:
+    return "" if ours.seconds is None or theirs.seconds is None else ours.seconds.beside(theirs.seconds)
