@@ -83,7 +83,7 @@ def start(triton_path: str | None, cache: str) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITCallable, JITFunction
 
-    from tilewise.backends import launcher
+    from tilewise.backends.launch import launcher
 
     assert triton_path is None or Path(triton.__file__).is_relative_to(triton_path)
     warnings.simplefilter("error")  # as in the tests' own process: here a version says what the next will not have
@@ -214,8 +214,8 @@ def compile_case(
     torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
     from tilewise.backends.triton import config, launch
-    from tilewise.score.dropout import Origin
-    from tilewise.score.parts import DIFFERENTIABLE
+    from tilewise.spec.bias_components import DIFFERENTIABLE
+    from tilewise.spec.dropout import Origin
 
     problem, inputs = _call(case, terms, tiles)
     score = dataclasses.replace(problem.score, origin=Origin(*origin))
@@ -238,8 +238,8 @@ def compile_case(
 
 def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     """Every kernel that a softmax and its backward launch on a device of so many multiprocessors."""
-    from tilewise.ops.softmax import BiasLike, Needs
-    from tilewise.ops.softmax.triton import launch
+    from tilewise.ops.row_softmax import BiasLike, Needs
+    from tilewise.ops.row_softmax.triton import launch
 
     def meta(shape: tuple[int, ...], dtype: torch.dtype = case.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -257,7 +257,8 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
 
 def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Kernel]:
     """The kernels of a dynamic mask that is causal, and of the gradients of its gathered keys (B, H, N, D)."""
-    from tilewise.backends import kept_keys
+    from tilewise.backends.kernels import interval_tiles
+    from tilewise.topk import kernels as kept_keys
 
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -265,7 +266,7 @@ def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Ker
     B, H, N, D = shape
     _launched.clear()
     begins, ends = kept_keys.kept_intervals(meta(B, H, N), N // 4, True, N)
-    kept_keys.tiles_of_intervals(begins, ends, N, (128, 128))
+    interval_tiles.tiles_of_intervals(begins, ends, N, (128, 128))
     way = chunks, N // chunks, N // 2, True
     keys, _ = kept_keys.keys_of_chunks(begins, ends, (-(2**30), 0), way, B)
     places = kept_keys.places_of(keys, N)
@@ -305,8 +306,8 @@ class WindowCase(NamedTuple):
 
 def compile_windows(case: WindowCase) -> list[Kernel]:
     """The forward of windows of keys, which keeps what a backward reads, and the backward with all gradients."""
-    from tilewise.ops.windows import Geometry, Needs
-    from tilewise.ops.windows.launch import Windowed
+    from tilewise.windows import Geometry, Needs
+    from tilewise.windows.launch import Windowed
 
     tensors = case.tensors()
     _launched.clear()
@@ -328,7 +329,9 @@ def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> 
     """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
     `compile_case`."""
     from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
-    from tilewise.backends.gluon.sm90 import backward_launch, config, launch
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+    from tilewise.backends.gluon.sm90.common import config
+    from tilewise.backends.gluon.sm90.forward import launch
 
     _launched.clear()
     problem, inputs = _call(case, tiles=tiles)
@@ -358,11 +361,11 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
 
     from matmul_helpers import operands
 
-    from tilewise.ops.matmul.config import hopper_config
-    from tilewise.ops.matmul.problem import describe
+    from tilewise.ops.gemm.config import hopper_config
+    from tilewise.ops.gemm.problem import describe
 
     torch.backends.cuda.matmul.allow_tf32 = False  # `compile_case` leaves its own
-    module = importlib.import_module(f"tilewise.ops.matmul.{backend}")
+    module = importlib.import_module(f"tilewise.ops.gemm.{backend}")
     a, b, c, y = operands(case, "meta")
     product = describe(a, b, c, ())
     assert product is not None
@@ -379,9 +382,9 @@ def compile_matmul(case: Any, backend: str, changes: dict[str, Any]) -> list[Cod
 def _call(case: Case, terms: tuple[Term, ...] = (), tiles: str = "") -> tuple[Any, Any]:
     """The case as a problem on the target, and its inputs as meta tensors; "heads_last" of the mask alone."""
     from tilewise.backends import Inputs
-    from tilewise.call import read_call
-    from tilewise.problem import Problem
-    from tilewise.score.terms import Band, Score
+    from tilewise.frontend.arguments import read_call
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.score import Band, Score
 
     c = case
 
@@ -421,7 +424,7 @@ def _call(case: Case, terms: tuple[Term, ...] = (), tiles: str = "") -> tuple[An
 
 
 def _tiles(c: Case, kind: str, block: str) -> Any:
-    from tilewise.score.tile_tensors import TileTensors
+    from tilewise.spec.block_mask import TileTensors
 
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")

@@ -13,7 +13,7 @@ import torch
 
 from tilewise.bias import RelativeBias
 from tilewise.bias.canonical import canonical, dense
-from tilewise.score.relative import add_gradient, gather, scatter, tile, tile_kind
+from tilewise.spec.relative import add_gradient, gather, scatter, tile, tile_kind
 
 INF = math.inf
 DOUBLE = torch.float64

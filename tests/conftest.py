@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import bytecode_written  # noqa: F401  (before torch)
 import pytest
@@ -14,6 +16,10 @@ from durations import pytest_runtest_logreport, pytest_sessionfinish, pytest_ter
 # Short operators in several threads wait for each other more than they work, and pytest-xdist's processes take each
 # other's cores: half of the time of many a file.
 torch.set_num_threads(1)
+
+# Child processes import the package of this checkout, installed or not.
+SOURCES = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pytest_collection_finish(session):

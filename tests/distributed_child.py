@@ -35,7 +35,7 @@ from tilewise.distributed import (
     shard,
     unshard,
 )
-from tilewise.ops.runtime import prepared
+from tilewise.operator import prepared
 
 B, H, Hkv, M, N, D, Dv = 2, 8, 4, 16, 24, 8, 6
 DOUBLE, FLOAT, BRAIN = torch.float64, torch.float32, torch.bfloat16

@@ -69,7 +69,7 @@ def windows(at: int) -> Compared:
 
 def taken(axis: int) -> Compared:
     """Rows by an index."""
-    from tilewise.backends.kept_keys import take_rows
+    from tilewise.topk.kernels import take_rows
 
     x, keys = torch.arange(9, dtype=torch.int8).view(1, 1, 3, 3), torch.tensor([2, 0], dtype=torch.int32)
     expected = x.index_select(2, keys)
@@ -78,7 +78,7 @@ def taken(axis: int) -> Compared:
 
 def summed() -> Compared:
     """Gradients of rows by an index, along the head dimension."""
-    from tilewise.backends.kept_keys import places_of, sum_rows
+    from tilewise.topk.kernels import places_of, sum_rows
 
     grad, keys = torch.arange(6.0).view(1, 1, 2, 3).half(), torch.tensor([[[[2, 0]]]], dtype=torch.int32)
     expected = torch.zeros(1, 1, 3, 3).index_copy(2, keys.flatten().long(), grad.float())

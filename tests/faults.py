@@ -13,63 +13,63 @@ from faults_windows import WINDOWS
 FAULTS = [
     # --- what is computed, and where ---
     Fault(
-        "tilewise/score/reference.py", "(capped / cap).square()", "(capped / cap).abs()",
+        "tilewise/spec/reference.py", "(capped / cap).square()", "(capped / cap).abs()",
         "the softcap's derivative is not its derivative",
         "test_score.py::test_softcap_derivative",
     ),
     Fault(
-        "tilewise/score/reference.py", "distance <= band.hi", "distance < band.hi",
+        "tilewise/spec/reference.py", "distance <= band.hi", "distance < band.hi",
         "the band is one key too narrow",
         "test_score.py::test_in_band",
     ),
     Fault(
-        "tilewise/score/tiles.py", "min(max(row0 + rows - 1 + lo, 0), N)", "min(max(row0 + lo, 0), N)",
+        "tilewise/spec/tiles.py", "min(max(row0 + rows - 1 + lo, 0), N)", "min(max(row0 + lo, 0), N)",
         "tiles that a window's left side cuts pass for full ones",
         "test_tiles.py::test_key_tiles",
     ),
     Fault(
-        "tilewise/score/tiles.py", "min(part, longer) + begin", "min(part, longer)",
+        "tilewise/spec/tiles.py", "min(part, longer) + begin", "min(part, longer)",
         "the pieces of a split begin at the first key, whatever the band leaves",
         "test_tiles.py::test_split_tiles",
     ),
     # --- from a call to a backend ---
     Fault(
-        "tilewise/memory.py", "all(0 < line < 2**40", "all(0 <= line < 2**40",
+        "tilewise/spec/tma.py", "all(0 < line < 2**40", "all(0 <= line < 2**40",
         "TMA is asked to read an axis that repeats, with a stride of 0",
         "test_hopper.py",
     ),
     Fault(
-        "tilewise/plan.py", 'raise ValueError(f"backend: {backend!r} cannot', 'return make_plan(problem)  # f"{backend!r} can',
+        "tilewise/planner.py", 'raise ValueError(f"backend: {backend!r} cannot', 'return make_plan(problem)  # f"{backend!r} can',
         "a backend that was asked for and declines is replaced without a word",
         "test_problem.py::test_explicit_backend_that_declines_is_an_error",
     ),
     Fault(
-        "tilewise/sdpa.py", "None, diagonal=0)", "None, key.shape[-2] - query.shape[-2])",
+        "tilewise/scaled_dot_product.py", "None, diagonal=0)", "None, key.shape[-2] - query.shape[-2])",
         "is_causal is aligned bottom-right, as PyTorch's is not",
         "test_sdpa.py::test_causal_is_top_left",
     ),
     Fault(
-        "tilewise/sdpa.py", "return (-query, -scale) if", "return (query, -scale) if",
+        "tilewise/scaled_dot_product.py", "return (-query, -scale) if", "return (query, -scale) if",
         "a negative scale loses its sign",
         "test_sdpa.py::test_scale",
     ),
     Fault(
-        "tilewise/call.py", "hi if band.hi is None else min(band.hi, hi)", "hi",
+        "tilewise/frontend/arguments.py", "hi if band.hi is None else min(band.hi, hi)", "hi",
         "a CausalBias takes the place of the window's right side",
         "test_doors.py::test_a_causal_bias_beside_other_terms",
     ),
     Fault(
-        "tilewise/integrations/windows.py", "torch.float64 if grad.dtype == torch.float64 else torch.float32", "grad.dtype",
+        "tilewise/windows/api.py", "torch.float64 if grad.dtype == torch.float64 else torch.float32", "grad.dtype",
         "gradients of overlapping windows are summed in half precision",
         "integrations/test_windows.py::test_shifted_windows_are_summed_in_float32",
     ),
     Fault(
-        "tilewise/integrations/windows.py", "inside = row[:, self.before : self.before + self.length]", "inside = row",
+        "tilewise/windows/api.py", "inside = row[:, self.before : self.before + self.length]", "inside = row",
         "a window that begins before its sequence sees the end of the one before",
         "integrations/test_windows.py::test_windows",
     ),
     Fault(
-        "tilewise/integrations/windows.py", "windows.length % q_block :].fill_(-torch.inf)", "windows.length % q_block :]",
+        "tilewise/windows/api.py", "windows.length % q_block :].fill_(-torch.inf)", "windows.length % q_block :]",
         "NaN of a bias for queries that there are not reaches the gradients of keys",
         "integrations/test_windows.py::test_nan_of_a_bias_outside_the_sequence",
     ),
@@ -79,12 +79,12 @@ FAULTS = [
         "test_distributed.py::test_ranks_get_what_one_process_gets",
     ),
     Fault(
-        "tilewise/leading.py", "return not full", "return True",
+        "tilewise/frontend/leading.py", "return not full", "return True",
         "a bias that only some of the leading dimensions share passes for one that all share",
         "test_leading.py::test_bias",
     ),
     Fault(
-        "tilewise/leading.py", "ordered=dropout_p != 0", "ordered=False",
+        "tilewise/frontend/leading.py", "ordered=dropout_p != 0", "ordered=False",
         "dropout counts sequences as they lie in memory",
         "test_leading.py::test_dropout_counts_sequences_in_order",
     ),
@@ -94,17 +94,17 @@ FAULTS = [
         "test_autograd.py::test_a_usual_call_follows_the_determinism_that_is_asked_for",
     ),
     Fault(
-        "tilewise/dispatch.py", "key = (found, terms, needs)", "key = (found, terms)",
+        "tilewise/operator/dispatch.py", "key = (found, terms, needs)", "key = (found, terms)",
         "a prepared backward answers calls that need other gradients",
         "test_autograd.py::test_gradients_only_for_what_asks_for_one",
     ),
     Fault(
-        "tilewise/call.py", "if aligned and terms.hi is not None:", "if False:",
+        "tilewise/frontend/call_cache.py", "if aligned and terms.hi is not None:", "if False:",
         "a call with a new length has the band of an earlier one",
         "test_structure.py::test_a_new_length_is_what_it_would_be_without_others",
     ),
     Fault(
-        "tilewise/structure.py", "0 if usual else _codes((*q_strides", "0 if True else _codes((*q_strides",
+        "tilewise/operator/structure.py", "0 if usual else _codes((*q_strides", "0 if True else _codes((*q_strides",
         "what is prepared for contiguous rows reads others",
         "test_structure.py::test_another_structure",
     ),
@@ -114,32 +114,32 @@ FAULTS = [
         "test_structure.py::test_a_resized_pass_is_what_would_be_prepared",
     ),
     Fault(
-        "tilewise/backends/short_launch.py", "        if mask:\n", "        if mask is None:\n",
+        "tilewise/backends/launch/short_launch.py", "        if mask:\n", "        if mask is None:\n",
         "a kernel that was compiled for multiples of 16 gets any address",
         "test_launcher.py::test_the_short_way_declines_another_alignment",
     ),
     Fault(
-        "tilewise/backends/kernel_arguments.py", "(before != 0 and keeps(s))", "keeps(s)",
+        "tilewise/backends/launch/arguments.py", "(before != 0 and keeps(s))", "keeps(s)",
         "a resized launch steps along an axis of size 1",
         "test_launcher.py::test_a_resized_launch_hands_over_what_a_new_one_would",
     ),
     Fault(
-        "tilewise/backends/kernel_arguments.py", "[*[n != 1 or keeps(s) for n, s in", "[*[True for n, s in",
+        "tilewise/backends/launch/arguments.py", "[*[n != 1 or keeps(s) for n, s in", "[*[True for n, s in",
         "a resized launch's descriptor has the stride of an axis of size 1, which TMA may refuse",
         "test_launcher.py::test_strides_along_an_axis_of_size_1",
     ),
     Fault(
-        "tilewise/backends/short_launch.py", "            kept.clear()\n", "            kept.popitem()\n",
+        "tilewise/backends/launch/short_launch.py", "            kept.clear()\n", "            kept.popitem()\n",
         "of a launch whose descriptors are too many, all but one are kept for ever",
         "test_launcher.py::test_descriptors_are_kept_by_address",
     ),
     Fault(
-        "tilewise/backends/short_launch.py", 'f"if watched(): {other}", ', "",
+        "tilewise/backends/launch/short_launch.py", 'f"if watched(): {other}", ', "",
         "hooks do not see resized launches",
         "test_launcher.py::test_who_launches_a_resized_launch",
     ),
     Fault(
-        "tilewise/ops/runtime/operator.py", "else x.select(dim, i)", "else x.select(0, i)",
+        "tilewise/operator/custom_op.py", "else x.select(dim, i)", "else x.select(0, i)",
         "vmap takes the elements along the first axis, whatever in_dims says",
         "test_transforms.py::test_vmap",
     ),
@@ -175,17 +175,17 @@ FAULTS = [
         "test_bias_attention.py::test_tiles_that_a_term_hides_are_not_visited",
     ),
     Fault(
-        "tilewise/call.py", "bias, cols = cols, None", "bias = cols",
+        "tilewise/frontend/arguments.py", "bias, cols = cols, None", "bias = cols",
         "a bias along the keys is added twice",
         "test_bias_attention.py::test_every_term",
     ),
     Fault(
-        "tilewise/call.py", ".extended(inputs.q, inputs.k, score.scale)", ".extended(inputs.q, inputs.k, 1.0)",
+        "tilewise/frontend/arguments.py", ".extended(inputs.q, inputs.k, score.scale)", ".extended(inputs.q, inputs.k, 1.0)",
         "a bias of low rank is scaled as q @ k.mT is",
         "test_bias_attention.py::test_low_rank_keeps_the_scale_of_q",
     ),
     Fault(
-        "tilewise/autograd.py", "return tuple(named.get(name) for name in INPUT_NAMES)",
+        "tilewise/operator/autograd.py", "return tuple(named.get(name) for name in INPUT_NAMES)",
         "return tuple(named.get(name) for name in (*Needs._fields, *INPUT_NAMES))[: len(INPUT_NAMES)]",
         "gradients go to inputs by position",
         "test_bias_attention.py::test_compile",
@@ -207,32 +207,32 @@ FAULTS = [
     ),
     # --- Triton ---
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "LN2) + tl.log2(l_i) * LN2", "LN2) + tl.log2(l_i)",
+        "tilewise/backends/triton/forward.py", "LN2) + tl.log2(l_i) * LN2", "LN2) + tl.log2(l_i)",
         "a part of the LSE is in base 2",
         "test_triton_interpreter.py::test_lengths",
     ),
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "base + tl.log2(total) * LN2", "base + tl.log2(total)",
+        "tilewise/backends/triton/forward.py", "base + tl.log2(total) * LN2", "base + tl.log2(total)",
         "a part of the LSE of a split forward is in base 2",
         "test_triton_interpreter.py::test_few_queries",
     ),
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)", "v_tile += 0.0",
+        "tilewise/backends/triton/forward.py", "v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)", "v_tile += 0.0",
         "NaN in a hidden value leaks into the output",
         "test_triton_interpreter.py::test_hidden_keys_that_are_not_finite",
     ),
     Fault(
-        "tilewise/backends/triton/backward_kernel.py", "m.to(tl.int64) * dlse.stride2", "m.to(tl.int64)",
+        "tilewise/backends/triton/backward.py", "m.to(tl.int64) * dlse.stride2", "m.to(tl.int64)",
         "the gradient of the LSE is read as if its rows were contiguous",
         "test_triton_interpreter.py::test_layouts",
     ),
     Fault(
-        "tilewise/backends/score.py", "ds = db * slope", "ds = db",
+        "tilewise/backends/kernels/score.py", "ds = db * slope", "ds = db",
         "the softcap's derivative is left out",
         "test_triton_interpreter.py::test_head_dimensions",
     ),
     Fault(
-        "tilewise/backends/triton/backward_kernel.py", "tl.sum(db, 0), mask=m < ", "tl.sum(db, 1), mask=m < ",
+        "tilewise/backends/triton/backward.py", "tl.sum(db, 0), mask=m < ", "tl.sum(db, 1), mask=m < ",
         "the gradient of a bias of rows is summed over the queries",
         "test_triton_interpreter.py::test_bias_broadcasts",
     ),
@@ -247,7 +247,7 @@ FAULTS = [
         "test_visibility.py::test_lists_of_a_mask",
     ),
     Fault(
-        "tilewise/backends/triton/ordered_kernels.py", "acc += _tile_gradient(", "acc = _tile_gradient(",
+        "tilewise/backends/triton/ordered.py", "acc += _tile_gradient(", "acc = _tile_gradient(",
         "the ordered gradient of a shared bias is that of the last who shares it",
         "test_triton_interpreter.py::test_bias_broadcasts",
     ),
@@ -264,33 +264,33 @@ FAULTS = [
     *HOPPER,
     # --- a product and a softmax of their own ---
     Fault(
-        "tilewise/ops/matmul/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
+        "tilewise/ops/gemm/triton_kernel.py", "added.to(tl.float32) * beta", "added.to(tl.float32)",
         "beta is lost",
         "test_matmul_interpreter.py::test_triton",
     ),
     Fault(
-        "tilewise/ops/matmul/problem.py", "any(o != inner.size * i for", "any(o < inner.size * i for",
+        "tilewise/ops/gemm/problem.py", "any(o != inner.size * i for", "any(o < inner.size * i for",
         "axes are merged that do not follow each other in memory",
         "test_matmul.py::test_merged_axes",
     ),
     Fault(
-        "tilewise/ops/softmax/cpu.py", "ds.masked_fill_(hidden, 0.0)", "pass",
+        "tilewise/ops/row_softmax/cpu.py", "ds.masked_fill_(hidden, 0.0)", "pass",
         "where a visible dP is NaN so is the gradient of what is hidden",
         "test_softmax.py::test_a_visible_gradient_that_is_not_finite_leaves_alone_where_p_is_zero",
     ),
     Fault(
-        "tilewise/ops/softmax/triton/backward.py", "(ds * scale).to(", "ds.to(",
+        "tilewise/ops/row_softmax/triton/backward.py", "(ds * scale).to(", "ds.to(",
         "dx loses the scale",
         "test_softmax_triton.py::test_axes_and_layouts",
     ),
     # --- sinks ---
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "m_i, l_i, alpha = with_sink(", "_, l_i, alpha = with_sink(",
+        "tilewise/backends/triton/forward.py", "m_i, l_i, alpha = with_sink(", "_, l_i, alpha = with_sink(",
         "the LSE does not know of a sink that is above all scores",
         "test_sinks.py::test_triton",
     ),
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "total += tl.exp(more - base)", "pass",
+        "tilewise/backends/triton/forward.py", "total += tl.exp(more - base)", "pass",
         "a sink is forgotten where the keys are split",
         "test_sinks.py::test_few_queries",
     ),
@@ -300,32 +300,32 @@ FAULTS = [
         "test_sinks.py::test_gradcheck",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/softmax.py", "l_i * alpha + gl.exp2((sink", "l_i + gl.exp2((sink",
+        "tilewise/backends/gluon/sm90/common/softmax.py", "l_i * alpha + gl.exp2((sink", "l_i + gl.exp2((sink",
         "the sum on Hopper keeps the scale of a maximum below the sink",
         "test_hopper_terms.py::test_a_sink_is_one_more_score",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/repair_kernel.py", "        acc *= alpha[:, None]\n", "",
+        "tilewise/backends/gluon/sm90/forward/nan_fixup.py", "        acc *= alpha[:, None]\n", "",
         "a row that is computed again keeps the sink's share",
         "test_hopper_rows.py::test_rows_are_computed_again",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/repair_kernel.py", "        acc *= terms.weight\n", "        acc *= 1.0\n",
+        "tilewise/backends/gluon/sm90/forward/nan_fixup.py", "        acc *= terms.weight\n", "        acc *= 1.0\n",
         "a row that is computed again does not weigh what dropout keeps",
         "test_hopper_rows.py::test_rows_are_computed_again",
     ),
     Fault(
-        "tilewise/backends/sinks.py", "total -= factor * p", "total += factor * p",
+        "tilewise/backends/kernels/sinks.py", "total -= factor * p", "total += factor * p",
         "the kernels' dsink has the wrong sign",
         "test_sinks.py::test_the_kernel_of_the_gradient_is_its_twin",
     ),
     Fault(
-        "tilewise/backends/sinks.py", "own + 1 if ROWS else blocks", "own + 1",
+        "tilewise/backends/kernels/sinks.py", "own + 1 if ROWS else blocks", "own + 1",
         "dsink of a head is that of its first queries",
         "test_sinks.py::test_the_kernel_of_the_gradient_is_its_twin",
     ),
     Fault(
-        "tilewise/backends/sinks.py", "(m // tile) * between", "(m // tile) * tile",
+        "tilewise/backends/kernels/sinks.py", "(m // tile) * between", "(m // tile) * tile",
         "dsink on Hopper takes a row's LSE for its delta",
         "test_hopper_rows.py::test_the_gradient_of_a_sink",
     ),
@@ -346,22 +346,22 @@ FAULTS = [
         "test_hopper_values.py::test_values_that_tma_reads_are_not_copied",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/range_tiles.py", "found == INSIDE", "found >= CUT",
+        "tilewise/backends/gluon/sm90/backward/relative.py", "found == INSIDE", "found >= CUT",
         "a tile that is cut is stored over the entries of another",
         "test_hopper_relative.py::test_how_a_gradient_leaves",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/range_tiles.py", "m - 1, work_tile.end - 1", "m - 1, work_tile.end",
+        "tilewise/backends/gluon/sm90/backward/relative.py", "m - 1, work_tile.end - 1", "m - 1, work_tile.end",
         "the first values of the next head are those of a tile behind",
         "test_hopper_relative.py::test_the_backward_knows_the_tile_that_follows",
     ),
     Fault(
-        "tilewise/backends/gluon/packed_values.py", "position + BLOCK_M - 1 + inner_lo", "position + inner_lo",
+        "tilewise/backends/gluon/varlen_values.py", "position + BLOCK_M - 1 + inner_lo", "position + inner_lo",
         "what tiles at the range's lower end add to is not zeroed",
         "test_hopper_relative.py::test_tiles_of_the_backward",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/zero_kernel.py", "tl.cast(bh // heads, tl.int64) * dvalues.stride0", "0",
+        "tilewise/backends/gluon/sm90/backward/zero.py", "tl.cast(bh // heads, tl.int64) * dvalues.stride0", "0",
         "the first batch element alone is zeroed",
         "test_hopper_relative.py::test_zeros_of_every_head",
     ),
@@ -393,24 +393,24 @@ FAULTS = [
         "test_relative_triton.py::test_tiles_without_an_entry",
     ),
     Fault(
-        "tilewise/backends/triton/parts.py", '("cols", "rows", "toeplitz", "query", "key")',
+        "tilewise/backends/triton/bias_components.py", '("cols", "rows", "toeplitz", "query", "key")',
         '("cols", "rows", "query", "toeplitz", "key")',
         "a Toeplitz bias is lost beside values per query",
         "test_relative_triton.py::test_together",
     ),
     Fault(
-        "tilewise/backends/triton/parts.py", "{name: x.contiguous() for", "{name: x for",
+        "tilewise/backends/triton/bias_components.py", "{name: x.contiguous() for", "{name: x for",
         "buckets that lie apart are read as if they did not",
         "test_relative_triton.py::test_terms",
     ),
     Fault(
-        "tilewise/backends/vectors.py", "tl.load(bounds + 2 * b + 1) - first, 0), width)",
+        "tilewise/backends/kernels/vectors.py", "tl.load(bounds + 2 * b + 1) - first, 0), width)",
         "tl.load(bounds + 2 * b + 1) - first, 0), width - 1)",
         "the last distance of a call is left out of the gradient of T5's table",
         "test_bias_vectors.py::test_the_kernels_are_the_definition",
     ),
     Fault(
-        "tilewise/backends/vectors.py", "total += value * _of_distance(first + place, SIGNED)",
+        "tilewise/backends/kernels/vectors.py", "total += value * _of_distance(first + place, SIGNED)",
         "total += value * _of_distance(start, SIGNED)",
         "a slope's gradient has one distance for a whole block",
         "test_bias_vectors.py::test_the_kernels_are_the_definition",
@@ -421,7 +421,7 @@ FAULTS = [
         "test_bias_vectors.py::test_a_bucket_is_an_interval",
     ),
     Fault(
-        "tilewise/call.py", "return term.rule, query_start, key_start, layouts(x)", "return term.rule, query_start, layouts(x)",
+        "tilewise/frontend/call_cache.py", "return term.rule, query_start, key_start, layouts(x)", "return term.rule, query_start, layouts(x)",
         "a call takes the positions of the keys from an earlier one",
         "test_bias_vectors.py::test_a_call_like_an_earlier_one_is_not_read",
     ),
@@ -436,18 +436,18 @@ FAULTS = [
         "test_bias_calls.py::test_toeplitz_terms_in_any_order",
     ),
     Fault(
-        "tilewise/score/relative.py", "        and (values.stride(-2) >= values.shape[-1] or values.shape[-2] == 1)\n", "",
+        "tilewise/spec/relative.py", "        and (values.stride(-2) >= values.shape[-1] or values.shape[-2] == 1)\n", "",
         "rows of values that are one in memory are sheared",
         "test_bias_attention.py::test_tile_by_tile",
     ),
     Fault(
-        "tilewise/score/relative.py", "return state(least + first, most + last,", "return state(least + first, most + first,",
+        "tilewise/spec/relative.py", "return state(least + first, most + last,", "return state(least + first, most + first,",
         "batch elements that stand further on are judged by the first",
         "test_bias_terms.py::test_every_rule_axis_order_and_start",
     ),
     # --- dropout ---
     Fault(
-        "tilewise/score/dropout.py", "torch.where(j & 8 == 0, half", "torch.where(j & 4 == 0, half",
+        "tilewise/spec/dropout.py", "torch.where(j & 8 == 0, half", "torch.where(j & 4 == 0, half",
         "of eight scores two by two share a number",
         "test_dropout.py::test_numbers",
     ),
@@ -457,17 +457,17 @@ FAULTS = [
         "test_dropout.py::test_gradcheck",
     ),
     Fault(
-        "tilewise/backends/triton/backward_kernel.py", "- delta[None, :], -delta[None, :])", "- delta[None, :], 0.0)",
+        "tilewise/backends/triton/backward.py", "- delta[None, :], -delta[None, :])", "- delta[None, :], 0.0)",
         "the score of a dropped probability has no gradient, though it was part of the sum",
         "test_dropout.py::test_triton",
     ),
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "stream(seed, b, at.head, ", "stream(seed, b, h, ",
+        "tilewise/backends/triton/forward.py", "stream(seed, b, at.head, ", "stream(seed, b, h, ",
         "query heads that are packed into a tile drop as one head does",
         "test_dropout.py::test_few_queries",
     ),
     Fault(
-        "tilewise/backends/triton/forward_kernel.py", "o_low, low, b, at.head", "o_low, low * 0, b, at.head",
+        "tilewise/backends/triton/forward.py", "o_low, low, b, at.head", "o_low, low * 0, b, at.head",
         "D is made from an O of 16 bits",
         "test_low_bits.py::test_triton",
     ),
@@ -477,27 +477,27 @@ FAULTS = [
         "test_low_bits.py::test_cpu",
     ),
     Fault(
-        "tilewise/backends/low_bits.py", "tl.minimum(tl.maximum(steps, LEAST_STEP), GREATEST_STEP)", "tl.maximum(steps, LEAST_STEP)",
+        "tilewise/backends/kernels/rounding.py", "tl.minimum(tl.maximum(steps, LEAST_STEP), GREATEST_STEP)", "tl.maximum(steps, LEAST_STEP)",
         "what of a float16 that is nearly 0 does not fit comes back as another number",
         "test_low_bits.py::test_numbers_come_back_in_triton",
     ),
     Fault(
-        "tilewise/backends/dropout.py", "(j & 8) == 0", "(j & 4) == 0",
+        "tilewise/backends/kernels/dropout.py", "(j & 8) == 0", "(j & 4) == 0",
         "the kernels' scores share numbers that the reference keeps apart",
         "test_dropout.py::test_triton",
     ),
     Fault(
-        "tilewise/backends/dropout.py", "0xBB67AE85", "0x9E3779B9",
+        "tilewise/backends/kernels/dropout.py", "0xBB67AE85", "0x9E3779B9",
         "the kernels' Philox has one key schedule for both words",
         "test_dropout.py::test_triton",
     ),
     Fault(
-        "tilewise/backends/dropout.py", "sequence, head, low.to", "sequence, sequence, low.to",
+        "tilewise/backends/kernels/dropout.py", "sequence, head, low.to", "sequence, sequence, low.to",
         "all heads of the kernels drop the same",
         "test_dropout.py::test_triton",
     ),
     Fault(
-        "tilewise/backends/triton/backward_kernel.py", "            dv_sum *= terms.weight\n", "            pass\n",
+        "tilewise/backends/triton/backward.py", "            dv_sum *= terms.weight\n", "            pass\n",
         "dV misses the weight of what is kept",
         "test_dropout.py::test_triton",
     ),
@@ -539,27 +539,27 @@ FAULTS = [
     ),
     # --- around them ---
     Fault(
-        "tilewise/backends/launcher.py", "self._compiled if aligned == self._aligned else None", "self._compiled",
+        "tilewise/backends/launch/launcher.py", "self._compiled if aligned == self._aligned else None", "self._compiled",
         "a kernel that was compiled for aligned addresses gets others",
         "test_launcher.py::test_another_alignment_is_asked_for",
     ),
     Fault(
-        "tilewise/backends/launcher.py", "(self._wants, *kinds, *aligned)", "(self._wants, *kinds)",
+        "tilewise/backends/launch/launcher.py", "(self._wants, *kinds, *aligned)", "(self._wants, *kinds)",
         "the same, where another launch has asked before",
         "test_launcher.py::test_another_alignment_is_asked_for",
     ),
     Fault(
-        "tilewise/backends/kernel_arguments.py", "            found += x[1:]", "            pass",
+        "tilewise/backends/launch/arguments.py", "            found += x[1:]", "            pass",
         "strides that 16 does not divide get the kernel of those that it divides",
         "test_launcher.py::test_a_kernel_is_shared_where_triton_would_choose_the_same",
     ),
     Fault(
-        "tilewise/backends/launcher.py", "elif any(isinstance(y, tuple) for y in x):", "elif False:",
+        "tilewise/backends/launch/launcher.py", "elif any(isinstance(y, tuple) for y in x):", "elif False:",
         "numbers of a bias by distance that 16 does not divide get the kernel of those that it divides",
         "test_launcher.py::test_numbers_that_triton_tells_apart",
     ),
     Fault(
-        "tilewise/ops/runtime/sharding.py", "return Partial() if split and", "return Replicate() if split and",
+        "tilewise/operator/sharding.py", "return Partial() if split and", "return Replicate() if split and",
         "a gradient that is a sum over the devices passes for the same on each",
         "test_sharding.py",
     ),
@@ -585,7 +585,7 @@ FAULTS = [
         "integrations/test_flash_attn.py::test_bias_terms_and_slopes",
     ),
     Fault(
-        "tilewise/explanation.py", "if problem.bias and problem.bias_grad else 0", "if problem.bias else 0",
+        "tilewise/explanation/work.py", "if problem.bias and problem.bias_grad else 0", "if problem.bias else 0",
         "the traffic counts a bias gradient that nobody asked for",
         "test_explain.py::test_traffic_of_a_bias",
     ),

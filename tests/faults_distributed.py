@@ -36,12 +36,12 @@ DISTRIBUTED = [
         "test_distributed.py",
     ),
     Fault(
-        "tilewise/distributed/dealing.py", "            work[rank] += lengths[n] ** 2", "            work[rank] += lengths[n]",
+        "tilewise/distributed/load_balance.py", "            work[rank] += lengths[n] ** 2", "            work[rank] += lengths[n]",
         "ranks have as many tokens, and some far more pairs",
         "test_distributed.py",
     ),
     Fault(
-        "tilewise/backends/dropout.py", "rows += terms.origin.query_rest", "rows += 0",
+        "tilewise/backends/kernels/dropout.py", "rows += terms.origin.query_rest", "rows += 0",
         "a part of a call that begins between multiples of 16 drops what another does",
         "test_dropout.py::test_parts_of_a_call_in_triton",
     ),
@@ -62,7 +62,7 @@ DISTRIBUTED = [
         "test_mesh.py",
     ),
     Fault(
-        "tilewise/distributed/manager.py", '"head_tail" if balanced else None', "None",
+        "tilewise/distributed/context_manager.py", '"head_tail" if balanced else None', "None",
         "within PyTorch's context manager a tail counts as what follows the head",
         "test_mesh.py",
     ),

@@ -16,18 +16,18 @@ MEMORY = [
         "test_memory.py::test_constants_are_of_one_stream",
     ),
     Fault(
-        "tilewise/backends/launcher.py", "_families.setdefault(wants, next(_numbers))",
+        "tilewise/backends/launch/launcher.py", "_families.setdefault(wants, next(_numbers))",
         "_families.setdefault(wants, len(_families))",
         "two threads launch each other's kernels",
         "test_memory.py::test_launches_of_threads_have_numbers_of_their_own",
     ),
     Fault(
-        "tilewise/backends/launcher.py", "with _keeping:", "if True:",
+        "tilewise/backends/launch/launcher.py", "with _keeping:", "if True:",
         "a kernel for aligned addresses is kept for others",
         "test_memory.py::test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses",
     ),
     Fault(
-        "tilewise/structure.py", "[found, *(x for x in self.prepared if x is not found)]", "[found]",
+        "tilewise/operator/structure.py", "[found, *(x for x in self.prepared if x is not found)]", "[found]",
         "threads forget what was prepared for others",
         "test_structure.py::test_threads_share_variants",
     ),
@@ -37,17 +37,17 @@ MEMORY = [
         "test_triton_room.py::test_a_pass_that_does_not_fit_leaves_other_threads_theirs",
     ),
     Fault(
-        "tilewise/tensors.py", "x() is y and n == y._version for", "x() is y for",
+        "tilewise/spec/tensors.py", "x() is y and n == y._version for", "x() is y for",
         "a mask is that of numbers that its mask_mod no longer reads",
         "test_tile_mask.py::test_what_a_mask_mod_reads_may_change",
     ),
     Fault(
-        "tilewise/tile_mask.py", "with torch.inference_mode(False):", "with torch.inference_mode(True):",
+        "tilewise/masks/block_sparse.py", "with torch.inference_mode(False):", "with torch.inference_mode(True):",
         "a BlockMask that validation has seen first cannot train",
         "test_tile_mask.py::test_a_block_mask_that_comes_first_in_inference_mode_trains_later",
     ),
     Fault(
-        "tilewise/tile_mask.py", '{**self.__dict__, "_lists": {}}', "dict(self.__dict__)",
+        "tilewise/masks/block_sparse.py", '{**self.__dict__, "_lists": {}}', "dict(self.__dict__)",
         "a file with a mask holds what was made of it",
         "test_tile_mask.py::test_a_file_with_a_mask",
     ),

@@ -6,27 +6,27 @@ from fault import Fault
 
 PACKED = [
     Fault(
-        "tilewise/backends/triton/packed_preprocess.py", "if filled < last - first:", "if filled == 0:",
+        "tilewise/backends/triton/varlen_preprocess.py", "if filled < last - first:", "if filled == 0:",
         "of a ragged bias's gradient, what lies beside a matrix is not cleared",
         "test_varlen_triton.py::test_what_no_matrix_of_a_ragged_bias_has",
     ),
     Fault(
-        "tilewise/backends/triton/packed.py", " & (pair <= sizes.pairs)", "",
+        "tilewise/backends/triton/varlen.py", " & (pair <= sizes.pairs)", "",
         "an offset near the end of 64 bits passes for one inside",
         "test_varlen_triton.py::test_offsets_that_are_none_write_nothing_outside",
     ),
     Fault(
-        "tilewise/backends/triton/packed.py", "(row < start.rows) & (row + c.BLOCK_M > queries)", "queries < 0",
+        "tilewise/backends/triton/varlen.py", "(row < start.rows) & (row + c.BLOCK_M > queries)", "queries < 0",
         "what a sequence has past the longest is never written",
         "test_varlen_triton.py::test_rows_that_no_sequence_has",
     ),
     Fault(
-        "tilewise/backends/triton/packed.py", "if (row < first) | (", "if (",
+        "tilewise/backends/triton/varlen.py", "if (row < first) | (", "if (",
         "rows before the first sequence are never written",
         "test_varlen_triton.py::test_rows_that_no_sequence_has",
     ),
     Fault(
-        "tilewise/backends/triton/packed_preprocess.py", "store_rows(dv, zeros", "store_rows(dk, zeros",
+        "tilewise/backends/triton/varlen_preprocess.py", "store_rows(dv, zeros", "store_rows(dk, zeros",
         "gradients of values that no sequence has are never written",
         "test_varlen_triton.py::test_rows_that_no_sequence_has",
     ),
@@ -36,22 +36,22 @@ PACKED = [
         "test_varlen_triton.py::test_a_bias_of_two_bytes",
     ),
     Fault(
-        "tilewise/backends/triton/backward_kernel.py", "c.BLOCK_N // 32, 32]).permute(0, 2, 1, 3)", "c.BLOCK_N // 32, 32])",
+        "tilewise/backends/triton/backward.py", "c.BLOCK_N // 32, 32]).permute(0, 2, 1, 3)", "c.BLOCK_N // 32, 32])",
         "a tile of its gradient has pieces of its rows exchanged",
         "test_varlen_triton.py::test_a_bias_of_two_bytes",
     ),
     Fault(
-        "tilewise/backends/triton/ordered_kernels.py", "count = tl.where(tm < m_tiles, 1, 0)", "count = 1",
+        "tilewise/backends/triton/ordered.py", "count = tl.where(tm < m_tiles, 1, 0)", "count = 1",
         "the ordered gradient of a shared bias takes what lies past a sequence that is shorter than the longest",
         "test_varlen_triton.py::test_what_has_an_order_across_tiles",
     ),
     Fault(
-        "tilewise/backends/triton/ordered_kernels.py", "has_first, has_last = has_last, has_first", "pass",
+        "tilewise/backends/triton/ordered.py", "has_first, has_last = has_last, has_first", "pass",
         "of values per key with clamped ends the ordered gradient of far queries goes to no entry",
         "test_relative_triton.py::test_what_has_an_order_has_no_atomics",
     ),
     Fault(
-        "tilewise/varlen.py", "if not packed or mask is not None or validate or", "if not packed or validate or",
+        "tilewise/frontend/varlen.py", "if not packed or mask is not None or validate or", "if not packed or validate or",
         "the longest length is rounded up where a mask has its shape",
         "test_varlen_again.py::test_longest_lengths_in_common",
     ),
@@ -61,22 +61,22 @@ PACKED = [
         "integrations/test_evoformer.py::test_triangle_lengths",
     ),
     Fault(
-        "tilewise/call.py", "exact, ordered, settings\n", "exact, ordered\n",
+        "tilewise/frontend/call_cache.py", "exact, ordered, settings\n", "exact, ordered\n",
         "a packed batch is computed with the settings of an earlier one",
         "test_varlen_again.py",
     ),
     Fault(
-        "tilewise/autograd.py", "ctx.save_for_backward(q, k, v, bias,", "ctx.save_for_backward(q, k.clone(), v, bias,",
+        "tilewise/operator/autograd.py", "ctx.save_for_backward(q, k, v, bias,", "ctx.save_for_backward(q, k.clone(), v, bias,",
         "inputs that are changed before the backward go unnoticed",
         "test_varlen_again.py::test_in_place_changes_are_noticed",
     ),
     Fault(
-        "tilewise/backends/triton/parts.py", "(problem.parts is not None or by_elements)", "(problem.parts is not None)",
+        "tilewise/backends/triton/bias_components.py", "(problem.parts is not None or by_elements)", "(problem.parts is not None)",
         "a bias whose rows begin anywhere has the softmax in the layout of its loads, and registers spill",
         "test_triton_aot.py::test_a_bias_whose_rows_begin_anywhere",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/key_mask.py", "(cols // 8 * 2 + cols % 2)", "(cols // 4 + cols % 2)",
+        "tilewise/backends/gluon/sm90/common/key_mask.py", "(cols // 8 * 2 + cols % 2)", "(cols // 4 + cols % 2)",
         "beside a pair bias other keys are hidden than the mask says",
         "test_hopper_together.py::test_hidden_keys_have_the_bits_of_the_mask",
     ),
@@ -85,27 +85,27 @@ PACKED = [
         "tiles of which a mask hides some keys are taken for full", "test_hopper_mask.py::test_summary",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/config.py", "mask.rows == 1 and mask.heads == 1", "mask.heads == 1",
+        "tilewise/backends/gluon/sm90/common/config.py", "mask.rows == 1 and mask.heads == 1", "mask.heads == 1",
         "a mask of pairs hides keys of the first query from all",
         "test_hopper_together.py::test_which_do_not",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/launch.py", "(mask is not None or problem.keys % config.block_n != 0)", "mask is not None",
+        "tilewise/backends/gluon/sm90/forward/launch.py", "(mask is not None or problem.keys % config.block_n != 0)", "mask is not None",
         "keys past the end are seen as the bias has them",
         "test_hopper_together.py::test_hidden_keys_are_one_more_step",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/together_kernel.py", "full, shared.v.index(place.v))", "full, shared.v.index(place.slot))",
+        "tilewise/backends/gluon/sm90/forward/small_heads.py", "full, shared.v.index(place.v))", "full, shared.v.index(place.slot))",
         "V of a tile comes where the product with P reads that of another",
         "test_hopper_together.py::test_tiles_are_handed_on",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/together_kernel.py", "with_maxima(s, rows, o, x, terms, c, False)",
+        "tilewise/backends/gluon/sm90/forward/small_heads.py", "with_maxima(s, rows, o, x, terms, c, False)",
         "with_maxima(s, found, o, x, terms, c, False)", "a tile whose scores have grown is counted twice",
         "test_hopper_terms.py::test_a_maximum_stays_until_scores_have_grown",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/together_kernel.py", "gl.where(m_i == -float(\"inf\"), m_i, gl.maximum(",
+        "tilewise/backends/gluon/sm90/forward/small_heads.py", "gl.where(m_i == -float(\"inf\"), m_i, gl.maximum(",
         "gl.where(m_i == -float(\"inf\"), LOWEST_BASE, gl.maximum(",
         "a row that first sees nothing, then the least number of a dtype, is taken for one that sees nothing",
         "test_hopper_terms.py::test_a_row_that_begins_hidden",

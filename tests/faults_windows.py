@@ -8,12 +8,12 @@ KERNELS = "integrations/test_window_kernels.py::"
 
 WINDOWS = [
     Fault(
-        "tilewise/ops/windows/autograd.py", "(x.shape, x.stride(), x.dtype, x.device)", "(x.shape, x.dtype, x.device)",
+        "tilewise/windows/autograd.py", "(x.shape, x.stride(), x.dtype, x.device)", "(x.shape, x.dtype, x.device)",
         "tensors that lie otherwise are read as those of an earlier call",
         f"{KERNELS}test_calls_that_differ_in_one_thing",
     ),
     Fault(
-        "tilewise/ops/windows/autograd.py", "for x in tensors], precision)", "for x in tensors], None)",
+        "tilewise/windows/autograd.py", "for x in tensors], precision)", "for x in tensors], None)",
         "products of float32 are rounded as an earlier call wanted them",
         f"{KERNELS}test_precision_is_part_of_a_call",
     ),
@@ -23,42 +23,42 @@ WINDOWS = [
         f"{KERNELS}test_equal_arguments_of_another_type",
     ),
     Fault(
-        "tilewise/ops/windows/launch.py", "ALONE=self._readers == 1", "ALONE=True",
+        "tilewise/windows/launch.py", "ALONE=self._readers == 1", "ALONE=True",
         "the gradient of a shared bias is that of one sample",
         f"{KERNELS}test_windows",
     ),
     Fault(
-        "tilewise/ops/windows/backward.py", "past // c.Q_BLOCK + 1", "past // c.Q_BLOCK + 2",
+        "tilewise/windows/backward.py", "past // c.Q_BLOCK + 1", "past // c.Q_BLOCK + 2",
         "keys get no gradient of the first block that sees them",
         f"{KERNELS}test_windows",
     ),
     Fault(
-        "tilewise/ops/windows/backward.py", "_finite(do_tile), dv_acc", "do_tile, dv_acc",
+        "tilewise/windows/backward.py", "_finite(do_tile), dv_acc", "do_tile, dv_acc",
         "a cotangent's NaN reaches keys that its query does not see",
         f"{KERNELS}test_what_is_seen_comes_through",
     ),
     Fault(
-        "tilewise/ops/windows/forward.py", 'seen &= added != -float("inf")', "pass",
+        "tilewise/windows/forward.py", 'seen &= added != -float("inf")', "pass",
         "NaN in a key that only the bias hides comes through",
         f"{KERNELS}test_what_is_hidden_stays_out",
     ),
     Fault(
-        "tilewise/ops/windows/forward.py", 'top = tl.where(top == -float("inf"), 0.0, top)', "pass",
+        "tilewise/windows/forward.py", 'top = tl.where(top == -float("inf"), 0.0, top)', "pass",
         "queries that see nothing get NaN",
         f"{KERNELS}test_windows",
     ),
     Fault(
-        "tilewise/call.py", "and inputs.sink is None and _is_usual(folded, None)", "and _is_usual(folded, None)",
+        "tilewise/frontend/call_cache.py", "and inputs.sink is None and _is_usual(folded, None)", "and _is_usual(folded, None)",
         "a sink has no gradient in the second call with more leading dimensions",
         "test_leading.py::test_usual_calls_that_are_not_one_view",
     ),
     Fault(
-        "tilewise/call.py", "layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()", "layouts(*inputs[:5]), False",
+        "tilewise/frontend/call_cache.py", "layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()", "layouts(*inputs[:5]), False",
         "a door does not follow the determinism that is asked for later",
         "integrations/test_evoformer.py::test_pair_bias_of_a_call_like_an_earlier_one",
     ),
     Fault(
-        "tilewise/ops/windows/forward.py", "_wide(places, c) * bias.stride3", "places * bias.stride3",
+        "tilewise/windows/forward.py", "_wide(places, c) * bias.stride3", "places * bias.stride3",
         "keys of a bias's window that lie far apart are read outside of memory",
         "test_index_width.py::test_an_index_that_is_multiplied_by_a_stride_has_64_bits",
     ),

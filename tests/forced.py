@@ -9,16 +9,23 @@ from dataclasses import replace
 import torch
 from helpers import Case, check
 
-from tilewise import call, dispatch
-from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.score import dropout
-from tilewise.score.terms import Band, Score, Terms
+from tilewise.frontend import call_cache
+from tilewise.operator import dispatch
+from tilewise.operator.autograd import attention_op
+from tilewise.spec import dropout
+from tilewise.spec.score import Band, Score, Terms
 
 
 def forget() -> None:
     """What was prepared for forwards: the next call of each kind prepares anew."""
-    for kept in (dispatch.forwards, dispatch.structures, call.usual_calls, call.usual_packed, call.structures):
+    for kept in (
+        dispatch.forwards,
+        dispatch.structures,
+        call_cache.usual_calls,
+        call_cache.usual_packed,
+        call_cache.structures,
+    ):
         kept.clear()
 
 

@@ -2,7 +2,7 @@
 
     max|x - ref64| <= 2 · max|same computation in plain torch, same dtype - ref64| + slack
 
-for each of O, LSE, dQ, dK, dV and dBias, against the float64 oracle. Nothing here uses tilewise.score: what a query
+for each of O, LSE, dQ, dK, dV and dBias, against the float64 reference. Nothing here uses tilewise.spec: what a query
 sees is written down a second time.
 """
 
@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise import attention, dispatch
-from tilewise import call as call_module
+from tilewise import attention
 from tilewise.backends.protocol import at_once
-from tilewise.ops.runtime.prepared import Prepared
+from tilewise.frontend import call_cache
+from tilewise.operator import dispatch
+from tilewise.operator.prepared import Prepared
 
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100  # elements of a result
@@ -374,9 +375,9 @@ def call(case: Case, backend: str, x: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def reference(case: Case, inputs: Tensors) -> Results:
-    """The oracle on float64 copies."""
+    """The reference on float64 copies."""
     copies = Tensors(*(x.double() if x is not None and x.is_floating_point() else x for x in inputs))
-    return differentiate(case, copies, lambda x: call(case, "oracle", x))
+    return differentiate(case, copies, lambda x: call(case, "reference", x))
 
 
 def check(case: Case, backend: str, device: str = "cpu") -> dict[str, float]:
@@ -524,7 +525,7 @@ def compute_by(monkeypatch, backend, **passes) -> None:
     monkeypatch.setattr(backend, "prepare", {**backend.prepare, **{name: at_once(f) for name, f in passes.items()}})
     kept = {
         dispatch: ("forwards", "backwards", "structures"),
-        call_module: ("usual_calls", "structures", "usual_packed"),
+        call_cache: ("usual_calls", "structures", "usual_packed"),
     }
     for module, names in kept.items():
         for name in names:

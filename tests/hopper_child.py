@@ -10,12 +10,13 @@ from tile_mask_helpers import pattern
 from torch import Tensor
 
 from tilewise import TileMask
-from tilewise.backends import Inputs, Needs, Outputs, oracle
-from tilewise.call import seed_tensor
-from tilewise.problem import Problem
-from tilewise.score.dropout import threshold
-from tilewise.score.low_bits import with_low_bits
-from tilewise.score.terms import Band, Score
+from tilewise.backends import Inputs, Needs, Outputs
+from tilewise.backends import reference as backend
+from tilewise.frontend.arguments import seed_tensor
+from tilewise.spec.dropout import threshold
+from tilewise.spec.problem import Problem
+from tilewise.spec.rounding import with_low_bits
+from tilewise.spec.score import Band, Score
 
 
 def _call(case: Case, x: Tensors, found: TileMask | None = None) -> tuple[Problem, Inputs]:
@@ -36,7 +37,7 @@ def _call(case: Case, x: Tensors, found: TileMask | None = None) -> tuple[Proble
 class Repaired(NamedTuple):
     """A forward whose rows the repair kernel has or has not computed again.
 
-    before, after: o and lse, from the oracle, without and with the repair. spoilt: the rows that were broken. seen:
+    before, after: o and lse, from the reference, without and with the repair. spoilt: the rows that were broken. seen:
     which query sees which key, bool (B, H, M, N).
     """
 
@@ -51,8 +52,8 @@ def repair(
 ) -> Repaired:
     """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
     ``value``, put it into v[where]. tiles: the kernel is given a mask by tiles, that pattern of tile_mask_helpers."""
-    from tilewise.backends.gluon.sm90.launch import Forward
-    from tilewise.backends.tile_mask import flat_mask
+    from tilewise.backends.gluon.sm90.forward.launch import Forward
+    from tilewise.backends.kernels.block_mask import flat_mask
 
     x = tensors(case)
     if value is not None:
@@ -61,9 +62,9 @@ def repair(
     if tiles is not None:
         found, dense = pattern(tiles, case, (64, 128))
         x = x._replace(mask=dense)
-    before = run(case, "oracle", inputs=x)
+    before = run(case, "reference", inputs=x)
     problem, inputs = _call(case, x, found)
-    outputs = oracle.forward(problem, inputs)
+    outputs = backend.forward(problem, inputs)
     launch = Forward(problem, inputs).repair
     assert launch is not None
     spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
@@ -87,11 +88,11 @@ def _hold_low_bits(case: Case, o: Tensor, found: Tensor, before: Tensor, spoilt:
 def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the backward knows of each query: its LSE in base 2 and -delta, (B, H, tiles · BLOCK_M); the exact delta of
     the case's o without its dlse; the sum of dQ, of which the first heads are zero; and the counters."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     x = tensors(case)
     problem, inputs = _call(case, x)
-    outputs = oracle.forward(problem, inputs)._replace(lse=lse)
+    outputs = backend.forward(problem, inputs)._replace(lse=lse)
     cotangents = Outputs(x.do, dlse)
     launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
     stats, counts, dq_accum = launch.buffers(x.q.device)
@@ -107,13 +108,13 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def sink_gradient(case: Case) -> tuple[Tensor, Results]:
-    """dSink from what the backward knows of each query, and the oracle's results."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    """dSink from what the backward knows of each query, and the reference's results."""
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     x = tensors(case)
     problem, inputs = _call(case, x)
-    exact = run(case, "oracle", inputs=x)
-    outputs, cotangents = oracle.forward(problem, inputs), Outputs(x.do, x.dlse)
+    exact = run(case, "reference", inputs=x)
+    outputs, cotangents = backend.forward(problem, inputs), Outputs(x.do, x.dlse)
     launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None, True))
     stats, counts, dq_accum = launch.buffers(x.q.device)
     stats.fill_(float("nan"))
@@ -126,7 +127,7 @@ def sink_gradient(case: Case) -> tuple[Tensor, Results]:
 
 def early(case: Case) -> dict[str, bool]:
     """Which kernels of a backward may begin before the one before them has ended."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     x = tensors(case)
     problem, inputs = _call(case, x)

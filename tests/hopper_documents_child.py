@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise import TileMask
-from tilewise.problem import Problem
+from tilewise.spec.problem import Problem
 
 
 def lists_of(
@@ -17,8 +17,8 @@ def lists_of(
     """The packed list and the counts; visited: how many tiles of 128 queries and 128 keys the mask's kernel visits of
     each tile of queries. And the tile list that it was handed."""
     from tilewise.backends.gluon.masks import KnownMask
-    from tilewise.backends.gluon.sm90.documents import DocumentSummary
-    from tilewise.backends.tile_mask import flat_mask
+    from tilewise.backends.gluon.sm90.forward.documents import DocumentSummary
+    from tilewise.backends.kernels.block_mask import flat_mask
 
     lists = torch.cat([visited[:, None], torch.full((len(visited), 3), 1 << 20)], 1).to(torch.int32)[None]
 

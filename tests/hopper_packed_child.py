@@ -11,7 +11,7 @@ from varlen_helpers import HALF, Lengths
 
 from tilewise import varlen_attention
 from tilewise.bias import RelativeBias
-from tilewise.varlen import read_packed
+from tilewise.frontend.varlen import read_packed
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
 
@@ -52,8 +52,8 @@ class Call(NamedTuple):
 
     def read(self) -> tuple[Any, Any]:
         """The problem and its inputs."""
-        from tilewise.problem import Problem
-        from tilewise.score.lengths import Lengths as Tensors
+        from tilewise.spec.problem import Problem
+        from tilewise.spec.seqlens import Lengths as Tensors
 
         qkv, options = self.tensors()
         cu_q, cu_k, *longest = self.lengths.arguments()
@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
     def forward(self) -> tuple[Any, Any]:
         """The prepared forward, and its inputs."""
-        from tilewise.backends.gluon.sm90.launch import Forward
+        from tilewise.backends.gluon.sm90.forward.launch import Forward
 
         problem, inputs = self.read()
         return Forward(problem, inputs), inputs
@@ -105,7 +105,7 @@ def tiles_of_heads(x: Call, by_keys: bool, block: int = 64) -> tuple[Tensor, Ten
     first key, tile, head) each."""
     from hopper_packed_kernel import tiles_of_heads_kernel
 
-    from tilewise.backends.gluon.packed import TileList
+    from tilewise.backends.gluon.varlen import TileList
 
     problem, inputs = x.read()
     rows = inputs.k if by_keys else inputs.q
@@ -119,7 +119,7 @@ def tiles_of_heads(x: Call, by_keys: bool, block: int = 64) -> tuple[Tensor, Ten
 def lists_of_a_backward(x: Call) -> list[tuple[Tensor, ...]]:
     """For queries, then for keys, what one kernel makes and what `TileList` makes: a list and two tensors that it
     zeroes in part."""
-    from tilewise.backends.gluon.packed import BothLists, TileList
+    from tilewise.backends.gluon.varlen import BothLists, TileList
 
     problem, inputs = x.read()
     q, k = inputs.q, inputs.k
@@ -136,7 +136,7 @@ def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
     from hopper_packed_kernel import sums_of_heads_kernel
 
     from tilewise.backends import Needs, Outputs
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     problem, inputs = x.read()
     outputs = Outputs(inputs.q, inputs.q[..., 0].float())
@@ -181,10 +181,10 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
     from helpers import poisoned_memory
 
     from tilewise.backends import Needs, Outputs
-    from tilewise.backends.gluon.packed import SeqInfo, box_of
-    from tilewise.backends.gluon.packed_values import first_column
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
     from tilewise.backends.gluon.tensors import ragged
+    from tilewise.backends.gluon.varlen import SeqInfo, box_of
+    from tilewise.backends.gluon.varlen_values import first_column
 
     problem, inputs = x.read()
     outputs = Outputs(inputs.q, inputs.q[..., 0].float())
@@ -245,7 +245,7 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
 
 def some_see_nothing(x: Call, others: dict[str, tuple[int, ...]]) -> bool:
     """What a backward says. others: offsets that are a tensor of their own; else equal ones are one tensor."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     problem, inputs = x.read()
     lengths = inputs.lengths

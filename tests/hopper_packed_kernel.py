@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.packed import listed_tile_and_head, sum_of_head
+from tilewise.backends.gluon.varlen import listed_tile_and_head, sum_of_head
 
 
 @triton.jit

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
-from tilewise.problem import Problem
-from tilewise.score.parts import Parts
-from tilewise.score.terms import Band, Far, Score
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Far, Score
 
 
 class Toeplitz(NamedTuple):
@@ -64,7 +64,8 @@ def call(x: Toeplitz, heads: int = 16) -> tuple[Problem, Inputs]:
 
 def launches(x: Toeplitz, backward: bool = False) -> None:
     from tilewise.backends.gluon import sm90
-    from tilewise.backends.gluon.sm90 import backward_launch, launch
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+    from tilewise.backends.gluon.sm90.forward import launch
 
     problem, inputs = call(x)
     assert sm90.declines(problem, "backward" if backward else "forward") is None
@@ -81,7 +82,7 @@ def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
     """Every kernel that the forward, or the backward, launches."""
     import aot_child
 
-    from tilewise.backends.gluon.sm90 import config
+    from tilewise.backends.gluon.sm90.common import config
 
     aot_child._launched.clear()
     launches(x, backward)
@@ -112,7 +113,7 @@ def drawn(M: int, N: int, causal: bool, linear: bool = False) -> tuple[Problem, 
 def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     """o and lse of the kernel that computes rows again, where all are to be, and of the CPU backend."""
     from tilewise.backends import cpu
-    from tilewise.backends.gluon.sm90.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import Forward
 
     problem, inputs = drawn(M, N, causal)
     run = Forward(problem, inputs)
@@ -125,7 +126,7 @@ def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
 
 def words_in_memory(scale: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """A vector (2, 3, 1, 700), of strides of its own, what `pairs_kernel` makes of it, (6, width, 2), a gradient."""
-    from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
+    from tilewise.backends.gluon.sm90.common.toeplitz import Pairs
 
     problem, _ = drawn(40, 40, False)
     vector = torch.randn(2, 3, 1, 2 * 700)[..., ::2]
@@ -138,7 +139,7 @@ def words_in_memory(scale: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
     """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     problem, inputs = drawn(300, 900, causal, linear)
     lse = torch.randn(2, 4, 300)
@@ -168,9 +169,11 @@ def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | Non
 
 
 def _reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | None:
-    from tilewise.backends.gluon.sm90 import backward_launch, config, launch
-    from tilewise.backends.gluon.sm90.toeplitz_tiles import Pairs
-    from tilewise.backends.gluon.sm90.vanishing import Reach
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+    from tilewise.backends.gluon.sm90.common import config
+    from tilewise.backends.gluon.sm90.common.toeplitz import Pairs
+    from tilewise.backends.gluon.sm90.common.underflow import Reach
+    from tilewise.backends.gluon.sm90.forward import launch
 
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz

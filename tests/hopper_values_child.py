@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
-from tilewise.problem import Problem
-from tilewise.score.parts import Parts
-from tilewise.score.terms import Band, Distances, Score
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Distances, Score
 
 
 class Values(NamedTuple):
@@ -66,7 +66,8 @@ def call(x: Values, heads: int = 16) -> tuple[Problem, Inputs]:
 
 def launches(x: Values, backward: bool = False) -> None:
     from tilewise.backends.gluon import sm90
-    from tilewise.backends.gluon.sm90 import backward_launch, launch
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+    from tilewise.backends.gluon.sm90.forward import launch
 
     problem, inputs = call(x)
     assert sm90.declines(problem, "backward" if backward else "forward") is None
@@ -83,7 +84,7 @@ def compile_values(x: Values, backward: bool = False) -> Any:
     """Every kernel that the forward, or the backward, launches."""
     import aot_child
 
-    from tilewise.backends.gluon.sm90 import config
+    from tilewise.backends.gluon.sm90.common import config
 
     aot_child._launched.clear()
     launches(x, backward)
@@ -92,7 +93,7 @@ def compile_values(x: Values, backward: bool = False) -> Any:
 
 def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: int = 1) -> Tensor:
     """A gradient of values, (batch, 2, M, R), that was NaN, when what the backward does not store has been zeroed."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float16)
@@ -114,7 +115,7 @@ def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: in
 def repair(M: int, N: int, lo: int, count: int, causal: bool, reverse: bool) -> tuple[Tensor, ...]:
     """o and lse of the kernel that computes rows again, where all are to be, and of the CPU backend."""
     from tilewise.backends import cpu
-    from tilewise.backends.gluon.sm90.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import Forward
 
     generator = torch.Generator().manual_seed(0)
 

@@ -149,7 +149,7 @@ class Lint:
             return Kind(stride=bool(STRIDE.fullmatch(node.attr)) or node.attr in LENGTHS)
         if isinstance(node, ast.Subscript):
             value = self.one(node.value, env)
-            # Of `ops.softmax` a tensor is a tuple, of its pointer and its strides.
+            # Of `ops.row_softmax` a tensor is a tuple, of its pointer and its strides.
             item = "softmax" in self.path and ast.unparse(node.value) == "x" and ast.unparse(node.slice) != "0"
             return Kind(stride=True) if item else value
         if isinstance(node, ast.UnaryOp):

@@ -10,8 +10,8 @@ import torch
 from helpers import Case, Results, Tensors, check, hold, run, tensors, visible
 from torch import Tensor
 
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 
 def start() -> None:
@@ -94,10 +94,10 @@ def largest_plus(n: int) -> int:
 
 
 def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple[Results, Results, Tensor]:
-    """Put ``value`` into q, k, v, bias or do: results of the triton backend, of the oracle, and who sees what."""
+    """Put ``value`` into q, k, v, bias or do: results of the triton backend, of the reference, and who sees what."""
     inputs = tensors(case)
     getattr(inputs, which)[where] = value
-    return run(case, "triton", inputs=inputs), run(case, "oracle", inputs=inputs), visible(case, inputs)
+    return run(case, "triton", inputs=inputs), run(case, "reference", inputs=inputs), visible(case, inputs)
 
 
 def summarise(case: Case, keys: int) -> tuple[Tensor, Tensor, int, int]:
@@ -106,7 +106,7 @@ def summarise(case: Case, keys: int) -> tuple[Tensor, Tensor, int, int]:
     keys: up to how many `key_summary_kernel` looks at."""
     from tilewise.backends.gluon import masks
     from tilewise.backends.gluon.masks import MaskSummary
-    from tilewise.backends.gluon.sm90.config import forward_config
+    from tilewise.backends.gluon.sm90.common.config import forward_config
 
     x = tensors(case)
     problem = _problem_of(case, x)
@@ -122,7 +122,7 @@ def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor,
     sparse: of blocks of 64 some are hidden and some visible.
     """
     from tilewise.backends.gluon.masks import MaskSummary
-    from tilewise.backends.gluon.sm90.config import backward_config
+    from tilewise.backends.gluon.sm90.common.config import backward_config
 
     x = tensors(case)
     problem = _problem_of(case, x)
@@ -267,7 +267,7 @@ def one_key_of_packed(tokens: int) -> tuple[Tensor, ...]:
 def check_sink_gradient(shape: tuple[int, ...], M: int, tile: int, between: int, first: int) -> None:
     """`SinkGradient` beside `backends.sink_gradient`; first: 0 of delta, else of -delta / 2.5."""
     from tilewise.backends import sink_gradient
-    from tilewise.backends.sinks import SinkGradient
+    from tilewise.backends.kernels.sinks import SinkGradient
 
     generator = torch.Generator().manual_seed(0)
     sink, lse, minus_delta = (torch.randn(x, generator=generator) for x in (shape, (2, 3, M), (2, 3, M)))

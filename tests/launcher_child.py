@@ -24,17 +24,18 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
     """
     from triton.runtime import driver
 
-    from tilewise.backends import Inputs, Needs, Outputs, launcher
-    from tilewise.call import read_call
-    from tilewise.problem import Problem
-    from tilewise.score.parts import DIFFERENTIABLE
-    from tilewise.score.terms import Band, Score
+    from tilewise.backends import Inputs, Needs, Outputs
+    from tilewise.backends.launch import launcher
+    from tilewise.frontend.arguments import read_call
+    from tilewise.spec.bias_components import DIFFERENTIABLE
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.score import Band, Score
 
     given: list[tuple] = []
     driver.active.utils = utilities(lambda *args: ("map", *map(str, args)))
     if backend == "hopper":
-        from tilewise.backends.gluon.sm90.backward_launch import Backward
-        from tilewise.backends.gluon.sm90.launch import Forward
+        from tilewise.backends.gluon.sm90.backward.launch import Backward
+        from tilewise.backends.gluon.sm90.forward.launch import Forward
     else:
         from tilewise.backends.triton.launch import Backward, Forward
 
@@ -93,7 +94,7 @@ def triton_launcher(source: Any, metadata: Any, launched: Callable[[tuple, tuple
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from tilewise.backends.launcher import VERSION
+    from tilewise.backends.launch.launcher import VERSION
 
     if VERSION == (3, 6):
         run = object.__new__(nvidia.CudaLauncher)
@@ -120,7 +121,7 @@ def _by_address(args: Any) -> Any:
 def wanted(kernels: Sequence[int], count: int) -> list[tuple[str, str]]:
     """For every launch of ``count`` problems of each of the soak's kernels: what it wants, and all that Triton chooses
     a kernel by. Nothing is compiled."""
-    from tilewise.backends import launcher
+    from tilewise.backends.launch import launcher
 
     found: list[tuple[str, str]] = []
 

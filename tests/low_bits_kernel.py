@@ -1,11 +1,11 @@
-"""A kernel in which `backends.low_bits` meets nothing else."""
+"""A kernel in which `kernels.rounding` meets nothing else."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilewise.backends.low_bits import low_bits, with_low_bits
+from tilewise.backends.kernels.rounding import low_bits, with_low_bits
 
 
 @triton.jit

@@ -204,7 +204,7 @@ def calls(backend: str | None) -> dict[str, Callable[[Call], Any]]:
     """Those that a backend computes, or of None, for which the plan chooses, all."""
     if backend is None:
         return OF_BACKENDS | OTHERS | OF_CPU_AND_TRITON
-    return OF_BACKENDS | (OF_CPU_AND_TRITON if backend != "oracle" else {})
+    return OF_BACKENDS | (OF_CPU_AND_TRITON if backend != "reference" else {})
 
 
 def _tensors(x: Any) -> list[Tensor]:

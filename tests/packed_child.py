@@ -51,10 +51,10 @@ def _bias(x: Packed) -> Any:
 
 def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
     """The problem on the target, inputs on the meta device, and the parts that want a gradient."""
-    from tilewise.problem import Problem
-    from tilewise.score.lengths import Lengths
-    from tilewise.score.parts import DIFFERENTIABLE
-    from tilewise.varlen import read_packed
+    from tilewise.frontend.varlen import read_packed
+    from tilewise.spec.bias_components import DIFFERENTIABLE
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.seqlens import Lengths
 
     q, k, v = (torch.empty(TOTAL, heads, x.D, dtype=x.dtype, device="meta") for heads in (H, x.Hkv, x.Hkv))
     offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32, device="meta")
@@ -75,7 +75,9 @@ def compile_hopper_packed(x: Packed, backward: bool = False) -> list[aot_child.C
     """Every kernel that the forward, or the backward, launches in the Hopper backend."""
     from tilewise.backends import Needs, Outputs, empty_output
     from tilewise.backends.gluon import sm90
-    from tilewise.backends.gluon.sm90 import backward_launch, config, launch
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+    from tilewise.backends.gluon.sm90.common import config
+    from tilewise.backends.gluon.sm90.forward import launch
 
     problem, inputs, _ = _call(x)
     assert sm90.declines(problem, "backward" if backward else "forward") is None
@@ -178,7 +180,7 @@ def clears_what_no_matrix_has() -> None:
     from helpers import poisoned_memory
 
     from tilewise import varlen_attention
-    from tilewise.backends.triton.packed_preprocess import CHUNK
+    from tilewise.backends.triton.varlen_preprocess import CHUNK
 
     chunk, cu = CHUNK.value, torch.tensor([0, 64, 128, 133])
     q, k, v = (torch.rand(133, 1, 16) for _ in range(3))
@@ -220,7 +222,7 @@ def clears_rows_that_no_sequence_has() -> None:
 
 
 def reads_rows_of_two_bytes() -> None:
-    """A bias in tiles of 64 keys, which come row after row, and its gradient, against the oracle: calls of the same
+    """A bias in tiles of 64 keys, which come row after row, and its gradient, against the reference: calls of the same
     backend would have the same fault."""
     from tilewise import varlen_attention
 
@@ -228,7 +230,7 @@ def reads_rows_of_two_bytes() -> None:
     inputs = [torch.randn(109, 1, 16, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     inputs.append(torch.randn(1, 70 * 70 + 39 * 39, dtype=torch.float16, requires_grad=True))
     found = []
-    for backend in ("triton", "oracle"):
+    for backend in ("triton", "reference"):
         q, k, v, values = inputs
         o = varlen_attention(q, k, v, cu, cu, 70, 70, bias=RaggedBias(values, pairs), backend=backend)
         found.append((o, *torch.autograd.grad(o.float().square().sum(), inputs)))

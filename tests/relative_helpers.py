@@ -150,22 +150,22 @@ def check(c: Case, terms: tuple[Term, ...], backend: str, device: str = "cpu", w
             total = total + dense(term.of(leaf, c), c.B, c.H, c.M, c.N, c.kv_heads)
         return total
 
-    def oracle(x: Tensors, leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def reference(x: Tensors, leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
         return attention(x.q, x.k, x.v, bias=whole(x, leaves), mask=x.mask, sink=x.sink, **c.terms, return_lse=True,
-                         backend="oracle")  # fmt: skip
+                         backend="reference")  # fmt: skip
 
     def plain(x: Tensors, leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
         return unfused(c, x._replace(bias=whole(x, leaves).float()))
 
     with poisoned_memory(device):
         found = _differentiate(c, x, given, ours, wanted)
-    exact, theirs = _both(c, clean, leaves, oracle, plain, wanted)
+    exact, theirs = _both(c, clean, leaves, reference, plain, wanted)
     if min(y.numel() for y in exact if y is not None) < FEW or any(
         0 < y.count_nonzero() < FEW for y in exact if y is not None
     ):  # the largest of few errors says little about their size: more of them
         for draw in range(1, 8):
             again = tensors(c, device, planted=False, draw=draw)
-            _, more = _both(c, again, made(c, terms, device, draw), oracle, plain, wanted)
+            _, more = _both(c, again, made(c, terms, device, draw), reference, plain, wanted)
             theirs = [max(a, b) for a, b in zip(theirs, more, strict=True)]
     seen = visible(c, clean._replace(bias=whole(clean, leaves).expand(c.B, c.H, c.M, c.N)))
     _hold_shapes(found, [None, None, x.q, x.k, x.v, x.bias, x.sink, *given])
@@ -197,10 +197,10 @@ def check_split(c: Case, terms: tuple[Term, ...], splits: int, device: str = "cp
         return check(c, terms, "triton", device, "")
 
 
-def _both(c, x, leaves, oracle, plain, wanted) -> tuple[list[Tensor | None], list[float]]:
+def _both(c, x, leaves, reference, plain, wanted) -> tuple[list[Tensor | None], list[float]]:
     """What is exact, and the largest error of each result of plain torch in the case's dtype."""
     doubles = Tensors(*(y.double() if y is not None and y.is_floating_point() else y for y in x))
-    exact = _differentiate(c, doubles, [y.double() for y in leaves], oracle, wanted)
+    exact = _differentiate(c, doubles, [y.double() for y in leaves], reference, wanted)
     theirs = _differentiate(c, x, leaves, plain, wanted)
     errors = []
     for a, b in zip(theirs, exact, strict=True):

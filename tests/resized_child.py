@@ -41,9 +41,11 @@ def resized_arguments(
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from tilewise import attention, call, dispatch
-    from tilewise.backends import launcher
-    from tilewise.problem import Problem
+    from tilewise import attention
+    from tilewise.backends.launch import launcher
+    from tilewise.frontend import call_cache
+    from tilewise.operator import dispatch
+    from tilewise.spec.problem import Problem
 
     class Driver(nvidia.CudaDriver):
         def __init__(self) -> None:
@@ -96,7 +98,13 @@ def resized_arguments(
         return {y.data_ptr(): name for name, y in (*zip("qkv", x, strict=True), *options.items())}
 
     def forget() -> None:
-        for prepared in (dispatch.forwards, dispatch.backwards, dispatch.structures, call.usual_calls, call.structures):
+        for prepared in (
+            dispatch.forwards,
+            dispatch.backwards,
+            dispatch.structures,
+            call_cache.usual_calls,
+            call_cache.structures,
+        ):
             prepared.clear()
 
     found, batch = [], 1 if more["single"] else 2
@@ -124,7 +132,7 @@ def resized_arguments(
             step(x, options)
         for name in ("forwards", "backwards"):  # structures stay, with what was prepared first
             getattr(dispatch, name).clear()
-        call.usual_calls.clear()
+        call_cache.usual_calls.clear()
         whole.reset_mock()
         after = [step(x, options) for x, options in made]
         # Of those that hooks see, how many the launcher in C has launched before.

@@ -77,10 +77,10 @@ def launches(
     terms: bias terms beside the case's bias, each with its gradient."""
     from tilewise.backends import Inputs, Needs, Outputs, empty_output
     from tilewise.backends.triton import launch
-    from tilewise.call import read_call
-    from tilewise.plan import make_plan
-    from tilewise.problem import Problem, irregular
-    from tilewise.score.terms import Band, Score
+    from tilewise.frontend.arguments import read_call
+    from tilewise.planner import make_plan
+    from tilewise.spec.problem import Problem, irregular
+    from tilewise.spec.score import Band, Score
 
     c = case
     torch.backends.cuda.matmul.allow_tf32 = exact

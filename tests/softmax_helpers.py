@@ -17,7 +17,7 @@ from helpers import poisoned_memory
 from torch import Tensor
 
 from tilewise import softmax
-from tilewise.ops.softmax import BiasLike, Needs
+from tilewise.ops.row_softmax import BiasLike, Needs
 
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100
@@ -153,7 +153,7 @@ def public(case: Case, t: Tensors) -> Results:
 
 def by_kernels(case: Case, t: Tensors) -> Results:
     """The Triton kernels' own two functions: in Triton's interpreter, where the tensors are on the CPU."""
-    from tilewise.ops.softmax.triton import launch
+    from tilewise.ops.row_softmax.triton import launch
 
     dim = case.dim % len(case.shape)
     p = launch.forward(t.x, case.scale, t.bias, t.mask, dim)

@@ -12,11 +12,13 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import attention, autograd, call
+from tilewise import attention
 from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, cpu
-from tilewise.ops.runtime.prepared import Prepared
-from tilewise.score.parts import Parts
-from tilewise.score.terms import Band, Score, Terms
+from tilewise.frontend import call_cache
+from tilewise.operator import autograd
+from tilewise.operator.prepared import Prepared
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.score import Band, Score, Terms
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -465,7 +467,7 @@ def test_what_a_call_leaves_behind_does_not_answer_another():
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_output_has_the_layout_of_q(heads_first, backend):
     """Data laid out (B, M, H, D) comes by a transpose and goes back by one, without a copy."""
     q, k, v = tensors()
@@ -569,7 +571,7 @@ def test_errors_after_a_usual_call():
 
 
 def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(call, "usual_calls", Prepared())
+    monkeypatch.setattr(call_cache, "usual_calls", Prepared())
     q, k, v = (x.detach() for x in tensors())
     attention(q, k, v)
     torch.use_deterministic_algorithms(True)
@@ -577,7 +579,7 @@ def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
         attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [key[-1] for key in call.usual_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
+    assert [key[-1] for key in call_cache.usual_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
 
 
 # --- nothing to compute ---

@@ -19,7 +19,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise.plan import AUTOMATIC
+from tilewise.planner import AUTOMATIC
 from tilewise_tools import cli
 from tilewise_tools.bench import __main__ as plain
 from tilewise_tools.bench import cases, operators, plot, reference, report, results, run, timing

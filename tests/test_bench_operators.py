@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.explanation import Work
+from tilewise.explanation.work import Work
 from tilewise_tools.bench import cases, operators, reference, report, results, run
 from tilewise_tools.bench.cases import Case
 from tilewise_tools.bench.operators import MatmulCase, SoftmaxCase

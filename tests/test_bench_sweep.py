@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.ops.matmul.config import hopper_config
+from tilewise.ops.gemm.config import hopper_config
 from tilewise_tools.bench import timing
 from tilewise_tools.bench.providers import providers
 from tilewise_tools.bench.results import Calibration

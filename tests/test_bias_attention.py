@@ -17,10 +17,10 @@ from tilewise.backends.cpu import tiled
 from tilewise.backends.gluon import sm90
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, relative_logits, swin_bias, t5_bias
 from tilewise.bias.canonical import dense
-from tilewise.call import read_call
-from tilewise.ops.runtime import plain
-from tilewise.score import relative
-from tilewise.score.terms import Distances, Terms
+from tilewise.frontend.arguments import read_call
+from tilewise.operator import onnx as plain
+from tilewise.spec import relative
+from tilewise.spec.score import Distances, Terms
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 M, N, D = 13, 18, 8
@@ -164,7 +164,7 @@ def coarser(dtype, other):
 @each_term
 def test_every_term(name):
     hold(TERMS[name])
-    hold(TERMS[name], causal=True, backend="oracle")
+    hold(TERMS[name], causal=True, backend="reference")
 
 
 @each_term
@@ -371,7 +371,7 @@ def test_vmap(in_dims):
         return torch.vmap(torch.func.grad(f, argnums=(0, 1)), in_dims)
 
     given = [x if dim == 0 else x[0] for x, dim in zip((q, values), in_dims, strict=True)]
-    torch.testing.assert_close(loss("cpu")(*given), loss("oracle")(*given))
+    torch.testing.assert_close(loss("cpu")(*given), loss("reference")(*given))
 
 
 @each_term
@@ -433,7 +433,7 @@ def test_beside_mask_window_sink_and_softcap():
     mask, sink, new = torch.rand(B, 1, M, N) < 0.7, torch.randn(H, requires_grad=True), Made()
     bias = TERMS["matrix, keys, query and all"](new)
     options = {"mask": mask, "sink": sink, "window": (9, 2), "softcap": 3.0, "scale": 0.7, "return_lse": True}
-    found, expected = (attention(q, k, v, bias=bias, **options, backend=backend) for backend in ("cpu", "oracle"))
+    found, expected = (attention(q, k, v, bias=bias, **options, backend=backend) for backend in ("cpu", "reference"))
     torch.testing.assert_close(found, expected)
     leaves = (q, k, v, sink, *new.leaves)
     torch.testing.assert_close(*(gradients(x, leaves, do, dlse) for x in (found, expected)), rtol=1e-4, atol=1e-5)

@@ -14,8 +14,8 @@ from torch.utils import _pytree
 import tilewise.bias
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, relative_logits, swin_bias, t5_bias
 from tilewise.bias.canonical import canonical, dense
-from tilewise.score.relative import gather
-from tilewise.score.terms import Band
+from tilewise.spec.relative import gather
+from tilewise.spec.score import Band
 
 # --- several terms ---
 

@@ -31,8 +31,8 @@ from tilewise.bias import (
     t5_buckets,
 )
 from tilewise.bias.canonical import canonical, dense
-from tilewise.score.relative import add_gradient, hidden_band, sheared, tile
-from tilewise.score.terms import Band
+from tilewise.spec.relative import add_gradient, hidden_band, sheared, tile
+from tilewise.spec.score import Band
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["ascending", "descending"])

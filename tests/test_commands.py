@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import tilewise
 from tilewise import TileMask, explain
 from tilewise.backends import cpu
-from tilewise.explanation import traffic_table
-from tilewise.score.terms import Band
+from tilewise.explanation.text import traffic_table
+from tilewise.spec.score import Band
 from tilewise_tools import cli
 from tilewise_tools.commands import arguments, doctor, patterns, spelling
 
@@ -254,7 +254,7 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ([*SHAPE, "--scale", "0"], "for --scale: must be positive and finite, got 0.0"),
         ([*SHAPE, "--scale", "half"], "for --scale: a number is needed, got 'half'"),
         ([*SHAPE, "--softcap", "nan"], "for --softcap: must be positive and finite, got nan"),
-        ([*SHAPE, "--backend", "metal"], "--backend: must be one of auto, hopper, triton, cpu, oracle, got 'metal'"),
+        ([*SHAPE, "--backend", "metal"], "--backend: must be one of auto, hopper, triton, cpu, reference, got 'metal'"),
         ([*SM_90, "--backend", "cpu"], "for --backend: 'cpu' cannot run this call"),
         ([*SM_90, "--dtype", "fp64"], "Invalid value: no backend can run this call: hopper: "),
         ([*SHAPE, "--dtype", "int8"], "--dtype: must be one of float16 (fp16), bfloat16 (bf16), float32 (fp32)"),

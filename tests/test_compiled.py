@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import tilewise
 from tilewise import attention, scaled_dot_product_attention, varlen_attention
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, t5_bias
-from tilewise.ops.runtime.operator import fake_gradients_like, gradients_like
+from tilewise.operator.custom_op import fake_gradients_like, gradients_like
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:

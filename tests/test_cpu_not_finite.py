@@ -70,8 +70,8 @@ def test_nothing_comes_from_a_row_that_sees_nothing(route, terms, planted):
 
 
 @pytest.mark.parametrize(("terms", "planted"), list(itertools.product(BLIND, PLANTED)), ids=str)
-def test_nothing_comes_from_such_a_row_in_the_oracle(terms, planted):
-    nothing_comes_from_blind_rows(terms, planted, "oracle")
+def test_nothing_comes_from_such_a_row_in_the_reference(terms, planted):
+    nothing_comes_from_blind_rows(terms, planted, "reference")
 
 
 def nothing_comes_from_blind_rows(terms, planted, backend):

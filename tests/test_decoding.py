@@ -12,9 +12,9 @@ from tilewise import explain
 from tilewise.backends import triton
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.backends.triton.config import MOST_SPLITS, best_splits, forward_config, splits
-from tilewise.plan import make_plan
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
+from tilewise.planner import make_plan
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -16,8 +16,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._device import _device_constructors
 
 import tilewise
-from tilewise import attention, bias, gather
+from tilewise import attention, bias
 from tilewise.integrations import evoformer, flash_attn
+from tilewise.topk import gather
 
 B, H, HKV, M, N, D = 2, 4, 2, 19, 23, 8
 LENGTHS = (5, 0, 18)
@@ -156,13 +157,13 @@ CALLS = {
     "dropout": attend(**DROPOUT),
     "dropout, seed drawn": attend(dropout_p=0.3),
     "dropout, bias": attend(normal(1, H, M, N), of_bias=lambda b: b, mask=SEEN, **DROPOUT),
-    "dropout, oracle": attend(backend="oracle", **DROPOUT),
-    "oracle": attend(normal(1, H, M, N), of_bias=lambda b: b, mask=SEEN, causal=True, backend="oracle"),
+    "dropout, reference": attend(backend="reference", **DROPOUT),
+    "reference": attend(normal(1, H, M, N), of_bias=lambda b: b, mask=SEEN, causal=True, backend="reference"),
     "deterministic": attend(normal(1, H, M, N), of_bias=lambda b: b, deterministic=True),
     "T5": attend(normal(32, H), of_bias=lambda t: bias.t5_bias(t, bidirectional=True)),
     "T5, dropout": attend(normal(32, H), of_bias=lambda t: bias.t5_bias(t, bidirectional=False), **DROPOUT),
     "ALiBi": attend(normal(H).abs(), of_bias=lambda s: bias.alibi(s)),
-    "ALiBi, oracle": attend(normal(H).abs(), of_bias=lambda s: bias.alibi(s), backend="oracle"),
+    "ALiBi, reference": attend(normal(H).abs(), of_bias=lambda s: bias.alibi(s), backend="reference"),
     "values": attend(RELATIVE, of_bias=lambda x: bias.RelativeBias(x, lo=-4)),
     "values, clamped": attend(RELATIVE, of_bias=lambda x: bias.RelativeBias(x, lo=-4, outside="clamp", reverse=True)),
     "values of keys": attend(
@@ -204,7 +205,7 @@ CALLS = {
         lambda q, k, v: tilewise.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), QKV,
     ),
     "varlen": packed(tilewise.varlen_attention, causal=True, window=(4, 0), **DROPOUT),
-    "varlen, oracle": packed(tilewise.varlen_attention, backend="oracle", validate=True, **DROPOUT),
+    "varlen, reference": packed(tilewise.varlen_attention, backend="reference", validate=True, **DROPOUT),
     "varlen, T5": (
         lambda q, k, v, t: tilewise.varlen_attention(
             q, k, v, CU, CU, 18, 18, bias=(bias.t5_bias(t, bidirectional=True), bias.alibi(t[0]))

@@ -21,7 +21,7 @@ NAME = re.compile(r"`(\w+(?:\.\w+)+)`")
 
 
 def names(text):
-    """`score.tiles.key_tiles` and the like: dotted, in backticks, beginning with a module of the package."""
+    """`spec.tiles.key_tiles` and the like: dotted, in backticks, beginning with a module of the package."""
     return [name for name in NAME.findall(text) if name.split(".")[0] in ROOMS]
 
 
@@ -61,13 +61,13 @@ def each_document(function):
 
 
 def test_names_are_looked_up():
-    assert exists("score.tiles.key_tiles")
-    assert exists("backends.oracle")
+    assert exists("spec.tiles.key_tiles")
+    assert exists("backends.reference")
     assert exists("backends.triton.declines")
-    assert exists("problem.Problem.flops")
+    assert exists("spec.problem.Problem.flops")
     assert exists("backends.protocol.Inputs.q")
-    assert not exists("score.tiles.tiles_of_keys")
-    assert not exists("problem.Problem.flop")
+    assert not exists("spec.tiles.tiles_of_keys")
+    assert not exists("spec.problem.Problem.flop")
     assert not exists("backends.metal.forward")
 
 

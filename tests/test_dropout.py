@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise import attention, explain
-from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.ops.runtime import plain
-from tilewise.score import dropout
-from tilewise.score.terms import Band, Score
+from tilewise.operator import onnx as plain
+from tilewise.operator.autograd import attention_op
+from tilewise.spec import dropout
+from tilewise.spec.score import Band, Score
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SMALL = Case(B=2, H=4, Hkv=2, M=37, N=70, D=16, dropout_p=0.2)
@@ -244,7 +244,7 @@ ORIGINS = [(48, 0, 0), (5, 16, 3), (32, 27, 2)]  # multiples of 16, and not
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-@pytest.mark.parametrize("backend", ["oracle", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_parts_of_a_call(backend, origin):
     check_origin(backend, dropout.Origin(*origin), False)
 
@@ -257,7 +257,7 @@ def test_parts_of_a_call_in_triton(interpreter, origin, deterministic):
 # --- the definition ---
 
 
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("terms", [{}, {"causal": True, "sink": "h"}, {"softcap": 2.0, "M": 3, "N": 129}])
 def test_by_a_dense_mask(backend, terms):
     """Plain torch in float64, by a mask that shares nothing with the library."""
@@ -323,7 +323,7 @@ def test_seeds():
     assert 0.2 < first.float().mean() < 0.3
     assert torch.equal(first, drop(dropout_seed=[7, 9 - 2**63]))  # the same 64 bits
     assert torch.equal(first, drop(dropout_seed=torch.tensor([7, 9 - 2**63])))
-    assert torch.equal(first, drop(dropout_seed=torch.tensor([[7, 0], [9 - 2**63, 0]])[:, 0], backend="oracle"))
+    assert torch.equal(first, drop(dropout_seed=torch.tensor([[7, 0], [9 - 2**63, 0]])[:, 0], backend="reference"))
     for other in ((8, 9 - 2**63), (7, 9), (7 + 2**32, 9 - 2**63), (7 + 2**63, 9 - 2**63), (9 - 2**63, 7)):
         assert not torch.equal(first, drop(dropout_seed=other))
 
@@ -340,7 +340,7 @@ def test_a_remembered_call_is_that_of_its_numbers():
         (1e-9, None),
     ):
         found, expected = (
-            attention(q, k, v, dropout_p=p, dropout_seed=seed, backend=backend) for backend in (None, "oracle")
+            attention(q, k, v, dropout_p=p, dropout_seed=seed, backend=backend) for backend in (None, "reference")
         )
         torch.testing.assert_close(found, expected)
 
@@ -352,7 +352,7 @@ def test_gradients_are_those_of_the_forward_whatever_is_drawn_between():
     torch.manual_seed(2)
     found = torch.autograd.grad(o.square().sum(), (q, k, v))
     torch.manual_seed(1)
-    expected = torch.autograd.grad(attention(q, k, v, dropout_p=0.3, backend="oracle").square().sum(), (q, k, v))
+    expected = torch.autograd.grad(attention(q, k, v, dropout_p=0.3, backend="reference").square().sum(), (q, k, v))
     torch.testing.assert_close(found, expected)
 
 
@@ -427,7 +427,7 @@ def test_vmap():
         torch.vmap(
             torch.func.grad(lambda *x, by=by: attention(*x, dropout_p=0.5, dropout_seed=(1, 2), backend=by).sum())
         )(*stacked)
-        for by in ("cpu", "oracle")
+        for by in ("cpu", "reference")
     )
     torch.testing.assert_close(found, expected)
 
@@ -437,7 +437,7 @@ def test_the_door_of_pytorch():
     torch.manual_seed(9)
     o = tilewise.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
     torch.manual_seed(9)
-    torch.testing.assert_close(o, attention(q, k, v, dropout_p=0.3, backend="oracle"))
+    torch.testing.assert_close(o, attention(q, k, v, dropout_p=0.3, backend="reference"))
     folded = tilewise.scaled_dot_product_attention(
         *(x.detach().unflatten(0, (1, 2)) for x in (q, k, v)), None, 0.3, True
     )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tilewise import attention, dynamic_mask
-from tilewise.dynamic_mask import running_smallest
-from tilewise.score.tile_tensors import tiles_of_intervals
+from tilewise.spec.block_mask import tiles_of_intervals
+from tilewise.topk.selection import running_smallest
 
 
 def sorted_by_hand(scores: Tensor, keep: int, causal: bool, M: int) -> Tensor:

@@ -16,7 +16,7 @@ ON_HOPPER = ("plain", "bias 1hmn", "bias bhmn", "bias b11n", "mask bhmn", "sink 
 
 
 @of_sizes
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_attention(empty, backend):
     check_attention(empty, torch.float32, backend=backend)
 

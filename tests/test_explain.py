@@ -12,10 +12,11 @@ from torch._subclasses import FakeTensorMode
 import tilewise
 from tilewise import explain
 from tilewise.backends import cpu
-from tilewise.explanation import DATA_SHEETS, Explanation, Limits, Work, _data_sheet, traffic_table
-from tilewise.problem import Problem
+from tilewise.explanation.text import Explanation, traffic_table
+from tilewise.explanation.work import DATA_SHEETS, Limits, Work, _data_sheet
 from tilewise.quantities import count, duration, number, percent, quantity
-from tilewise.score.terms import Band, Score
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
 
@@ -204,8 +205,8 @@ def test_words_of_a_plan_for_the_cpu():
     assert f"backend cpu: {e.tiles}" in lines
     assert any(re.match(r"  not triton: .*CUDA", line) for line in lines)
     assert explain(q, k, v, device="sm_120").problem.capability == (12, 0)
-    named = explain(q, k, v, backend="oracle")
-    assert named.plan.backend == "oracle"
+    named = explain(q, k, v, backend="reference")
+    assert named.plan.backend == "reference"
     assert "  not cpu: another backend was asked for" in str(named).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""Kept keys that are gathered: calls with a dynamic mask held to the oracle with the bool mask, by the error rule."""
+"""Gathered keys: calls with a dynamic mask held to the reference with the bool mask, by the error rule."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from helpers import Case, Tensors, hold, run, tensors
 from torch import Tensor
 
-from tilewise import TileMask, attention, dynamic_mask, explain, gather
+from tilewise import TileMask, attention, dynamic_mask, explain
 from tilewise.bias import Alibi
-from tilewise.gather.autograd import gather_rows
-from tilewise.score.terms import Band
-from tilewise.tile_mask import Kept
+from tilewise.masks.block_sparse import Kept
+from tilewise.spec.score import Band
+from tilewise.topk import gather
+from tilewise.topk.autograd import gather_rows
 
 USUAL = Case(B=2, H=4, Hkv=2, M=300, N=300, D=16)
 

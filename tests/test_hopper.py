@@ -11,9 +11,10 @@ import torch
 
 from tilewise import explain
 from tilewise.backends.gluon import sm90 as hopper
-from tilewise.plan import make_plan
-from tilewise.problem import Operand, Problem, irregular
-from tilewise.score.terms import Band, Score
+from tilewise.planner import make_plan
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem, irregular
+from tilewise.spec.score import Band, Score
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

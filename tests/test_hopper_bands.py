@@ -9,17 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.problem import Problem
-from tilewise.score import tiles
-from tilewise.score.terms import Band, Score
+from tilewise.spec import tiles
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
-from tilewise.backends.gluon.packed import SeqInfo
-from tilewise.backends.gluon.sm90 import backward_launch, backward_scheduler, config, mask_tiles
-from tilewise.backends.gluon.sm90.resized import leaves_queries_out
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward import masks as mask_tiles
+from tilewise.backends.gluon.sm90.backward import scheduler as backward_scheduler
+from tilewise.backends.gluon.sm90.backward.sizes import leaves_queries_out
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.varlen import SeqInfo
 
 
 class Tile:

@@ -9,15 +9,17 @@ import importlib.util
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem, TileOperand
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import Operand, TileOperand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, launch
-from tilewise.backends.gluon.sm90.config import backward_config, forward_config
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.common.config import backward_config, forward_config
+from tilewise.backends.gluon.sm90.forward import launch
 
 
 def of(scale, dtype, **changes):

@@ -14,10 +14,14 @@ if importlib.util.find_spec("triton") is None:
 from test_hopper import PROBLEM
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, copied_bias, dbias, launch, prepare, tiles
-from tilewise.backends.gluon.sm90.config import has_lanes
-from tilewise.memory import tensor_fits_tma
-from tilewise.problem import Operand
+from tilewise.backends.gluon.sm90 import prepare, tiles
+from tilewise.backends.gluon.sm90.backward import dbias
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.common import copied_bias
+from tilewise.backends.gluon.sm90.common.config import has_lanes
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.spec.operands import Operand
+from tilewise.spec.tma import tensor_fits_tma
 
 # As a linear layer makes a pair bias, and rows of an odd number of elements.
 HEADS_LAST = torch.randn(1, 40, 64, 8).permute(0, 3, 1, 2)

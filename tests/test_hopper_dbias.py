@@ -13,14 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem, TileOperand
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import Operand, TileOperand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce
-from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
+from tilewise.backends.gluon.sm90.backward import dbias, dbias_reduce
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward import scheduler as scheduler
+from tilewise.backends.gluon.sm90.common import config
 
 
 def problem(B, H, Hkv, axes, M=300, N=700, dtype=torch.bfloat16, **changes):

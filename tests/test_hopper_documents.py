@@ -13,11 +13,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise import TileMask
-from tilewise.backends.gluon.packed import ENTRY, LIST_HEAD, SEMAPHORE
-from tilewise.backends.gluon.sm90.documents import COUNT, as_packed
+from tilewise.backends.gluon.sm90.forward.documents import COUNT, as_packed
+from tilewise.backends.gluon.varlen import ENTRY, LIST_HEAD, SEMAPHORE
 from tilewise.backends.protocol import Inputs
-from tilewise.problem import Problem, TileOperand
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import TileOperand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 LENGTHS = (70, 3, 300, 1, 129, 128, 300, 64)  # two alike
 PADDING = (3, 5)  # of which a token sees nothing

@@ -14,7 +14,7 @@ from tilewise.layouts.nvmma import nvmma_shared_layout
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.sm90 import dq_accum
+from tilewise.backends.gluon.sm90.backward import dq as dq_accum
 
 # rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions, of strips
 TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8)]

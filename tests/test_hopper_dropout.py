@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.score import dropout
-from tilewise.score.dropout import Origin
-from tilewise.score.terms import Band, Score
+from tilewise.spec import dropout
+from tilewise.spec.dropout import Origin
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends import dropout as twins
-from tilewise.backends.gluon.sm90 import dropout as gluon_dropout
+from tilewise.backends.gluon.sm90.common import dropout as gluon_dropout
+from tilewise.backends.kernels import dropout as twins
 
 WORD, HALF = 2**32 - 1, torch.float16
 
@@ -165,7 +165,7 @@ def test_number_of_a_key():
 @pytest.mark.parametrize("origin", [Origin(), Origin(48, 16), Origin(5, 16)], ids=str)
 def test_tiles(functions, p, origin):
     from tilewise.backends.gluon.score import dropout_bounds
-    from tilewise.backends.score import Origin as Places
+    from tilewise.backends.kernels.score import Origin as Places
 
     score = Score(1.0, None, Band(), dropout=dropout.threshold(p), origin=origin)
     bounds = {name: getattr(x, "value", x) for name, x in dropout_bounds(score).items()}

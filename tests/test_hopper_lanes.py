@@ -17,8 +17,10 @@ from test_hopper_roles import Barrier, Roles
 from test_hopper_work import kernel_arguments, plain, problem
 
 from tilewise.backends.gluon.pipeline import Ring
-from tilewise.backends.gluon.sm90 import backward_lanes, config, producers
-from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
+from tilewise.backends.gluon.sm90.backward import batched as backward_lanes
+from tilewise.backends.gluon.sm90.backward import scheduler as scheduler
+from tilewise.backends.gluon.sm90.backward import warps as producers
+from tilewise.backends.gluon.sm90.common import config
 from tilewise.layouts import nvmma_shared_layout
 
 __all__ = ["plain"]  # a fixture of all tests here too

@@ -80,8 +80,8 @@ def test_a_backward_makes_both_lists_at_once(interpreter, lengths):
 def test_each_sum_is_zeroed_once_and_before(interpreter, monkeypatch, lengths, lag):
     """By the preprocess, or by work tiles that come earlier than all of a head's; and those of the head wait for all
     of them."""
-    from tilewise.backends.gluon.packed import SumOfHead
-    from tilewise.backends.gluon.sm90 import dq_accum
+    from tilewise.backends.gluon.sm90.backward import dq as dq_accum
+    from tilewise.backends.gluon.varlen import SumOfHead
 
     before, sums, sizes, c = interpreter(hopper_packed_child.sums_before, Call(lengths, causal=True), lag)
     sums, times = [SumOfHead(*row) for row in sums.tolist()], before.to(torch.int32)
@@ -203,7 +203,7 @@ def test_rows_beside_values_are_computed_again(interpreter, call):
 def test_what_a_band_hides_from_a_sequence_is_looked_for(queries, keys, terms):
     """A band counts from each sequence's last query and key: it may hide pairs of some where it hides none of the
     longest lengths taken as one sequence."""
-    from tilewise.backends.gluon.sm90.launch import hides
+    from tilewise.backends.gluon.sm90.common.traits import hides
 
     problem, _ = Call(Lengths((queries, 1), (keys, 1)), **terms).read()
     lo, hi = problem.score.band.lo, problem.score.band.hi
@@ -221,7 +221,7 @@ def test_what_a_band_hides_from_a_sequence_is_looked_for(queries, keys, terms):
 def test_programs_take_whichever_tile_is_next(bias):
     """The host does not know how many tiles there are, nor how long each is."""
     from tilewise.backends.gluon.sm90 import tiles
-    from tilewise.backends.gluon.sm90.config import forward_config
+    from tilewise.backends.gluon.sm90.common.config import forward_config
 
     problem, _ = Call(SHORT, bias=bias).read()
     assert forward_config(problem).dynamic
@@ -238,8 +238,8 @@ def test_one_key_or_query_of_each_sequence(bias, axes):
 @pytest.mark.parametrize(("heads", "total", "dim"), [(16, 32768, 128), (1, 5, 8), (3, 1 << 20, 256)])
 def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
     """A coordinate is inside exactly for rows of the sequence, and its address, modulo 2^64, is the row's."""
-    from tilewise.backends.gluon.packed import RAGGED_AXIS, box_of
     from tilewise.backends.gluon.tensors import ragged
+    from tilewise.backends.gluon.varlen import RAGGED_AXIS, box_of
 
     x = torch.empty(total, heads, dim, dtype=torch.float16, device="meta").transpose(0, 1)[None]
     box = ragged(x, 64, max(32, dim))
@@ -282,9 +282,9 @@ def test_declines(call, forward, backward):
 
 def test_a_bias_of_the_keys_is_that_of_the_sequence(monkeypatch):
     """What forward and backward read and where sums go, by their places; nothing of the sequence that follows."""
-    from tilewise.backends.gluon.packed import SeqInfo
-    from tilewise.backends.gluon.sm90 import key_bias
-    from tilewise.backends.launcher import Strided
+    from tilewise.backends.gluon.sm90.common import key_bias
+    from tilewise.backends.gluon.varlen import SeqInfo
+    from tilewise.backends.launch.launcher import Strided
 
     class Places(torch.Tensor):
         """Which stands for a pointer, and for what is loaded from there."""

@@ -13,26 +13,28 @@ import hopper_values_child
 import pytest
 import torch
 
-from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
-from tilewise.score import relative as distances_of
-from tilewise.score import tiles
-from tilewise.score.relative import Relative, gather, scatter, sheared, tile_kind
-from tilewise.score.terms import Band, Distances, Score
+from tilewise.spec import relative as distances_of
+from tilewise.spec import tiles
+from tilewise.spec.operands import PART_WORDS, Operand, PartOperands
+from tilewise.spec.problem import Problem
+from tilewise.spec.relative import Relative, gather, scatter, sheared, tile_kind
+from tilewise.spec.score import Band, Distances, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon import packed, packed_values, relative, score, tile_scheduler, values
-from tilewise.backends.gluon.sm90 import (
-    backward_kernel,
-    backward_launch,
-    backward_scheduler,
-    bias_tiles,
-    config,
-    forward_kernel,
-    launch,
-    range_tiles,
-)
+from tilewise.backends.gluon import relative, score, values
+from tilewise.backends.gluon import scheduler as tile_scheduler
+from tilewise.backends.gluon import varlen as packed
+from tilewise.backends.gluon import varlen_values as packed_values
+from tilewise.backends.gluon.sm90.backward import kernel as backward_kernel
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward import relative as range_tiles
+from tilewise.backends.gluon.sm90.backward import scheduler as backward_scheduler
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.sm90.forward import bias as bias_tiles
+from tilewise.backends.gluon.sm90.forward import kernel as forward_kernel
+from tilewise.backends.gluon.sm90.forward import launch
 
 BRAIN, FLOAT = torch.bfloat16, torch.float32
 VALUES = PART_WORDS["query"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.problem import PART_WORDS, Operand, PartOperands
-from tilewise.score.terms import Band, Distances, Score
+from tilewise.spec.operands import PART_WORDS, Operand, PartOperands
+from tilewise.spec.score import Band, Distances, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

@@ -14,9 +14,10 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.packed import SeqInfo
 from tilewise.backends.gluon.pipeline import Ring
-from tilewise.backends.gluon.sm90 import dq_accum, producers
+from tilewise.backends.gluon.sm90.backward import dq as dq_accum
+from tilewise.backends.gluon.sm90.backward import warps as producers
+from tilewise.backends.gluon.varlen import SeqInfo
 
 COMPUTES, ADDS, FETCHES = "computes", "adds", "fetches"
 

@@ -12,21 +12,23 @@ import torch
 from helpers import Case
 from room_child import room
 
-from tilewise.problem import Operand, PartOperands, Problem
-from tilewise.score.terms import Band, Distances, Score
+from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Distances, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import sm90
-from tilewise.backends.gluon.sm90 import backward_launch, launch
-from tilewise.backends.gluon.sm90.config import (
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward.dbias import reduction
+from tilewise.backends.gluon.sm90.common.config import (
     SHARED_MEMORY,
     backward_config,
     backward_width,
     forward_config,
 )
-from tilewise.backends.gluon.sm90.dbias import reduction
+from tilewise.backends.gluon.sm90.forward import launch
 from tilewise.backends.gluon.values import as_matrix
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem
-from tilewise.score import tiles
-from tilewise.score.terms import Band, Score
+from tilewise.spec import tiles
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon import tile_scheduler
-from tilewise.backends.gluon.packed import SeqInfo
-from tilewise.backends.gluon.sm90 import launch
-from tilewise.backends.gluon.sm90.config import forward_config
+from tilewise.backends.gluon import scheduler as tile_scheduler
+from tilewise.backends.gluon.sm90.common.config import forward_config
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.backends.gluon.varlen import SeqInfo
 
 CAUSAL, LEFT, WINDOW = Band(None, 0), Band(-100, None), Band(-100, 30)
 

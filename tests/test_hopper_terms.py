@@ -14,15 +14,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.problem import Operand, Problem
-from tilewise.score import reference
-from tilewise.score.terms import Band, Score
+from tilewise.spec import reference
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
-from tilewise.backends.gluon.sm90 import backward_launch, config, launch, m_subtiles, softmax, together_kernel
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward import m_subtiles
+from tilewise.backends.gluon.sm90.common import config, softmax
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.backends.gluon.sm90.forward import small_heads as together_kernel
 
 B, H, KV_HEADS, M, N = 2, 6, 2, 130, 140
 BROADCASTS = list(itertools.product((1, B), (1, KV_HEADS, H), (1, M), (1, N)))

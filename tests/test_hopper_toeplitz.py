@@ -15,25 +15,25 @@ import pytest
 import torch
 
 from tilewise.backends import Needs, Outputs
-from tilewise.problem import Operand, PartOperands, Problem
-from tilewise.score import tiles
-from tilewise.score.terms import Band, Far, Score
+from tilewise.spec import tiles
+from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Far, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon import score, tile_scheduler
+from tilewise.backends.gluon import scheduler as tile_scheduler
+from tilewise.backends.gluon import score
 from tilewise.backends.gluon import sm90 as hopper
-from tilewise.backends.gluon.sm90 import (
-    backward_launch,
-    backward_scheduler,
-    config,
-    forward_kernel,
-    launch,
-    mask_tiles,
-    toeplitz_gradient,
-    toeplitz_tiles,
-)
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward import masks as mask_tiles
+from tilewise.backends.gluon.sm90.backward import scheduler as backward_scheduler
+from tilewise.backends.gluon.sm90.backward import toeplitz as toeplitz_gradient
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.sm90.common import toeplitz as toeplitz_tiles
+from tilewise.backends.gluon.sm90.forward import kernel as forward_kernel
+from tilewise.backends.gluon.sm90.forward import launch
 
 BRAIN, FLOAT = torch.bfloat16, torch.float32
 

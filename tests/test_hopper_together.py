@@ -17,14 +17,16 @@ from aot_child import compile_hopper_case
 from aot_compilers import hold_hopper
 from helpers import Case
 
-from tilewise.problem import Operand, Problem
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.sm90 import key_mask, together_kernel
-from tilewise.backends.gluon.sm90.config import SHARED_MEMORY, comes_together, forward_config
+from tilewise.backends.gluon.sm90.common import key_mask
+from tilewise.backends.gluon.sm90.common.config import SHARED_MEMORY, comes_together, forward_config
+from tilewise.backends.gluon.sm90.forward import small_heads as together_kernel
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 PAIR = Case(B=256, H=4, M=256, N=256, D=32, bias="1hmn", dtype=BRAIN)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.score.relative import sheared
-from tilewise.score.terms import Distances
+from tilewise.spec.relative import sheared
+from tilewise.spec.score import Distances
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

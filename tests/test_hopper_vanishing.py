@@ -14,19 +14,22 @@ import pytest
 import torch
 
 from tilewise.backends import Inputs
-from tilewise.problem import Operand, PartOperands, Problem
-from tilewise.score import tiles
-from tilewise.score.parts import Parts
-from tilewise.score.terms import Band, Far, Score
+from tilewise.spec import tiles
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Far, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from test_hopper_toeplitz import backward_arguments, forward_arguments
 
+from tilewise.backends.gluon import scheduler as tile_scheduler
 from tilewise.backends.gluon import sm90 as hopper
-from tilewise.backends.gluon import tile_scheduler, toeplitz
-from tilewise.backends.gluon.sm90 import backward_scheduler, config
+from tilewise.backends.gluon import toeplitz
+from tilewise.backends.gluon.sm90.backward import scheduler as backward_scheduler
+from tilewise.backends.gluon.sm90.common import config
 
 HALF, FLOAT = torch.float16, torch.float32
 UNKNOWN = 1 << 29

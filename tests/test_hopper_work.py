@@ -12,16 +12,21 @@ import pytest
 import torch
 from pairwise import pairwise
 
-from tilewise.problem import Operand, Problem
-from tilewise.score import tiles
-from tilewise.score.terms import Band, Score
+from tilewise.spec import tiles
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon import score
-from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, dbias_reduce, dq_accum, producers
-from tilewise.backends.gluon.sm90 import backward_scheduler as scheduler
+from tilewise.backends.gluon.sm90.backward import dbias, dbias_reduce
+from tilewise.backends.gluon.sm90.backward import dq as dq_accum
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.backward import scheduler as scheduler
+from tilewise.backends.gluon.sm90.backward import warps as producers
+from tilewise.backends.gluon.sm90.common import config
 
 
 @pytest.fixture(autouse=True)

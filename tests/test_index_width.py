@@ -29,30 +29,30 @@ JUSTIFIED = {
         )
     },
     "backends/triton/relative.py: _give_diagonals": {"distance * x.stride3": OURS},
-    "backends/triton/forward_kernel.py: forward_kernel": {"sizes.queries * sizes.group": "rows that are packed, few"},
-    "ops/matmul/triton_kernel.py: _offsets": {"(x.to(tl.int64) if k.WIDE else x) * stride": NARROW},
-    "ops/softmax/triton/rows.py: elements": {"cols[None, :] * x[1]": NARROW},
-    "ops/windows/forward.py: load_rows": {
+    "backends/triton/forward.py: forward_kernel": {"sizes.queries * sizes.group": "rows that are packed, few"},
+    "ops/gemm/triton_kernel.py: _offsets": {"(x.to(tl.int64) if k.WIDE else x) * stride": NARROW},
+    "ops/row_softmax/triton/rows.py: elements": {"cols[None, :] * x[1]": NARROW},
+    "windows/forward.py: load_rows": {
         "_wide(rows, c)[:, None] * x.stride2": NARROW, "_wide(d, c)[None, :] * x.stride3": NARROW,
     },
-    "ops/windows/forward.py: store_rows": {
+    "windows/forward.py: store_rows": {
         "_wide(rows, c)[:, None] * x.stride2": NARROW, "_wide(d, c)[None, :] * x.stride3": NARROW,
     },
-    "ops/windows/forward.py: bias_place": {
+    "windows/forward.py: bias_place": {
         "_wide(rows, c) * bias.stride2": NARROW, "_wide(places, c) * bias.stride3": NARROW,
     },
-    "backends/vectors.py: table_vector_kernel": {"row * table.stride2": "rows come as int64"},
-    "backends/vectors.py: table_gradient_kernel": {"place * gradient.stride3": OURS},
-    "backends/vectors.py: slopes_gradient_kernel": {"place * gradient.stride3": OURS},
-    "backends/gluon/sm90/sparse_sum.py: sparse_sum_kernel": {
+    "backends/kernels/vectors.py: table_vector_kernel": {"row * table.stride2": "rows come as int64"},
+    "backends/kernels/vectors.py: table_gradient_kernel": {"place * gradient.stride3": OURS},
+    "backends/kernels/vectors.py: slopes_gradient_kernel": {"place * gradient.stride3": OURS},
+    "backends/gluon/sm90/backward/sparse_sum.py: sparse_sum_kernel": {
         "col[None, :] * total.stride3": OURS,
         "col[None, :] * dbias.stride3": "TMA reads the bias, or a copy, whose columns are neighbours, and so dBias's",
     },
-    "backends/gluon/sm90/backward_lanes.py: add_pieces": {"PIECE_ROWS * stride": "sixteen rows of a sum of ours"},
-    "backends/gluon/sm90/dq_accum.py: finish_heads": {
+    "backends/gluon/sm90/backward/batched.py: add_pieces": {"PIECE_ROWS * stride": "sixteen rows of a sum of ours"},
+    "backends/gluon/sm90/backward/dq.py: finish_heads": {
         "lane * (dq.stride0 // 8 * 8)": "lane is 2 at most, of 32 batch elements or more: dQ would take 64 GB",
     },
-    "backends/gluon/sm90/softmax.py: rescaled": {"parts * alpha": "numbers, no offsets"},
+    "backends/gluon/sm90/common/softmax.py: rescaled": {"parts * alpha": "numbers, no offsets"},
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise import TileMask
-from tilewise.backends.kept_lists import KeptLists
+from tilewise.backends.kernels.tile_lists import KeptLists
 
 PROBLEM = SimpleNamespace(
     batch=1, heads=2, kv_heads=1, queries=128, keys=128, head_dim=64, value_dim=64, dtype=torch.bfloat16

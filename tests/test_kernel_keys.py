@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import pytest
 
-import tilewise.autograd  # the operators, which some of what follows asks for
 import tilewise.backends
+import tilewise.operator.autograd  # the operators, which some of what follows asks for
 import tilewise.ops
 
 if importlib.util.find_spec("triton") is None:

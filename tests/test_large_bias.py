@@ -41,7 +41,7 @@ def check_one_key(backend):
     assert dbias.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_one_key(backend):
     check_one_key(backend)
 

@@ -44,7 +44,7 @@ class Kernel:
 @pytest.fixture
 def launch(monkeypatch):
     """A `Launch` of three tensors, by strides, by pointer and absent, and its kernel."""
-    from tilewise.backends import launcher
+    from tilewise.backends.launch import launcher
 
     monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
     monkeypatch.setattr(launcher, "knows_launcher", lambda compiled: False)
@@ -239,7 +239,7 @@ class Box:
 def test_strides_along_an_axis_of_size_1(strides, rows, box):
     """Those that TMA can step by, and that Triton takes for 0's like, stay, so that launches for other sizes may take
     all as they are. Else by pointer 0, by TMA a row; of such launches too."""
-    from tilewise.backends.kernel_arguments import gives, placed, row_strides, strided, strided_rows
+    from tilewise.backends.launch.arguments import gives, placed, row_strides, strided, strided_rows
 
     x = torch.empty_strided((1, 3, 5, 8), strides, dtype=torch.bfloat16, device="meta")
     assert strided(x)[1:] == (0, *strides[1:])
@@ -268,7 +268,7 @@ def test_launchers_that_are_known(monkeypatch, version, more, known):
     """Those of the versions that a plain install may bring; no launch that takes more than the kernel's arguments."""
     from triton.backends.nvidia.driver import CudaDriver
 
-    from tilewise.backends import short_launch
+    from tilewise.backends.launch import short_launch
 
     monkeypatch.setattr(short_launch, "VERSION", version)
     monkeypatch.setattr(short_launch, "driver", SimpleNamespace(active=object.__new__(CudaDriver)))
@@ -290,7 +290,7 @@ class Driver:
 def short(monkeypatch, request):
     """``(a function that makes a Short, what the launcher in C gets)``, the same in either form: how many programs
     first, then two numbers, the stream, the kernel, eight more, and the kernel's arguments."""
-    from tilewise.backends import short_launch
+    from tilewise.backends.launch import short_launch
 
     given = []
 
@@ -319,7 +319,7 @@ def short(monkeypatch, request):
 
 def test_the_short_way_declines_another_alignment(short):
     """Of tensors by strides and by pointer that the kernel was compiled for, not of others."""
-    from tilewise.backends.launcher import POINTER, strided
+    from tilewise.backends.launch.launcher import POINTER, strided
 
     make, given = short
     run = make((strided(at(0)), POINTER, POINTER), (7,), (15, 15, 0))
@@ -335,7 +335,7 @@ def test_the_short_way_declines_another_alignment(short):
 
 def test_who_launches_a_resized_launch(short):
     """The launcher in C; a `Launch` where somebody looks on, and for another alignment."""
-    from tilewise.backends.launcher import POINTER, Varied
+    from tilewise.backends.launch.launcher import POINTER, Varied
 
     make, given = short
     watched, others = [False], []
@@ -356,7 +356,7 @@ def test_who_launches_a_resized_launch(short):
 
 def test_descriptors_are_kept_by_address(short):
     """As many as there is room for; then they begin anew, and a launch is laid out as before."""
-    from tilewise.backends.short_launch import _ADDRESSES
+    from tilewise.backends.launch.short_launch import _ADDRESSES
 
     make, given = short
     layout = SimpleNamespace(shape=[2, 3, 4, 8], strides=[96, 32, 8, 1], block_shape=[1, 1, 4, 8], padding="zero")

@@ -1,11 +1,13 @@
-"""The shape of the house: which module may import which, what importing tilewise costs, how long a module may be."""
+"""Which module may import which, what importing tilewise costs, how long a module may be."""
 
 import ast
 import inspect
 import os
+import random
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_args
 
@@ -13,187 +15,42 @@ import pytest
 
 import tilewise
 from tilewise.backends.protocol import Backend, Pass
-from tilewise.plan import BACKENDS, backend_module
+from tilewise.planner import BACKENDS, backend_module
 
 PACKAGE = Path(tilewise.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# What each room may import of tilewise; a room's own modules are always allowed. A room that is not listed (the
-# doors: sdpa, integrations, cli, demo, ...) may import anything below, and no listed room may import it.
-PROTOCOL = {"tilewise.backends", "tilewise.backends.protocol"}
-BACKEND = {*PROTOCOL, "tilewise.memory", "tilewise.problem", "tilewise.score", "tilewise.quantities"}
-READING = {"tilewise.autocast", "tilewise.keywords", "tilewise.tensors"}  # what the doors read arguments with
-# What backends and operators import, and is none itself.
-SHARED = {
-    f"tilewise.backends.{name}"
-    for name in (
-        "dropout",
-        "kept_keys",
-        "kept_lists",
-        "kernel_arguments",
-        "launcher",
-        "low_bits",
-        "products",
-        "score",
-        "sequences",
-        "short_launch",
-        "sinks",
-        "tile_mask",
-        "vectors",
-    )
+# Packages from the ground up: a module imports its own package, and packages of lower floors. A module of no listed
+# package has the floor of the innermost one that it is in.
+FLOORS = [
+    {"spec", "quantities", "layouts"},
+    {"backends"},
+    {"planner", "backends.launch"},
+    {"backends.kernels", "backends.sequences", "operator"},
+    {"backends.reference", "backends.cpu", "backends.triton", "backends.gluon"},
+    {"backends.gluon.sm90.common"},
+    {"backends.gluon.sm90.forward"},
+    {"backends.gluon.sm90.backward"},
+    {"backends.gluon.sm90", "bias"},
+    {"masks", "merge"},
+    {"frontend"},
+    {"topk", "varlen"},
+    {"distributed", "explanation"},
+    {"api", "ops.gemm", "ops.row_softmax", "windows"},
+    {"scaled_dot_product", "distributed.triangle"},
+    {"integrations"},
+    {"", "__main__"},
+]
+FLOOR = {f"tilewise.{name}".rstrip("."): n for n, names in enumerate(FLOORS) for name in names}
+# Backends are loaded by their names in the planner; what may import one by itself, but for its own modules.
+BACKENDS_OF = {
+    "tilewise.backends.reference": set(),
+    "tilewise.backends.cpu": set(),
+    "tilewise.backends.triton": set(),
+    "tilewise.backends.gluon": {"tilewise.ops.gemm"},
 }
-TRITON_BACKEND = {*SHARED, *BACKEND}
-ROOMS = {
-    "tilewise.autocast": set(),
-    "tilewise.keywords": set(),
-    "tilewise.memory": set(),
-    "tilewise.tensors": set(),
-    "tilewise.score": set(),
-    "tilewise.layouts": set(),
-    "tilewise.quantities": set(),
-    "tilewise.dynamic_mask": {
-        "tilewise.backends",
-        "tilewise.backends.kept_keys",
-        "tilewise.ops.runtime",
-        "tilewise.score",
-        "tilewise.tensors",
-        "tilewise.tile_mask",
-    },
-    "tilewise.tile_mask": {
-        "tilewise.backends",
-        "tilewise.backends.kept_keys",
-        "tilewise.ops.runtime",
-        "tilewise.score",
-        "tilewise.tensors",
-    },
-    "tilewise.problem": {"tilewise.memory", "tilewise.score"},
-    "tilewise.bias": {
-        "tilewise.backends",
-        "tilewise.backends.vectors",
-        "tilewise.ops.runtime",
-        "tilewise.problem",
-        "tilewise.score",
-        "tilewise.tensors",
-    },
-    "tilewise.backends": {"tilewise.backends.protocol", "tilewise.problem", "tilewise.score"},
-    "tilewise.backends.protocol": {"tilewise.problem", "tilewise.score"},
-    "tilewise.backends.oracle": {"tilewise.backends.sequences", *BACKEND},
-    "tilewise.backends.cpu": {"tilewise.backends.sequences", *BACKEND},
-    "tilewise.backends.dropout": set(),
-    "tilewise.backends.kept_keys": {"tilewise.backends", "tilewise.backends.launcher", "tilewise.score"},
-    "tilewise.backends.kept_lists": {"tilewise.backends.tile_mask", "tilewise.problem", "tilewise.score"},
-    "tilewise.backends.kernel_arguments": set(),
-    "tilewise.backends.launcher": {"tilewise.backends.kernel_arguments", "tilewise.backends.short_launch"},
-    "tilewise.backends.low_bits": {"tilewise.score"},
-    "tilewise.backends.products": set(),
-    "tilewise.backends.score": {"tilewise.score"},
-    "tilewise.backends.sequences": BACKEND,
-    "tilewise.backends.short_launch": {"tilewise.backends.kernel_arguments"},
-    "tilewise.backends.sinks": {"tilewise.backends.launcher"},
-    "tilewise.backends.tile_mask": {"tilewise.backends.launcher", "tilewise.problem", "tilewise.score"},
-    "tilewise.backends.vectors": {"tilewise.backends", "tilewise.backends.launcher"},
-    "tilewise.backends.gluon": TRITON_BACKEND,  # what Gluon kernels of any architecture share
-    "tilewise.backends.gluon.sm90": {"tilewise.backends.gluon", *TRITON_BACKEND},
-    "tilewise.backends.triton": TRITON_BACKEND,
-    "tilewise.merge": {"tilewise.problem", "tilewise.tensors"},
-    "tilewise.plan": {"tilewise.backends.protocol", "tilewise.problem"},
-    "tilewise.ops": set(),
-    "tilewise.ops.runtime": {"tilewise.score", "tilewise.tensors"},  # PyTorch alone is needed for what it asks
-    "tilewise.ops.matmul": {
-        "tilewise.ops.runtime",
-        "tilewise.backends",
-        "tilewise.backends.gluon",
-        "tilewise.backends.gluon.sm90",
-        "tilewise.memory",
-        "tilewise.quantities",
-        "tilewise.tensors",
-        *SHARED,
-    },
-    "tilewise.ops.softmax": {"tilewise.ops.runtime", "tilewise.quantities", "tilewise.tensors"},
-    "tilewise.ops.windows": {"tilewise.ops.runtime", "tilewise.backends", *SHARED},
-    "tilewise.structure": BACKEND,
-    "tilewise.dispatch": {"tilewise.ops.runtime", "tilewise.plan", "tilewise.structure", *BACKEND},
-    "tilewise.autograd": {"tilewise.dispatch", "tilewise.ops.runtime", "tilewise.backends", "tilewise.score"},
-    "tilewise.call": {
-        "tilewise.bias",
-        "tilewise.autograd",
-        "tilewise.dispatch",
-        "tilewise.ops.runtime",
-        "tilewise.plan",
-        "tilewise.structure",
-        "tilewise.tile_mask",
-        *READING,
-        *BACKEND,
-    },
-    "tilewise.varlen": {
-        "tilewise.autograd",
-        "tilewise.backends",
-        "tilewise.bias",
-        "tilewise.call",
-        "tilewise.plan",
-        "tilewise.problem",
-        "tilewise.score",
-        "tilewise.tile_mask",
-        *READING,
-    },
-    "tilewise.leading": {
-        "tilewise.backends",
-        "tilewise.bias",
-        "tilewise.call",
-        "tilewise.problem",
-        "tilewise.tensors",
-        "tilewise.tile_mask",
-    },
-    "tilewise.gather": {
-        "tilewise.autograd",
-        "tilewise.backends",
-        "tilewise.backends.kept_keys",
-        "tilewise.call",
-        "tilewise.ops.runtime",
-        "tilewise.problem",
-        "tilewise.score",
-        "tilewise.tensors",
-        "tilewise.tile_mask",
-    },
-    "tilewise.jagged": {"tilewise.problem", "tilewise.score", "tilewise.tensors", "tilewise.varlen"},
-    "tilewise.distributed": {  # above call, beside api
-        "tilewise.autograd",
-        "tilewise.bias",
-        "tilewise.call",
-        "tilewise.dispatch",
-        "tilewise.distributed.triangle",
-        "tilewise.merge",
-        "tilewise.ops.runtime",
-        "tilewise.plan",
-        "tilewise.tile_mask",
-        "tilewise.varlen",
-        *READING,
-        *BACKEND,
-    },
-    "tilewise.distributed.triangle": {"tilewise.api", "tilewise.distributed", "tilewise.problem", *READING},
-    "tilewise.api": {
-        "tilewise.distributed",  # of DTensors whose sequence is split; imported for these alone
-        "tilewise.autograd",
-        "tilewise.backends",
-        "tilewise.call",
-        "tilewise.gather",
-        "tilewise.jagged",
-        "tilewise.leading",
-        "tilewise.ops.runtime",
-        "tilewise.problem",
-        "tilewise.tile_mask",
-        *READING,
-    },
-}
-TRITON_ROOMS = {
-    *SHARED,
-    "tilewise.backends.gluon",
-    "tilewise.backends.triton",
-    "tilewise.ops.matmul",
-    "tilewise.ops.softmax",
-    "tilewise.ops.windows",
-}
+TRITON = {"tilewise.backends", "tilewise.ops", "tilewise.topk", "tilewise.windows"}
 
 
 def name_of(path):
@@ -218,35 +75,45 @@ def imports(tree):
                 yield inner if inner in MODULES else node.module if node.module != "tilewise" else inner
 
 
-def inside(module, room):
-    return module == room or module.startswith(room + ".")
+def inside(module, package):
+    return module == package or module.startswith(package + ".")
 
 
-def room_of(module):
-    """The innermost listed room that the module is in, or None."""
-    rooms = [room for room in ROOMS if inside(module, room)]
-    return max(rooms, key=len, default=None)
+def package_of(module):
+    """The innermost listed package that the module is in."""
+    return max((package for package in FLOOR if inside(module, package)), key=len)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) is not None])
-def test_arrows_run_one_way(module):
-    room = room_of(module)
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    package = package_of(module)
     for imported in imports(MODULES[module]):
-        if inside(imported, "tilewise") and room_of(imported) != room:
-            assert room_of(imported) in ROOMS[room], f"{module} imports {imported}"
+        own = inside(imported, module)  # a package hands on the public names of its modules
+        if inside(imported, "tilewise") and package_of(imported) != package and not own:
+            assert FLOOR[package_of(imported)] < FLOOR[package], f"{module} imports {imported}"
 
 
-def test_every_backend_has_a_room():
-    """And imports no other; that kernels in Gluon have one room in common is no backend's own."""
-    rooms = {room_of(name) for name in MODULES if name.startswith("tilewise.backends.")}
-    assert rooms == {room for room in ROOMS if room.startswith("tilewise.backends.")}
-    backends = {backend_module(name).__name__ for name in BACKENDS}
-    assert backends == rooms - SHARED - {"tilewise.backends.gluon", "tilewise.backends.protocol"}
-    for backend in backends:
-        for name in MODULES:
-            if inside(name, backend):
-                found = [i for i in imports(MODULES[name]) if room_of(i) in backends - {backend}]
-                assert not found, f"{name} imports {found}"
+def loaded_with(module):
+    """The modules that importing it imports before its own definitions are there."""
+    found = set(imports(ast.Module([x for x in MODULES[module].body if isinstance(x, ast.Import | ast.ImportFrom)])))
+    return found & MODULES.keys() - {module}
+
+
+def test_no_circle_of_imports():
+    graph = TopologicalSorter({module: loaded_with(module) for module in MODULES})
+    graph.prepare()  # raises with the circle
+
+
+def test_every_listed_package_exists():
+    assert set(FLOOR) <= {*MODULES, "tilewise.ops"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS_OF)
+def test_backends_are_loaded_by_name(backend):
+    """And import no other."""
+    for name in MODULES:
+        if not inside(name, backend) and not any(inside(name, x) for x in BACKENDS_OF[backend]):
+            assert not [i for i in imports(MODULES[name]) if inside(i, backend)], name
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -263,7 +130,7 @@ def test_a_backend_has_what_the_protocol_says(name):
 @pytest.mark.parametrize("module", MODULES)
 def test_only_its_backend_imports_triton(module):
     names = [name for name in imports(MODULES[module]) if inside(name, "triton")]
-    assert not names or any(inside(module, room) for room in TRITON_ROOMS)
+    assert not names or (any(inside(module, x) for x in TRITON) and not inside(module, "tilewise.backends.cpu"))
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if inside(name, "tilewise.layouts")])
@@ -271,31 +138,15 @@ def test_layouts_import_no_torch(module):
     assert not [name for name in imports(MODULES[module]) if name.split(".")[0] in ("torch", "triton", "numpy")]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) is not None])
+@pytest.mark.parametrize("module", [x for x in MODULES if not inside(x, "tilewise.integrations")])
 def test_only_the_runtime_and_autograd_know_torch_autograd(module):
     """And of these one module alone registers operators."""
     tree = MODULES[module]
     dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | set(imports(tree))
-    if module != "tilewise.ops.runtime.operator":
+    if module != "tilewise.operator.custom_op":
         assert not [name for name in dotted if name.startswith("torch.library")]
-    if module.split(".")[-1] != "autograd" and room_of(module) != "tilewise.ops.runtime":
+    if module.split(".")[-1] != "autograd" and package_of(module) not in ("tilewise.operator", "tilewise.windows"):
         assert not [name for name in dotted if name.startswith("torch.autograd")]
-
-
-@pytest.mark.parametrize(
-    "path", [*SOURCES, *(REPOSITORY / "tests").rglob("*.py")], ids=lambda path: str(path.relative_to(REPOSITORY))
-)
-def test_no_module_over_600_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_no_function_with_twenty_parameters(module):
-    for node in ast.walk(MODULES[module]):
-        if isinstance(node, ast.FunctionDef):
-            arguments = node.args
-            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
-            assert count < 20, f"{module}.{node.name} has {count} parameters"
 
 
 def child(code):
@@ -351,6 +202,20 @@ def test_dir_has_public_names_alone():
 @pytest.mark.parametrize("name", ["bias", "distributed", "integrations", "layouts"])
 def test_packages_are_resolved(name):
     assert child(f"import tilewise; print(tilewise.{name}.__name__)") == [f"tilewise.{name}"]
+
+
+def test_no_module_hides_a_public_name():
+    """Python sets an imported module as an attribute of its package: all are imported first, in a random order."""
+    names = [x for x in MODULES if x != "tilewise.__main__" and not inside(x, "tilewise.integrations.transformers")]
+    random.shuffle(names)
+    assert {x.rpartition(".")[2] for x in names if x.count(".") == 1}.isdisjoint(tilewise.__all__)
+    kinds = child(f"""
+import importlib, tilewise
+for name in {names}:
+    importlib.import_module(name)
+print(*{{type(getattr(tilewise, name)).__name__ for name in tilewise.__all__}})
+""")
+    assert set(kinds) == {"function", "type"}, names
 
 
 def test_an_unknown_name_is_an_attribute_error():

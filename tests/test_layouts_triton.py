@@ -17,8 +17,7 @@ import pytest
 import torch
 import wgmma_proof
 
-from tilewise import problem
-from tilewise.backends.gluon.sm90 import config as hopper_config
+from tilewise.backends.gluon.sm90.common import config as hopper_config
 from tilewise.layouts import (
     LayoutError,
     LinearLayout,
@@ -28,7 +27,8 @@ from tilewise.layouts import (
     default_swizzle,
     nvmma_shared_layout,
 )
-from tilewise.score.terms import Band, Score
+from tilewise.spec import problem
+from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

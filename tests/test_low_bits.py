@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewise import TileMask, attention, explain, merge_attention, varlen_attention
 from tilewise.backends import Inputs
-from tilewise.score.low_bits import low_bits, with_low_bits
-from tilewise.score.terms import Band, Score, Terms
+from tilewise.spec.rounding import low_bits, with_low_bits
+from tilewise.spec.score import Band, Score, Terms
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 ONE = Case(B=2, H=4, Hkv=2, M=37, N=37, D=16, dtype=HALF, window=(0, 0), dropout_p=0.9, lse=False)

@@ -94,7 +94,7 @@ def inputs_of(case, dtype):
 
 
 @each_case
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, FLOAT], ids=str)
 def test_error_rule(backend, dtype, case):
     inputs, scale = inputs_of(case, dtype)
@@ -148,8 +148,8 @@ DENSE = {
 }
 PACKED = {
     "varlen_attention": lambda q, k, v, bias: whole(varlen_attention(*map(end_to_end, (q, k, v)), *LENGTHS, bias=bias)),
-    "its oracle": lambda q, k, v, bias: whole(
-        varlen_attention(*map(end_to_end, (q, k, v)), *LENGTHS, bias=bias, backend="oracle")
+    "its reference": lambda q, k, v, bias: whole(
+        varlen_attention(*map(end_to_end, (q, k, v)), *LENGTHS, bias=bias, backend="reference")
     ),
     "varlen_attn": lambda q, k, v, bias: whole(varlen_attn(*map(end_to_end, (q, k, v)), *LENGTHS, bias=bias)),
     "flash_attn": lambda q, k, v, bias: whole(flash_attn_varlen_func(*map(end_to_end, (q, k, v)), *LENGTHS, bias=bias)),
@@ -205,7 +205,7 @@ def test_what_is_hidden_may_be_anything():
     hidden = torch.zeros(N, dtype=torch.bool)
     hidden[-5:] = True
     clean = None
-    for backend in ("cpu", "oracle"):
+    for backend in ("cpu", "reference"):
         for planted in (0.0, 65504.0, torch.inf, torch.nan):
             w[:, :, -5:] = planted
             masked = {"mask": ~hidden[None], "scale": 0.3, "backend": backend}

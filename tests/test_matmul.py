@@ -1,4 +1,4 @@
-"""tilewise.matmul on the CPU and as PyTorch sees it: oracle, gradients, opcheck, torch.compile, error messages."""
+"""tilewise.matmul on the CPU and as PyTorch sees it: reference, gradients, opcheck, torch.compile, error messages."""
 
 import itertools
 import math
@@ -11,13 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import causal_upper_left
 
 from tilewise import matmul
-from tilewise.ops.matmul import problem
-from tilewise.ops.matmul import run as running
-from tilewise.ops.matmul.config import HopperConfig
-from tilewise.ops.matmul.explanation import explain
-from tilewise.ops.matmul.plan import choose
-from tilewise.ops.matmul.run import run
-from tilewise.ops.runtime.prepared import Prepared
+from tilewise.operator.prepared import Prepared
+from tilewise.ops.gemm import problem
+from tilewise.ops.gemm import run as running
+from tilewise.ops.gemm.config import HopperConfig
+from tilewise.ops.gemm.explanation import explain
+from tilewise.ops.gemm.plan import choose
+from tilewise.ops.gemm.run import run
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BATCHES = [
@@ -108,7 +108,7 @@ def test_gradcheck(a, b, c):
 @pytest.mark.parametrize("grads", ["a", "b", "c", "ab", "bc", ""])
 def test_gradients_on_demand(grads, monkeypatch):
     """No product is computed for a gradient that nobody asks for."""
-    from tilewise.ops.matmul import autograd
+    from tilewise.ops.gemm import autograd
 
     calls = []
     monkeypatch.setattr(autograd, "run", lambda *args: calls.append(args) or run(*args))
@@ -382,7 +382,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
     monkeypatch.setattr(running, "_prepare", lambda a, b, *rest: ((a.shape[0], b.shape[1]), filled))
     matmul(a, b, c=c, backend="triton")
     with monkeypatch.context() as patch:
-        patch.setattr("tilewise.ops.matmul.api.check_arguments", None)
+        patch.setattr("tilewise.ops.gemm.api.check_arguments", None)
         assert (matmul(a + 1, b, c=c, backend="triton") == 7.0).all()
         for x in (a, b, c):
             x.requires_grad_()

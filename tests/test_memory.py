@@ -19,7 +19,7 @@ import tilewise
 from tilewise import TileMask, attention
 from tilewise.bias import alibi, t5_bias
 
-WITH_BACKENDS = [(backend, name) for backend in ("cpu", "oracle") for name in memory_helpers.calls(backend)]
+WITH_BACKENDS = [(backend, name) for backend in ("cpu", "reference") for name in memory_helpers.calls(backend)]
 WITH_BACKENDS += [(None, name) for name in memory_helpers.OTHERS]
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -133,7 +133,7 @@ def test_threads_get_what_one_gets(often):
 
     calls = {
         "attention": lambda *x: attention(*x, causal=True),
-        "oracle": lambda *x: attention(*x, causal=True, backend="oracle"),
+        "reference": lambda *x: attention(*x, causal=True, backend="reference"),
         "t5": lambda *x: attention(*x, bias=t5_bias(table, True, 40)),
         "alibi": lambda *x: attention(*x, bias=alibi(slopes)),
         "tiles": lambda *x: attention(*x, mask=masks[x[0].shape[2]]),
@@ -165,7 +165,7 @@ def test_threads_get_what_one_gets(often):
 @without_triton
 def test_launches_of_threads_have_numbers_of_their_own(monkeypatch):
     """By which compiled kernels are looked up."""
-    from tilewise.backends import launcher
+    from tilewise.backends.launch import launcher
 
     met = threading.Barrier(2)
 
@@ -186,7 +186,7 @@ def test_launches_of_threads_have_numbers_of_their_own(monkeypatch):
 @without_triton
 def test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses(monkeypatch):
     """One that was compiled for multiples of 16 bytes must not read others."""
-    from tilewise.backends import launcher
+    from tilewise.backends.launch import launcher
 
     monkeypatch.setattr(launcher, "knows_launcher", lambda compiled: False)
 

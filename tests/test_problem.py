@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.memory import fits_tma
-from tilewise.problem import BroadcastGroup, Operand, Problem
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import BroadcastGroup, Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
+from tilewise.spec.tma import fits_tma
 
 B, H, HKV, M, N, D, DV = 2, 4, 2, 5, 6, 8, 3
 
@@ -319,7 +320,7 @@ BAD_FLAGS = {
     ),
 }
 
-UNKNOWN = "backend: must be one of hopper, triton, cpu, oracle, auto or None, got "
+UNKNOWN = "backend: must be one of hopper, triton, cpu, reference, auto or None, got "
 BAD_BACKENDS = {
     "unknown": ({"backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
     "empty name": ({"backend": ""}, ValueError, UNKNOWN + "''"),

@@ -109,8 +109,8 @@ def test_names_in_backticks_are_there(names):
 
 
 def test_what_is_gone_is_found(names):
-    path = PACKAGE / "backends" / "gluon" / "sm90" / "backward_kernel.py"
-    for reference in ("BackwardConstants.BIAS", "Problem.few_queries", "dq_accum", "score.tiles.key_tiles"):
+    path = PACKAGE / "backends" / "gluon" / "sm90" / "backward" / "kernel.py"
+    for reference in ("BackwardConstants.BIAS", "Problem.few_queries", "dq_accum", "spec.tiles.key_tiles"):
         assert names.has(reference, path)
-    for reference in ("Compiled.BIAS", "_Short", "Problem.few", "score.tiles.tile_keys"):
+    for reference in ("Compiled.BIAS", "_Short", "Problem.few", "spec.tiles.tile_keys"):
         assert not names.has(reference, path)

@@ -182,8 +182,8 @@ def test_declines():
 def test_another_start_or_length_finds_the_kernel_of_the_last():
     """What a launch is looked up by, see `launcher.Launch.wants`."""
     from tilewise.backends.triton.launch import Forward
-    from tilewise.call import read_call
-    from tilewise.problem import Problem
+    from tilewise.frontend.arguments import read_call
+    from tilewise.spec.problem import Problem
 
     def wants(N, start=None, R=1024, M=128):
         q, k = (torch.empty(1, 4, n, 64, dtype=HALF, device="meta") for n in (M, N))

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from tilewise import attention, call, matmul, scaled_dot_product_attention, sdpa, softmax
-from tilewise.ops.runtime import prepared
-from tilewise.ops.runtime.prepared import Prepared
-from tilewise.ops.windows import autograd  # noqa: F401  # registers its operators
+from tilewise import attention, matmul, scaled_dot_product_attention, softmax
+from tilewise import scaled_dot_product as sdpa
+from tilewise.frontend import call_cache
+from tilewise.operator import prepared
+from tilewise.operator.prepared import Prepared
+from tilewise.windows import autograd  # noqa: F401  # registers its operators
 
 TERMS = (
     "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "
@@ -106,7 +108,7 @@ def test_what_is_prepared_is_bounded(monkeypatch):
 def remembered(monkeypatch):
     """What `call` remembers, nothing yet."""
     kept = Prepared()
-    monkeypatch.setattr(call, "usual_calls", kept)
+    monkeypatch.setattr(call_cache, "usual_calls", kept)
     return kept
 
 

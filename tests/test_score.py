@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from tilewise.score import reference
-from tilewise.score.terms import Band, Score
+from tilewise.spec import reference
+from tilewise.spec.score import Band, Score
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 

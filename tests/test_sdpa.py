@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tilewise.call
-import tilewise.sdpa
+import tilewise.frontend.arguments
+import tilewise.scaled_dot_product
 from tilewise import scaled_dot_product_attention
-from tilewise.ops.runtime.prepared import Prepared
+from tilewise.operator.prepared import Prepared
 
 L, S, E, EV = 5, 7, 4, 3
 
@@ -274,14 +274,16 @@ def test_no_queries_or_no_keys(L, S):
 def folded(monkeypatch):
     """The inputs that reach the operator."""
     seen = []
-    run = tilewise.sdpa.attention_op
+    run = tilewise.scaled_dot_product.attention_op
 
     def spy(inputs, *rest, **options):
         seen.append(inputs)
         return run(inputs, *rest, **options)
 
-    monkeypatch.setattr(tilewise.sdpa, "attention_op", spy)
-    monkeypatch.setattr(tilewise.call, "usual_calls", Prepared())  # or a call like an earlier one is not read
+    monkeypatch.setattr(tilewise.scaled_dot_product, "attention_op", spy)
+    monkeypatch.setattr(
+        tilewise.frontend.call_cache, "usual_calls", Prepared()
+    )  # or a call like an earlier one is not read
     return seen
 
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tilewise import attention, matmul, scaled_dot_product_attention
-from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.score.terms import Band, Score
+from tilewise.operator.autograd import attention_op
+from tilewise.spec.score import Band, Score
 
 
 def test_two_processes_get_what_one_gets(tmp_path):
@@ -72,7 +72,7 @@ def test_a_mesh_of_two_axes(fake_devices):
     ],
 )
 def test_groups_of_heads_stay_together(kv_heads, mesh, together):
-    from tilewise.ops.runtime.sharding import groups_stay_together  # which the tests above leave to the calls
+    from tilewise.operator.sharding import groups_stay_together  # which the tests above leave to the calls
 
     assert groups_stay_together(kv_heads, mesh) is together
 

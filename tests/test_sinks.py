@@ -15,7 +15,7 @@ from helpers import Case, check, hold, run, tensors
 import tilewise
 from tilewise import attention, explain
 from tilewise.backends.gluon import sm90
-from tilewise.problem import Operand
+from tilewise.spec.operands import Operand
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SMALL = Case(B=2, H=4, Hkv=2, M=37, N=70, D=16, sink="h")
@@ -101,7 +101,7 @@ def test_the_kernel_of_the_gradient_is_its_twin(interpreter, shape, M, tile, bet
 # --- the definition ---
 
 
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_sink_is_a_key_of_zeros_without_a_value(backend):
     """A key that gives one score everywhere and has no value, said in a bias."""
     q, k, v = (torch.randn(2, 3, n, 8, dtype=DOUBLE, requires_grad=True) for n in (5, 7, 7))
@@ -110,7 +110,7 @@ def test_a_sink_is_a_key_of_zeros_without_a_value(backend):
     more_k, more_v = (torch.cat([x, x.new_zeros(2, 3, 1, 8)], 2) for x in (k, v))
     bias = torch.cat([q.new_zeros(2, 3, 5, 7), sink[..., None]], -1)
     found = attention(q, k, v, sink=sink, return_lse=True, backend=backend)
-    expected = attention(q, more_k, more_v, bias=bias, return_lse=True, backend="oracle")
+    expected = attention(q, more_k, more_v, bias=bias, return_lse=True, backend="reference")
     torch.testing.assert_close(found, expected)
     gradients = (torch.autograd.grad(x, (q, k, v, sink), cotangents) for x in (found, expected))
     torch.testing.assert_close(*gradients)
@@ -181,7 +181,7 @@ def test_gradient_has_the_shape_and_dtype(shape, dtype):
         sink.grad = None
         attention(q, k, v, sink=sink).square().sum().backward()
         assert (sink.grad.shape, sink.grad.dtype) == (sink.shape, dtype)
-    expected = torch.autograd.grad(attention(q, k, v, sink=sink, backend="oracle").square().sum(), sink)[0]
+    expected = torch.autograd.grad(attention(q, k, v, sink=sink, backend="reference").square().sum(), sink)[0]
     torch.testing.assert_close(sink.grad, expected, rtol=2e-2 if dtype in (HALF, BRAIN) else 1e-4, atol=1e-5)
 
 
@@ -190,7 +190,7 @@ def test_a_call_that_is_remembered_is_that_of_its_sink():
     first = attention(q, k, v, sink=sink)
     for other in (sink + 1, sink[None, :, None].expand(2, 4, 5) - 1, None, sink.to(HALF), sink):
         found = attention(q, k, v, sink=other)
-        torch.testing.assert_close(found, attention(q, k, v, sink=other, backend="oracle"))
+        torch.testing.assert_close(found, attention(q, k, v, sink=other, backend="reference"))
     torch.testing.assert_close(found, first, rtol=0, atol=0)
 
 
@@ -219,7 +219,7 @@ def test_transforms(in_dims):
 
     found, expected = (
         torch.vmap(torch.func.grad(loss(backend), argnums=(0, 1, 2, 3)), in_dims)(*given)
-        for backend in ("cpu", "oracle")
+        for backend in ("cpu", "reference")
     )
     torch.testing.assert_close(found, expected)
 

@@ -13,8 +13,8 @@ from torch.nn.attention.bias import causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import softmax
-from tilewise.ops.softmax import Needs, cpu
-from tilewise.ops.softmax.explanation import explain
+from tilewise.ops.row_softmax import Needs, cpu
+from tilewise.ops.row_softmax.explanation import explain
 from tilewise.quantities import quantity
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64

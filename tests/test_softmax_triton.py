@@ -67,7 +67,7 @@ def test_special_cases(interpreter, case):
 
 def in_parts(case):
     """As on a GPU that has too few multiprocessors for its programs to wait for each other."""
-    from tilewise.ops.softmax.triton import config, launch
+    from tilewise.ops.row_softmax.triton import config, launch
 
     was, launch.softmax_config = launch.softmax_config, lambda *a: config.Config(False, 1, 64, 8, 192, 1)
     launch._prepare.cache_clear()
@@ -87,7 +87,7 @@ def test_rows_split_over_programs(interpreter, case):
 def on_an_old_gpu():
     from types import SimpleNamespace
 
-    from tilewise.ops.softmax.triton import launch
+    from tilewise.ops.row_softmax.triton import launch
 
     was = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(major=7, minor=5, name="T4")
@@ -164,7 +164,7 @@ def test_compiled_kernels(compilers, triton, target, name, again):
 )
 def test_programs_wait_for_each_other_only_where_they_fit(rows, length, processors, parts):
     """Else rows are walked: in the interpreter (no processors) by one program each, elsewhere by enough of them."""
-    from tilewise.ops.softmax.triton.config import softmax_config
+    from tilewise.ops.row_softmax.triton.config import softmax_config
 
     for n, (itemsize, backward) in enumerate(((2, False), (2, True), (4, False), (4, True))):
         config = softmax_config(rows, rows, length, False, itemsize, backward, processors)

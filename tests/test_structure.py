@@ -17,14 +17,16 @@ import torch
 from helpers import Case, rows_of
 from torch import Tensor
 
-from tilewise import attention, call, dispatch, scaled_dot_product_attention
+from tilewise import attention, scaled_dot_product_attention
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
 from tilewise.backends.protocol import Structure, resized_problem
-from tilewise.ops.runtime.prepared import Prepared
-from tilewise.plan import make_plan
-from tilewise.problem import Problem, irregular
-from tilewise.score.terms import Band, Score, Terms
-from tilewise.structure import Variants, layouts, structure_of, terms_key
+from tilewise.frontend import call_cache
+from tilewise.operator import dispatch
+from tilewise.operator.prepared import Prepared
+from tilewise.operator.structure import Variants, layouts, structure_of, terms_key
+from tilewise.planner import make_plan
+from tilewise.spec.problem import Problem, irregular
+from tilewise.spec.score import Band, Score, Terms
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -86,7 +88,7 @@ def prepared(case: Case, backend: str, work: str, longest: int):
 
 def facts(x):
     """All that decides what is launched: of kernels, layouts, numbers and allocations."""
-    from tilewise.backends.launcher import Launch
+    from tilewise.backends.launch.launcher import Launch
 
     if isinstance(x, Launch):
         return x.kernel, x.programs, facts(x.layouts), facts(x.numbers), facts(sorted(x.options.items()))
@@ -122,8 +124,8 @@ def run_facts(run) -> dict:
 
 def stride_codes(run) -> dict[str, tuple[int, ...]]:
     """What Triton looks at of the strides of each launch; a kernel's choice by `Launch.resized` rests on it."""
-    from tilewise.backends.kernel_arguments import strides_of
-    from tilewise.backends.launcher import Launch, _codes
+    from tilewise.backends.launch.arguments import strides_of
+    from tilewise.backends.launch.launcher import Launch, _codes
 
     return {name: _codes(strides_of(x.layouts)) for name, x in attributes(run).items() if isinstance(x, Launch)}
 
@@ -214,7 +216,10 @@ def prepared_by(monkeypatch):
     """
     from tilewise.backends import cpu
 
-    for module, names in ((dispatch, ("forwards", "backwards", "structures")), (call, ("usual_calls", "structures"))):
+    for module, names in (
+        (dispatch, ("forwards", "backwards", "structures")),
+        (call_cache, ("usual_calls", "structures")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, Prepared())
     log: list[tuple[str, bool, Problem]] = []
@@ -274,7 +279,13 @@ def test_a_new_length_is_what_it_would_be_without_others(prepared_by, door, oper
     assert sum(resized for _, resized, _ in seen) >= 6
     torch.manual_seed(0)
     for (M, N), found in zip(lengths, after_others, strict=True):
-        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call.usual_calls, call.structures):
+        for kept in (
+            dispatch.forwards,
+            dispatch.backwards,
+            dispatch.structures,
+            call_cache.usual_calls,
+            call_cache.structures,
+        ):
             kept.clear()
         assert all(torch.equal(x, y) for x, y in zip(found, run(M, N), strict=True))
     alone = prepared_by[len(seen) :]
@@ -445,7 +456,7 @@ def growing(causal: bool) -> None:
                 x = [q, *(y[:, :, :N] for y in cache)]
                 x = [y.detach().requires_grad_(M is None) for y in x]
                 o = attention(*x, causal=causal, backend="triton")
-                right = attention(*(y.double() for y in x), causal=causal, backend="oracle")
+                right = attention(*(y.double() for y in x), causal=causal, backend="reference")
                 torch.testing.assert_close(o, right.half(), rtol=4e-3, atol=4e-3)
                 if M is None:
                     do = torch.randn_like(o)

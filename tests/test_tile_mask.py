@@ -15,12 +15,13 @@ from tile_mask_helpers import PATTERNS, check, check_wrong, gradients_of, patter
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 import tilewise
-from tilewise import TileMask, api, attention, dynamic_mask, tile_mask
+from tilewise import TileMask, api, attention, dynamic_mask
 from tilewise.backends.cpu import tiled
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
-from tilewise.score.tile_tensors import FULL, PARTIAL, TileTensors
-from tilewise.tile_mask import Kept
+from tilewise.masks import block_sparse as tile_mask
+from tilewise.masks.block_sparse import Kept
+from tilewise.spec.block_mask import FULL, PARTIAL, TileTensors
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=239, D=16)
 FEW = replace(USUAL, M=127, N=239)
@@ -179,7 +180,7 @@ def test_tiles_of_the_mask(name, block):
     check(replace(USUAL, planted=math.nan if hidden else None, bias="1hmn"), name, "cpu", block)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", ["documents", "bits"])
 @pytest.mark.parametrize("bias", [None, "11mn"])
 def test_hidden_nan(small_tiles, name, backend, bias):
@@ -244,7 +245,7 @@ def test_compiles_in_one_graph(name):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "oracle"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_wrong_numbers_reach_no_memory(small_tiles, backend):
     check_wrong(replace(USUAL, dtype=torch.float32, bias="11mn"), backend)
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tilewise.score.terms import Band
-from tilewise.score.tiles import NO_HI, NO_LO, hides, key_tiles, limits, query_tiles, split_tiles, visible_pairs
+from tilewise.spec.score import Band
+from tilewise.spec.tiles import NO_HI, NO_LO, hides, key_tiles, limits, query_tiles, split_tiles, visible_pairs
 
 LIMITS = (None, -11, -7, -4, -3, -1, 0, 1, 2, 5, 10)
 BANDS = [Band(lo, hi) for lo, hi in itertools.product(LIMITS, LIMITS) if lo is None or hi is None or lo <= hi]

@@ -1,4 +1,4 @@
-"""Training on the CPU follows the float64 oracle step by step; tests/gpu/test_training.py follows the CPU."""
+"""Training on the CPU follows the float64 reference step by step; tests/gpu/test_training.py follows the CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import training
 
 
 @pytest.mark.parametrize("kind", training.MODELS)
-def test_the_cpu_follows_the_oracle(kind):
+def test_the_cpu_follows_the_reference(kind):
     """Both models are float32 outside the attention: their losses differ by little more than their own rounding."""
-    ours, exact = (training.losses(kind, training.through(backend), steps=30) for backend in ("cpu", "oracle"))
+    ours, exact = (training.losses(kind, training.through(backend), steps=30) for backend in ("cpu", "reference"))
     assert exact[-1] < exact[0] - 0.8
     assert (ours - exact).abs().max() < 5e-6

@@ -250,16 +250,16 @@ SPOILED = [
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("spoiled", SPOILED, ids=lambda x: f"{x[1]}{list(x[2])} {x[3]}, {x[0]}")
 def test_what_is_visible_is_not_hidden(interpreter, spoiled, deterministic):
-    """A value that is not finite reaches the rows that see it, as it does in the oracle, and no other.
+    """A value that is not finite reaches the rows that see it, as it does in the reference, and no other.
 
     The gradients of what such a row sees are not finite; what it does not see in its own head is left open.
     """
     case, which, where, value = spoiled
     case = replace(case, deterministic=deterministic)
-    ours, oracle, seen = interpreter(interpreter_child.spoil, case, which, where, value)
+    ours, reference, seen = interpreter(interpreter_child.spoil, case, which, where, value)
     for name in ("o", "lse", "dq"):
-        assert torch.equal(getattr(ours, name).isfinite(), getattr(oracle, name).isfinite()), name
-    spoilt = ~oracle.dq.isfinite().all(-1)
+        assert torch.equal(getattr(ours, name).isfinite(), getattr(reference, name).isfinite()), name
+    spoilt = ~reference.dq.isfinite().all(-1)
     assert spoilt.any()
     must = (seen & spoilt[..., None]).any(2)  # keys
     may = spoilt.any(2)  # heads

@@ -152,8 +152,8 @@ def stays(case: Case) -> dict[str, set[str]]:
 
     from tilewise.backends import Inputs, Needs, Outputs
     from tilewise.backends.triton import launch
-    from tilewise.problem import Problem
-    from tilewise.score.terms import Band, Score
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.score import Band, Score
 
     x = tensors(case)
     problem = Problem.of(x.q, x.k, x.v, *(None,) * 7, Score.of(Band(), case.D))

@@ -32,7 +32,7 @@ from varlen_helpers import (
 from tilewise import attention, varlen, varlen_attention
 from tilewise.backends import sequences
 from tilewise.bias import RaggedBias, alibi
-from tilewise.score.terms import Terms
+from tilewise.spec.score import Terms
 
 INF = math.inf
 # Queries without keys, keys without queries, neither; one of each; more of the one and of the other.
@@ -43,7 +43,7 @@ RUNS = Lengths((3, 3, 3, 3, 2, 2), (6, 6, 6, 5, 4, 4), used=(4, 4, 4, 4, 4, 4), 
 SQUARE = Lengths((4, 6, 1), (4, 6, 1))
 ONES = Lengths((1, 1, 0, 1), (1, 3, 1, 4))  # as in decoding
 LONG = Lengths((3, 127, 0, 129, 1, 239, 128), (128, 1, 3, 239, 0, 127, 129), past=3)
-each_backend = pytest.mark.parametrize("backend", ["cpu", "oracle"])
+each_backend = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 # --- lengths ---

@@ -10,8 +10,8 @@ from varlen_helpers import DOUBLE, FLOAT, HALF, H, Lengths, New, call, gradients
 
 from tilewise import varlen, varlen_attention
 from tilewise.bias import RaggedBias
-from tilewise.call import usual_packed
-from tilewise.varlen import shared_longest
+from tilewise.frontend.call_cache import usual_packed
+from tilewise.frontend.varlen import shared_longest
 
 REMEMBERED = (None, "ragged", "ragged, shared", "along the keys", "along the queries", "padded bhmn", "padded 1111")
 READ = ("query", "t5", "everything")

@@ -34,9 +34,9 @@ def test_the_assembler_of_kernels_in_gluon(monkeypatch):
     """On Triton 3.9 they alone are compiled by ptxas 12.9, for the time of a compilation, unless someone has chosen."""
     from triton import knobs
 
-    from tilewise.backends import launcher
-    from tilewise.backends.gluon.sm90 import forward_kernel as hopper
-    from tilewise.backends.triton import forward_kernel as portable
+    from tilewise.backends.gluon.sm90.forward import kernel as hopper
+    from tilewise.backends.launch import launcher
+    from tilewise.backends.triton import forward as portable
 
     def path(kernel):
         with launcher.assembler(kernel):

@@ -1,4 +1,4 @@
-"""score/visibility.py against a mask written out, and the lists that Triton's kernels make of it."""
+"""spec/visibility.py against a mask written out, and the lists that Triton's kernels make of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers import Case
 
-from tilewise.score import visibility
-from tilewise.score.terms import Band
-from tilewise.score.tiles import key_tiles, limits, query_tiles
-from tilewise.score.visibility import HIDDEN, MIXED, WHOLE
+from tilewise.spec import visibility
+from tilewise.spec.score import Band
+from tilewise.spec.tiles import key_tiles, limits, query_tiles
+from tilewise.spec.visibility import HIDDEN, MIXED, WHOLE
 
 BANDS = [Band(), Band(hi=0), Band(lo=-3), Band(lo=-4, hi=1), Band(lo=2, hi=5), Band(hi=-4)]
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 def lists_of(case: Case, name: str, block: int | tuple[int, int]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """States and lists of the forward and of the backward: of the bool mask, and of the tiles."""
+    from tilewise.backends.kernels.block_mask import flat_mask
     from tilewise.backends.protocol import Inputs
-    from tilewise.backends.tile_mask import flat_mask
     from tilewise.backends.triton.config import backward_config, forward_config
     from tilewise.backends.triton.masks import MaskLists
-    from tilewise.problem import Problem
-    from tilewise.score.terms import Band, Score
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.score import Band, Score
 
     found, dense = pattern(name, case, block)
     q, k, v, *_ = tensors(case)
@@ -43,11 +43,11 @@ def hopper_lists_of(
 
     from tilewise.backends.gluon import masks
     from tilewise.backends.gluon.masks import MaskSummary
-    from tilewise.backends.gluon.sm90.config import backward_config, forward_config
+    from tilewise.backends.gluon.sm90.common.config import backward_config, forward_config
+    from tilewise.backends.kernels.block_mask import flat_mask
     from tilewise.backends.protocol import Inputs
-    from tilewise.backends.tile_mask import flat_mask
-    from tilewise.problem import Problem
-    from tilewise.score.terms import Band, Score
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.score import Band, Score
 
     masks.MANY = many
     masks.KEYS = 0  # one row has states, too
@@ -116,8 +116,8 @@ def sparse_sum_of(
 
     import torch
 
-    from tilewise.backends.gluon.sm90.sparse_sum import SparseSum
-    from tilewise.problem import Operand
+    from tilewise.backends.gluon.sm90.backward.sparse_sum import SparseSum
+    from tilewise.spec.operands import Operand
 
     of = Operand(torch.float16, *bias)
     shape = SimpleNamespace(bias=of, mask=Operand(torch.bool, *mask), queries=bias[2], keys=bias[3])

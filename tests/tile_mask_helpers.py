@@ -62,7 +62,7 @@ PATTERNS = ("documents", "prefix", "window", "dilated", "strided", "mod", "block
 
 
 def check(case: Case, name: str, backend: str, block: int | tuple[int, int] = 64, device: str = "cpu") -> None:
-    """A backend with the TileMask against the oracle with the bool mask, by the error rule; a case in which
+    """A backend with the TileMask against the reference with the bool mask, by the error rule; a case in which
     ``planted`` stands has NaN in the keys and values that nobody sees."""
     found, dense = pattern(name, case, block)
     found, dense = found.to(device), dense.to(device)
@@ -94,7 +94,7 @@ def check_wrong(case: Case, backend: str, device: str = "cpu") -> None:
 
 def check_kept(case: Case, backend: str, device: str = "cpu") -> None:
     """Lists that are kept give the same bits, and those of a mask that has changed are not kept."""
-    from tilewise.backends.kept_lists import KeptLists
+    from tilewise.backends.kernels.tile_lists import KeptLists
 
     made = []
     make = KeptLists._made

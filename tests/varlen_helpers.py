@@ -167,10 +167,10 @@ def joined(qkv, lengths: Lengths, found) -> tuple[Tensor, Tensor]:
     return torch.cat(o), torch.cat(lse, 1)
 
 
-def one_by_one(qkv, lengths: Lengths, parts=None, mask=None, sink=None, backend="oracle", **options):
-    """By the float64 oracle, differentiable; by another backend in the inputs' dtype."""
+def one_by_one(qkv, lengths: Lengths, parts=None, mask=None, sink=None, backend="reference", **options):
+    """By the float64 reference, differentiable; by another backend in the inputs' dtype."""
     found = []
-    if backend == "oracle":
+    if backend == "reference":
         qkv = [x.double() for x in qkv]
     for _, q, k, v, bias, hidden, logits in sequence_calls(qkv, lengths, parts, mask, sink):
         bias = bias if bias is None or q.dtype == DOUBLE else bias.float()
@@ -206,7 +206,7 @@ def gradients(outputs, leaves, do, dlse):
 
 def hold(lengths: Lengths, make=None, dtype=FLOAT, backend="cpu", *, bias_dtype=None, heads=(H, HKV), dims=(D, DV),
          mask=None, sink=None, offsets_dtype=torch.int32, validate=False, as_dense=False, **options):  # fmt: skip
-    """The error rule: o, lse and each gradient at most twice as far from the oracle's sequences as plain torch's.
+    """The error rule: o, lse and each gradient at most twice as far from the reference's sequences as plain torch's.
 
     In 16 bits, and with ``as_dense``, also where the backend's own dense calls are as far: O is rounded before it meets
     dO in the gradients, of which most cancels in a sum over many pairs. Those have a rule of their own.
@@ -224,7 +224,7 @@ def hold(lengths: Lengths, make=None, dtype=FLOAT, backend="cpu", *, bias_dtype=
     exact, other = one_by_one(qkv, lengths, **terms), plain(qkv, lengths, **terms)
     calls = [found, exact, other]
     if as_dense or dtype in (HALF, BRAIN):
-        calls.append(one_by_one(qkv, lengths, **terms, backend=backend) if backend != "oracle" else other)
+        calls.append(one_by_one(qkv, lengths, **terms, backend=backend) if backend != "reference" else other)
     results = [(*x, *gradients(x, leaves, do, dlse)) for x in calls]
     wide = DOUBLE if dtype == DOUBLE else FLOAT
     assert [x.dtype for x in results[0]] == [dtype, wide, *(x.dtype for x in leaves)]

@@ -12,7 +12,7 @@ from tilewise.bias.toeplitz import AlibiRule, T5Rule
 
 def by_kernels(rule: T5Rule | AlibiRule, x: Tensor, first: int, width: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """A rule's vector, and x's gradient from the vector's."""
-    from tilewise.backends import vectors
+    from tilewise.backends.kernels import vectors
 
     if isinstance(rule, T5Rule):
         vector, bounds = rule.vector(x, first, width), rule.bounds(x.device)
@@ -28,7 +28,7 @@ def compile_vectors(heads: int, dtype: torch.dtype) -> list[Any]:
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    from tilewise.backends import vectors
+    from tilewise.backends.kernels import vectors
 
     aot_child._launched.clear()
     padded = meta(1, heads, 1, 8703, dtype=torch.float32)[..., 256:-256]

@@ -24,27 +24,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
-    from tilewise.dynamic_mask import dynamic_mask
-    from tilewise.explanation import explain, explain_varlen
+    from tilewise.explanation.attention import explain, explain_varlen
+    from tilewise.masks.block_sparse import TileMask
     from tilewise.merge import merge_attention
-    from tilewise.ops.matmul.api import matmul
-    from tilewise.ops.softmax.api import softmax
-    from tilewise.sdpa import scaled_dot_product_attention
-    from tilewise.tile_mask import TileMask
+    from tilewise.ops.gemm.api import matmul
+    from tilewise.ops.row_softmax.api import softmax
+    from tilewise.scaled_dot_product import scaled_dot_product_attention
+    from tilewise.topk.selection import dynamic_mask
     from tilewise.varlen import varlen_attention, varlen_attn
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "TileMask": "tilewise.tile_mask",
+    "TileMask": "tilewise.masks.block_sparse",
     "attention": "tilewise.api",
-    "dynamic_mask": "tilewise.dynamic_mask",
-    "explain": "tilewise.explanation",
-    "explain_varlen": "tilewise.explanation",
-    "matmul": "tilewise.ops.matmul.api",
+    "dynamic_mask": "tilewise.topk.selection",
+    "explain": "tilewise.explanation.attention",
+    "explain_varlen": "tilewise.explanation.attention",
+    "matmul": "tilewise.ops.gemm.api",
     "merge_attention": "tilewise.merge",
-    "scaled_dot_product_attention": "tilewise.sdpa",
-    "softmax": "tilewise.ops.softmax.api",
+    "scaled_dot_product_attention": "tilewise.scaled_dot_product",
+    "softmax": "tilewise.ops.row_softmax.api",
     "varlen_attention": "tilewise.varlen",
     "varlen_attn": "tilewise.varlen",
 }
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     if name not in ("explain", "explain_varlen"):
-        from tilewise.ops.runtime.scripting import refuse
+        from tilewise.operator.scripting import refuse
 
         refuse(value)
     globals()[name] = value

@@ -7,18 +7,19 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast_somewhere
-from tilewise.autograd import attention_op
 from tilewise.backends import Inputs
-from tilewise.call import Bias, Mask, Seed, Window, cast, check_inputs, read_call, remember_call, usual_call, with_seed
-from tilewise.gather import attention_of_kept
-from tilewise.jagged import are_jagged, jagged_attention
-from tilewise.keywords import named_only, too_many, unexpected
-from tilewise.leading import attention_of_leading
-from tilewise.ops.runtime.tools import is_symbolic, symbolic
-from tilewise.problem import check_flag
-from tilewise.tensors import PLAIN, is_dtensor
-from tilewise.tile_mask import TileMask
+from tilewise.frontend.arguments import Bias, Mask, Seed, Window, cast, check_inputs, read_call, with_seed
+from tilewise.frontend.autocast import autocast_somewhere
+from tilewise.frontend.call_cache import remember_call, usual_call
+from tilewise.frontend.jagged import are_jagged, jagged_attention
+from tilewise.frontend.keywords import named_only, too_many, unexpected
+from tilewise.frontend.leading import attention_of_leading
+from tilewise.masks.block_sparse import TileMask
+from tilewise.operator.autograd import attention_op
+from tilewise.operator.tools import is_symbolic, symbolic
+from tilewise.spec.checks import check_flag
+from tilewise.spec.tensors import PLAIN, is_dtensor
+from tilewise.topk.gather import attention_of_kept
 
 
 @overload
@@ -102,8 +103,8 @@ def attention(
         return_lse: also return the logarithm of each row's softmax denominator.
         deterministic: True: equal inputs give bitwise equal gradients. Default: what
             ``torch.use_deterministic_algorithms`` says.
-        backend: "hopper", "triton", "cpu" or "oracle"; one that cannot run the call is an error. Default, and "auto":
-            chosen by the plan, see `tilewise.explain`.
+        backend: "hopper", "triton", "cpu" or "reference"; one that cannot run the call is an error. Default, and
+            "auto": chosen by the plan, see `tilewise.explain`.
 
     float32 on a GPU follows torch's setting for matrix products. Where that is TF32
     (``torch.backends.cuda.matmul.allow_tf32``), operands are rounded to ten bits of their mantissa and errors are about
@@ -140,7 +141,7 @@ def attention(
             dimensions of DTensors, or with a dropout_seed where the call is computed in parts.
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; the sink: StreamingLLM (arXiv 2309.17453) and
-    gpt-oss (arXiv 2508.10925), ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.score.dropout;
+    gpt-oss (arXiv 2508.10925), ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.spec.dropout;
     docs/maths.md derives every formula.
     """
     if unknown:

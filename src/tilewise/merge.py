@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.problem import DTYPES, Sizes, check_sink
-from tilewise.tensors import check_tensor
+from tilewise.spec.checks import DTYPES, check_sink
+from tilewise.spec.operands import Sizes
+from tilewise.spec.tensors import check_tensor
 
 
 def merge_attention(

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, get_type_hints
 
-import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast
-from tilewise.autograd import attention_op, heads_first
-from tilewise.backends import Inputs
-from tilewise.bias.packed import RaggedBias, packed_dense, packed_slots
-from tilewise.call import (
+from tilewise.frontend.arguments import (
     Bias,
-    Call,
     Seed,
-    UsualPacked,
     Window,
-    check_dropout_seed,
-    check_inputs,
-    low_rank_of,
-    padded_mask,
-    seed_tensor,
-    with_seed,
-    with_slots,
 )
-from tilewise.keywords import named_only, unexpected
-from tilewise.plan import check_backend
-from tilewise.problem import DTYPES, MAX_HEAD_DIM, Sizes, check_flag, check_lengths
-from tilewise.score.integers import LARGEST_SIZE, check_range
-from tilewise.score.lengths import Lengths, Packed, places
-from tilewise.score.terms import Band, Numbers, Score, Terms, check_numbers
-from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor, plain_int, plain_ints
-from tilewise.tile_mask import TileMask, is_block_mask
+from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.frontend.varlen import packed_attention
+from tilewise.spec.checks import check_flag
+from tilewise.spec.integers import check_range
+from tilewise.spec.score import Numbers
+from tilewise.spec.seqlens import Lengths
+from tilewise.spec.tensors import check_tensor, plain_int, plain_ints
 
 
 @partial(named_only, more=get_type_hints(Numbers), after="window")
@@ -182,166 +166,3 @@ def varlen_attn(
         bias=bias, scale=scale, causal=(left, right) == (None, 0),
         window=None if right == 0 and left is None else (left, right), return_lse=lse,
     )  # fmt: skip
-
-
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    longest: tuple[int, int],
-    *,
-    return_lse: bool = False,
-    exact: bool = False,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`varlen_attention` for the doors, with its lengths in one; ``longest``: its maxima; exact: see `Problem`."""
-    check_flag("return_lse", return_lse)
-    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # on a CPU they are checked
-        longest = shared_longest(longest, **options)
-    usual = UsualPacked.of(q, k, v, lengths, longest, exact, options)
-    found = None if usual is None else usual.again(return_lse)
-    if found is not None:
-        return found if return_lse else found[0]  # type: ignore[return-value]
-    call = read_packed(q, k, v, lengths, longest, **options)
-    inputs = with_seed(call.inputs, call.score)
-    o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
-    if usual is not None:
-        usual.keep(inputs, Terms.of(*call[1:], exact))
-    o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
-    if not return_lse:
-        return o
-    assert lse is not None
-    return o, lse.squeeze(0)
-
-
-def shared_longest(
-    longest: tuple[int, int], *, bias: Bias = None, mask: Tensor | None = None, validate: bool = False, **_: Any
-) -> tuple[int, int]:  # fmt: skip
-    """Longest lengths that many batches have in common, where nothing has a shape of them: a call is prepared anew for
-    each, and batches of a training differ in theirs. At most 15 more up to 128, and an eighth or 127 above."""
-    packed = bias is None or type(bias) is RaggedBias or (isinstance(bias, Tensor) and bias.dim() < 4)
-    if not packed or mask is not None or validate or not all(type(n) is int for n in longest):
-        return longest
-    found = [n if n <= 16 else _rounded(n, 16 if n <= 128 else max(128, 1 << n.bit_length() - 4)) for n in longest]
-    return found[0], found[1]
-
-
-def _rounded(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
-def read_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    longest: tuple[int, int],
-    *,
-    bias: Bias = None,
-    mask: Tensor | None = None,
-    sink: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Seed = None,
-    deterministic: bool | None = None,
-    backend: str | None = None,
-    validate: bool = False,
-    **numbers: Unpack[Numbers],
-) -> Call:
-    """The arguments of `varlen_attention`, read and checked, as `read_call` does those of `attention`."""
-    check_flag("validate", validate)
-    check_flag("causal", causal)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    check_flag("deterministic", deterministic, "a bool or None")
-    check_backend(backend)
-    check_numbers(window, dropout_p=dropout_p, **numbers)
-    if isinstance(mask, TileMask) or is_block_mask(mask):
-        raise TypeError(
-            f"mask: varlen_attention takes no {type(mask).__name__} yet: its tiles would cross borders of sequences; "
-            "pass a bool mask"
-        )
-    check_inputs(q, k, v, bias, mask, sink)
-    q, k, v = autocast(q, k, v)
-    _check_packed(q, k, v)
-    _check_offsets(lengths)
-    q, k, v = (heads_first(x) for x in (q, k, v))
-    totals, device = (q.shape[2], k.shape[2]), q.device
-    sizes = Sizes(
-        check_lengths(lengths, q), q.shape[1], k.shape[1],
-        _longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]),
-    )  # fmt: skip
-    packed = Packed(sizes.M, sizes.N)
-    if validate:
-        places(lengths, packed, totals)
-
-    band = Band.aligned(bool(causal), window, 0)
-    score = Score.of(band, q.shape[3], dropout_p=dropout_p, **numbers)
-    inputs = Inputs(q, k, v, None, padded_mask(mask), None, lengths=lengths)
-    forms: tuple[str, ...] = ()
-    if bias is not None:
-        if is_causal_bias(bias):
-            raise TypeError("bias: a CausalBias has lengths of its own; pass causal=True")
-        found = packed_slots(bias, sizes, totals, lengths, device)
-        if found.slots.low_rank is not None and backend == "oracle":
-            found = packed_dense(found, low_rank_of(found.slots, q, score), sizes, lengths)
-        slots, forms, pairs = found
-        inputs, score = with_slots(inputs, score, slots)
-        if slots.matrix is None:  # the bias is then the first of these
-            moved = "cols" if slots.cols is not None else "rows"
-            forms = tuple("bias" if form == moved else form for form in forms)
-        if pairs is not None:
-            inputs = inputs._replace(lengths=lengths._replace(pairs=pairs))
-    if sink is not None:
-        sink, sink_forms = _sink(sink, q, totals[0])
-        inputs, forms = inputs._replace(sink=sink), (*forms, *sink_forms)
-    score = replace(score, packed=replace(packed, forms=forms))
-    if score.dropout and dropout_seed is not None:
-        check_dropout_seed(dropout_seed, q)
-        inputs = inputs._replace(seed=seed_tensor(dropout_seed, device))
-    return Call(inputs, score, bool(deterministic), "auto" if backend is None else backend)
-
-
-def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v as a caller gave them."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if is_dtensor(x):
-            raise NotImplementedError(f"{name}: packed batches take no DTensors; call it on local tensors")
-        if x.dim() != 3:
-            raise ValueError(
-                f"{name}: expected 3 dimensions (total length, heads, head_dim), got shape {tuple(x.shape)}"
-            )
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if not 1 <= x.shape[2] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[2]}")
-
-
-def _check_offsets(lengths: Lengths) -> None:
-    check_tensor("cu_seqlens_q", lengths.cu_q)
-    check_tensor("cu_seqlens_k", lengths.cu_k)
-    if lengths.used_k is not None:
-        check_tensor("seqused_k", lengths.used_k)
-
-
-def _longest(name: str, x: int) -> int:
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
-    if x < 0:
-        raise ValueError(f"{name}: must be 0 or more, got {x}")
-    check_range(name, x, LARGEST_SIZE)
-    return x
-
-
-def _sink(sink: Tensor, q: Tensor, total: int) -> tuple[Tensor, tuple[str, ...]]:
-    H = q.shape[1]
-    if sink.dim() == 1 and sink.shape[0] in (1, H):
-        return sink[None, :, None], ()
-    if sink.dim() == 2 and sink.shape[0] in (1, H) and sink.shape[1] == total:
-        return sink[None], ("sink",)
-    raise ValueError(
-        f"sink: expected one logit for each head, ({H}|1,), or for each query, ({H}|1, {total}), "
-        f"got shape {tuple(sink.shape)}"
-    )

@@ -37,8 +37,8 @@ def give_memory_back() -> Iterator[None]:
 @pytest.fixture
 def hopper_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Each of Hopper's backwards that has run, a `Backward`; of one for other lengths that which it was made of."""
-    from tilewise.backends.gluon.sm90.backward_launch import Backward
-    from tilewise.backends.gluon.sm90.resized import ResizedBackward
+    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.resized import ResizedBackward
 
     log: list[Any] = []
 

@@ -40,7 +40,8 @@ CASES = [
 if __name__ == "__main__":
     hopper = torch.cuda.get_device_capability() == (9, 0)
     if hopper and sys.argv[1:]:
-        from tilewise.backends.gluon.sm90 import backward_launch, launch
+        from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+        from tilewise.backends.gluon.sm90.forward import launch
 
         for module in (launch, backward_launch):
             module.multiprocessors = lambda device: int(sys.argv[1])

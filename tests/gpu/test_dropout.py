@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewise import attention, explain, scaled_dot_product_attention
 from tilewise.bias import t5_bias
-from tilewise.score import dropout
+from tilewise.spec import dropout
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=432, D=64, dtype=BRAIN, dropout_p=0.1)
@@ -350,7 +350,7 @@ def test_compile(seed):
 
 
 def test_a_new_share_compiles_nothing():
-    from tilewise.backends import launcher
+    from tilewise.backends.launch import launcher
 
     x = [normal(1, 2, 256, 56) for _ in range(3)]  # of no other test: a launch made for other lengths has their tiles
     step(x)

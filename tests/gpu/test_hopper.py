@@ -13,11 +13,12 @@ from helpers import Case, check, hold, reference, run, tensors
 
 from tilewise import attention, explain
 from tilewise.backends import Inputs
-from tilewise.backends.gluon.sm90.backward_launch import _sizes
-from tilewise.backends.gluon.sm90.config import backward_config, forward_config
-from tilewise.backends.gluon.sm90.launch import Forward, multiprocessors
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
+from tilewise.backends.gluon.sm90.backward.launch import _sizes
+from tilewise.backends.gluon.sm90.common.config import backward_config, forward_config
+from tilewise.backends.gluon.sm90.common.traits import multiprocessors
+from tilewise.backends.gluon.sm90.forward.launch import Forward
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=432, D=64, dtype=BRAIN, grads="")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from helpers import Case, Results, Tensors, call, differentiate, hold, tensors
 
-from tilewise import attention, dispatch
-from tilewise import call as call_module
+from tilewise import attention
+from tilewise.frontend import call_cache
+from tilewise.operator import dispatch
 
 BRAIN = torch.bfloat16
 HOPPER = pytest.param(
@@ -61,8 +62,8 @@ def test_lengths_after_others(backend, terms):
 
     after_others = [run(x) for x in inputs]
     for x, found in zip(inputs, after_others, strict=True):
-        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call_module.usual_calls,
-                     call_module.structures):  # fmt: skip
+        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call_cache.usual_calls,
+                     call_cache.structures):  # fmt: skip
             kept.clear()
         alone = run(x)
         assert torch.equal(found[0], alone[0])

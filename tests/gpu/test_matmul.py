@@ -11,10 +11,10 @@ from helpers import poisoned_memory
 from matmul_helpers import LAYOUTS, Product, check, operands
 
 from tilewise import matmul
-from tilewise.ops.matmul import hopper
-from tilewise.ops.matmul.config import hopper_config
-from tilewise.ops.matmul.plan import choose, declines_hopper
-from tilewise.ops.matmul.problem import describe
+from tilewise.ops.gemm import hopper
+from tilewise.ops.gemm.config import hopper_config
+from tilewise.ops.gemm.plan import choose, declines_hopper
+from tilewise.ops.gemm.problem import describe
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 USUAL = Product(M=264, N=392, K=200, dtype=BRAIN)

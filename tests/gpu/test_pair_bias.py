@@ -11,8 +11,8 @@ from forced import forget
 from helpers import Case, check, run, tensors
 
 import tilewise
-from tilewise.backends.gluon.sm90 import launch
-from tilewise.backends.gluon.sm90.together_kernel import together_kernel
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.backends.gluon.sm90.forward.small_heads import together_kernel
 
 PAIR = Case(B=45, H=4, M=768, N=768, D=32, bias="1hmn", dtype=torch.bfloat16)
 

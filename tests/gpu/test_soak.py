@@ -1,4 +1,4 @@
-"""Problems at random against the float64 oracle, through the plan: TILEWISE_SOAK of them, 200 if it does not say.
+"""Problems at random against the float64 reference, through the plan: TILEWISE_SOAK of them, 200 if it does not say.
 
 And forwards, one of each kind of kernel, a thousand times: equal bits.
 """

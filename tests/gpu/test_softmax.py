@@ -9,7 +9,7 @@ import torch
 from softmax_helpers import Case, check
 
 from tilewise import softmax
-from tilewise.ops.softmax.triton import launch
+from tilewise.ops.row_softmax.triton import launch
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]

@@ -12,7 +12,7 @@ from helpers import NAMES, Case, Results, Tensors, call, differentiate, hold, po
 
 from tilewise import attention, explain, matmul
 from tilewise.backends import Inputs, Needs
-from tilewise.score.terms import Band, Score, Terms
+from tilewise.spec.score import Band, Score, Terms
 
 BRAIN = torch.bfloat16
 FULL = Case(B=4, H=16, M=2048, N=2048, D=128, dtype=BRAIN)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention, window_pair_attention
-from tilewise.integrations.windows import Windows
+from tilewise.windows.api import Windows
 
 DEVICE, BRAIN = "cuda", torch.bfloat16
 DTYPES = [BRAIN, torch.float16, torch.float32]

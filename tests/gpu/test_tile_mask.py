@@ -1,4 +1,4 @@
-"""Masks by tiles on the device: kernels against the oracle with the bool mask, by the error rule, what is
+"""Masks by tiles on the device: kernels against the reference with the bool mask, by the error rule, what is
 made on the device against what a CPU makes, and equal bits of equal calls."""
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from helpers import Case, hold, run, tensors
 from tile_mask_helpers import PATTERNS, check, check_kept, check_wrong, pattern
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tilewise import TileMask, attention, dynamic_mask, gather
+from tilewise import TileMask, attention, dynamic_mask
 from tilewise.backends import Inputs
-from tilewise.backends.gluon.sm90 import config, launch
-from tilewise.dynamic_mask import running_smallest
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
+from tilewise.topk import gather
+from tilewise.topk.selection import running_smallest
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 hopper_alone = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
@@ -119,7 +121,7 @@ def test_documents(name, terms):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype
 @pytest.mark.parametrize(("length", "packed"), [(39, False), (900, True)])
 def test_which_kernel_has_the_tiles_of_documents(length, packed):
-    from tilewise.backends.gluon.sm90.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import Forward
 
     found = TileMask.documents(torch.arange(LONG.N, device="cuda") // length)
     q = torch.randn(1, 8, LONG.M, 64, device="cuda", dtype=BRAIN)

@@ -1,5 +1,5 @@
 """300 steps of training on the device follow the loss curve of the CPU, which tests/test_training.py holds to the
-oracle."""
+reference."""
 
 from __future__ import annotations
 

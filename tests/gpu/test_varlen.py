@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import poisoned_memory
 
-from tilewise import attention, dispatch, varlen_attention
+from tilewise import attention, varlen_attention
 from tilewise.bias import RaggedBias, RelativeBias, t5_bias
+from tilewise.operator import dispatch
 
 H, HKV = 4, 2
 QUERIES = (127, 0, 1, 300, 64, 3, 129)
@@ -90,7 +91,7 @@ def own_bias(kind, leaves, b):
 
 
 def one_by_one(q, k, v, kind, leaves, **options):
-    """By the oracle in float64, or in another backend's own dtype."""
+    """By the reference in float64, or in another backend's own dtype."""
     found = []
     for b in range(len(QUERIES)):
         rows, cols = slice(EDGES_Q[b], EDGES_Q[b + 1]), slice(EDGES_K[b], EDGES_K[b + 1])
@@ -138,7 +139,7 @@ def test_sequences(dtype, backend, kind, D, options):
         )  # fmt: skip
         ours = gradients(*found, every, do, dlse)
     wide = [x.detach().double().requires_grad_() for x in every]
-    exact = gradients(*one_by_one(*wide[:3], kind, wide[3:], backend="oracle", **options), wide, do, dlse)
+    exact = gradients(*one_by_one(*wide[:3], kind, wide[3:], backend="reference", **options), wide, do, dlse)
     theirs = gradients(*one_by_one(q, k, v, kind, leaves, backend="triton", **options), every, do, dlse)
     for x, truth, other in zip(ours, exact, theirs, strict=True):
         assert torch.equal(x == -torch.inf, truth == -torch.inf)

@@ -11,7 +11,7 @@ from test_windows import dense, window_inputs
 
 from tilewise.integrations import evoformer
 from tilewise.integrations.evoformer import window_pair_attention
-from tilewise.ops.windows import Geometry, config
+from tilewise.windows import Geometry, config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -39,7 +39,7 @@ def right(inputs, mask=None, q_block=4, k_block=12, edges="clip", scale=None):
 
 def launches():
     """Counts them, so that no case passes by another way."""
-    from tilewise.backends.launcher import Launch
+    from tilewise.backends.launch.launcher import Launch
 
     names, call = [], Launch.__call__
 
@@ -56,7 +56,7 @@ def launches():
 
 def held(size, edges, bias, programs):
     """One launch each way, of whatever is shared; each forward's program has one member, or all of them."""
-    from tilewise.ops.windows import autograd, launch
+    from tilewise.windows import autograd, launch
 
     N, q_block, k_block = size
     inputs = window_inputs((2, 3, N, 8), -(-N // q_block), q_block, k_block, bias, FLOAT)
@@ -278,7 +278,7 @@ def test_equal_arguments_of_another_type(interpreter):
 def operators():
     from torch.utils.flop_counter import FlopCounterMode
 
-    import tilewise.ops.windows.autograd  # noqa: F401
+    import tilewise.windows.autograd  # noqa: F401
 
     q, k, v, pair = window_inputs((1, 1, 8, 8), 2, 4, 12, (1, 1), FLOAT)
     inputs = [x.requires_grad_() for x in (q, k, v[..., :4].contiguous(), pair)]

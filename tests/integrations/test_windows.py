@@ -9,8 +9,8 @@ from structure_helpers import DTYPES, check, check_rounded, formula, tensors, va
 import tilewise
 from tilewise.integrations import evoformer
 from tilewise.integrations.evoformer import window_pair_attention
-from tilewise.integrations.windows import Windows
-from tilewise.memory import tensor_fits_tma
+from tilewise.spec.tma import tensor_fits_tma
+from tilewise.windows.api import Windows
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import INPUT_NAMES, Gradients, Inputs, Needs, Outputs
-from tilewise.problem import PART_WORDS, PartOperands, Problem
-from tilewise.score.low_bits import keeps_low_bits
+from tilewise.spec.operands import PART_WORDS, PartOperands
+from tilewise.spec.problem import Problem
+from tilewise.spec.rounding import keeps_low_bits
 
 __all__ = ["INPUT_NAMES", "Gradients", "Inputs", "Needs", "Outputs"]
 

@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tilewise.problem import Operand, Problem
-from tilewise.score.lengths import NO_LENGTHS, Lengths
-from tilewise.score.parts import DIFFERENTIABLE, NO_PARTS, Parts
-from tilewise.score.terms import Band
-from tilewise.score.tile_tensors import NO_TILES, TileTensors
+from tilewise.spec.bias_components import DIFFERENTIABLE, NO_PARTS, Parts
+from tilewise.spec.block_mask import NO_TILES, TileTensors
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band
+from tilewise.spec.seqlens import NO_LENGTHS, Lengths
 
 Pass = Literal["forward", "backward"]
 
@@ -73,7 +74,7 @@ class Outputs(NamedTuple):
     """o (B, H, M, Dv) in q's dtype and the natural-log LSE (B, H, M) in `lse_dtype`; or their cotangents.
 
     o_low: with dropout, beside an o of 16 bits, the bits that rounding took of it, int16, laid out as o: see
-    `tilewise.score.low_bits`. None elsewhere, and among cotangents.
+    `tilewise.spec.rounding`. None elsewhere, and among cotangents.
     """
 
     o: Tensor
@@ -117,7 +118,7 @@ class Gradients(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """A call apart from its lengths, see `tilewise.structure`, and what those decide.
+    """A call apart from its lengths, see `tilewise.operator.structure`, and what those decide.
 
     key: equal for all calls of a structure. layouts: shape and strides of q, k and v, which have been read for the key;
     then those of a backward's o, LSE, and their cotangents, of which that of the LSE may be missing.
@@ -172,7 +173,7 @@ class Backend(Protocol):
 
     def declines(self, problem: Problem, work: Pass = "forward") -> str | None:
         """Why it cannot run the pass; None if it can. Where a backward alone is declined, the gradients come from the
-        backend that `tilewise.plan.GRADIENTS` names."""
+        backend that `tilewise.planner.GRADIENTS` names."""
 
     def prefers(self, problem: Problem) -> str | None:
         """Why it prefers to leave the problem to another, which would be faster; None if it does not. Asked for by name

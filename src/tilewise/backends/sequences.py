@@ -3,7 +3,7 @@
 Sequences of equal lengths that follow each other are one dense batch: of short ones a call for each would cost more
 than what it computes.
 
-The host reads where sequences begin. That costs nothing on the CPU; on a GPU it would wait, and the oracle does.
+The host reads where sequences begin. That costs nothing on the CPU; on a GPU it would wait, and the reference does.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
-from tilewise.problem import Problem
-from tilewise.score.lengths import Place, places
-from tilewise.score.parts import Parts
-from tilewise.score.terms import Band, Distances, Score
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Distances, Score
+from tilewise.spec.seqlens import Place, places
 
 PAIRS = 2**20  # of a query head, at which a run of sequences ends: more in one call saves nothing
 

@@ -2,7 +2,7 @@
 
 Of the operations that a compiler or a transform sees, which `Rule.composed` are, autograd would
 keep eight nodes, and run some twenty operations backwards. The vector is linear in the table and in the slopes: its
-gradient needs none of their numbers. On a GPU with Triton either is one kernel: `tilewise.backends.vectors`.
+gradient needs none of their numbers. On a GPU with Triton either is one kernel: `tilewise.backends.kernels.vectors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise.backends import has_triton
-from tilewise.ops.runtime.eager import apply_of, in_forward_mode, is_differentiated, is_eager, is_eager_backward
+from tilewise.operator.eager import apply_of, in_forward_mode, is_differentiated, is_eager, is_eager_backward
 
 
 class Rule(Protocol):

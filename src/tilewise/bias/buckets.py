@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.score.integers import LARGEST_SIZE
-from tilewise.tensors import plain_int
+from tilewise.spec.integers import LARGEST_SIZE
+from tilewise.spec.tensors import plain_int
 
 
 def t5_buckets(distance: Tensor, *, buckets: int, bidirectional: bool, max_distance: int = 128) -> Tensor:

@@ -6,7 +6,7 @@ rows        a tensor along the queries
 query       values by distance, a row a query
 key         values by distance, a row a key
 toeplitz    values by distance for all: every such term, summed into one vector a head
-low_rank    more columns of q and k; of the oracle a part of the matrix
+low_rank    more columns of q and k; of the reference a part of the matrix
 band        what terms with outside=-inf hide by numbers alone, for tiles that need not be visited
 """
 
@@ -21,10 +21,10 @@ from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
 from tilewise.bias.terms import FLOATING, Sizes, Term, shape_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
-from tilewise.score.integers import larger
-from tilewise.score.relative import Relative, hidden_band, window
-from tilewise.score.terms import Band, Distances, Far
-from tilewise.tensors import check_tensor
+from tilewise.spec.integers import larger
+from tilewise.spec.relative import Relative, hidden_band, window
+from tilewise.spec.score import Band, Distances, Far
+from tilewise.spec.tensors import check_tensor
 
 # How an error names each place, and how one who has two can pass them as one.
 _PLACES = {
@@ -99,7 +99,7 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
 def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None = None) -> Tensor:
     """The whole bias of one term, (B, H, M, N), float64, by its definition; differentiable.
 
-    For the oracle and for tests: nothing else makes a matrix.
+    For the reference and for tests: nothing else makes a matrix.
     """
     sizes = Sizes(B, H, H if Hkv is None else Hkv, M, N)
     full = _four(term.double()) if isinstance(term, Tensor) else term.dense(sizes)
@@ -107,8 +107,7 @@ def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None =
 
 
 def with_dense(low_rank: LowRankBias, matrix: Tensor | None, sizes: Sizes) -> Tensor:
-    """The matrix of a call that has ``low_rank`` too, as one in float64: for the oracle, which is what more columns of
-    q and k are measured against."""
+    """Return the matrix of a call plus ``low_rank`` in float64, for the reference; backends add columns to q and k."""
     found = dense(low_rank, sizes.B, sizes.H, sizes.M, sizes.N, sizes.Hkv)
     return found if matrix is None else found + _per_head(matrix.double(), sizes.H)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tilewise.tensors import stream_of
+from tilewise.spec.tensors import stream_of
 
 LIMIT = 64
 _kept: dict[tuple, Tensor] = {}

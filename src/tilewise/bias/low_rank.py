@@ -21,7 +21,7 @@ from tilewise.bias.terms import (
     shape_of,
     summary,
 )
-from tilewise.problem import MAX_HEAD_DIM
+from tilewise.spec.checks import MAX_HEAD_DIM
 
 
 @pytree_node

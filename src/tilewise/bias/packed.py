@@ -25,8 +25,8 @@ from tilewise.bias.terms import (
     summary,
 )
 from tilewise.bias.toeplitz import Alibi, T5Bias
-from tilewise.score.lengths import Lengths
-from tilewise.tensors import check_tensor
+from tilewise.spec.seqlens import Lengths
+from tilewise.spec.tensors import check_tensor
 
 
 @pytree_node

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tilewise.problem import Sizes
-from tilewise.score.integers import check_range
-from tilewise.tensors import check_tensor
+from tilewise.spec.integers import check_range
+from tilewise.spec.operands import Sizes
+from tilewise.spec.tensors import check_tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Term = TypeVar("_Term", bound=type)
@@ -70,7 +70,7 @@ class Term:
         raise NotImplementedError
 
     def dense(self, sizes: Sizes) -> Tensor:
-        """The whole bias (B|1, H|Hkv|1, M, N), float64, by definition; differentiable. For the oracle and tests."""
+        """The whole bias (B|1, H|Hkv|1, M, N), float64, by definition; differentiable. For the reference and tests."""
         raise NotImplementedError
 
 

@@ -4,7 +4,7 @@ What becomes of them is one vector a head with a number for each of the M + N - 
 by operations that autograd differentiates; the sums over diagonals that are its gradient then go on to the table or to
 the slopes. So a backend knows one Toeplitz bias, several are one by adding vectors, and positions, ends and buckets are
 settled before it. ALiBi is such a vector, too: some hundred kilobytes that stay in the cache. Where it is one number,
-or lies on a line, `canonical` says beside it (`score.terms.Far`): a kernel then reads no more of it than where it
+or lies on a line, `canonical` says beside it (`spec.score.Far`): a kernel then reads no more of it than where it
 begins and ends, and gives the gradient back there, from where the vector's own leads to the table and the slopes.
 """
 
@@ -38,9 +38,9 @@ from tilewise.bias.terms import (
     summary,
     wide,
 )
-from tilewise.score.integers import check_range, larger
-from tilewise.score.relative import Relative, overlap, window
-from tilewise.score.terms import Distances, Far
+from tilewise.spec.integers import check_range, larger
+from tilewise.spec.relative import Relative, overlap, window
+from tilewise.spec.score import Distances, Far
 
 
 class T5Rule(NamedTuple):
@@ -103,7 +103,7 @@ class T5Rule(NamedTuple):
         return window(Relative(values, self.distances), first, width)
 
     def vector(self, x: Tensor, first: int, width: int) -> Tensor:
-        from tilewise.backends.vectors import table_vector
+        from tilewise.backends.kernels.vectors import table_vector
 
         rows = self.rows(x.device)
         count = rows.shape[0]
@@ -111,7 +111,7 @@ class T5Rule(NamedTuple):
 
     def gradient(self, gradient: Tensor, first: int, x: Tensor) -> Tensor:
         if not x.is_cpu:
-            from tilewise.backends.vectors import table_gradient
+            from tilewise.backends.kernels.vectors import table_gradient
 
             return table_gradient(gradient, self.bounds(x.device), first, x)
         flat, rows = gradient[0, :, 0].mT, self.rows(x.device)
@@ -147,13 +147,13 @@ class AlibiRule(NamedTuple):
         return slopes * self.factors(first, width, x.device, slopes.dtype)
 
     def vector(self, x: Tensor, first: int, width: int) -> Tensor:
-        from tilewise.backends.vectors import slopes_vector
+        from tilewise.backends.kernels.vectors import slopes_vector
 
         return slopes_vector(_two(x), first, width, self.form == "signed")
 
     def gradient(self, gradient: Tensor, first: int, x: Tensor) -> Tensor:
         if not x.is_cpu:
-            from tilewise.backends.vectors import slopes_gradient
+            from tilewise.backends.kernels.vectors import slopes_gradient
 
             return slopes_gradient(gradient, first, _two(x), self.form == "signed").view(x.shape)
         factors = self.factors(first, gradient.shape[3], x.device, gradient.dtype)

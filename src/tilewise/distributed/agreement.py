@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from tilewise.distributed.layout import Ranks
-from tilewise.ops.runtime.prepared import Prepared
+from tilewise.operator.prepared import Prepared
 
 Description = tuple[tuple[str, Hashable], ...]
 _KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, TypeError, NotImplementedError)}

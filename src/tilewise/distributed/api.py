@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.call import Bias, Seed, Window
-from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.compiled import compiled_call
 from tilewise.distributed.layout import LoadBalancer, Ranks
@@ -17,10 +15,12 @@ from tilewise.distributed.methods import METHODS, attend
 from tilewise.distributed.operands import FUNCTION, Options, ShardedCall, read
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
 from tilewise.distributed.two_axes import Axes, attend_on_two_axes
-from tilewise.keywords import named_only, unexpected
-from tilewise.plan import check_backend
-from tilewise.problem import check_flag
-from tilewise.score.terms import Terms
+from tilewise.frontend.arguments import Bias, Seed, Window
+from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.operator.dispatch import describe
+from tilewise.planner import check_backend
+from tilewise.spec.checks import check_flag
+from tilewise.spec.score import Terms
 
 MethodName = Literal["auto", "all_gather", "ring", "all_to_all"]
 

@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.backends import Needs, Outputs
 from tilewise.bias.terms import wide
-from tilewise.dispatch import backward_of
 from tilewise.distributed.collectives import all_to_all, gathered, scattered
 from tilewise.distributed.layout import Chunk, Ranks, shards_of, whole_of
 from tilewise.distributed.operands import ShardedCall
-from tilewise.score.parts import DIFFERENTIABLE
-from tilewise.score.terms import Terms
+from tilewise.operator.dispatch import backward_of
+from tilewise.spec.bias_components import DIFFERENTIABLE
+from tilewise.spec.score import Terms
 
 
 def _to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
@@ -116,7 +116,7 @@ class _Parts(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *tensors, o, lse, o_low = ctx.saved_tensors
         needs = ctx.needs_input_grad[:-2]
-        # resolve_neg: as in tilewise.autograd
+        # resolve_neg: as in tilewise.operator.autograd
         do, dlse = torch.zeros_like(o) if do is None else do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         cotangents = Outputs(do, dlse)
         found = ctx.method.backward(ctx.call, tensors, Outputs(o, lse, o_low), cotangents, needs, part_gradients)

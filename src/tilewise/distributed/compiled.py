@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term
 from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.operands import FUNCTION, Options
-from tilewise.ops.runtime.seed import drawn_seed
+from tilewise.frontend.autocast import autocast
+from tilewise.operator.seed import drawn_seed
 
 _START = ("query_start", "key_start")
 _FIELDS: dict[type[Term], tuple[str, ...]] = {

@@ -1,8 +1,8 @@
 """How the tokens of a packed batch are split over ranks, and which of them a rank has of each sequence: arithmetic.
 
 Contiguous: rank r has the r-th part of all tokens, where sequences may begin and end anywhere. "document": sequences
-are one rank's, and the longest everybody's, a head and a tail each, see `dealing`. A rank has first the sequences that
-are its alone, one after the other, then what it has of others or their heads, and then their tails.
+are one rank's, and the longest are on all ranks, a head and a tail each, see `load_balance`. A rank has first its own
+sequences, one after the other, then its parts of others or their heads, and then their tails.
 
 What is a rank's alone is computed with its keys where they lie, and waits for nobody. The other queries see keys of the
 sequences of which the rank has tokens: `SeenKeys` are these, of which only what lies elsewhere is sent.
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilewise.distributed.dealing import deal
 from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
-from tilewise.score.lengths import Lengths
-from tilewise.tensors import stream_of
+from tilewise.distributed.load_balance import deal
+from tilewise.spec.seqlens import Lengths
+from tilewise.spec.tensors import stream_of
 
 T = TypeVar("T")
 

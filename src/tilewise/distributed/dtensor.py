@@ -1,6 +1,6 @@
 """Attention of DTensors whose sequence is split along an axis of their mesh: context parallelism along that axis.
 
-Along the other axes each device computes what is its own, as `tilewise.ops.runtime.sharding` does. What a bias, mask or
+Along the other axes each device computes what is its own, as `tilewise.operator.sharding` does. What a bias, mask or
 sink is split along follows from its shape, and it is brought there; a gradient lies as its tensor.
 """
 
@@ -19,7 +19,7 @@ from tilewise.bias.terms import Term
 from tilewise.distributed.api import attend_shards
 from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.operands import Options
-from tilewise.tensors import is_causal_bias
+from tilewise.spec.tensors import is_causal_bias
 
 BATCH, HEADS, ROWS = 0, 1, 2
 _ALLOWED = (Replicate(), Shard(BATCH), Shard(HEADS))

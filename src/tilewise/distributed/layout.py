@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.score.terms import Band
+from tilewise.spec.score import Band
 
 LoadBalancer = Literal["head_tail", "document"] | None
 BALANCERS = (None, "head_tail")

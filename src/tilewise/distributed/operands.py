@@ -15,22 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.autocast import autocast
-from tilewise.autograd import attention_op, attention_outputs
 from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term, shape_of, wide
-from tilewise.call import Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
 from tilewise.distributed.documents import SeenKeys
 from tilewise.distributed.layout import Chunk, Ranks, local_band
-from tilewise.ops.runtime.seed import drawn_seed
-from tilewise.problem import Sizes, check_flag, check_qkv
-from tilewise.score import dropout
-from tilewise.score.low_bits import keeps_low_bits
-from tilewise.score.terms import Band, Window, check_numbers
-from tilewise.score.tiles import visible_pairs
-from tilewise.tensors import check_tensor, is_causal_bias, is_dtensor
-from tilewise.tile_mask import TileMask, is_block_mask
+from tilewise.frontend.arguments import Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
+from tilewise.frontend.autocast import autocast
+from tilewise.masks.block_sparse import TileMask, is_block_mask
+from tilewise.operator.autograd import attention_op, attention_outputs
+from tilewise.operator.seed import drawn_seed
+from tilewise.spec import dropout
+from tilewise.spec.checks import check_flag, check_qkv
+from tilewise.spec.operands import Sizes
+from tilewise.spec.rounding import keeps_low_bits
+from tilewise.spec.score import Band, Window, check_numbers
+from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
+from tilewise.spec.tiles import visible_pairs
 
 FUNCTION = "context_parallel_attention"
 KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, and addresses stay as aligned as they were

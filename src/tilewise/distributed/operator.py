@@ -24,9 +24,9 @@ from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.methods import of_heads, outputs_of
 from tilewise.distributed.operands import Options, ShardedCall
-from tilewise.ops.runtime.operator import autograd_again, operator_of_lists
-from tilewise.score.dropout import threshold
-from tilewise.score.low_bits import keeps_low_bits
+from tilewise.operator.custom_op import autograd_again, operator_of_lists
+from tilewise.spec.dropout import threshold
+from tilewise.spec.rounding import keeps_low_bits
 
 Grads = list[Tensor | None]
 Prepared = tuple[str, ShardedCall, list[Tensor]]

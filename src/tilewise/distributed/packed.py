@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.autocast import autocast
 from tilewise.bias import LowRankBias, RelativeBias
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shape_of
-from tilewise.call import Bias, Call, Seed, Window, check_dropout_seed, check_inputs, seed_tensor
-from tilewise.dispatch import describe
 from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.api import check_method, described
 from tilewise.distributed.documents import Documents, Part, SeenKeys, packed_ranks, read_offsets
@@ -25,14 +22,18 @@ from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
 from tilewise.distributed.methods import attend
 from tilewise.distributed.operands import Options, Piece, Reader, ShardedCall, Slot
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
-from tilewise.keywords import named_only, unexpected
-from tilewise.ops.runtime.seed import drawn_seed
-from tilewise.plan import check_backend
-from tilewise.problem import Sizes, check_flag
-from tilewise.score import dropout
-from tilewise.score.terms import Terms, check_numbers
-from tilewise.tensors import check_tensor, is_dtensor
-from tilewise.varlen import read_packed
+from tilewise.frontend.arguments import Bias, Call, Seed, Window, check_dropout_seed, check_inputs, seed_tensor
+from tilewise.frontend.autocast import autocast
+from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.frontend.varlen import read_packed
+from tilewise.operator.dispatch import describe
+from tilewise.operator.seed import drawn_seed
+from tilewise.planner import check_backend
+from tilewise.spec import dropout
+from tilewise.spec.checks import check_flag
+from tilewise.spec.operands import Sizes
+from tilewise.spec.score import Terms, check_numbers
+from tilewise.spec.tensors import check_tensor, is_dtensor
 
 FUNCTION = "context_parallel_varlen_attention"
 GROUP_FLOPS = 5e11  # about 1 ms of a Hopper GPU: of short sequences the last programs are short

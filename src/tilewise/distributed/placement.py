@@ -12,7 +12,7 @@ from tilewise.distributed.autograd import gather
 from tilewise.distributed.documents import packed_ranks, read_offsets
 from tilewise.distributed.layout import LoadBalancer, Ranks, shards_of
 from tilewise.distributed.two_axes import Axes
-from tilewise.tensors import check_tensor
+from tilewise.spec.tensors import check_tensor
 
 
 def shard(

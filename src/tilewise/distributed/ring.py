@@ -21,7 +21,7 @@ from tilewise.distributed.collectives import as_bytes
 from tilewise.distributed.layout import Chunk, Ranks, ring_steps, sees
 from tilewise.distributed.operands import ShardedCall
 from tilewise.merge import combine
-from tilewise.score.low_bits import low_bits, with_low_bits
+from tilewise.spec.rounding import low_bits, with_low_bits
 
 # Of a step's messages: gloo tells by it which is which, where gradients and keys are under way together.
 _KEYS, _GRADIENTS = 0, 1000

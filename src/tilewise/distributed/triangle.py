@@ -21,8 +21,8 @@ from tilewise.api import attention
 from tilewise.distributed.agreement import agree, agreed
 from tilewise.distributed.autograd import gather, to_heads
 from tilewise.distributed.layout import Ranks
-from tilewise.problem import DTYPES, broadcasts, check_flag, check_qkv
-from tilewise.tensors import check_tensor, is_dtensor
+from tilewise.spec.checks import DTYPES, broadcasts, check_flag, check_qkv
+from tilewise.spec.tensors import check_tensor, is_dtensor
 
 FUNCTION = "triangle_attention"
 

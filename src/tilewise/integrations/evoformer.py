@@ -16,24 +16,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import attention
-from tilewise.autocast import autocast, autocast_somewhere
 from tilewise.backends import Inputs
-from tilewise.call import remember_door, usual_door, usual_door_call
-from tilewise.integrations.windows import Edges, Windows, banded
-from tilewise.ops.runtime.eager import is_eager
-from tilewise.ops.runtime.prepared import Prepared
-from tilewise.ops.runtime.tools import exports_onnx
-from tilewise.ops.windows import Geometry
-from tilewise.ops.windows.autograd import WINDOWS, eager_windows, layouts, windowed
-from tilewise.ops.windows.config import fits, rows_merge
-from tilewise.plan import check_backend
-from tilewise.problem import DTYPES, broadcasts, check_flag
-from tilewise.score.integers import LARGEST_SIZE, check_range
-from tilewise.score.terms import check_numbers
-from tilewise.tensors import check_tensor, is_dtensor
+from tilewise.frontend.autocast import autocast, autocast_somewhere
+from tilewise.frontend.call_cache import remember_door, usual_door, usual_door_call
+from tilewise.operator.eager import is_eager
+from tilewise.operator.prepared import Prepared
+from tilewise.operator.tools import exports_onnx
+from tilewise.planner import check_backend
+from tilewise.spec.checks import DTYPES, broadcasts, check_flag
+from tilewise.spec.integers import LARGEST_SIZE, check_range
+from tilewise.spec.score import check_numbers
+from tilewise.spec.tensors import check_tensor, is_dtensor
+from tilewise.windows import Geometry
+from tilewise.windows.api import Edges, Windows, banded
+from tilewise.windows.autograd import WINDOWS, eager_windows, layouts, windowed
+from tilewise.windows.config import fits, rows_merge
 
 if TYPE_CHECKING:
-    from tilewise.ops.windows.launch import Windowed
+    from tilewise.windows.launch import Windowed
 
 _STRIDED = torch.strided
 _TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels

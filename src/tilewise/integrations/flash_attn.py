@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from tilewise import attention, varlen_attention
-from tilewise.autocast import autocast_on
 from tilewise.bias import alibi
 from tilewise.bias.terms import Term
-from tilewise.call import Bias
-from tilewise.keywords import named_only, unexpected
-from tilewise.problem import DTYPES, MAX_HEAD_DIM, check_flag
-from tilewise.score.integers import LARGEST_SIZE, check_range
-from tilewise.score.terms import is_positive_float
-from tilewise.tensors import check_tensor, plain_int, plain_ints
+from tilewise.frontend.arguments import Bias
+from tilewise.frontend.autocast import autocast_on
+from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM, check_flag
+from tilewise.spec.integers import LARGEST_SIZE, check_range
+from tilewise.spec.score import is_positive_float
+from tilewise.spec.tensors import check_tensor, plain_int, plain_ints
 
 
 @named_only

@@ -13,9 +13,9 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
-from tilewise.ops.runtime.tools import exports_onnx
-from tilewise.score.lengths import Lengths
-from tilewise.tile_mask import TileMask
+from tilewise.masks.block_sparse import TileMask
+from tilewise.operator.tools import exports_onnx
+from tilewise.spec.seqlens import Lengths
 
 
 class Sequences(NamedTuple):

@@ -86,10 +86,10 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from tilewise.api import attention
+from tilewise.frontend.varlen import packed_attention
 from tilewise.integrations import models, packed
 from tilewise.integrations.models import NAME
 from tilewise.integrations.position_bias import PositionBias
-from tilewise.varlen import packed_attention
 
 # Below the logger of transformers: transformers.logging.set_verbosity and TRANSFORMERS_VERBOSITY count for it too.
 _logger = logging.get_logger(f"transformers.{NAME}")

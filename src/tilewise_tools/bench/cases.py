@@ -9,8 +9,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.problem import Operand, PartOperands, Problem
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 from tilewise_tools.bench import operators, packed, sparse, terms, windows
 
 TOKENS, HIDDEN = 16384, 2048  # of the large GPU cases: batch times length, and heads times head dimension

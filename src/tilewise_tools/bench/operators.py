@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.explanation import Work
+from tilewise.explanation.work import Work
 
 
 class Inputs(NamedTuple):

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from tilewise.backends import lse_dtype
 from tilewise.bias import RaggedBias, RelativeBias
-from tilewise.explanation import Work
-from tilewise.problem import Problem, irregular
-from tilewise.score.lengths import Lengths
-from tilewise.score.parts import DIFFERENTIABLE
-from tilewise.varlen import read_packed
+from tilewise.explanation.work import Work
+from tilewise.frontend.varlen import read_packed
+from tilewise.spec.bias_components import DIFFERENTIABLE
+from tilewise.spec.problem import Problem, irregular
+from tilewise.spec.seqlens import Lengths
 
 ENTRIES = 256
 BIASES = ("keys", "relative", "ragged")

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from tilewise.explanation import Limits
+from tilewise.explanation.work import Limits
 from tilewise_tools.bench.cases import Case
 from tilewise_tools.bench.providers import is_ours
 from tilewise_tools.bench.report import picture_names

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.plan import AUTOMATIC, backend_module
+from tilewise.planner import AUTOMATIC, backend_module
 from tilewise_tools.bench import operators, packed, packed_peers, sparse, structure, terms, windows
 from tilewise_tools.bench.cases import DROPOUT_SEED, Case, Inputs
 

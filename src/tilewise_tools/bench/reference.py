@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.score import dropout
+from tilewise.spec import dropout
 from tilewise_tools.bench import packed, sparse, terms
 from tilewise_tools.bench.cases import DROPOUT_SEED, AnyCase, Case, Inputs
 

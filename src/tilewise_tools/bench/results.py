@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tilewise.explanation import Limits, Work, backward_work, forward_work
+from tilewise.explanation.work import Limits, Work, backward_work, forward_work
 from tilewise_tools.bench import operators, packed, sparse, windows
 from tilewise_tools.bench.cases import AnyCase, Case
 from tilewise_tools.bench.providers import is_ours

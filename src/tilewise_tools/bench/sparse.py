@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import TileMask, dynamic_mask
-from tilewise.problem import TileOperand
+from tilewise.spec.operands import TileOperand
 from tilewise_tools.bench import packed
 
 NAMES = ("blocks 25", "blocks 5", "documents")

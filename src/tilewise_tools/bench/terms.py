@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise import bias
 from tilewise.bias.canonical import canonical
-from tilewise.score.terms import Distances, Far
+from tilewise.spec.score import Distances, Far
 
 ENTRIES = 1025
 _BUCKETS, _FAR = 32, 128

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.backends import lse_dtype
-from tilewise.explanation import Work
+from tilewise.explanation.work import Work
 from tilewise.integrations.evoformer import window_pair_attention
-from tilewise.problem import Operand, Problem
-from tilewise.score.terms import Band, Score
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 from tilewise_tools.bench.operators import Inputs, wide_dtype
 
 PADDING = 40  # atoms at the end that a mask hides; less than a window has there, so that each query sees a key

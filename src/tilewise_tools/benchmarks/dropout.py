@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, config, launch
-from tilewise.problem import Problem
-from tilewise.score import dropout
-from tilewise.score.terms import Band, Score
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.spec import dropout
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 from tilewise_tools.benchmarks.pair import patched, timed
 
 P = 0.1

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, launch
-from tilewise.call import read_call
-from tilewise.problem import Problem
-from tilewise.score.lengths import Lengths
-from tilewise.varlen import read_packed
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.frontend.arguments import read_call
+from tilewise.frontend.varlen import read_packed
+from tilewise.spec.problem import Problem
+from tilewise.spec.seqlens import Lengths
 from tilewise_tools.bench.packed import lognormal_case
 from tilewise_tools.bench.timing import Clock, calibrate
 from tilewise_tools.benchmarks.turns import difference, in_turns, medians

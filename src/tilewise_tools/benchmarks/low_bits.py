@@ -16,9 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewise import attention, call, dispatch
+from tilewise import attention
 from tilewise.backends import empty_low_bits
-from tilewise.backends.gluon.sm90 import launch
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.frontend import call_cache
+from tilewise.operator import dispatch
 from tilewise_tools.benchmarks.turns import difference, in_turns
 
 SEED = torch.tensor([1, 2], device="cuda")
@@ -40,7 +42,7 @@ def with_bits(on: bool) -> None:
     launch.empty_low_bits = empty_low_bits if on else lambda o, problem: None
     dispatch.forwards.clear()
     dispatch.backwards.clear()
-    call.usual_calls.clear()
+    call_cache.usual_calls.clear()
 
 
 def milliseconds(step: Callable[[], object], calls: int) -> float:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tilewise import matmul
-from tilewise.ops.matmul import hopper
-from tilewise.ops.matmul.config import hopper_config
-from tilewise.ops.matmul.problem import describe
-from tilewise.ops.softmax import Needs
-from tilewise.ops.softmax.triton import launch
-from tilewise.ops.softmax.triton.config import Config, softmax_config
+from tilewise.ops.gemm import hopper
+from tilewise.ops.gemm.config import hopper_config
+from tilewise.ops.gemm.problem import describe
+from tilewise.ops.row_softmax import Needs
+from tilewise.ops.row_softmax.triton import launch
+from tilewise.ops.row_softmax.triton.config import Config, softmax_config
 from tilewise_tools.bench.cases import Inputs, tiny
 from tilewise_tools.bench.providers import Steps, providers
 from tilewise_tools.bench.timing import Clock, host_seconds

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, config, launch
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 ROUNDS = 9
 

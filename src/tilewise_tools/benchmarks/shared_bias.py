@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Inputs, Needs, Outputs
-from tilewise.backends.gluon.sm90 import backward_launch, config, dbias, launch
-from tilewise.problem import Problem
-from tilewise.score.terms import Band, Score
+from tilewise.backends.gluon.sm90.backward import dbias
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.common import config
+from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 from tilewise_tools.benchmarks.pair import patched
 from tilewise_tools.benchmarks.pair import timed as timed_in_turns
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import tilewise
-from tilewise import dispatch
-from tilewise.backends.gluon.sm90 import backward_launch
+from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.operator import dispatch
 from tilewise_tools.bench import terms
 from tilewise_tools.bench.timing import Clock, calibrate, host_seconds
 from tilewise_tools.benchmarks.turns import in_turns, medians

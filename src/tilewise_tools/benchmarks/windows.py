@@ -4,7 +4,7 @@
 
 host: microseconds until a call returns, while nothing waits for the GPU. device: the sum of its kernels' times, and how
 many there are. clock: by events with the L2 flushed, as `tilewise bench` has it. --tiles: other numbers of warps and
-registers than those of src/tilewise/ops/windows/config.py.
+registers than those of src/tilewise/windows/config.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tilewise.ops.windows import autograd, config, launch
+from tilewise.windows import autograd, config, launch
 from tilewise_tools.bench import windows
 from tilewise_tools.bench.operators import Inputs
 from tilewise_tools.bench.timing import Clock, host_seconds

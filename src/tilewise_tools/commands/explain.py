@@ -73,7 +73,7 @@ def command(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Equal inputs give equal bits.")] = False,
     backend: Annotated[
         str | None,
-        typer.Option(help="Ask for hopper, triton, cpu or oracle. Default: the plan's choice.", metavar="NAME"),
+        typer.Option(help="Ask for hopper, triton, cpu or reference. Default: the plan's choice.", metavar="NAME"),
     ] = None,
     limits: Annotated[
         str | None,
@@ -112,10 +112,11 @@ def command(
 
     import torch
 
-    from tilewise.explanation import explain, traffic_table
-    from tilewise.plan import BACKENDS
+    from tilewise.explanation.attention import explain
+    from tilewise.explanation.text import traffic_table
+    from tilewise.planner import ALIASES, BACKENDS
 
-    if backend not in (None, "auto", *BACKENDS):
+    if backend not in (None, "auto", *BACKENDS, *ALIASES):
         raise mistake("--backend", f"must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
     place = device.strip().lower() if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     where, context = _where(place)
@@ -175,7 +176,7 @@ def _where(place: str) -> tuple[str, AbstractContextManager]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from tilewise.ops.runtime.explanation import compute_capability
+    from tilewise.explanation.shared import compute_capability
 
     if compute_capability(place) is not None:
         return "meta", nullcontext()

@@ -9,7 +9,7 @@ from tilewise_tools.commands.arguments import mistake
 
 if TYPE_CHECKING:
     from tilewise import TileMask
-    from tilewise.score.terms import Band
+    from tilewise.spec.score import Band
 
 INCHES, DPI = 6.0, 160
 SHADES = ("#ffffff", "#9ecae1", "#08519c")  # hidden, in part, full
@@ -131,8 +131,8 @@ def draw(mask: TileMask, band: Band, path: Path) -> None:
 
 def shades(mask: TileMask, band: Band) -> list[list[int]]:
     """Of each tile 0 hidden, 1 visible in part, 2 full, by the mask and the band together."""
-    from tilewise.score.tile_tensors import EMPTY, FULL
-    from tilewise.score.tiles import key_tiles, limits
+    from tilewise.spec.block_mask import EMPTY, FULL
+    from tilewise.spec.tiles import key_tiles, limits
 
     assert mask.tensors.tiles is not None
     tiles = mask.tensors.tiles.flatten(0, 1)

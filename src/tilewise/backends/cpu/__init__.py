@@ -10,8 +10,8 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, sequences, sink
 from tilewise.backends.cpu import fused, tiled
 from tilewise.backends.cpu.parts import minus_delta
 from tilewise.backends.protocol import Pass, at_once
-from tilewise.problem import Problem
 from tilewise.quantities import count
+from tilewise.spec.problem import Problem
 
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:

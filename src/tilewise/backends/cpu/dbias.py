@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.backends import Inputs, lse_dtype
 from tilewise.backends.cpu.parts import band_hides, in_huge_pages
-from tilewise.problem import Problem
+from tilewise.spec.problem import Problem
 
 
 def is_full(problem: Problem, bias: Tensor) -> bool:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype
 from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide, is_coarse
-from tilewise.problem import Problem
-from tilewise.score import reference
+from tilewise.spec import reference
+from tilewise.spec.problem import Problem
 
 _CHECKED_ROWS = 256  # rows of the bias that are looked through at a time
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Outputs, lse_dtype
-from tilewise.problem import Problem
-from tilewise.score.low_bits import with_low_bits
-from tilewise.score.tiles import visible_pairs
+from tilewise.spec.problem import Problem
+from tilewise.spec.rounding import with_low_bits
+from tilewise.spec.tiles import visible_pairs
 
 LOG2E = math.log2(math.e)
 LARGE_PRODUCT = 1 << 22  # multiplications

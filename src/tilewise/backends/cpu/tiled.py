@@ -31,13 +31,13 @@ from tilewise.backends.cpu.parts import (
     keep_freed_tiles,
     product,
 )
-from tilewise.problem import Problem
-from tilewise.score import dropout, reference, visibility
-from tilewise.score.low_bits import low_bits, with_low_bits
-from tilewise.score.relative import Relative, add_gradient, tile_kind
-from tilewise.score.relative import tile as relative_tile
-from tilewise.score.tile_tensors import TileTensors
-from tilewise.score.tiles import key_tiles, limits
+from tilewise.spec import dropout, reference, visibility
+from tilewise.spec.block_mask import TileTensors
+from tilewise.spec.problem import Problem
+from tilewise.spec.relative import Relative, add_gradient, tile_kind
+from tilewise.spec.relative import tile as relative_tile
+from tilewise.spec.rounding import low_bits, with_low_bits
+from tilewise.spec.tiles import key_tiles, limits
 
 # A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
 BLOCK_M, BLOCK_N, MAX_BLOCK_M = 512, 512, 2048

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tilewise.backends.launcher import VERSION
+from tilewise.backends.launch.launcher import VERSION
 
 # Of the warps of the partition that calls it; renamed in Triton 3.7.
 warps_barrier = gl.barrier if VERSION >= (3, 7) else gl.thread_barrier

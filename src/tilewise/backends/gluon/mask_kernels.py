@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import key_tiles, query_tiles
-from tilewise.backends.tile_mask import FULL_TILE, pairs
+from tilewise.backends.kernels.block_mask import FULL_TILE, pairs
+from tilewise.backends.kernels.score import key_tiles, query_tiles
 
 
 class MaskConstants(NamedTuple):

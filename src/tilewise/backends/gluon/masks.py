@@ -17,10 +17,10 @@ from tilewise.backends.gluon.mask_kernels import (
     tile_list_kernel,
     tile_summary_kernel,
 )
-from tilewise.backends.launcher import POINTER, Launch, constants, strided
-from tilewise.backends.tile_mask import tile_how, tile_layout
-from tilewise.problem import Problem
-from tilewise.score.tiles import limits
+from tilewise.backends.kernels.block_mask import tile_how, tile_layout
+from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided
+from tilewise.spec.problem import Problem
+from tilewise.spec.tiles import limits
 
 ROWS = 64  # of a tile of the mask, see `summary_kernel`
 KEYS = 1 << 12  # of a mask that is the same for all queries, which a program of `key_summary_kernel` looks at
@@ -28,7 +28,7 @@ MANY = 1 << 14  # tiles, of which a program of `tile_summary_kernel` has several
 
 
 class KnownMask(NamedTuple):
-    """See `mask_kernels`, and `sm90.dbias_reduce` for lists of groups; all None without a mask.
+    """See `mask_kernels`, and `backward.dbias_reduce` for lists of groups; all None without a mask.
 
     Only a backward asks for states: `key_summary_kernel` makes none.
     """
@@ -111,7 +111,7 @@ class MaskSummary:
         )  # fmt: skip
 
     def __call__(self, mask: Sequence[Tensor | None]) -> KnownMask:
-        """mask: as `backends.tile_mask.flat_mask` gives it."""
+        """mask: as `kernels.block_mask.flat_mask` gives it."""
         bits, tile_list = self.bits(), self.tile_list()
         if self.in_one:
             self.summarise(*mask, bits, tile_list)

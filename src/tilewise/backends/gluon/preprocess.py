@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.packed import SeqInfo, first_tile_of, listed_tile, sum_of_head
-from tilewise.backends.low_bits import with_low_bits
-from tilewise.score.terms import COARSE_LSE
+from tilewise.backends.gluon.varlen import SeqInfo, first_tile_of, listed_tile, sum_of_head
+from tilewise.backends.kernels.rounding import with_low_bits
+from tilewise.spec.score import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 COARSE = tl.constexpr(COARSE_LSE)
@@ -50,7 +50,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
 
 @triton.jit
 def _zero_first_sums(dq_accum, key_list, sizes, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zero what `sm90.dq_accum.zero_ahead` does not: the sums of heads whose first work tile is among the first
+    """Zero what `backward.dq.zero_ahead` does not: the sums of heads whose first work tile is among the first
     `zeroed`, a part for each of their work tiles. No head has more than `zeroed` of these."""
     UNIT: tl.constexpr = 1024
     UNITS: tl.constexpr = BLOCK_M * BLOCK_D // UNIT

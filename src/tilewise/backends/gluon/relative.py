@@ -1,10 +1,10 @@
-"""A bias by distance with values per query, in kernels in Gluon: a tile of it is a tile of `score.relative.sheared`.
+"""A bias by distance with values per query, in kernels in Gluon: a tile of it is a tile of `spec.relative.sheared`.
 
 Key ``lo`` stands in column 0 of that view, or behind some columns without a use: the tile of queries ``row0 ..`` and
 keys ``col0 ..`` is its box at ``(row0, col0 - lo)``, which TMA reads, and to which it adds a gradient. Of pairs whose
 distance has no entry such a box has other rows' values, or the memory between two rows: where an end of the range cuts
 a tile they are replaced by 0, and a tile that meets no entry is not read at all. `values` says how all of this lies in
-memory, and `packed_values` how in a packed batch, whose distances count from each sequence's last query and key.
+memory, and `varlen_values` how in a packed batch, whose distances count from each sequence's last query and key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.gluon.packed_values import first_column
-from tilewise.score import relative
+from tilewise.backends.gluon.varlen_values import first_column
+from tilewise.spec import relative
 
 reach = gluon.jit(relative.reach)
 state = gluon.jit(relative.state)
@@ -22,7 +22,7 @@ CUT, INSIDE = gl.constexpr(relative.CUT), gl.constexpr(relative.INSIDE)
 
 @gluon.jit
 def range_state(row0, rows, col0, cols, terms):
-    """`score.relative.state` of a tile: CUT and what is more are tiles that read values."""
+    """`spec.relative.state` of a tile: CUT and what is more are tiles that read values."""
     least, most = reach(row0, rows, col0, cols)
     return state(least, most, terms.range_lo, terms.range_hi)
 

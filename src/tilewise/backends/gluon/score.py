@@ -1,4 +1,4 @@
-"""The score pipeline in registers: jit twins of `tilewise.score.reference` and `tilewise.score.tiles`.
+"""The score pipeline in registers: jit twins of `tilewise.spec.reference` and `tilewise.spec.tiles`.
 
 Scores stay in units of 1/scale, in which Q·Kᵀ comes out of the tensor cores: the scale rides on the multiply-add that
 the exponential needs anyway, and a bias is brought into these units. A softcap applies the scale first: units of 1.
@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.toeplitz import far_numbers
 from tilewise.backends.gluon.values import range_numbers
-from tilewise.backends.score import dropout_numbers, score_numbers
-from tilewise.problem import Problem
-from tilewise.score import dropout, tiles
-from tilewise.score.terms import Score
+from tilewise.backends.kernels.score import dropout_numbers, score_numbers
+from tilewise.spec import dropout, tiles
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Score
 
 LOG2E = 1.4426950408889634
 INFINITY = 0x7C00  # the bits of float16's; those of more are NaN
@@ -50,7 +50,7 @@ class Terms(NamedTuple):
     entries: Any = gl.constexpr(0)  # how many of them
     inner_lo: Any = gl.constexpr(0)  # and of which distances pairs are visible, too
     inner_hi: Any = gl.constexpr(0)
-    far_lo: Any = gl.constexpr(0)  # of a Toeplitz bias, see `tilewise.score.terms.Far`
+    far_lo: Any = gl.constexpr(0)  # of a Toeplitz bias, see `tilewise.spec.score.Far`
     far_hi: Any = gl.constexpr(0)
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.backends.gluon import RAGGED_ROWS
-from tilewise.backends.launcher import POINTER, boxed, row_strides
+from tilewise.backends.launch.launcher import POINTER, boxed, row_strides
 
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -40,7 +40,7 @@ def ragged(x: Tensor | None, rows: int, cols: int) -> Any:
 
     The axis of rows has 2^30 of them, of which a sequence takes the last, so that its end is the tensor's. Two axes in
     front put them in their place, both in steps of a row: one goes to the sequence's end, and one goes 2^30 rows back,
-    by 2^30 steps of 2^34 elements less a row, because addresses are counted modulo 2^64. `packed.box_of` has the
+    by 2^30 steps of 2^34 elements less a row, because addresses are counted modulo 2^64. `gluon.varlen.box_of` has the
     coordinates. (Triton's tools.ragged_tma does the same.)
     """
     if x is None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.problem import Problem
-from tilewise.score.terms import Far
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Far
 
 # Queries, and so keys: of fewer keys there is less to leave out than it takes to read all of them for their norms (one
 # H200, 16 heads of 64: of the speed without a bias 0.66 became 0.56 of the backward at 2,048, and 0.87 1.03 at 4,096).
@@ -69,5 +69,5 @@ def sure_distance(problem: Problem) -> int | None:
 
 
 def _may_vanish(problem: Problem) -> bool:
-    """Whether far tiles whose probabilities are 0 are looked for, see `sm90.vanishing`."""
+    """Whether far tiles whose probabilities are 0 are looked for, see `common.underflow`."""
     return problem.queries >= VANISHING_FROM and sure_distance(problem) is not None

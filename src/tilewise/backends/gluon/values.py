@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import address
-from tilewise.memory import tensor_fits_tma
-from tilewise.problem import Operand, Problem
-from tilewise.score.relative import sheared
-from tilewise.score.terms import Distances
-from tilewise.score.tiles import NO_HI, NO_LO
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.relative import sheared
+from tilewise.spec.score import Distances
+from tilewise.spec.tiles import NO_HI, NO_LO
+from tilewise.spec.tma import tensor_fits_tma
 
 WIDEST = 256  # keys, no tile has more
 

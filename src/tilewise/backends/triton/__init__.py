@@ -13,8 +13,9 @@ import torch
 
 from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.problem import PART_WORDS, Problem
 from tilewise.quantities import count
+from tilewise.spec.operands import PART_WORDS
+from tilewise.spec.problem import Problem
 
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilewise.backends import float32_precision
-from tilewise.problem import Problem
-from tilewise.score.tiles import key_tiles, limits
+from tilewise.spec.problem import Problem
+from tilewise.spec.tiles import key_tiles, limits
 
 MOST_SPLITS = 256
 # Multiprocessors of a usual GPU of each compute capability. Not of the device at hand: the number of splits, and so the

@@ -23,8 +23,11 @@ from tilewise.backends import (
     empty_low_bits,
     empty_output,
 )
-from tilewise.backends.kept_lists import KeptLists, flat_and_lists
-from tilewise.backends.launcher import (
+from tilewise.backends.kernels.block_mask import tile_how, tile_layout
+from tilewise.backends.kernels.score import INTERPRET
+from tilewise.backends.kernels.sinks import SinkGradient
+from tilewise.backends.kernels.tile_lists import KeptLists, flat_and_lists
+from tilewise.backends.launch.launcher import (
     POINTER,
     Launch,
     Record,
@@ -35,37 +38,14 @@ from tilewise.backends.launcher import (
     strided_if_any,
 )
 from tilewise.backends.protocol import Structure
-from tilewise.backends.score import INTERPRET
-from tilewise.backends.sinks import SinkGradient
-from tilewise.backends.tile_mask import tile_how, tile_layout
-from tilewise.backends.triton.backward_kernel import (
+from tilewise.backends.triton.backward import (
     OwnKeys,
     backward_kernel,
     finite_kernel,
     postprocess_kernel,
     preprocess_kernel,
 )
-from tilewise.backends.triton.config import (
-    Config,
-    backward_config,
-    every_pair_alike,
-    forward_config,
-    precision,
-    second_walk_stages,
-    splits,
-    widths,
-)
-from tilewise.backends.triton.forward_kernel import forward_kernel, merge_kernel
-from tilewise.backends.triton.masks import NO_LISTS, MaskLists, lists_pay
-from tilewise.backends.triton.ordered_kernels import (
-    bias_gradient_kernel,
-    diagonal_gradient_kernel,
-    distance_gradient_kernel,
-    query_gradient_kernel,
-)
-from tilewise.backends.triton.packed import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
-from tilewise.backends.triton.packed_preprocess import packed_preprocess_kernel, programs
-from tilewise.backends.triton.parts import (
+from tilewise.backends.triton.bias_components import (
     bias_first,
     cast_part_gradients,
     empty_part_gradients,
@@ -78,6 +58,24 @@ from tilewise.backends.triton.parts import (
     lies,
     part_hows,
     parts_layout,
+)
+from tilewise.backends.triton.config import (
+    Config,
+    backward_config,
+    every_pair_alike,
+    forward_config,
+    precision,
+    second_walk_stages,
+    splits,
+    widths,
+)
+from tilewise.backends.triton.forward import forward_kernel, merge_kernel
+from tilewise.backends.triton.masks import NO_LISTS, MaskLists, lists_pay
+from tilewise.backends.triton.ordered import (
+    bias_gradient_kernel,
+    diagonal_gradient_kernel,
+    distance_gradient_kernel,
+    query_gradient_kernel,
 )
 from tilewise.backends.triton.reductions import (
     bias_reduction,
@@ -103,8 +101,11 @@ from tilewise.backends.triton.tensors import (
     descriptor,
     wide,
 )
-from tilewise.memory import tensor_fits_tma
-from tilewise.problem import Operand, Problem
+from tilewise.backends.triton.varlen import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
+from tilewise.backends.triton.varlen_preprocess import packed_preprocess_kernel, programs
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.tma import tensor_fits_tma
 
 
 class Constexprs(NamedTuple):

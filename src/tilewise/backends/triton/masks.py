@@ -10,13 +10,13 @@ import triton
 from torch import Tensor
 
 from tilewise.backends import allocation
-from tilewise.backends.launcher import POINTER, Launch, constants, strided
-from tilewise.backends.tile_mask import tile_how, tile_layout
+from tilewise.backends.kernels.block_mask import tile_how, tile_layout
+from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.tile_mask import tile_summary_kernel
 from tilewise.backends.triton.visibility import AROUND, Masking, list_kernel, summary_kernel
-from tilewise.problem import Problem
-from tilewise.score.tiles import limits
+from tilewise.spec.problem import Problem
+from tilewise.spec.tiles import limits
 
 
 class MaskTiles(NamedTuple):
@@ -98,7 +98,7 @@ class MaskLists:
         self.by_rows, self.by_keys = lists(False) if by_rows else None, lists(True) if by_keys else None
 
     def __call__(self, mask: Sequence[Tensor | None]) -> MaskTiles:
-        """mask: as `backends.tile_mask.flat_mask` gives it."""
+        """mask: as `kernels.block_mask.flat_mask` gives it."""
         states, rows, keys = self.empty_states(), None, None
         self.summarise(*mask, states)
         if self.by_rows is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.problem import Operand, Problem
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
 
 
 def bias_reduction(problem: Problem) -> str:

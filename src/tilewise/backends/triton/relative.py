@@ -1,6 +1,6 @@
 """A bias by distance in the Triton kernels: which of its values a tile of scores reads, and where its gradient goes.
 
-Twins of `tilewise.score.relative`, by pointers. Pair (i, j) has entry ``j - i + origin`` of the row of values that
+Twins of `tilewise.spec.relative`, by pointers. Pair (i, j) has entry ``j - i + origin`` of the row of values that
 belongs to its query, to its key, or to all; `origin_of` makes one number of all that the distances are counted from.
 In a row that belongs to queries neighbouring keys have neighbouring entries. What lies outside is therefore left out
 by the mask of the load: an index that is clamped into the row would hide from the compiler that addresses ascend.
@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.backends.score import key_tiles, query_tiles
+from tilewise.backends.kernels.score import key_tiles, query_tiles
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.tensors import load_operand, operand_place
-from tilewise.problem import Problem
-from tilewise.score.relative import Relative
+from tilewise.spec.problem import Problem
+from tilewise.spec.relative import Relative
 
 # Positions beyond it are as far from all entries as any.
 FAR_AWAY = 1 << 28

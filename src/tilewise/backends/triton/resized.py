@@ -9,15 +9,15 @@ import torch
 from triton import OutOfResources
 
 from tilewise.backends import Inputs, Outputs, device_of, gradient_strides, output_layout
-from tilewise.backends.launcher import Launch, Varied, Whole, resized_launches
+from tilewise.backends.kernels.score import limited, varied_limits
+from tilewise.backends.launch.launcher import Launch, Varied, Whole, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
-from tilewise.backends.score import limited, varied_limits
+from tilewise.backends.triton.bias_components import NO_PARTS
 from tilewise.backends.triton.config import Config, shared_by
 from tilewise.backends.triton.masks import lists_pay
-from tilewise.backends.triton.packed import NO_LENGTHS, tile_count
-from tilewise.backends.triton.parts import NO_PARTS
-from tilewise.problem import Problem
-from tilewise.score import tiles
+from tilewise.backends.triton.varlen import NO_LENGTHS, tile_count
+from tilewise.spec import tiles
+from tilewise.spec.problem import Problem
 
 
 def forward_programs(problem: Problem, config: Config, shares: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import in_band, score_tile
+from tilewise.backends.kernels.score import in_band, score_tile
 from tilewise.backends.triton.relative import load_added
 from tilewise.backends.triton.tensors import dot, load_operand
 from tilewise.backends.triton.tile_mask import listed_pairs

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.backends.launcher import boxed, row_strides
-from tilewise.backends.products import product
-from tilewise.memory import tensor_fits_tma
-from tilewise.problem import BroadcastGroup, Operand, Problem
+from tilewise.backends.kernels.products import product
+from tilewise.backends.launch.launcher import boxed, row_strides
+from tilewise.spec.operands import BroadcastGroup, Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.tma import tensor_fits_tma
 
 
 class Broadcast(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.tile_mask import PARTIAL_TILE, pairs
+from tilewise.backends.kernels.block_mask import PARTIAL_TILE, pairs
 from tilewise.backends.triton.tensors import matrix_of
 
 

@@ -1,6 +1,6 @@
 """The walk of a program over tiles of keys or queries: an interval that the band leaves, or, with a mask, a list.
 
-Twins of `tilewise.score.visibility`. `summary_kernel` reads the mask once and says of each tile what is left of it;
+Twins of `tilewise.spec.visibility`. `summary_kernel` reads the mask once and says of each tile what is left of it;
 `list_kernel` writes for each tile of queries, or of keys, the tiles that it visits. A tile that the mask hides is then
 never read, and full ones, where they have a loop of their own, are computed without the mask.
 """
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.score import INTERPRET, key_tiles, query_tiles
+from tilewise.backends.kernels.score import INTERPRET, key_tiles, query_tiles
 from tilewise.backends.triton.tensors import matrix_of
-from tilewise.score import visibility
+from tilewise.spec import visibility
 
 # The host's own functions, compiled; the interpreter runs them as they are.
 visited = visibility.visited if INTERPRET else triton.jit(visibility.visited)

@@ -188,7 +188,7 @@ class _Run:
 
     def _check(self, case: ParallelCase, provider: Provider, now: _Found) -> None:
         whole, do = case.draw(self.device, 0)
-        right = _results(measure.step_of(lambda x: alone(case, x, "oracle"), _double(whole), do.double()))
+        right = _results(measure.step_of(lambda x: alone(case, x, "reference"), _double(whole), do.double()))
         near = _results(measure.step_of(lambda x: alone(case, x), _copies(whole), do))
         begin = time.perf_counter()
         mine, part = self._shards(case, provider, whole), self._part(case, provider, do)

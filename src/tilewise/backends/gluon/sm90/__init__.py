@@ -11,7 +11,7 @@ import torch
 
 from tilewise.backends import has_triton, no_parts
 from tilewise.backends.gluon import RAGGED_ROWS
-from tilewise.backends.gluon.sm90.copied_bias import (
+from tilewise.backends.gluon.sm90.common.copied_bias import (
     copied,
     copied_bytes,
     is_copied,
@@ -21,8 +21,9 @@ from tilewise.backends.gluon.sm90.copied_bias import (
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.problem import PART_WORDS, Operand, PartOperands, Problem
 from tilewise.quantities import count, quantity
+from tilewise.spec.operands import PART_WORDS, Operand, PartOperands
+from tilewise.spec.problem import Problem
 
 
 def declines_device(device: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
@@ -198,8 +199,8 @@ def _declines_values_backward(problem: Problem, values: Operand) -> str | None:
 
 
 def tiles(problem: Problem) -> str:
-    from tilewise.backends.gluon.sm90.config import backward_config, forward_config
-    from tilewise.backends.gluon.sm90.documents import as_packed
+    from tilewise.backends.gluon.sm90.common.config import backward_config, forward_config
+    from tilewise.backends.gluon.sm90.forward.documents import as_packed
 
     c = forward_config(as_matrix(problem))
     scheduler = "a dynamic tile scheduler" if c.dynamic else "a grid-stride loop over the tiles"
@@ -221,7 +222,7 @@ def tiles(problem: Problem) -> str:
         or declines(problem, "backward")
     ):
         return forward
-    from tilewise.backends.gluon.sm90.backward_launch import working_memory
+    from tilewise.backends.gluon.sm90.backward.launch import working_memory
 
     device = torch.device(problem.device if torch.cuda.is_available() else "meta")  # or a plan for a GPU elsewhere
     parts = working_memory(problem, device)
@@ -232,7 +233,7 @@ def tiles(problem: Problem) -> str:
 
 
 def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
-    from tilewise.backends.gluon.sm90 import launch
+    from tilewise.backends.gluon.sm90.forward import launch
 
     if not is_copied(problem):
         return launch.Forward(problem, inputs)
@@ -243,7 +244,7 @@ def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
 def _prepare_backward(
     problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
 ) -> Backward:
-    from tilewise.backends.gluon.sm90 import backward_launch
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 
     if not is_copied(problem):
         return backward_launch.Backward(problem, inputs, outputs, cotangents, needs)

@@ -1,0 +1,371 @@
+"""Which tile of keys a program of the backward has, and which tiles of queries see it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.gluon.score import mask_of, query_tiles
+from tilewise.backends.gluon.varlen import SeqInfo, first_tile_of, listed_tile_and_head
+
+
+class BackwardSizes(NamedTuple):
+    batch: int
+    kv_heads: int
+    group: int  # query heads that share a key/value head
+    queries: int
+    keys: int
+    row_tiles: int  # tiles of queries of one head
+    key_tiles: int
+    broadcast_batch: int  # batch elements, and key/value heads, that share a bias
+    broadcast_heads: int
+    ring: int  # groups of programs whose dS is kept for `dbias_reduce`
+    lag: int  # groups back that one adds up
+    # Key/value heads whose sum of dQ is zeroed before; of others the head so many before does it. Of a packed batch,
+    # whose heads are of different lengths, work tiles.
+    zeroed: int
+
+
+class Counters(NamedTuple):
+    """Pointers to int32 that are zero at first."""
+
+    # Of each key/value head, the programs that have zeroed their part of its sum of dQ; of a packed batch by its first
+    # tile of queries.
+    zeroed: Any
+    done: Any  # the programs that have added all that they add to it
+    dq_semaphores: Any  # where order matters, of each tile of queries the tiles of keys that have added to its dQ
+    ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
+    summed: Any  # and those that have added up their part of it
+    tile_count_semaphore: Any  # without one, the work tiles that persistent programs have taken
+    dbias_zeroed: Any  # and of each group of programs those that have zeroed their part of its dBias, if programs do
+
+
+class KeyTile(NamedTuple):
+    """One program's work tile: a tile of keys, and the tiles of queries that see it."""
+
+    b: Any
+    hk: Any
+    n0: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+    seq: Any
+    first_tile: Any  # of a packed batch, the number of its sequence's first tile of queries; else 0
+
+
+@gluon.jit
+def counters_at(counts, sizes, c):
+    """The parts of ``counts``; `counters` says how many there are."""
+    done = done_at(counts, sizes)
+    heads = sizes.batch * sizes.kv_heads
+    dq_semaphores = done + heads
+    ended = dq_semaphores
+    if c.ORDERED:
+        ended += heads * sizes.group * sizes.row_tiles
+    if c.ZEROED_BY_TILE:
+        return Counters(ended + 1, done, dq_semaphores, ended, ended, ended, ended)
+    else:
+        return Counters(counts, done, dq_semaphores, ended, ended + groups(sizes, c), ended, ended + 1)
+
+
+@gluon.jit
+def done_at(counts, sizes):
+    """Of these what `Counters.done` is."""
+    return counts + sizes.batch * sizes.kv_heads
+
+
+def counters(
+    sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False, packed: bool = False
+) -> int:
+    """How many counters there are."""
+    heads = sizes.batch * sizes.kv_heads
+    of_groups = 2 * groups if reduces else 1 + zeroes * groups
+    if packed:
+        of_groups = 1 + sizes.kv_heads * sizes.row_tiles  # and of the heads of each sequence
+    return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + of_groups
+
+
+@gluon.jit
+def groups(sizes, c):
+    """How many groups of programs there are."""
+    return sizes.key_tiles * (sizes.kv_heads * sizes.batch // c.GROUP_PROGRAMS)
+
+
+@gluon.jit
+def head_and_tile(group, sizes, c):
+    """What a group works on: a key/value head, counted without those that share its bias, and a tile of keys.
+
+    The order of the groups decides which run together and share the L2 cache.
+    """
+    tiles = sizes.key_tiles
+    if c.HEAD_SWIZZLE == 1:  # programs of one head share its queries
+        head = group // tiles
+        tile = group % tiles
+    else:
+        # the first tile of each of some heads, then the next: see config.BackwardConfig
+        AT_ONCE: gl.constexpr = c.HEAD_SWIZZLE // c.GROUP_PROGRAMS if c.HEAD_SWIZZLE > c.GROUP_PROGRAMS else 1
+        first, width = heads_at_once(group // (AT_ONCE * tiles), AT_ONCE, sizes, c)
+        head = first + (group - first * tiles) % width
+        tile = (group - first * tiles) // width
+    return head, tile
+
+
+@gluon.jit
+def group_of(head, tile, sizes, c):
+    """The inverse of `head_and_tile`."""
+    if c.HEAD_SWIZZLE == 1:
+        group = head * sizes.key_tiles + tile
+    else:
+        AT_ONCE: gl.constexpr = c.HEAD_SWIZZLE // c.GROUP_PROGRAMS if c.HEAD_SWIZZLE > c.GROUP_PROGRAMS else 1
+        first, width = heads_at_once(head // AT_ONCE, AT_ONCE, sizes, c)
+        group = first * sizes.key_tiles + tile * width + head - first
+    return group
+
+
+@gluon.jit
+def heads_at_once(n, AT_ONCE: gl.constexpr, sizes, c):
+    """The n-th heads that are swizzled: ``(the first, how many)``."""
+    first = n * AT_ONCE
+    return first, gl.minimum(sizes.kv_heads * sizes.batch // c.GROUP_PROGRAMS - first, AT_ONCE)
+
+
+@gluon.jit
+def groups_per_broadcast(sizes, c):
+    """Groups of programs that share a bias and have the same tile of keys; their heads follow each other."""
+    return sizes.broadcast_batch * sizes.broadcast_heads // c.GROUP_PROGRAMS
+
+
+@gluon.jit
+def key_tile(b, hk, n0, seq, first_tile, terms, c):
+    """The work tile of the keys from n0 on."""
+    cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
+    lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
+    begin, full_begin, full_end, end = query_tiles(n0, cols, seq.queries, lo, hi, c.BLOCK_M)
+    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
+        if n0 + c.BLOCK_N > seq.keys:  # keys past the end: every tile is partial
+            full_begin = end
+            full_end = end
+    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
+        full_end = end
+    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
+
+
+@gluon.jit
+def listed_head_and_tile(group, parts, tile_list, sizes, c):
+    """`head_and_tile` in the order that `mask_kernels.longest_first_kernel` has found in the mask of the first of those
+    who share a bias. Where it is that of the tiles as they lie, all ``parts`` groups of these run side by side."""
+    first, nth = group // (parts * sizes.key_tiles), group % (parts * sizes.key_tiles)
+    alone = sizes.kv_heads // sizes.broadcast_heads
+    mask = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c)
+    width = 2 + sizes.row_tiles
+    orders = tile_list + mask * sizes.key_tiles * width + (width - 1)
+    if gl.load(orders) < 0:
+        head, tile = first * parts + nth % parts, nth // parts
+    else:
+        head = first * parts + nth // sizes.key_tiles
+        tile = gl.load(orders + nth % sizes.key_tiles * width)
+    return head, tile
+
+
+@gluon.jit
+def work_tile_of(group, member, terms, sizes, c, tile_list=None):
+    """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
+    parts = groups_per_broadcast(sizes, c)
+    if c.LONGEST_FIRST:
+        head, tile = listed_head_and_tile(group, parts, tile_list, sizes, c)
+    else:
+        head, tile = head_and_tile(group, sizes, c)
+    if c.LANES > 1:  # all heads of their batch elements, next to each other in a line of the cache
+        b, hk = head // sizes.kv_heads * c.LANES + member, head % sizes.kv_heads
+    else:
+        member = head % parts * c.GROUP_PROGRAMS + member
+        alone = sizes.kv_heads // sizes.broadcast_heads
+        b = member % sizes.broadcast_batch + head // parts // alone
+        hk = member // sizes.broadcast_batch + head // parts % alone
+    work_tile = key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
+    if c.VANISHES:
+        work_tile = within_reach(work_tile, tile_list, sizes, c)
+    return work_tile
+
+
+@gluon.jit
+def within_reach(work_tile, reaches, sizes, c):
+    """A work tile without the tiles of queries that have no pair within its head's reach, see `underflow`: none may be
+    left. What cuts a tile is what it was."""
+    begin, end = work_tile.begin, work_tile.end
+    reach = reaches + 2 * (work_tile.b * sizes.kv_heads + work_tile.hk)
+    if c.FAR_HI:
+        first = gl.maximum(work_tile.n0 - gl.load(reach + 1), 0) // c.BLOCK_M
+        begin = gl.minimum(gl.maximum(begin, first), end)
+    if c.FAR_LO:
+        after = gl.maximum(work_tile.n0 + c.BLOCK_N - gl.load(reach), 0)
+        end = gl.maximum(gl.minimum(end, gl.cdiv(after, c.BLOCK_M)), begin)
+    full_begin, full_end = work_tile.full_begin, work_tile.full_end
+    return KeyTile(work_tile.b, work_tile.hk, work_tile.n0, begin, full_begin, full_end, end, work_tile.seq, 0)
+
+
+@gluon.jit
+def first_within_reach(first, m0, work_tile, reaches, sizes, c):
+    """The first tile of keys that visits a tile of queries; ``first``: that sees it."""
+    if c.FAR_LO:
+        lo = gl.load(reaches + 2 * (work_tile.b * sizes.kv_heads + work_tile.hk))
+        first = gl.maximum(first, gl.maximum(m0 + lo, 0) // c.BLOCK_N)
+    return first
+
+
+@gluon.jit
+def packed_work_tile(tile_index, x, terms, sizes, c):
+    """The ``tile_index``-th of the list, see `gluon.varlen.listed_tile_and_head`."""
+    seq, tile, hk, n = listed_tile_and_head(x.tile_list, tile_index, sizes.kv_heads, c.BLOCK_N, True)
+    return key_tile(0, hk, tile * c.BLOCK_N, seq, first_tile_of(x.tile_list, n, seq, c.BLOCK_M), terms, c)
+
+
+@gluon.jit
+def row_tile(work_tile, h, m, sizes):
+    """The place of a tile of queries among those of all heads."""
+    return (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + (work_tile.first_tile + m)
+
+
+@gluon.jit
+def head_of(work_tile, sizes, c):
+    """The number of a work tile's key/value head among all: of their counters, and of their place in the sum of dQ."""
+    if c.LANES > 1:  # in the order in which they come, see `work_tile_of`
+        return (work_tile.b // c.LANES * sizes.kv_heads + work_tile.hk) * c.LANES + work_tile.b % c.LANES
+    else:
+        return work_tile.b * sizes.kv_heads + work_tile.hk
+
+
+@gluon.jit
+def tile_of_sum(work_tile, h, m, sizes, c):
+    """The place of a tile of queries in the sum of dQ."""
+    if c.LANES > 1:  # heads take turns in it
+        head = head_of(work_tile, sizes, c) % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
+        return head * sizes.row_tiles + m
+    else:
+        return row_tile(work_tile, h, m, sizes)
+
+
+@gluon.jit
+def group_before(group, sizes, c):
+    """The group before, of those that share its bias, and the same tile of keys, which has a lower number; -1 for
+    none."""
+    head, tile = head_and_tile(group, sizes, c)
+    before = group_of(gl.maximum(head - 1, 0), tile, sizes, c)
+    return gl.where(head % groups_per_broadcast(sizes, c) == 0, -1, before)
+
+
+@gluon.jit
+def work_tile_at(tile_index, x, terms, sizes, c):
+    """The ``tile_index``-th work tile."""
+    if c.PACKED:
+        return packed_work_tile(tile_index, x, terms, sizes, c)
+    else:
+        group, member = tile_index // c.GROUP_PROGRAMS, tile_index % c.GROUP_PROGRAMS
+        work_tile = work_tile_of(group, member, terms, sizes, c, x.tile_list)
+        if c.HIDES_KEYS:
+            work_tile = unless_hidden(work_tile, x, sizes, c)
+        return work_tile
+
+
+@gluon.jit
+def unless_hidden(work_tile, x, sizes, c):
+    """A lane's work tile, without tiles of queries where a mask hides its keys from all lanes of the program."""
+    seen = 0
+    for lane in gl.static_range(c.LANES):
+        b = work_tile.b // c.LANES * c.LANES + lane
+        nth = tile_of_mask(b, work_tile.hk * sizes.group, work_tile.n0, sizes, c)
+        # as `tile_list_of`; the sum of 1 and row_tiles would be made for all roles where the kernel begins, and spill
+        seen |= gl.load(x.tile_list + nth * sizes.row_tiles + nth, mask=b < x.k.shape[0], other=0)
+    end = gl.where(seen != 0, work_tile.end, work_tile.begin)
+    return KeyTile(
+        work_tile.b, work_tile.hk, work_tile.n0, work_tile.begin, work_tile.full_begin, work_tile.full_end, end,
+        work_tile.seq, work_tile.first_tile,
+    )  # fmt: skip
+
+
+@gluon.jit
+def of_lane(first, lane):
+    """The work tile of a lane, of that of the program's first."""
+    return KeyTile(
+        first.b + lane, first.hk, first.n0, first.begin, first.full_begin, first.full_end, first.end, first.seq,
+        first.first_tile,
+    )  # fmt: skip
+
+
+@gluon.jit
+def work_tile_count(x, sizes, c):
+    if c.PACKED:
+        return gl.load(x.tile_list) * sizes.kv_heads
+    else:
+        return sizes.key_tiles * sizes.kv_heads * sizes.batch
+
+
+@gluon.jit
+def step_of(m, g, work_tile):
+    """When a program visits a tile of queries of its ``g``-th query head, counting those that a mask hides from it."""
+    return g * (work_tile.end - work_tile.begin) + work_tile.end - 1 - m
+
+
+@gluon.jit
+def place_of(sizes, c):
+    """This program's place in the ring of dS; with a shared dBias it has one work tile."""
+    return gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ring * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
+
+
+@gluon.jit
+def first_of_sum(work_tile, sizes, c):
+    """The first batch element of the sum to which a work tile's dS is added, of `config.dbias_sums`: one half of those
+    that share a bias add to each."""
+    if c.DBIAS_SUMS == 1:
+        return 0
+    else:
+        n = work_tile.b % sizes.broadcast_batch + sizes.broadcast_batch * (work_tile.hk % sizes.broadcast_heads)
+        second = 2 * n >= sizes.broadcast_batch * sizes.broadcast_heads
+        return second.to(gl.int32) * (sizes.batch if c.BIAS_BATCH else 1)
+
+
+@gluon.jit
+def tile_of_mask(b, h, n0, sizes, c):
+    """The place of a tile of keys among those of all masks."""
+    heads = sizes.kv_heads * sizes.group
+    return mask_of(b, h, heads, c) * sizes.key_tiles + n0 // c.BLOCK_N
+
+
+@gluon.jit
+def tile_list_of(tile_list, work_tile, h, sizes, c):
+    """The tile list of one query head: ``(how many, where they are listed)``."""
+    if c.MASK:
+        PER_TILE: gl.constexpr = 2 if c.ORDERED else 1
+        WIDTH: gl.constexpr = 1 + c.LONGEST_FIRST
+        at = tile_list + tile_of_mask(work_tile.b, h, work_tile.n0, sizes, c) * (WIDTH + PER_TILE * sizes.row_tiles)
+        return gl.load(at), at + 1
+    else:
+        return work_tile.end - work_tile.begin, 0
+
+
+@gluon.jit
+def steps_of(x, work_tile, sizes, c):
+    """How many tiles of queries a work tile visits, of all of its query heads."""
+    if c.MASK:
+        steps = 0
+        for g in range(sizes.group):
+            count, _ = tile_list_of(x.tile_list, work_tile, work_tile.hk * sizes.group + g, sizes, c)
+            steps += count
+    else:
+        steps = sizes.group * (work_tile.end - work_tile.begin)
+    return steps
+
+
+@gluon.jit
+def entry_at(i, listed, work_tile, c):
+    """The ``i``-th tile of queries, from the last to the first, and what cuts it (see
+    `mask_kernels.tile_list_kernel`)."""
+    if c.MASK:
+        entry = gl.load(listed + i)
+        return entry >> 2, entry & 3
+    else:
+        m = work_tile.end - 1 - i
+        return m, gl.where((m < work_tile.full_begin) | (m >= work_tile.full_end), 1, 0)

@@ -1,0 +1,108 @@
+"""The sum of a dBias, or two, where a mask hides tiles of it: float32, or see `config.dbias_sums`.
+
+Tiles that no program adds to are most of the sum's bytes: they are neither zeroed before nor read after, and dBias is
+written once, from the sum or as 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+
+
+class SharersOfSum(NamedTuple):
+    """Which matrices of a mask belong to one matrix of the bias: BATCHES·HEADS of them, from batch element BATCH·b and
+    head MULTIPLE·h // DIVISOR on; every field is a tl.constexpr."""
+
+    BATCH: Any
+    BATCHES: Any
+    MULTIPLE: Any
+    DIVISOR: Any
+    HEADS: Any
+    ALL_HEADS: Any  # of the mask
+    SPAN: Any  # how many matrices, the next power of two
+    ROWS: Any  # the mask differs between queries
+
+
+class SparseSum:
+    """Of one problem with a mask: `zero` before the backward, `result` after it. total: the sums, one after the other.
+
+    states: (matrices of the mask, tiles of keys, tiles of 64 queries) as `mask_kernels` has them for the backward.
+    """
+
+    def __init__(self, problem: Problem, bias: Tensor, total: Tensor, block_n: int) -> None:
+        of, mask = problem.bias, problem.mask
+        assert of is not None
+        assert mask is not None
+        tiles = -(-problem.queries // 64) * -(-problem.keys // block_n)
+        self._like = torch.empty_like(bias, device="meta")
+        sharers, sums = constants(sharers_of_sum(of, mask)), total.shape[0] // of.batch
+
+        def launch(casts: bool) -> Launch:
+            numbers = (of.batch, of.heads, problem.queries, problem.keys, sharers, sums, block_n, casts)
+            layouts = (POINTER, strided(total), strided(self._like))
+            return Launch(sparse_sum_kernel, of.batch * of.heads * tiles, layouts, numbers, num_warps=4)
+
+        self._zero, self._cast = launch(False), launch(True)
+
+    def zero(self, states: Tensor, total: Tensor) -> None:
+        """Of ``total`` what some program may add to."""
+        self._zero(states, total, None)
+
+    def result(self, states: Tensor, total: Tensor) -> Tensor:
+        found = torch.empty_like(self._like, device=total.device)
+        self._cast(states, total, found)
+        return found
+
+
+def sharers_of_sum(bias: Operand, mask: Operand) -> SharersOfSum:
+    """The matrices of both are of all batch elements or one, and of query heads, key/value heads or one."""
+    own_batch = bias.batch > 1 or mask.batch == 1
+    most, least = max(bias.heads, mask.heads), min(bias.heads, mask.heads)
+    multiple, divisor, heads = 1, 1, mask.heads
+    if bias.heads > 1:
+        ratio = most // least
+        multiple, divisor, heads = (ratio, 1, ratio) if mask.heads >= bias.heads else (1, ratio, 1)
+    batches = 1 if own_batch else mask.batch
+    span = triton.next_power_of_2(batches * heads)
+    both = bias.batch > 1 and mask.batch > 1
+    return SharersOfSum(int(both), batches, multiple, divisor, heads, mask.heads, span, mask.rows > 1)
+
+
+@triton.jit
+def sparse_sum_kernel(states, total, dbias, batch, heads, queries, keys, s, SUMS: tl.constexpr, BLOCK_N: tl.constexpr,
+                      CASTS: tl.constexpr):  # fmt: skip
+    """One tile of 64 queries by BLOCK_N keys. total, dbias: `Strided`; s: `SharersOfSum`."""
+    row_tiles, key_tiles = tl.cdiv(queries, 64), tl.cdiv(keys, BLOCK_N)
+    pid = tl.program_id(0)
+    n, m, bh = pid % key_tiles, pid // key_tiles % row_tiles, pid // key_tiles // row_tiles
+    b, h = bh // heads, bh % heads
+    i = tl.arange(0, s.SPAN)
+    matrix = (s.BATCH * b + i // s.HEADS) * s.ALL_HEADS + s.MULTIPLE * h // s.DIVISOR + i % s.HEADS
+    tile = matrix.to(tl.int64) * key_tiles + n
+    at = states + (tile * row_tiles + m if s.ROWS else tile)
+    found = tl.max(tl.load(at, mask=i < s.BATCHES * s.HEADS, other=0).to(tl.int32), 0)
+    row, col = m * 64 + tl.arange(0, 64), n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (row < queries)[:, None] & (col < keys)[None, :]
+    place = tl.cast(b, tl.int64) * total.stride0 + tl.cast(h, tl.int64) * total.stride1
+    of_total = total.pointer + place + row.to(tl.int64)[:, None] * total.stride2 + col[None, :] * total.stride3
+    if CASTS:
+        x = tl.zeros([64, BLOCK_N], tl.float32)
+        for which in tl.static_range(SUMS):
+            of_sum = of_total + tl.cast(total.stride0, tl.int64) * (which * batch)
+            x += tl.load(of_sum, mask=inside & (found != 0), other=0.0)
+        place = tl.cast(b, tl.int64) * dbias.stride0 + tl.cast(h, tl.int64) * dbias.stride1
+        to = dbias.pointer + place + row.to(tl.int64)[:, None] * dbias.stride2 + col[None, :] * dbias.stride3
+        tl.store(to, x.to(dbias.pointer.dtype.element_ty), mask=inside)
+    elif found != 0:
+        for which in tl.static_range(SUMS):
+            of_sum = of_total + tl.cast(total.stride0, tl.int64) * (which * batch)
+            tl.store(of_sum, tl.zeros([64, BLOCK_N], total.pointer.dtype.element_ty), mask=inside)

@@ -1,0 +1,170 @@
+"""The bias in the forward: the warps that load its tiles, and what the scores of a tile take from one.
+
+A bias by distance has its range: tiles of keys that lie outside are not loaded, so that its tiles are counted apart.
+Whoever fills and whoever empties the ring finds by the same arithmetic which tiles these are.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilewise.backends.gluon.pipeline import fill_at, release, release_after_loads, slot_of, use_of, wait_full
+from tilewise.backends.gluon.relative import CUT, column_of, in_range, range_state
+from tilewise.backends.gluon.scheduler import entry_at, first_entry, next_tile_index, work_tile_at, work_tile_count
+from tilewise.backends.gluon.score import in_units, widened
+from tilewise.backends.gluon.sm90.common.wgmma import accumulator
+from tilewise.backends.gluon.varlen import box_of
+
+
+@gluon.jit
+def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The role of one warp for each warpgroup: the tiles of its bias."""
+    step = 0
+    t = 0
+    tile_index = gl.program_id(0)
+    while tile_index < work_tile_count(x, sizes, c):
+        tile = work_tile_at(tile_index, x, terms, sizes, c)
+        b = tile.b if c.BIAS_BATCH else 0
+        if c.RANGE_LO or c.RANGE_HI:
+            for i in range(first_entry(tile, terms, c, WARPGROUP), tile.count):
+                n0 = entry_at(i, tile, c).n * c.BLOCK_N
+                row = tile.row0 + 64 * WARPGROUP
+                if range_state(row + tile.seq.diagonal, 64, n0, c.BLOCK_N, terms) >= CUT:
+                    slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+                    use = use_of(rings.bias, step, c.WARPGROUPS)
+                    fill_at(rings.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
+                    step += 1
+        else:
+            for i in range(tile.count):
+                slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+                n0 = entry_at(i, tile, c).n * c.BLOCK_N
+                row = tile.row0 + 64 * WARPGROUP
+                use = use_of(rings.bias, step, c.WARPGROUPS)
+                fill_at(rings.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
+                step += 1
+        if c.O_IN_BIAS:
+            hand_out_slot(rings.bias, step, c, WARPGROUP)
+            step += 1
+        tile_index = next_tile_index(tile_index, t, rings, c)
+        t += 1
+
+
+@gluon.jit
+def bias_box(tile, b, row, n0, terms, c):
+    """Where TMA finds the bias of 64 queries from ``row`` on and the keys from ``n0`` on."""
+    seq = tile.seq
+    return box_of(seq.first_query, seq.queries, b, tile.h // c.BIAS_GROUP, row, c, column_of(n0, seq, terms, c))
+
+
+@gluon.jit
+def hand_out_slot(ring, n, c, WARPGROUP: gl.constexpr):
+    """Give the ``n``-th slot of a warpgroup to it without a tile, once it is free: O takes its turn after the bias."""
+    slot = slot_of(ring, n, WARPGROUP, c.WARPGROUPS)
+    mbarrier.wait(ring.empty.index(slot), (use_of(ring, n, c.WARPGROUPS) & 1) ^ 1)
+    mbarrier.arrive(ring.full.index(slot), count=1)
+
+
+@gluon.jit
+def slot_for_o(rings, n, c, WARPGROUP: gl.constexpr):
+    """Through which O leaves, the ``n``-th that the warpgroup takes."""
+    gl.static_assert(c.BIAS_STAGES > 1, "the first bias of a tile of queries comes while O of the tile before leaves")
+    slot = slot_of(rings.bias, n, WARPGROUP, c.WARPGROUPS)
+    wait_full(rings.bias, slot, use_of(rings.bias, n, c.WARPGROUPS))
+    return rings.bias.slots.index(slot)
+
+
+@gluon.jit
+def release_o(rings, n, c, WARPGROUP: gl.constexpr):
+    """Give back the slot of O of the tile of queries before, if there was one, when it has left."""
+    if n >= 0:
+        tma.store_wait(0)
+        release(rings.bias, slot_of(rings.bias, n, WARPGROUP, c.WARPGROUPS))
+
+
+@gluon.jit
+def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The bias of one tile of scores, of a shape that broadcasts to [64, BLOCK_N], as it is stored; of keys, whose K
+    has come, in the units of the scores; 0 for none."""
+    S: gl.constexpr = accumulator(64, c.BLOCK_N)
+    if c.BIAS == "matrix":
+        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
+        bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
+    elif c.BIAS == "cols":
+        bias = rings.bias.slots.index(slot_of(rings.k, step)).load(gl.SliceLayout(0, S))[None, :]
+    else:
+        bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
+    return bias
+
+
+@gluon.jit
+def release_bias(rings, step, c, WARPGROUP: gl.constexpr):
+    if c.BIAS == "matrix":
+        release_after_loads(rings.bias, slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS))
+
+
+@gluon.jit
+def skip_bias(rings, step, c, WARPGROUP: gl.constexpr):
+    """Leave out the bias of a tile of keys that the warpgroup leaves out."""
+    if c.BIAS == "matrix" and not (c.RANGE_LO or c.RANGE_HI):
+        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
+        release(rings.bias, slot)
+
+
+@gluon.jit
+def start_of(bias, terms, c):
+    """What the accumulator of Q·Kᵀ starts from."""
+    S: gl.constexpr = accumulator(64, c.BLOCK_N)
+    if c.BIAS_FIRST and c.BIAS == "cols":
+        start, _ = gl.broadcast(bias, gl.zeros([64, c.BLOCK_N], gl.float32, S))
+        return start
+    elif c.BIAS_FIRST and c.SCALE_IN_Q:
+        return widened(bias)
+    elif c.BIAS_FIRST:
+        return in_units(bias, terms.inverse)
+    else:
+        return gl.zeros([64, c.BLOCK_N], gl.float32, S)
+
+
+@gluon.jit
+def start_in_range(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The same of a bias by distance, whose tile may have none, or some; and whether it has taken a tile of the ring,
+    its ``taken``-th."""
+    start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
+    row, n0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP, entry.n * c.BLOCK_N
+    found = range_state(row, 64, n0, c.BLOCK_N, terms)
+    if found >= CUT:
+        start = start_of(bias_scores(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP), terms, c)
+        if found == CUT:
+            start = without_range(start, row - n0, terms, c)
+    return start, found >= CUT
+
+
+@gluon.jit
+def without_range(start, row0, terms, c):
+    """0 where a pair has no entry; ``row0`` counts from the first key of the tile. As `forward.masks.banded` does."""
+    parts = start.reshape([64, c.BLOCK_N // 8, 8])
+    L: gl.constexpr = parts.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
+    eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+    parts = gl.where(in_range(rows + row0 - within, 8 * eights, terms, c), parts, 0.0)
+    return gl.convert_layout(parts.reshape(start.shape), start.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def first_below_range(tile, first, terms, c, WARPGROUP: gl.constexpr):
+    """The first entry, from ``first`` on, from which on all tiles of keys lie below the range."""
+    lowest = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + terms.range_lo, 0) // c.BLOCK_N
+    return gl.minimum(gl.maximum(tile.last + 1 - lowest, first), tile.count)
+
+
+@gluon.jit
+def first_not_inside(tile, first, end, terms, c, WARPGROUP: gl.constexpr):
+    """The first entry, from ``first`` on, from which on not all pairs of a tile have one of a bias whose range has no
+    upper end; ``end``: of `first_below_range`."""
+    least = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + 63 + terms.range_lo, 0)
+    return gl.minimum(gl.maximum(tile.last + 1 - gl.cdiv(least, c.BLOCK_N), first), end)

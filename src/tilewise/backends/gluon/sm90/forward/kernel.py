@@ -1,0 +1,599 @@
+"""Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a bias tile of its own ring.
+
+One warp loads Q, K and V by TMA; one warp for each computing warpgroup loads its bias. A computing warpgroup holds 64
+queries: it issues Q·Kᵀ of one tile of keys together with P·V of the tile before, and the softmax of the one runs under
+the product of the other. Every role walks over the same tiles, from the last key to the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.backends.gluon.compat import reinterpret, tma_store
+from tilewise.backends.gluon.pipeline import (
+    ABSENT,
+    Ring,
+    fetch_tile_index,
+    fill_at,
+    new_ring,
+    new_ring_of_numbers,
+    new_tiles,
+    release,
+    release_after_loads,
+    slot_of,
+    use_of,
+    wait_full,
+    warp_scheduler_barrier_arrive,
+    warp_scheduler_barrier_sync,
+)
+from tilewise.backends.gluon.scheduler import (
+    entry_at,
+    first_entry,
+    first_full,
+    hand_out_tile_index,
+    next_tile_index,
+    work_tile_at,
+    work_tile_count,
+)
+from tilewise.backends.gluon.score import score_tile
+from tilewise.backends.gluon.sm90.common.dropout import dropout_words
+from tilewise.backends.gluon.sm90.common.key_bias import load_bias_of_keys
+from tilewise.backends.gluon.sm90.common.softmax import (
+    changed_rows,
+    changed_rows_once_summed,
+    online_softmax,
+    rescaled,
+    rounded,
+    sums_of_rows,
+    times_v,
+    with_sink,
+)
+from tilewise.backends.gluon.sm90.common.toeplitz import (
+    diagonal_of,
+    far_shift,
+    far_start,
+    first_below,
+    first_not_above,
+    line_above,
+    line_below,
+    near_start,
+    new_columns,
+    prefetch_near,
+)
+from tilewise.backends.gluon.sm90.common.wgmma import accumulator
+from tilewise.backends.gluon.sm90.forward.bias import (
+    bias_scores,
+    first_below_range,
+    first_not_inside,
+    load_bias,
+    release_bias,
+    release_o,
+    skip_bias,
+    slot_for_o,
+    start_in_range,
+    start_of,
+)
+from tilewise.backends.gluon.sm90.forward.masks import banded, mask_words, masked
+from tilewise.backends.gluon.varlen import box_of
+from tilewise.backends.kernels.dropout import stream
+from tilewise.backends.kernels.rounding import low_bits
+
+LN2 = gl.constexpr(0.6931471805599453)
+LARGEST = gl.constexpr(3.0e38)
+
+
+class ForwardConstants(NamedTuple):
+    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.Config for most."""
+
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    WARPGROUPS: Any
+    Q_STAGES: Any
+    STAGES: Any
+    BIAS_STAGES: Any
+    BIAS_FIRST: Any
+    LAZY: Any
+    SUMS_BY_THREAD: Any
+    PEELED: Any
+    SKIPS_HIDDEN: Any
+    PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
+    WORDS_LAST: Any
+    O_IN_Q: Any
+    O_IN_BIAS: Any
+    Q_IN_REGISTERS: Any
+    SCALE_IN_Q: Any
+    LOADING_REGISTERS: Any
+    COMPUTING_REGISTERS: Any
+    BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
+    BIAS_BATCH: Any  # a bias for each batch element, or one for all
+    BIAS_GROUP: Any  # query heads that share a bias
+    RELATIVE: Any  # it is a bias by distance, see `relative`
+    RANGE_LO: Any  # some visible pairs lie below the distances with an entry
+    RANGE_HI: Any  # or above
+    SORTED: Any  # tiles inside the distances with an entry have a loop of their own
+    TOEPLITZ: Any  # "none", or what it is beyond `Far`, a "number" or a "line"; see toeplitz_tiles
+    TOEPLITZ_BATCH: Any  # as of the bias
+    TOEPLITZ_GROUP: Any
+    FAR_LO: Any  # some tiles lie below the near distances as a whole
+    FAR_HI: Any  # or above
+    VANISHES: Any  # some of these may be left out, see vanishing
+    MASK: Any  # there is a bool mask: `mask_kernels` has read it
+    HIDES_KEYS: Any  # a step of the product does, see `key_mask`
+    MASK_BATCH: Any  # as of the bias
+    MASK_GROUP: Any
+    MASK_ROWS: Any  # the mask differs between queries
+    RAGGED: Any  # the last tile of keys reaches past their end
+    HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
+    ORDER: Any  # see work_tile_at
+    DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
+    PACKED: Any  # a packed batch: work tiles are listed, see packed
+    DOCUMENTS: Any  # the mask is of documents, and a packed batch may take its place, see documents
+
+
+class Operands(NamedTuple):
+    """Descriptors; the bias may be a `Strided`. Built inside the kernel: descriptors can only be arguments of it."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    sink: Any  # a `Strided` or None
+    seed: Any  # of dropout, or None
+    bits: Any  # of the mask, see mask_kernels
+    tile_list: Any  # with VANISHES the reach of each head, which has its place
+    o: Any
+    o_low: Any  # or None, see `low_bits`
+    tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
+
+
+class Rings(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    o: Any
+    tile_indices: Any
+    columns: Any  # see `common.toeplitz.new_columns`
+
+
+class State(NamedTuple):
+    """What a warpgroup hands on from one tile of keys to the next."""
+
+    m: Any  # running maximum of each row, in units of 1/scale
+    l: Any  # noqa: E741  (running sum of each row, or of each thread of one)
+    o: Any  # all but the last tile of keys have been added
+    p: Any  # of the last
+    taken: (
+        Any  # slots of the bias's ring that the program has taken, where not each tile takes one and nothing else does
+    )
+
+
+@gluon.jit
+def load(x, rings, terms, sizes, c):
+    """The role of one warp: Q, and the tiles of K and V."""
+    step = 0
+    t = 0
+    tile_index = gl.program_id(0)
+    while tile_index < work_tile_count(x, sizes, c):
+        next_index = tile_index + gl.num_programs(0)
+        tile = work_tile_at(tile_index, x, terms, sizes, c)
+        hk = tile.h // sizes.group
+        for w in gl.static_range(c.WARPGROUPS):
+            at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
+            fill_at(rings.q, slot_of(rings.q, t, w, c.WARPGROUPS), use_of(rings.q, t, c.WARPGROUPS), x.q, at)
+        for i in range(tile.count):
+            if c.DYNAMIC and i == tile.count - 1:  # while the ring is full, but not before: others may be done sooner
+                next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
+            n0 = entry_at(i, tile, c).n * c.BLOCK_N
+            at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
+            fill_at(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, at)
+            if c.BIAS == "cols":
+                load_bias_of_keys(x, rings, slot_of(rings.k, step), tile, n0, terms, c)
+            fill_at(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, at)
+            step += 1
+        if c.DYNAMIC:
+            hand_out_tile_index(rings, t, next_index)
+        tile_index = next_index
+        t += 1
+
+
+@gluon.jit
+def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
+    """From the product to what the softmax takes: softcap, bias, in a mixed tile the mask, in a partial one the band.
+
+    ``words``: of `mask_words`. BAND: tiles may be partial. A branch for these also where all are: without it ptxas
+    compares before the product is there, and packs the outcomes into words.
+    """
+    ADDS: gl.constexpr = (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST
+    s, _ = score_tile(s, bias, terms, ADDS, c.BIAS == "matrix")
+    if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if entry.partial:
+            n0 = entry.n * c.BLOCK_N
+            row0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP
+            s = banded(s, row0 - n0, tile.seq.keys - n0, terms, c)
+    if c.MASK:  # noqa: SIM102
+        if entry.mixed:
+            s = masked(s, words, c)
+    return s
+
+
+@gluon.jit
+def attend(
+    q, state, x, rings, words, step, tile, i, terms, sizes, c,
+    WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, RANGE: gl.constexpr, toeplitz,
+):  # fmt: skip
+    """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
+
+    words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
+    `scores`. RANGE: how the tile lies to the distances with an entry, where the loop knows: "inside", or "outside", so
+    that it has no bias; else "any". toeplitz: of such a bias its `diagonal_of`, "outside" the `Line` of the tile.
+    """
+    BIASED: gl.constexpr = RANGE != "outside"
+    ASKS: gl.constexpr = RANGE == "any" and (c.RANGE_LO or c.RANGE_HI)
+    TOEPLITZ: gl.constexpr = c.TOEPLITZ != "none"
+    STARTS: gl.constexpr = (BIASED and (c.BIAS_FIRST or TOEPLITZ)) or (not BIASED and c.TOEPLITZ == "line")
+    k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
+    entry = entry_at(i, tile, c)
+    bits = mask_words(x, entry, tile, sizes, c, WARPGROUP)
+    taken = state.taken
+    COUNTED: gl.constexpr = c.RANGE_LO or c.RANGE_HI or c.O_IN_BIAS
+    nth = taken if COUNTED else step
+    shift = None
+    if FIRST and c.BIAS == "cols":
+        wait_full(rings.k, k_slot, use_of(rings.k, step))
+    if TOEPLITZ and BIASED:
+        start = near_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
+    elif TOEPLITZ:
+        shift = far_shift(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
+    elif STARTS and ASKS:
+        start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
+    elif STARTS:
+        bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
+        start = start_of(bias, terms, c)
+    if not STARTS:
+        start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
+    if FIRST and c.BIAS != "cols":
+        wait_full(rings.k, k_slot, use_of(rings.k, step))
+
+    # QK, and PV of the tile before
+    warp_scheduler_barrier_sync(WARPGROUP)
+    if c.TOEPLITZ == "line" and not BIASED:
+        start = far_start(toeplitz, rings.columns, c)
+    k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
+    s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+    if not FIRST:
+        wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
+        v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        o_pending = times_v(state.p, v, state.o, c)
+    warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
+    if not c.BIAS_FIRST:
+        bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
+    # its fence and barrier cost least where the warpgroup waits anyway
+    if STARTS and ASKS:
+        if takes:
+            release_bias(rings, nth, c, WARPGROUP)
+            taken += 1
+    elif BIASED:
+        release_bias(rings, nth, c, WARPGROUP)
+        if COUNTED:
+            taken += 1
+    if FIRST and c.O_IN_BIAS:
+        release_o(rings, nth - 1, c, WARPGROUP)
+    dropped = None
+    if (
+        words is not None and not c.WORDS_LAST
+    ):  # no border behind it: among the exponentials ptxas finds room for most of it
+        dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
+    s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
+    release(rings.k, k_slot)
+
+    # softmax
+    HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols" or TOEPLITZ
+    s = scores(s, start if c.BIAS_FIRST else bias, bits, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
+    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES, shift)
+    changed = 0
+    if c.SUMS_BY_THREAD:
+        changed = changed_rows_once_summed(alpha, l_i)
+    # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
+    # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
+    wait_full(rings.k, slot_of(rings.k, step + 1), use_of(rings.k, step + 1), i + 1 < tile.count)
+
+    # the end of PV
+    o = state.o
+    if not FIRST:
+        o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
+        release(rings.v, v_slot)
+        if c.LAZY and not c.SUMS_BY_THREAD:
+            changed = changed_rows(alpha)
+        o = rescaled(o, alpha, changed, c.LAZY)
+    if words is not None and c.WORDS_LAST:
+        dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
+    # rounded after PV has read the old P: one set of registers for both, and no copies
+    return State(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken)
+
+
+@gluon.jit
+def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
+    """Leave a tile of keys to the other warpgroups."""
+    warp_scheduler_barrier_sync(WARPGROUP)
+    warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
+    wait_full(rings.k, slot_of(rings.k, step), use_of(rings.k, step))
+    release(rings.k, slot_of(rings.k, step))
+    wait_full(rings.v, slot_of(rings.v, step), use_of(rings.v, step))
+    release(rings.v, slot_of(rings.v, step))
+    skip_bias(rings, step, c, WARPGROUP)
+
+
+@gluon.jit
+def load_sink(x, tile, sizes, c, WARPGROUP: gl.constexpr):
+    """The sink of a warpgroup's queries, in float32."""
+    rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
+    at = x.sink.pointer + gl.cast(tile.b, gl.int64) * x.sink.stride0 + gl.cast(tile.h, gl.int64) * x.sink.stride1
+    at += (tile.seq.first_query + rows).to(gl.int64) * x.sink.stride2
+    return gl.load(at, mask=rows < tile.seq.queries, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def special(x, NAME: gl.constexpr):
+    """An approximation by the special-function unit."""
+    ASM: gl.constexpr = f"{NAME}.approx.f32 $0, $1;"
+    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def finish(
+    m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr,
+    MOST: gl.constexpr = LARGEST, APPROXIMATE: gl.constexpr = False,
+):  # fmt: skip
+    """Normalise O and store the LSE; returns O.
+
+    MOST: amount of a row's maximum past which its scores are beyond their units. APPROXIMATE: log2 within 2^-22 and
+    1 / l within a unit of the last place, by one instruction each, where a tile of queries has few of keys.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
+    ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_DV))
+    rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
+    inside = rows < tile.seq.queries
+    value = m_i * terms.exponent  # a row that saw nothing: m = -inf, l = 0
+    value = (value + (special(l_i, "lg2") if APPROXIMATE else gl.log2(l_i))) * LN2
+    if c.HIDES:
+        # NaN is the mark of rows for the repair kernel: 0 · NaN has spoilt O, or the bias is beyond the units of s.
+        spoilt = gl.convert_layout(gl.sum(o * 0.0, axis=1), ROWS, assert_trivial=True)
+        beyond = (gl.abs(m_i) > MOST) & (m_i != -float("inf"))
+        value = gl.where(beyond, float("nan"), value + spoilt)
+    share = 1.0 if terms.weight is None else terms.weight  # what dropout keeps weighs more
+    if APPROXIMATE:
+        share *= special(gl.where(l_i == 0, 1.0, l_i), "rcp")
+    else:
+        share /= gl.where(l_i == 0, 1.0, l_i)
+    o = o * gl.convert_layout(share, ROWS_OF_O, assert_trivial=True)[:, None]
+    if c.BIAS == "rows":  # the same for all keys: it moves the LSE and leaves the softmax alone
+        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
+        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
+        at += (tile.seq.first_query + rows).to(gl.int64) * x.bias.stride2
+        bias = gl.load(at, mask=inside, other=0.0).to(gl.float32)
+        hidden = bias == -float("inf")
+        value = gl.where(hidden, bias, value + bias)
+        o += gl.convert_layout(gl.where(hidden, 0.0, bias - bias), ROWS_OF_O, assert_trivial=True)[:, None]
+        o = gl.where(gl.convert_layout(hidden, ROWS_OF_O, assert_trivial=True)[:, None], 0.0, o)
+    row = (gl.cast(tile.b, gl.int64) * sizes.heads + tile.h) * sizes.queries + (tile.seq.first_query + rows)
+    gl.store(lse + row, value, mask=inside)
+    return o
+
+
+@gluon.jit
+def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
+    O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
+    step = 0
+    taken = gl.to_tensor(0)
+    if WARPGROUP == c.WARPGROUPS - 1:
+        warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
+    t = 0
+    tile_index = gl.program_id(0)
+    while tile_index < work_tile_count(x, sizes, c):
+        tile = work_tile_at(tile_index, x, terms, sizes, c)
+        slot = slot_of(rings.q, t, WARPGROUP, c.WARPGROUPS)
+        q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
+        wait_full(rings.q, slot, use_of(rings.q, t, c.WARPGROUPS))
+        if c.Q_IN_REGISTERS:
+            q = q_shared.load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
+            if c.SCALE_IN_Q:
+                q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
+            if not c.O_IN_Q:
+                release_after_loads(rings.q, slot)
+        else:
+            q = q_shared
+        m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
+        none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
+        l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
+        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
+        words = None
+        if x.seed is not None:
+            words = stream(x.seed, tile.b, tile.h, terms)
+        first = first_entry(tile, terms, c, WARPGROUP)
+        for _ in range(first):
+            skip_tile(rings, step, c, WARPGROUP)
+            step += 1
+        HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
+        ENDS: gl.constexpr = HAS_BAND or c.RAGGED
+        near, above, below = 0, 0, 0
+        if c.TOEPLITZ != "none":
+            near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
+        if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and not HAS_BAND:  # where it spills nothing
+            prefetch_near(near, 64, 4, terms, sizes, c)
+        state = attend(
+            q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, "any", near
+        )
+        step += 1
+        rest = first + 1
+        if c.PEELED:
+            rest = first_full(tile, first)
+            for i in range(first + 1, rest):
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, "any", near
+                )
+                step += 1
+        REST: gl.constexpr = HAS_BAND and not c.PEELED
+        begin, end = rest, tile.count
+        if c.FAR_LO or c.FAR_HI:
+            above, below = line_above(near, terms, sizes, c), line_below(near, terms, sizes, c)
+        if c.FAR_HI:
+            begin = first_not_above(tile, rest, terms, c, WARPGROUP)
+            for i in range(rest, begin):
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "outside", above
+                )
+                step += 1
+        if c.RANGE_LO:
+            end = first_below_range(tile, rest, terms, c, WARPGROUP)
+        elif c.FAR_LO:
+            end = first_below(tile, begin, terms, c, WARPGROUP)
+        if c.SORTED:
+            begin = first_not_inside(tile, rest, end, terms, c, WARPGROUP)
+            for i in range(rest, begin):
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "inside", near
+                )
+                step += 1
+        for i in range(begin, end):
+            state = attend(
+                q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "any", near
+            )
+            step += 1
+        if c.RANGE_LO or c.FAR_LO:  # a loop of their own: nothing of a bias is left in it
+            for i in range(end, tile.count):
+                state = attend(
+                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "outside", below
+                )
+                step += 1
+        taken = state.taken
+
+        # PV of the first tile of keys
+        if not c.O_IN_Q and not c.Q_IN_REGISTERS:
+            release(rings.q, slot)
+        v_slot = slot_of(rings.v, step - 1)
+        wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
+        v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        o_pending = times_v(state.p, v, state.o, c)
+        tile_index = next_tile_index(tile_index, t, rings, c)
+        if x.sink is not None:  # its way from memory is under the product
+            sink = load_sink(x, tile, sizes, c, WARPGROUP) / (terms.exponent * LN2)
+        o = warpgroup_mma_wait(0, deps=(o_pending,))
+        release(rings.v, v_slot)
+        m_i, l_i = state.m, state.l
+        if c.SUMS_BY_THREAD:
+            l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
+        if x.sink is not None:
+            m_i, l_i, alpha = with_sink(m_i, l_i, sink, terms.exponent)
+            o *= gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+        o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+
+        # O leaves by TMA, through shared memory
+        if c.O_IN_BIAS:
+            stage = slot_for_o(rings, taken, c, WARPGROUP)
+            taken += 1
+        else:
+            stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
+        if not (c.O_IN_Q or c.O_IN_BIAS):
+            tma.store_wait(0)  # of the tile before
+        leaving = o.to(x.q.dtype)
+        stage.reshape([64, c.BLOCK_DV]).store(leaving)
+        fence_async_shared()
+        row = tile.row0 + 64 * WARPGROUP
+        box = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c)
+        tma_store(x.o, box, stage)
+        if x.o_low is not None:  # the same way, once O has left
+            low_stage = reinterpret(stage, gl.int16, stage.shape, x.o_low.layout)
+            tma.store_wait(0)
+            low_stage.reshape([64, c.BLOCK_DV]).store(low_bits(o, leaving))
+            fence_async_shared()
+            tma_store(x.o_low, box, low_stage)
+        if c.O_IN_Q:
+            tma.store_wait(0)
+            release(rings.q, slot)
+        t += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
+    """O and the LSE. q, k, v, o, o_low: descriptors, with dropout alone the last; bias: a descriptor, or a `Strided`;
+    sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
+    packed batch packed, with VANISHES vanishing.
+
+    tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
+    """
+    x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
+    q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
+    OF_KEYS: gl.constexpr = c.BIAS == "cols"
+    k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)
+    v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
+    bias_ring = Ring(ABSENT, ABSENT, ABSENT)
+    if c.BIAS == "matrix":
+        bias_ring = new_ring(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
+    elif OF_KEYS:
+        BIAS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        of_keys = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.BLOCK_N], BIAS_LAYOUT)
+        bias_ring = Ring(of_keys, ABSENT, ABSENT)
+    if c.O_IN_Q:
+        stage = q_ring.slots
+    elif c.O_IN_BIAS:
+        stage = bias_ring.slots
+    else:
+        stage = new_tiles(o, c.WARPGROUPS, 64, c.BLOCK_DV)
+    index_ring = Ring(ABSENT, ABSENT, ABSENT)
+    if c.DYNAMIC:
+        READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)
+        index_ring = new_ring_of_numbers(2, READERS)
+    columns = ABSENT
+    if c.TOEPLITZ == "line" and (c.FAR_LO or c.FAR_HI):
+        columns = new_columns(c)
+    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, index_ring, columns)
+    fence_async_shared()
+    FEW: gl.constexpr = c.LOADING_REGISTERS
+    MANY: gl.constexpr = c.COMPUTING_REGISTERS
+    if c.WARPGROUPS == 2 and c.BIAS != "matrix":
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (load, (x, rings, terms, sizes, c)),
+            ],
+            [4, 1],
+            [MANY, FEW],
+        )
+    elif c.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (load, (x, rings, terms, sizes, c)),
+                (load_bias, (x, rings, terms, sizes, c, 0)),
+                (load_bias, (x, rings, terms, sizes, c, 1)),
+            ],
+            [4, 1, 1, 1],
+            [MANY, FEW, FEW, FEW],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (compute, (x, rings, lse, terms, sizes, c, 0)),
+                (compute, (x, rings, lse, terms, sizes, c, 1)),
+                (compute, (x, rings, lse, terms, sizes, c, 2)),
+                (load, (x, rings, terms, sizes, c)),
+            ],
+            [4, 4, 1],
+            [MANY, MANY, FEW],
+        )

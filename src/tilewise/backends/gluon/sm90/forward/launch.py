@@ -1,0 +1,427 @@
+"""From a Problem and its tensors to kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.backends import (
+    Inputs,
+    Outputs,
+    allocation,
+    device_of,
+    empty_low_bits,
+    empty_output,
+    is_elsewhere,
+    output_layout,
+)
+from tilewise.backends.gluon.masks import KnownMask, MaskSummary
+from tilewise.backends.gluon.scheduler import ForwardSizes
+from tilewise.backends.gluon.score import LOG2E, score_terms
+from tilewise.backends.gluon.sm90.common.config import (
+    L2_CACHE,
+    Config,
+    band_of,
+    comes_together,
+    forward_config,
+    most_registers,
+    padded,
+    scatters,
+    sees_few,
+)
+from tilewise.backends.gluon.sm90.common.toeplitz import Pairs
+from tilewise.backends.gluon.sm90.common.traits import always_hides, bias_axes, hides, limits_of, multiprocessors
+from tilewise.backends.gluon.sm90.common.underflow import Reach
+from tilewise.backends.gluon.sm90.forward.documents import DocumentLists, DocumentSummary, as_packed, offsets_of
+from tilewise.backends.gluon.sm90.forward.kernel import ForwardConstants, forward_kernel
+from tilewise.backends.gluon.sm90.forward.nan_fixup import RepairConstants, packed_repair_kernel, repair_kernel
+from tilewise.backends.gluon.sm90.forward.small_heads import together_kernel
+from tilewise.backends.gluon.tensors import descriptor, ragged
+from tilewise.backends.gluon.toeplitz import toeplitz_constants
+from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
+from tilewise.backends.gluon.varlen import SEMAPHORE, TileList
+from tilewise.backends.gluon.varlen_values import PackedValues, laid_out
+from tilewise.backends.kernels.block_mask import tile_how, tile_layout
+from tilewise.backends.kernels.score import varied_limits
+from tilewise.backends.kernels.tile_lists import KeptLists, flat_and_lists
+from tilewise.backends.launch.launcher import (
+    POINTER,
+    Launch,
+    Members,
+    Varied,
+    Whole,
+    constants,
+    kinds,
+    resized_launches,
+    sink_layout,
+    strided,
+    strided_if_any,
+    strided_rows,
+)
+from tilewise.backends.protocol import Structure
+from tilewise.spec import tiles
+from tilewise.spec.problem import Problem
+
+MOST_TILED = 4096  # numbers of tiles that are remembered
+WAVES = 2  # tiles of queries for each program that differ in length and balance each other
+
+
+class Forward:
+    """A forward with everything but its tensors, for one problem and one layout of these."""
+
+    def __init__(self, problem: Problem, inputs: Inputs):
+        q, k, v, bias, mask, sink, parts, *_ = inputs
+        problem = as_matrix(problem)
+        self.config, self.raster = (config := forward_config(problem)), raster(problem)
+        self.values: Sheared | PackedValues | None = None
+        if parts is not None and parts.query is not None and problem.score.query is not None:
+            if problem.totals is None:
+                self.values = Sheared(parts.query, problem.score.query)
+            else:
+                self.values = PackedValues(problem, parts.query, config.block_m)
+            bias = self.values.like
+        self.pairs = None
+        if parts is not None and parts.toeplitz is not None:
+            self.pairs, bias = Pairs(problem, parts.toeplitz, 1.0 / problem.score.scale), parts.toeplitz
+        self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
+        self.value_dim = problem.value_dim
+        self.shape, self.block_m = (problem.batch, problem.heads, problem.group), config.block_m
+        sizes = _sizes(problem, config, programs)
+        packed = inputs.lengths is not None
+        terms = score_terms(problem)
+        # Where a program has one tile, or some have none, there is nothing to gain.
+        documents = as_packed(problem) if sizes.tiles > programs else None
+        c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
+        self.reach = Reach(problem, inputs, c) if c.VANISHES.value else None
+        together = comes_together(problem)
+        self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
+        self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
+        self.block_n = config.block_n
+        self.tiled: dict[int, tuple[Any, ...]] = {}
+        self.choices = self._choices(*band_of(problem), sizes.tiles > programs)
+        box = ragged if packed else descriptor
+        self.mask: KeptLists[KnownMask] | None = None
+        self.documents: KeptLists[DocumentLists] | None = None
+        self.as_packed: Launch | None = None
+        if problem.mask is not None:
+            summary = MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups)
+            if documents is None or inputs.tiles is None:
+                self.mask = KeptLists(summary, problem)
+            else:
+                other = Forward(documents, inputs._replace(mask=None, tiles=None, lengths=offsets_of(inputs.tiles)))
+                both = DocumentSummary(problem, summary, config.block_m, other.block_m, sizes.tiles)
+                self.documents, self.as_packed = KeptLists(both, problem), other.main
+        o = empty_output(q, problem.value_dim, "meta")
+        self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
+        self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
+        self.empty_low = None if o_low is None else allocation(o_low, q.device)
+        is_matrix = c.BIAS.value == "matrix"
+        self.dynamic = c.DYNAMIC.value
+        self.main: Launch = Launch(
+            together_kernel if together else forward_kernel,
+            min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
+            (
+                box(q, 64, c.BLOCK_D.value),
+                box(k, config.block_n, c.BLOCK_D.value),
+                box(v, config.block_n, c.BLOCK_DV.value),
+                POINTER if self.pairs else box(bias, 64, config.block_n) if is_matrix else strided(bias),
+                sink_layout(sink),
+                POINTER,
+                POINTER,
+                POINTER,
+                box(o, 64, c.BLOCK_DV.value),
+                box(o_low, 64, c.BLOCK_DV.value),
+                POINTER,
+                POINTER,
+            ),
+            (terms._replace(exponent=LOG2E, inverse=1.0) if together or config.scale_in_q else terms, sizes, c),
+            num_warps=4,
+            **most_registers(config.programs, config.warpgroups + 1),
+        )
+        self.repair, self.looks = None, (1, 0, 1)
+        if c.HIDES.value:
+            r = _repair(problem, config)
+            self.looks = r.BLOCK_M.value, sizes.heads * sizes.batch, r.SCAN.value
+            tile_list = (POINTER,) if packed else ()
+            pairs = strided(mask) if inputs.tiles is None else tile_layout()
+            self.repair = Launch(
+                packed_repair_kernel if packed else repair_kernel,
+                min(_looks(sizes.queries, *self.looks), programs),
+                (
+                    *(strided_rows(x) for x in (q, k, v)),
+                    strided(bias),
+                    pairs,
+                    sink_layout(sink),
+                    POINTER,
+                    *tile_list,
+                    strided_rows(o),
+                    strided_if_any(o_low),
+                    POINTER,
+                ),
+                (problem.head_dim, problem.value_dim, terms, sizes, r),
+                num_warps=8,
+            )
+        # For `resized`, and `resized_launches` of these.
+        self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
+        self.has_more = bias is not None or sink is not None
+        self.made: dict[tuple, Any] = {}
+        self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
+
+    def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
+        """For other lengths; None where these ask for something else that is compiled in."""
+        _, M, N, layouts = structure
+        row_tiles = -(-M // self.block_m)
+        tiled = self.tiled.get(row_tiles) or self._tiled(row_tiles)
+        programs, work_tiles, at_once, last_head, most, kind = tiled
+        if self._choices(M, N, lo, hi, work_tiles > most) != self.choices:
+            return None
+        layout_o = output_layout(layouts[0], layouts[1], self.value_dim)
+        first, last, ends = limits_of(lo, hi)
+        looks, (batch, heads, group) = _looks(M, *self.looks), self.shape
+        values = (
+            programs, looks if looks < most else most, first, last,
+            (batch, heads, group, M, N, row_tiles, work_tiles, at_once, last_head), *layout_o, *layouts,
+        )  # fmt: skip
+        if self.has_more:
+            values += self._more(inputs)
+        kind = kind, ends, M & 15 == 0, N & 15 == 0
+        found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
+        return Resized(self, layout_o, values, found)
+
+    def _more(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
+        """How bias and sink lie."""
+        bias, sink = inputs.bias, inputs.sink
+        found = () if bias is None else (bias.shape, bias.stride())
+        return found if sink is None else (*found, (*sink.shape, 1), (*sink.stride(), 1))
+
+    def _tiled(self, row_tiles: int) -> tuple[Any, ...]:
+        """What so many tiles of queries make of sizes: how many programs, all from tiles of queries on, how many
+        programs run at once, and `kinds` of the sizes."""
+        sizes, kind = _tiled(*self.shape, row_tiles, self.programs)
+        if len(self.tiled) >= MOST_TILED:
+            self.tiled.clear()
+        found = self.tiled[row_tiles] = min(sizes[1], self.programs), *sizes[1:], self.programs, kind
+        return found
+
+    def _choices(self, M: int, N: int, lo: int | None, hi: int | None, takes_more: bool) -> tuple[bool | str, ...]:
+        """All that depends on lengths in what is compiled in, of a problem without a mask and parts; takes_more:
+        whether a program has more than one tile of queries."""
+        return (
+            N % self.block_n != 0,
+            self.always_hides or tiles.hides(M, N, lo, hi),
+            self.banded and sees_few(M, N, lo, hi),
+            takes_more,
+            self.order or self.raster.at(M, N),
+        )
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
+        with device_of(q):
+            o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
+            lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
+            o_low = None if self.empty_low is None else self.empty_low()
+            tile_count_semaphore, known = None, KnownMask()
+            if self.documents is not None and self.as_packed is not None:
+                flat, lists = self.documents(mask, tiles)
+                tile_count_semaphore, known = lists.counts.clone(), KnownMask(lists.bits, lists.tile_list)
+                other = tile_count_semaphore[SEMAPHORE:]
+                self.as_packed(q, k, v, None, sink, None, None, lists.packed_list, o, o_low, lse, other)
+            else:
+                flat, known = flat_and_lists(self.mask, mask, tiles, known)
+            tile_list = known.tile_list
+            if self.packed is not None and lengths is not None:
+                tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
+            elif self.dynamic and tile_count_semaphore is None:
+                tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
+            if parts is not None and parts.query is not None:
+                bias = laid_out(self.values, parts.query, tile_list)
+            added = bias
+            if self.pairs is not None and parts is not None and parts.toeplitz is not None:
+                bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
+                if self.reach is not None:
+                    tile_list = self.reach(q, k, v, added)
+            self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
+            if self.repair is not None:
+                listed = () if self.packed is None else (tile_list,)
+                self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
+        return Outputs(o, lse, o_low)
+
+
+class Resized:
+    """A `Forward` for other lengths, of a call without a mask, parts of a bias and lengths of sequences."""
+
+    __slots__ = ("kept", "launches", "layout_o", "of", "varied")
+
+    def __init__(self, of: Forward, layout_o: Any, values: tuple[Any, ...], launches: Sequence[Whole]) -> None:
+        self.of, self.layout_o, self.varied, self.launches = of, layout_o, values, launches
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        q, k, v, bias, _, sink, _, seed, _, _ = inputs
+        if is_elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self(inputs)
+        values, launches, (kept, repair_kept) = self.varied, self.launches, self.kept
+        shape, strides = self.layout_o
+        o = q.new_empty_strided(shape, strides)
+        lse = q.new_empty(shape[:3], dtype=torch.float32)
+        count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
+        launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
+        if len(launches) > 1:
+            launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
+        return Outputs(o, lse)
+
+
+def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
+    p = problem
+    if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
+        row_tiles = p.totals[0] // config.block_m + p.batch
+        return ForwardSizes(1, p.heads, p.group, *p.totals, row_tiles, row_tiles * p.heads, 1, 0)
+    return _sized(p.batch, p.heads, p.group, p.queries, p.keys, config.block_m, programs)
+
+
+def _sized(
+    batch: int, heads: int, group: int, queries: int, keys: int, block_m: int, programs: int
+) -> ForwardSizes:  # fmt: skip
+    """Of a call that is no packed batch."""
+    found, _ = _tiled(batch, heads, group, -(-queries // block_m), programs)
+    return ForwardSizes(batch, heads, group, queries, keys, *found)
+
+
+def _tiled(
+    batch: int, heads: int, group: int, row_tiles: int, programs: int
+) -> tuple[tuple[int, int, int, int], tuple[Any, ...]]:  # fmt: skip
+    """What so many tiles of queries make of sizes: all from row_tiles on; and its `kinds`."""
+    all_heads = heads * batch
+    at_once = min(-(-WAVES * programs // (row_tiles * group)) * group, all_heads)
+    last = (all_heads // at_once - 1) * at_once
+    found = row_tiles, row_tiles * all_heads, at_once, last
+    return found, kinds(found)
+
+
+# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes; then how
+# tensors lie.
+_MAIN, _REPAIR, _LO, _HI, _SIZES, _FIRST = range(6)
+
+
+def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
+    """The launches, and what of them differs with lengths; see `resized_launches`."""
+    o, q, k, v, end = range(_FIRST, _FIRST + 10, 2)
+    bias = end if has_bias else None
+    sink = end + 2 * has_bias if has_sink else None
+    numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), _SIZES, None
+    found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None, None), _MAIN, numbers))]
+    if repair is not None:
+        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), _SIZES, None
+        found.append((repair, Varied((q, k, v, bias, None, sink, None, o, None, None), _REPAIR, numbers)))
+    return found
+
+
+def _looks(queries: int, block_m: int, heads: int, scan: int) -> int:
+    """Programs of the repair, each of which looks at so many tiles of rows."""
+    return -(-(-(-queries // block_m) * heads) // scan)
+
+
+def _compiled(problem: Problem, config: Config, dynamic: bool, documents: bool = False) -> ForwardConstants:
+    bias, mask = problem.bias, problem.mask
+    range_, far = range_constants(problem), toeplitz_constants(problem, 2 * config.block_n)
+    loops = config.peeled or range_["RANGE_LO"] or far["FAR_LO"] or far["FAR_HI"]
+    values = ForwardConstants(
+        BLOCK_N=config.block_n,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.value_dim),
+        WARPGROUPS=config.warpgroups,
+        Q_STAGES=config.q_stages,
+        STAGES=config.stages,
+        BIAS_STAGES=config.bias_stages,
+        BIAS_FIRST=config.bias_first,
+        LAZY=config.lazy,
+        SUMS_BY_THREAD=config.sums_by_thread,
+        PEELED=config.peeled,
+        SKIPS_HIDDEN=config.skips_hidden,
+        PAIRS=loops or bool(problem.score.dropout) or comes_together(problem),
+        WORDS_LAST=config.words_last,
+        O_IN_Q=config.o_in_q,
+        O_IN_BIAS=config.o_in_bias,
+        Q_IN_REGISTERS=config.q_in_registers,
+        SCALE_IN_Q=config.scale_in_q,
+        COMPUTING_REGISTERS=config.registers[0],
+        LOADING_REGISTERS=config.registers[1],
+        BIAS=bias_axes(problem),
+        BIAS_BATCH=bias is not None and bias.batch > 1,
+        BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        **range_,
+        SORTED=range_["RANGE_LO"] and not range_["RANGE_HI"] and config.bias_first and config.programs == 1,
+        **far,
+        MASK=mask is not None,
+        MASK_BATCH=mask is not None and mask.batch > 1,
+        MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
+        MASK_ROWS=mask is not None and mask.rows > 1,
+        HIDES_KEYS=comes_together(problem) and (mask is not None or problem.keys % config.block_n != 0),
+        RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
+        HIDES=hides(problem),
+        ORDER=raster(problem).at(problem.queries, problem.keys),
+        DYNAMIC=dynamic,
+        PACKED=problem.totals is not None,
+        DOCUMENTS=documents,
+    )
+    return constants(values)
+
+
+class Raster(NamedTuple):
+    """Which tiles of scores run side by side, at any lengths."""
+
+    order: str  # as of `Problem.raster_order`
+    key_bytes: int  # of keys and values of all who share a bias, for each key; 0 where that does not matter
+    pair_bytes: int  # of the bias that batch elements share, for each query and key; 0 where heads do
+
+    def at(self, queries: int, keys: int) -> str:
+        if self.order == "heads":
+            return "longest" if self.key_bytes * keys > L2_CACHE else self.order
+        shared = self.pair_bytes * queries * keys
+        return "tiles" if shared <= L2_CACHE // 2 < self.key_bytes * keys else self.order
+
+
+def raster(problem: Problem) -> Raster:
+    """`Problem.raster_order`, but tiles of one head also beside a bias that batch elements share, where the L2 cache
+    has room for all of that and not for the head's keys and values: in the order of the batch every tile of queries
+    would read these from memory again. So it would in the order of the heads, where a mask `scatters` what tiles of
+    queries visit and their keys and values do not fit: there few heads run together (one H100, blocks at 25 % of 16,384
+    keys, D=128, 16 heads, a bias (1,1,M,N): 1.29 ms to 1.04)."""
+    p, bias, order = problem, problem.bias, problem.raster_order
+    if bias is None or p.totals is not None or p.parts is not None:
+        return Raster(order, 0, 0)
+    key_bytes = (p.head_dim + p.value_dim) * p.dtype.itemsize
+    if order == "heads" and scatters(p):
+        return Raster(order, p.broadcast_group(bias).kv_heads * key_bytes, 0)
+    if order != "batch":
+        return Raster(order, 0, 0)
+    return Raster(order, p.batch * key_bytes, bias.batch * bias.heads * bias.dtype.itemsize)
+
+
+def _repair(problem: Problem, config: Config) -> RepairConstants:
+    toeplitz = None if problem.parts is None else problem.parts.toeplitz
+    bias, mask = toeplitz or problem.bias, problem.mask
+    block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
+    block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
+    values = RepairConstants(
+        BLOCK_M=block_m,
+        BLOCK_N=32,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        SCAN=2048 // block_m,
+        BIAS=bias is not None,
+        BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
+        BIAS_COLS=bias is not None and bias.cols > 1,
+        RELATIVE=problem.score.query is not None,
+        TOEPLITZ=toeplitz is not None,
+        MASK=mask is not None,
+        MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
+        MASK_COLS=mask is not None and mask.cols > 1,
+        MASK_TILES=problem.tile_mask is not None,
+        MASK_HOW=tile_how(problem, block_m, 32),
+        LISTED=0 if problem.totals is None else config.block_m,
+    )
+    return constants(values)

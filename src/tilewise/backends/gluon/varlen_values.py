@@ -1,0 +1,258 @@
+"""Values by distance of a packed batch, a row a query, as TMA reads tiles of them: a copy, and their gradient back.
+
+Distances count from each sequence's last query and key, so that the tile of keys ``col0 ..`` begins in the `sheared`
+view at ``col0 + first query - (keys - queries) - lo``. That is no multiple of 16 bytes for most sequences, and TMA
+wants one: so the values are copied, with as many columns in front of a sequence's rows as are missing, 7 at most.
+Before the first row stand `FRONT` elements, because TMA takes no negative columns.
+
+Boxes of the view end where the sequence does, as those of `tensors.ragged` do. A gradient is added through the same
+view, in a copy like that of the values: zeros come first, where tiles do not store it, and at the end it is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends import address
+from tilewise.backends.gluon.values import WIDEST, Sheared, step_of
+from tilewise.backends.gluon.varlen import listed_tile
+from tilewise.backends.launch.launcher import POINTER, Launch, strided
+from tilewise.spec.problem import Problem
+
+FRONT = tl.constexpr(WIDEST)  # elements before the first row
+STEP = tl.constexpr(8)  # elements of 16 bytes, or of 32
+PART = 32  # queries of a program that moves values: one warp, so that what is of a row is worked out once for its words
+
+
+@triton.jit
+def first_column(seq, lo):
+    """Where the keys of a sequence begin in the view: a multiple of STEP. ``lo``: the least distance with an entry."""
+    return FRONT + ((seq.first_query - seq.diagonal - lo + (STEP - 1)) & -STEP)
+
+
+@triton.jit
+def first_entry_of(seq, lo):
+    """The columns in front of the first entry of a sequence's rows."""
+    return first_column(seq, lo) - FRONT - (seq.first_query - seq.diagonal - lo)
+
+
+@triton.jit
+def move_pairs(at, to, shift, rows, seq, end, lo, entries, stride, row, BACK: tl.constexpr, COLS: tl.constexpr):
+    """Some rows of values of 16 bits to where they are laid out, or BACK, a word of two at a time.
+
+    at, to: entry 0 of the sequence's query 0 there and here. shift: of ``to`` in its word, in elements. A row of values
+    begins with a word. Laid out every other row does not: a word of it is then the upper half of one word and the lower
+    half of the next. Beside a row and its neighbour are columns that nobody reads, so that a word may reach into them.
+    """
+    WORD: tl.constexpr = tl.pointer_type(tl.uint32)
+    place = rows.to(tl.int64)
+    odd = (shift + rows) & 1  # `row` is odd
+    first = -(rows + seq.diagonal + lo)  # of the entries that have a key
+    last = tl.where(rows < end, tl.minimum(first + seq.keys, entries), 0)
+    if not BACK:  # the first of an odd row stands by itself, and words of such rows are counted behind it
+        single = (odd == 1) & (first <= 0) & (last > 0)
+        tl.store(to + place * row, tl.load(at + place * stride, mask=single), mask=single)
+    values = (at + place * stride).to(WORD)[:, None]
+    laid = (to + place * row - odd).to(WORD)[:, None]
+    odd, first, last, inside = odd[:, None], first[:, None], last[:, None], (rows < end)[:, None]
+    # of whole words, from 0 to before `count`; what differs between the words of a thread is a constant
+    word, count = tl.arange(0, COLS)[None, :], entries // 2
+    for _ in tl.range(0, count, COLS, num_stages=1):
+        if BACK:
+            found = _two_of(laid + (word + odd), odd, (word >= first >> 1) & (word < (last + 1) >> 1))
+            low = tl.where((word >= (first + 1) >> 1) & (word < (last + 1) >> 1), 0xFFFF, 0)
+            high = tl.where((word >= first >> 1) & (word < last >> 1), 0xFFFF, 0)
+            found &= low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+            tl.store(values + (word + odd) - odd, found, mask=inside & (word < count))
+        else:
+            there = (word >= (first - odd) >> 1) & (word < (last - odd + 1) >> 1)  # the rest no tile reads, or hides
+            found = _two_of(values + (word + odd), odd, there & (word < count - odd), there)
+            tl.store(laid + (word + odd), found, mask=there)
+        values, laid, first, last, count = values + COLS, laid + COLS, first - 2 * COLS, last - 2 * COLS, count - COLS
+
+
+@triton.jit
+def _two_of(at, odd, mask, first_mask=None):
+    """The word at ``at``, or where ``odd`` is 1 the upper half of the one before and its lower half. (The address is
+    said so that Triton sees no more than a word in it: four neighbours of a thread would be no vector for the mask, and
+    32 threads would touch four lines.)"""
+    word = tl.load(at - odd, mask=mask if first_mask is None else first_mask, other=0).to(tl.uint64)
+    following = tl.load(at, mask=mask, other=0).to(tl.uint64)
+    return ((word | (following << 32)) >> (16 * odd).to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
+def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE: tl.constexpr, BACK: tl.constexpr,
+                PAIRS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+                COLS: tl.constexpr):  # fmt: skip
+    """The values of PART queries of one tile of the list to where they are laid out, or BACK; those of keys that there
+    are. values: `Strided`; row, head: the strides of the copy. tiles: at most as many are listed. PAIRS: see
+    `move_pairs`."""
+    PARTS: tl.constexpr = BLOCK // PART
+    n, h = tl.program_id(0) // PARTS % tiles, tl.program_id(0) // PARTS // tiles
+    if n < tl.load(tile_list):
+        seq, tile = listed_tile(tile_list, n)
+        begin = tile * BLOCK + tl.program_id(0) % PARTS * PART
+        end = tl.minimum(begin + PART, seq.queries)
+        at = values.pointer + tl.cast(h, tl.int64) * values.stride1
+        at += tl.cast(seq.first_query, tl.int64) * values.stride2
+        shift = first_entry_of(seq, lo)
+        to = laid + tl.cast(h, tl.int64) * head + FRONT + shift + tl.cast(seq.first_query, tl.int64) * row
+        for row0 in tl.range(begin, end, ROWS, num_stages=1):
+            rows = row0 + tl.arange(0, ROWS)
+            if PAIRS:
+                move_pairs(at, to, shift + seq.first_query, rows, seq, end, lo, entries, values.stride2, row, BACK,
+                           COLS // 2)  # fmt: skip
+            else:
+                place = rows.to(tl.int64)[:, None]
+                for col0 in tl.range(0, entries, COLS, num_stages=1):
+                    cols = col0 + tl.arange(0, COLS)
+                    inside = (rows < end)[:, None] & (cols < entries)[None, :]
+                    key = (rows + seq.diagonal + lo)[:, None] + cols[None, :]
+                    there = inside & (key >= 0) & (key < seq.keys)  # the rest no tile reads, or its scores are hidden
+                    entry = cols
+                    if REVERSE:
+                        entry = entries - 1 - cols
+                    at_values = at + place * values.stride2 + entry.to(tl.int64)[None, :] * values.stride3
+                    at_laid = to + place * row + cols[None, :]
+                    if BACK:
+                        tl.store(at_values, tl.load(at_laid, mask=there, other=0.0), mask=inside)
+                    else:
+                        tl.store(at_laid, tl.load(at_values, mask=there), mask=there)
+
+
+@triton.jit
+def zero_tile(at, origin, stride, m0, queries, keys, diagonal, entries, lo, inner_lo, inner_hi, STEP: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Zero the entries of a gradient that `backward.relative.let_out` adds to or never writes, of the rows of a tile of
+    queries from ``m0`` on. origin: where from ``at`` on query 0 has its entry 0, int64. lo, inner_lo, inner_hi: see
+    `score.Terms`.
+
+    In the sheared view tiles of keys that are stored are a rectangle. So in memory what is left between those of a row
+    and those of the next is one run, of the same length for all rows, which begins and ends at a multiple of STEP, 16
+    bytes; and it is zeroed as such. The first begins with the tile's rows, or up to STEP - 1 columns before them that
+    have no use, and the last ends with them.
+    """
+    # the tiles of keys that are stored: from `first` to before `last`, in keys
+    position = m0 + diagonal
+    first = tl.cdiv(tl.maximum(position + BLOCK_M - 1 + inner_lo, 0), BLOCK_N) * BLOCK_N
+    last = tl.minimum(tl.maximum(position + inner_hi + 1, 0) // BLOCK_N, tl.cdiv(keys, BLOCK_N)) * BLOCK_N
+    n = tl.minimum(queries - m0, BLOCK_M)
+    m0, rows_below = tl.cast(m0, tl.int64), tl.cast(n - 1, tl.int64)
+    begin = (origin + m0 * stride) & -STEP
+    end = origin + (m0 + rows_below) * stride + entries
+    stored = origin + m0 * (stride - 1) + first - lo - diagonal  # of the first row
+    if last <= first:
+        stored, last = begin, first
+    length = last - first
+    rest = stride - 1 - length
+    width = tl.maximum(rest, tl.maximum(stored - begin, end - (stored + length + rows_below * (stride - 1))))
+    for row0 in tl.range(0, n + 1, ROWS, num_stages=1):
+        rows = row0 + tl.arange(0, ROWS)
+        run = stored + rows.to(tl.int64) * (stride - 1)  # ends where a row's stored tiles begin
+        ends = tl.where(rows < n, run, end // STEP * STEP)
+        run = tl.multiple_of(tl.where(rows == 0, begin, run - rest), STEP)
+        count = tl.where(rows <= n, ends - run, 0)
+        for col0 in tl.range(0, tl.cast(width, tl.int32), COLS, num_stages=1):
+            cols = col0 + tl.arange(0, COLS)
+            inside = (cols // STEP * STEP)[None, :] < count[:, None]
+            tl.store(at + run[:, None] + cols[None, :], tl.zeros([ROWS, COLS], at.dtype.element_ty), mask=inside)
+    tail = end // STEP * STEP + tl.arange(0, STEP)
+    tl.store(at + tail, tl.zeros([STEP], at.dtype.element_ty), mask=(tail >= begin) & (tail < end))
+
+
+@triton.jit
+def packed_zero_kernel(laid, tile_list, tiles, entries, lo, inner_lo, inner_hi, row, head, STEP: tl.constexpr,
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+                       COLS: tl.constexpr):  # fmt: skip
+    """`zero_tile` of one tile of the list, in a copy."""
+    n, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if n < tl.load(tile_list):
+        seq, tile = listed_tile(tile_list, n)
+        origin = tl.cast(h, tl.int64) * head + tl.cast(seq.first_query, tl.int64) * row
+        origin += FRONT + first_entry_of(seq, lo)
+        zero_tile(laid, origin, row, tile * BLOCK_M, seq.queries, seq.keys, seq.diagonal, entries, lo, inner_lo,
+                  inner_hi, STEP, BLOCK_M, BLOCK_N, ROWS, COLS)  # fmt: skip
+
+
+def in_pairs(values: Tensor, reverse: bool) -> bool:
+    """Whether `move_pairs` can read and write values (1, H, T, R): rows of words of two."""
+    strides = values.stride(1) if values.shape[1] > 1 else 0, values.stride(2) if values.shape[2] > 1 else 0
+    even = all(n % 2 == 0 for n in (*strides, values.shape[3]))
+    return even and not reverse and values.dtype.itemsize == 2 and values.stride(3) == 1 and address(values) % 4 == 0
+
+
+class PackedValues:
+    """The values of a layout, (1, H|Hkv|1, T, R), and their gradient, for TMA to read and add to; see `values.Sheared`.
+
+    block_m: queries of a tile of the list that calls are given.
+    like: the view of a copy, for a descriptor. It has no memory.
+    """
+
+    def __init__(self, problem: Problem, values: Tensor, block_m: int):
+        distances = problem.score.query
+        assert distances is not None
+        assert problem.totals is not None
+        _, self.heads, T, R = values.shape
+        step = STEP.value
+        self.row = -(-(R + step - 2) // step) * step + 1  # entries and 7 columns in front, and so no two rows overlap
+        self.head = -(-(FRONT.value + T * self.row + 2 * step) // step) * step
+        self.dtype, self.distances = values.dtype, distances
+        # to the end of the last row: a box that reaches farther is cut off
+        width = FRONT.value + T + R + step
+        self.like = torch.empty_strided(
+            (1, self.heads, T, width), (self.heads * self.head, self.head, self.row - 1, 1), dtype=values.dtype,
+            device="meta",
+        )  # fmt: skip
+        self.block_m, self.tiles = block_m, problem.totals[0] // block_m + problem.batch
+        self.copy = self._move(values, back=False)
+
+    def _move(self, values: Tensor, back: bool) -> Launch:
+        reverse, count = self.distances.reverse, self.distances.count
+        cols = min(256, triton.next_power_of_2(count))
+        return Launch(
+            move_kernel, self.tiles * (self.block_m // PART) * self.heads, (strided(values), POINTER, POINTER),
+            (self.tiles, self.distances.lo, count, self.row, self.head, reverse, back, in_pairs(values, reverse),
+             self.block_m, PART, 4, cols), num_warps=1,
+        )  # fmt: skip
+
+    def prepare_gradient(self, values: Tensor, terms: Any, block_n: int) -> Tensor:
+        """Before `empty_gradient` and `gradient`; what the gradient is like, on the meta device."""
+        like = values.new_empty(values.transpose(1, 2).shape, device="meta").transpose(1, 2)
+        self.copy_back = self._move(like, back=True)
+        self.zeros = Launch(
+            packed_zero_kernel, self.tiles * self.heads, (POINTER, POINTER),
+            (self.tiles, self.distances.count, terms.first, terms.inner_lo, terms.inner_hi, self.row, self.head,
+             step_of(self.dtype), self.block_m, block_n, 16, 128), num_warps=4,
+        )  # fmt: skip
+        return like
+
+    def laid_out(self, values: Tensor, tile_list: Tensor) -> Tensor:
+        """A copy of the values that keys of the sequences have; nothing else of it is initialised."""
+        laid = values.new_empty(self.heads * self.head)
+        self.copy(values, laid, tile_list)
+        return laid
+
+    def empty_gradient(self, values: Tensor, tile_list: Tensor) -> Tensor:
+        """Where the gradient comes together."""
+        laid = values.new_empty(self.heads * self.head)
+        self.zeros(laid, tile_list)
+        return laid
+
+    def gradient(self, laid: Tensor, tile_list: Tensor, found: Tensor) -> None:
+        """From `empty_gradient`, filled, to ``found``, as `prepare_gradient` said it would be: rows of sequences."""
+        self.copy_back(found, laid, tile_list)
+
+
+def laid_out(values: Sheared | PackedValues | None, of: Tensor, tile_list: Tensor | None) -> Tensor:
+    """The values of a call where TMA reads them; ``tile_list``: of a packed batch."""
+    if isinstance(values, PackedValues):
+        assert tile_list is not None
+        return values.laid_out(of, tile_list)
+    assert values is not None
+    return values.laid_out(of)

@@ -1,0 +1,97 @@
+"""A mask by tiles in kernels: how it reaches them, and which pairs of a tile of theirs it shows.
+
+Its tiles are of another size than those of a kernel. Before a forward or a backward another kernel says of each tile of
+these what is left of it, exactly, so that the lists of tiles are those of the bool mask that it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.launch.launcher import POINTER, Record
+from tilewise.spec.block_mask import FULL, PARTIAL, TileTensors
+from tilewise.spec.problem import Problem
+
+FULL_TILE, PARTIAL_TILE = tl.constexpr(FULL), tl.constexpr(PARTIAL)
+
+
+class TileHow(NamedTuple):
+    """How a mask by tiles is read, in the place of a `Broadcast`; every field is a tl.constexpr."""
+
+    BATCH: Any  # as in `Broadcast`
+    GROUP: Any
+    ROWS: Any
+    COLS: Any
+    LIES: Any  # "bits" or "intervals"
+    TILE_M: Any  # queries and keys of a tile of the mask
+    TILE_N: Any
+    MET_M: Any  # so many of these a tile of the kernel meets at most
+    MET_N: Any
+    SPAN_M: Any  # the same, the next power of two
+    SPAN_N: Any
+
+
+def tile_how(problem: Problem, block_m: int, block_n: int, one_row: bool = False) -> TileHow | None:
+    """How kernels with tiles of this size read it; None of a bool mask, and without one. one_row: a tile of a kernel
+    lies within one row of tiles of the mask, whatever its size."""
+    mask, of = problem.mask, problem.tile_mask
+    if mask is None or of is None:
+        return None
+    met = 1 if one_row else _met(block_m, of.block_m), _met(block_n, of.block_n)
+    spans = (triton.next_power_of_2(n) for n in met)
+    group = problem.broadcast_group(mask).heads
+    return TileHow(mask.batch > 1, group, mask.rows > 1, mask.cols > 1, of.kind, of.block_m, of.block_n, *met, *spans)
+
+
+def _met(block: int, tile: int) -> int:
+    """Tiles of the mask that a tile of the kernel meets at most; it begins at a multiple of its own size."""
+    if tile % block == 0:
+        return 1
+    return block // tile if block % tile == 0 else block // tile + 2
+
+
+def tile_layout() -> Record:
+    """The layout of `flat_mask` of a mask by tiles."""
+    return Record(TileTensors, (POINTER,) * len(TileTensors._fields))
+
+
+def flat_mask(mask: Tensor | None, tiles: TileTensors | None) -> tuple[Tensor | None, ...]:
+    """A mask for a `Launch`. Of one by tiles no number leads past its bits, whatever it is; and these are bytes, for a
+    pipeline has a stage of shared memory for each."""
+    if tiles is None:
+        return (mask,)
+    assert tiles.tiles is not None
+    assert tiles.bits is not None
+    most = PARTIAL if tiles.begins is not None else FULL + tiles.bits.shape[0]
+    return tiles.tiles.clamp(0, most), tiles.bits.view(torch.uint8), *tiles[2:]
+
+
+@triton.jit
+def pairs(x, how, matrix, m, n, m0, n0, queries, keys):
+    """Which of the pairs (m, n) are seen, all of them within the tensor and in the tile of a kernel at (m0, n0)."""
+    if how.LIES == "intervals":
+        place = matrix * keys + n
+        visible = (m >= tl.load(x.begins + place)) & (m < tl.load(x.ends + place))
+    else:
+        m_tiles, n_tiles = tl.cdiv(queries, how.TILE_M), tl.cdiv(keys, how.TILE_N)
+        first_m, first_n = m0 // how.TILE_M, n0 // how.TILE_N
+        # One number for each tile, and not one for each pair, which would fill the pipeline.
+        number = tl.load(x.tiles + (matrix * m_tiles + first_m) * n_tiles + first_n)
+        for i in tl.static_range(how.MET_M):
+            for j in tl.static_range(how.MET_N):
+                if i + j > 0:
+                    row = matrix * m_tiles + tl.minimum(first_m + i, m_tiles - 1)
+                    found = tl.load(x.tiles + row * n_tiles + tl.minimum(first_n + j, n_tiles - 1))
+                    this = (m // how.TILE_M == first_m + i) & (n // how.TILE_N == first_n + j)
+                    number = tl.where(this, found, number)
+        BYTES: tl.constexpr = how.TILE_N // 8
+        partial = (number >= PARTIAL_TILE) & (m >= 0) & (n >= 0)
+        at = x.bits + (number - PARTIAL_TILE).to(tl.int64) * (how.TILE_M * BYTES)
+        byte = tl.load(at + (m % how.TILE_M * BYTES + n % how.TILE_N // 8), mask=partial, other=0)
+        visible = (number == FULL_TILE) | (((byte.to(tl.int32) >> (n % 8)) & 1) != 0)
+    return visible

@@ -1,0 +1,76 @@
+"""dSink in one kernel, for every backend whose kernels are written in Triton: `backends.sink_gradient` is its twin."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.launch.launcher import POINTER, Launch, sink_layout
+
+
+class SinkGradient:
+    """dSink = -sum of exp(sink - LSE)·delta over the rows that share a sink, in one order.
+
+    Args:
+        sink: (B|1, H|1, M|1); lse: (B, H, M), of whose sizes and strides this is told.
+        tile, between, first: where the backward's preprocess has left delta: for each head one tile of ``tile`` numbers
+            after the other, ``between`` numbers from one to the next, from the number ``first`` on.
+        factor: of those numbers, to be delta.
+    """
+
+    def __init__(self, sink: Tensor, lse: Tensor, tile: int, between: int, first: int, *, factor: float = 1.0) -> None:
+        B, H, M = lse.shape
+        batch, heads, queries = sink.shape
+        self.block = min(triton.next_power_of_2(M), 1024 if queries > 1 else 4096)
+        programs = batch * heads * (triton.cdiv(M, self.block) if queries > 1 else 1)
+        found = torch.empty_like(sink, device="meta")
+        padded = triton.cdiv(M, tile) * between
+        self._launch = Launch(
+            sink_gradient_kernel,
+            programs,
+            (sink_layout(sink), POINTER, POINTER, sink_layout(found)),
+            (B, H, M, batch, heads, tile, between, first, padded, factor, queries > 1, self.block),
+            num_warps=max(1, self.block // 512),
+        )
+
+    def __call__(self, sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        found = torch.empty_like(sink)
+        self._launch(sink, lse, delta, found)
+        return found
+
+
+@triton.jit
+def sink_gradient_kernel(sink, lse, delta, dsink, batch, heads, queries, sinks_batch, sinks_heads, tile, between,
+                         first, padded, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One program the rows of one sink, or, with ROWS, the sinks of a block of queries.
+
+    A row whose LSE is -inf has a sink of -inf, and nothing of it: hence the lowest finite LSE in its place.
+    """
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(queries, BLOCK)
+    own = 0
+    if ROWS:
+        own, pid = pid % blocks, pid // blocks
+    sb, sh = pid // sinks_heads, pid % sinks_heads
+    at_sink = tl.cast(sb, tl.int64) * sink.stride0 + tl.cast(sh, tl.int64) * sink.stride1
+    at_dsink = tl.cast(sb, tl.int64) * dsink.stride0 + tl.cast(sh, tl.int64) * dsink.stride1
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, (batch // sinks_batch) * (heads // sinks_heads)):
+        b, h = sb + i // (heads // sinks_heads), sh + i % (heads // sinks_heads)
+        row = tl.cast(b, tl.int64) * heads + h
+        for block in range(own, own + 1 if ROWS else blocks):
+            m = block * BLOCK + tl.arange(0, BLOCK)
+            inside = m < queries
+            value = tl.load(sink.pointer + at_sink + m.to(tl.int64) * sink.stride2, mask=inside, other=0.0)
+            found = tl.load(lse + row * queries + m, mask=inside, other=float("inf"))
+            at = delta + first + row * padded + (m // tile) * between + m % tile
+            p = tl.exp(value.to(tl.float32) - tl.where(found == -float("inf"), -3.4028234663852886e38, found))
+            total -= factor * p * tl.load(at, mask=inside, other=0.0)
+    if ROWS:
+        m = own * BLOCK + tl.arange(0, BLOCK)
+        at = dsink.pointer + at_dsink + m.to(tl.int64) * dsink.stride2
+        tl.store(at, total.to(dsink.pointer.dtype.element_ty), mask=m < queries)
+    else:
+        tl.store(dsink.pointer + at_dsink, tl.sum(total, 0).to(dsink.pointer.dtype.element_ty))

@@ -1,0 +1,167 @@
+"""Quadratic attention in float64, one formula a line: what every other backend is measured against in the tests."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype, sequences
+from tilewise.backends.protocol import Pass, at_once
+from tilewise.spec import dropout, reference
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.problem import Problem
+from tilewise.spec.relative import gather, scatter
+from tilewise.spec.rounding import keeps_low_bits, low_bits
+
+
+def declines(problem: Problem, work: Pass = "forward") -> str | None:
+    return None
+
+
+def prefers(problem: Problem) -> str | None:
+    return None
+
+
+def tiles(problem: Problem) -> str:
+    return f"one tile of {problem.queries} x {problem.keys} scores a head, in float64"
+
+
+def forward(problem: Problem, inputs: Inputs) -> Outputs:
+    q, v = inputs.q, inputs.v
+    s, visible, _ = _scores(problem, inputs)
+    p, _, lse = _softmax(s, inputs.sink)
+    o = reference.visible_product(p * _dropout(problem, inputs), visible, _per_head(problem, v))
+    rounded = empty_output(q, problem.value_dim).copy_(o)
+    o_low = low_bits(o, rounded) if keeps_low_bits(q.dtype, problem.score.dropout) else None
+    return Outputs(rounded, lse.to(lse_dtype(q.dtype)), o_low)
+
+
+def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
+    q, k, v, bias, _, sink, parts, *_ = inputs
+    s, visible, transformed = _scores(problem, inputs)
+    p, p_sink, _ = _softmax(s, sink)
+    # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
+    fully_masked = ~visible.any(-1, keepdim=True)
+    seeing_q, do = (x.double().masked_fill(fully_masked, 0.0) for x in (q, cotangents.o))
+    kh, vh = _per_head(problem, k), _per_head(problem, v)
+    z = _dropout(problem, inputs)
+
+    o = reference.visible_product(p * z, visible, vh)
+    delta = (do * o).sum(-1, keepdim=True)
+    if cotangents.lse is not None:
+        delta = delta - cotangents.lse.double().unsqueeze(-1)
+    ds, db = _score_gradients(problem, p, z * (do @ vh.mT), delta, visible, transformed)
+    dbias = None
+    if needs.bias and bias is not None:
+        dbias = torch.empty_like(bias).copy_(_sum_to(db, problem, bias.shape))
+    dsink = None
+    if needs.sink and sink is not None:  # its dP is 0, for no value goes with it
+        dsink = torch.empty_like(sink).copy_(-(p_sink * delta).squeeze(-1).sum_to_size(sink.shape))
+    dq = problem.score.scale * reference.visible_product(ds, visible, kh)
+    dk = problem.score.scale * (ds.mT @ seeing_q)
+    dv = (p * z).mT @ do
+    return Gradients(
+        torch.empty_like(q).copy_(dq) if needs.q else None,
+        torch.empty_like(k).copy_(_sum_to(dk, problem, k.shape)) if needs.k else None,
+        torch.empty_like(v).copy_(_sum_to(dv, problem, v.shape)) if needs.v else None,
+        dbias,
+        dsink,
+        **({} if parts is None else _part_gradients(problem, parts, db, needs)),
+    )
+
+
+# What the plan runs: a packed batch goes through these one sequence at a time.
+prepare = {
+    "forward": at_once(partial(sequences.forward, forward)),
+    "backward": at_once(partial(sequences.backward, backward)),
+}
+
+
+def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
+    q, k, _, bias, mask, _, parts, *_ = inputs
+    score = problem.score
+    s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
+    rows = torch.arange(problem.queries, device=q.device)[:, None]
+    cols = torch.arange(problem.keys, device=q.device)[None, :]
+    visible = reference.in_band(rows, cols, score.band).expand(s.shape)
+    if inputs.tiles is not None:
+        mask = inputs.tiles.rows_visible(slice(0, problem.queries), problem.keys)
+    if mask is not None:
+        visible = visible & _per_head(problem, mask)
+    added = [] if bias is None else [bias]
+    if parts is not None:
+        added += [x for _, x in parts.vectors()]
+        by_distance = [x._replace(values=x.values.double()) for _, x in parts.relatives(score, problem.queries)]
+        added += [gather(x, problem.queries, problem.keys) for x in by_distance]
+    for x in added:
+        x = _per_head(problem, x).double()
+        s = s + x
+        visible = visible & (x != -torch.inf)
+    return torch.where(visible, s, -torch.inf), visible, transformed
+
+
+def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) -> dict[str, Tensor]:
+    """From the gradient of the biased scores those of the parts that need one, by their names."""
+    found = {name: _sum_to(db, problem, x.shape) for name, x in parts.vectors()}
+    found |= {name: scatter(x, db) for name, x in parts.relatives(problem.score, problem.queries)}
+    return {name: torch.empty_like(getattr(parts, name)).copy_(found[name]) for name in needs.parts}
+
+
+def _score_gradients(
+    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, transformed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_scores` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score.
+
+    Pairs that are not visible carry no gradient, whatever NaN stands in their key or value.
+    """
+    db = torch.where(visible, reference.softmax_derivative(p, dp, delta), 0.0)
+    slope = reference.transform_derivative(transformed, problem.score)
+    return (db if slope is None else torch.where(visible, db * slope, 0.0)), db
+
+
+def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities of the keys and, (B, H, M, 1), of the sink if there is one, a key without a value; the LSE.
+
+    exp(s - lse), but from the scores alone: a row at -1e30 has an LSE without the logarithm of its keys' number. A row
+    that sees nothing, not even a sink, has lse = -inf and probabilities 0.
+    """
+    keys = s.shape[-1]
+    if sink is not None:
+        s = torch.cat([s, sink.double().unsqueeze(-1).expand(*s.shape[:-1], 1)], -1)
+    lse = torch.logsumexp(s, dim=-1)
+    p = torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, torch.softmax(s, -1))
+    return p[..., :keys], p[..., keys:], lse
+
+
+def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
+    """What dropout multiplies each probability by, (B, H, M, N): 0 or 1 / (the share that is kept)."""
+    threshold, seed = problem.score.dropout, inputs.seed
+    if seed is None:
+        return 1.0
+    shape = (problem.batch, problem.heads, problem.queries, problem.keys)
+    b, h, i, j = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in shape), indexing="ij")
+    at = problem.score.origin
+    words = dropout.stream(seed, b + problem.sequence, h + at.head)
+    kept = dropout.kept(words, i + at.query, j + at.key, threshold)
+    return torch.where(kept, dropout.weight(threshold), 0.0).double()
+
+
+def _per_head(problem: Problem, x: Tensor) -> Tensor:
+    """Repeat (B, Hkv, ...) for the query heads of each group; tensors of H heads or one head stay."""
+    if x.dtype != torch.bool:
+        x = x.double()
+    if x.shape[1] in (1, problem.heads):
+        return x
+    return x.repeat_interleave(problem.heads // x.shape[1], dim=1)
+
+
+def _sum_to(x: Tensor, problem: Problem, shape: torch.Size) -> Tensor:
+    """Sum (B, H, ...) over each axis on which ``shape`` broadcasts, and over the heads of a group."""
+    B, H = x.shape[:2]
+    if shape[1] not in (1, H):
+        x = x.reshape(B, shape[1], H // shape[1], *x.shape[2:]).sum(2)
+    return x.sum_to_size(shape)

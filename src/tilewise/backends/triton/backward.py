@@ -1,0 +1,394 @@
+"""Backward: FlashAttention-2, Algorithm 2, one program a tile of keys, with the bias gradient in the same pass.
+
+Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dQ is
+summed over the key tiles by float32 reduce-adds, or, where equal inputs must give equal bits, in `ordered`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.kernels.dropout import kept, stream
+from tilewise.backends.kernels.rounding import with_low_bits
+from tilewise.backends.kernels.score import query_tiles, score_tile_gradient
+from tilewise.backends.triton.relative import (
+    far_count,
+    far_place,
+    give_parts,
+    limits_of,
+    near_tiles,
+    origins,
+)
+from tilewise.backends.triton.score import score_products, visible_tile
+from tilewise.backends.triton.tensors import (
+    QueryRows,
+    Reads,
+    dot,
+    dq_accum_at,
+    flat_place,
+    head_at,
+    load_rows,
+    lse_length,
+    matrix_of,
+    operand_place,
+    prefetch_bias,
+    program_tile,
+    row_at,
+    store_rows,
+)
+from tilewise.backends.triton.varlen import key_tile, query_tile, rows_from
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, full_count, listed_walk, tile_at
+from tilewise.spec.score import COARSE_LSE
+
+LOG2E = tl.constexpr(1.4426950408889634)
+COARSE = tl.constexpr(COARSE_LSE)
+
+
+@triton.jit
+def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
+    """`row_statistics` of a tile of queries."""
+    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
+    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE, c)
+
+
+@triton.jit
+def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE: tl.constexpr, c):
+    """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
+
+    A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
+    does one whose LSE is beyond COARSE: probabilities cannot be told from it, would be off by any factor and could
+    overflow into the gradients of the keys. o_low: the bits that rounding took of o, or None.
+    """
+    m0 = tile * c.BLOCK_M
+    m = m0 + tl.arange(0, c.BLOCK_M)
+    inside = m < sizes.queries
+    head = head_at(b, h, sizes, c)
+    o_tile = load_rows(o, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
+    do_tile = load_rows(do, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
+    if o_low is not None:
+        low = load_rows(o_low, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c)
+        o_tile = with_low_bits(o_tile, low)
+    row = tl.sum(o_tile * do_tile, 1)
+    if HAS_DLSE:
+        at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
+        row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
+    natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
+    left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
+    at_row = row_at(head, m, sizes.padded_queries)
+    tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · a cotangent that is not finite would be NaN
+    tl.store(lse2 + at_row, tl.where(left_out, float("inf"), natural * LOG2E))
+    if c.WANT_Q:
+        at, within = dq_accum_at(dq_accum, head, m, sizes, c)
+        tl.store(at, tl.zeros([c.BLOCK_D, c.BLOCK_M], tl.float32), mask=within)
+
+
+@triton.jit
+def finite_kernel(k, v, finite, sizes, c):
+    """`mark_finite` of a tile of keys: asked once here instead of by every program."""
+    kv_heads = sizes.heads // sizes.group
+    tile, hk, b = program_tile(tl.cdiv(sizes.keys, c.BLOCK_N), kv_heads, sizes.batch, "tiles")
+    mark_finite(k, v, finite, tile, hk, b, sizes.batch, sizes.keys, sizes, c)
+
+
+@triton.jit
+def mark_finite(k, v, finite, tile, hk, b, batch, keys, sizes, c):
+    """Which rows of k and v are finite, (2, B, Hkv, N) bytes."""
+    kv_heads = sizes.heads // sizes.group
+    n0 = tile * c.BLOCK_N
+    n = n0 + tl.arange(0, c.BLOCK_N)
+    at = finite + (tl.cast(b, tl.int64) * kv_heads + hk) * keys + n
+    k_tile = load_rows(k, b, hk, n0, c.BLOCK_N, keys, "head", False, True, sizes, c)
+    tl.store(at, tl.min((tl.abs(k_tile) < float("inf")).to(tl.int8), 1), mask=n < keys)
+    at += tl.cast(batch, tl.int64) * kv_heads * keys
+    v_tile = load_rows(v, b, hk, n0, c.BLOCK_N, keys, "value", False, True, sizes, c)
+    tl.store(at, tl.min((tl.abs(v_tile) < float("inf")).to(tl.int8), 1), mask=n < keys)
+
+
+class OwnKeys(NamedTuple):
+    """By pointers, the keys and values that a program keeps, and their gradients; which are finite, see
+    `mark_finite`."""
+
+    k: Any
+    v: Any
+    finite: Any
+    dk: Any
+    dv: Any
+
+
+@triton.jit
+def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
+    """The tile of k or v that a program keeps, with rows that are not finite as 0 where something may be hidden.
+
+    That hides nothing: such a row, if it was seen, has made the LSE or delta of the query NaN. If it was not, it must
+    not turn dS = 0 into NaN. The zeros come with the load, because wgmma takes loaded tiles from shared memory, but
+    keeps a computed one in registers, 64 of them a thread.
+    """
+    if c.HIDES:
+        n = n0 + tl.arange(0, c.BLOCK_N)
+        which = tl.cast(DIM == "value", tl.int64)
+        kv_heads, first = sizes.heads // sizes.group, b
+        keys = sizes.keys
+        if c.PACKED:
+            first, keys = b * 0, sizes.total_keys
+        row = (which * sizes.batch + first) * kv_heads + hk
+        good = tl.load(finite + row * keys + n, mask=n < sizes.keys, other=0)
+        end = tl.where(good != 0, sizes.keys, 0)  # a row that is not finite lies past its own end
+        tile = load_rows(x_rows, b, hk, n0, c.BLOCK_N, end, DIM, False, True, sizes, c)
+    else:
+        tile = load_rows(x, b, hk, n0, c.BLOCK_N, sizes.keys, DIM, c.TMA, True, sizes, c)
+    return tile
+
+
+@triton.jit
+def load_stats(x, b, h, m0, sizes, c):
+    """LSE or delta of a tile of queries. By TMA too: as pointers their addresses alone would take 64 registers."""
+    head = head_at(b, h, sizes, c)
+    if c.TMA:
+        stats = x.load([head.to(tl.int32), m0]).reshape([c.BLOCK_M])
+    else:
+        stats = tl.load(x + row_at(head, 0, sizes.padded_queries) + m0 + tl.arange(0, c.BLOCK_M))
+    return stats
+
+
+@triton.jit
+def tile_gradients(
+    k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c,
+):  # fmt: skip
+    """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score. Of Pᵀ what dropout keeps,
+    whose weight is dV's.
+
+    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile; bits of one by tiles, which no
+    pipeline brings, are read only if ``mixed``. PARTIAL: the tile reaches past the band, the keys or the queries. NEAR:
+    see `score_products`.
+    """
+    BITS: tl.constexpr = MASKED and c.MASK_HOW.LIES == "bits"
+    SHOWN: tl.constexpr = MASKED and not BITS
+    at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
+    cols = tl.arange(0, c.BLOCK_N)[:, None]
+    s, slope, _added = score_products(k_tile, q_tile.T, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c)
+    p = tl.exp2(s * terms.exponent - lse2[None, :])
+    if SHOWN or PARTIAL:
+        p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, SHOWN, PARTIAL, PARTIAL, c), p, 0.0)
+    if BITS:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if mixed:
+            p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, True, False, False, c), p, 0.0)
+    dp = dot(v_tile, do_tile.T, None, c)
+    if words is not None:
+        keep = kept(words, m0, at.rows, n0, cols, terms)
+        dp = tl.where(keep, dp * terms.weight - delta[None, :], -delta[None, :])  # dP - D in one multiply-add
+        ds, db = score_tile_gradient(p, dp, 0.0, slope, terms)
+        p = tl.where(keep, p, 0.0)
+    else:
+        ds, db = score_tile_gradient(p, dp, delta[None, :], slope, terms)
+    return p, ds, db
+
+
+@triton.jit
+def _add_queries(dq_accum, value, b, h, m0, sizes, c):
+    """Reduce-add a float32 tile of dQᵀ."""
+    head = head_at(b, h, sizes, c)
+    if c.DQ_TMA:
+        dq_accum.atomic_add([head.to(tl.int32), 0, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
+    else:
+        at, within = dq_accum_at(dq_accum, head, m0 + tl.arange(0, c.BLOCK_M), sizes, c)
+        tl.atomic_add(at, value, mask=within, sem="relaxed")
+
+
+@triton.jit
+def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
+    """The bias gradient of one transposed tile leaves: stored, or reduced where several tiles share the bias."""
+    if c.DBIAS_TMA:
+        mb, mh = matrix_of(how, b, h)
+        value = tl.trans(db).to(dbias.dtype).reshape([1, 1, c.BLOCK_M, c.BLOCK_N])
+        if c.DBIAS == "store":
+            dbias.store([mb, mh, m0, n0], value)
+        else:
+            dbias.atomic_add([mb, mh, m0, n0], value)
+    else:
+        m = m0 + tl.arange(0, c.BLOCK_M)
+        n = n0 + tl.arange(0, c.BLOCK_N)
+        base, stride2, stride3 = operand_place(dbias, how, start, b, h, sizes)
+        if how.FLAT and c.DBIAS == "store":
+            at, inside = flat_place(base, stride2, m0, n0, c.BLOCK_M, c.BLOCK_N, sizes, c)
+            value = tl.trans(db.to(dbias.pointer.dtype.element_ty))
+            value = value.reshape([c.BLOCK_M // 4, 4, c.BLOCK_N // 32, 32]).permute(0, 2, 1, 3)
+            value = value.reshape([c.BLOCK_M * c.BLOCK_N])
+            tl.store(at, value, mask=inside)
+        elif c.DBIAS == "rows":
+            tl.atomic_add(base + m.to(tl.int64) * stride2, tl.sum(db, 0), mask=m < sizes.queries, sem="relaxed")
+        else:
+            at = base + m.to(tl.int64)[None, :] * stride2 + n.to(tl.int64)[:, None] * stride3
+            inside = (m < sizes.queries)[None, :] & (n < sizes.keys)[:, None]
+            if c.DBIAS == "store":
+                tl.store(at, db.to(dbias.pointer.dtype.element_ty), mask=inside)
+            else:
+                tl.atomic_add(at, db, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, visit, n0,
+                     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
+    """One tile of queries, seen from the keys: every gradient that it takes part in. visit: its number, and whether the
+    mask, where it has bits, may hide some of it."""
+    tile, mixed = visit
+    m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
+    if c.FETCH:
+        prefetch_bias(x.bias, c.BIAS_HOW, x.start, b, h, m0 + c.BLOCK_M, n0, sizes, c)
+    q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
+    do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
+    lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
+    delta = load_stats(x.delta, b, h, m0, sizes, c)
+    p, ds, db = tile_gradients(
+        k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed, MASKED, PARTIAL,
+        NEAR, c,
+    )  # fmt: skip
+    if c.WANT_V:
+        dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
+    ds = ds.to(q_tile.dtype)
+    if c.WANT_K:
+        dk = dot(ds, q_tile, dk, c)
+    if c.WANT_Q:
+        _add_queries(dq_accum, dot(k_tile.T, ds, None, c), b, h, m0, sizes, c)
+    if c.DBIAS == "cols":
+        dcol += tl.sum(db, 1)
+    elif c.DBIAS != "none":
+        _give_bias(dbias, c.BIAS_HOW, x.start, db, b, h, m0, n0, sizes, c)
+    if c.DPARTS:
+        at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
+        give_parts(x, db, at, n0, tl.arange(0, c.BLOCK_N)[:, None], PARTIAL, NEAR, terms, sizes, c)
+    return dk, dv, dcol
+
+
+@triton.jit
+def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, own, dq_accum, dbias, terms,
+                    sizes, c):  # fmt: skip
+    """dK and dV of one tile of keys, its share of dQ, dBias, and what it gives to the parts of bias terms; walks the
+    query heads of the group.
+
+    parts: a `PartTensors`, or None. lengths: of a packed batch, `Lengths` of pointers, or None. own: `OwnKeys`.
+    """
+    FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with dQ among the products a third loop spills
+    # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
+    APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
+    LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
+    CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
+    # ptxas: what is the same in each step, made before the loop and kept, spills 200 to 670 bytes on sm_90; made where
+    # it is wanted, none to 32, in a tenth fewer instructions. At 64 dimensions, with registers left, it takes more.
+    IN_STEPS: tl.constexpr = c.TMA and c.BLOCK_D > 64
+    tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
+    own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
+    if c.PACKED:
+        tiles = sizes.total_keys // c.BLOCK_N + sizes.batch
+        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, 1, c.ORDER)
+        b, tile, start, sizes = key_tile(lengths, tile, sizes, c)
+        q, do = rows_from(q, start.query), rows_from(do, start.query)
+        lse2, delta = lse2 + start.padded, delta + start.padded
+        k, v, own_k, own_v = (
+            rows_from(k, start.key), rows_from(v, start.key), rows_from(own_k, start.key), rows_from(own_v, start.key)
+        )  # fmt: skip
+        if c.HIDES:
+            finite += start.key
+        if c.WANT_Q:
+            dq_accum += start.padded
+        if c.WANT_K:
+            dk = rows_from(dk, start.key)
+        if c.WANT_V:
+            dv = rows_from(dv, start.key)
+    else:
+        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER)
+    n0 = tile * c.BLOCK_N
+    query_origin, key_origin = origins(parts, terms, b, c)
+    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin, start)
+    k_tile = _load_keys(k, own_k, finite, b, hk, n0, "head", sizes, c)
+    v_tile = _load_keys(v, own_v, finite, b, hk, n0, "value", sizes, c)
+    count = tl.minimum(c.BLOCK_N, sizes.keys - n0)
+    lo, hi = limits_of(x, terms, c)
+    begin, full_begin, full_end, end = query_tiles(n0, count, sizes.queries, lo, hi, c.BLOCK_M)
+    if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
+        full_begin = begin
+        full_end = begin
+
+    near_begin, near_end = full_begin, full_end
+    if c.FAR:
+        near_begin, near_end = near_tiles(x, n0, count, full_begin, full_end, True, terms, sizes, c)
+
+    dk_sum = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
+    dv_sum = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
+    for g in range(0, sizes.group):
+        h = hk * sizes.group + g
+        words = None
+        if seed is not None:
+            words = stream(seed, b, h, terms)
+        dcol = tl.zeros([c.BLOCK_N], tl.float32)
+        if c.LISTS:
+            walk = listed_walk(lists, tile, b, h, True, FULL, APART, sizes, c)
+        else:
+            walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
+        listed, fulls = walk.first, 0
+        if c.LISTS:
+            fulls = full_count(walk)
+        if FULL:
+            for i in tl.range(0, walk.full, disable_licm=IN_STEPS):
+                t, listed = tile_at(walk, i, listed, c.LISTS)
+                dk_sum, dv_sum, dcol = _attend_backward(
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, False),
+                    n0, False, False, True, c,
+                )  # fmt: skip
+        whole_begin, whole_end = walk.full, walk.whole_end
+        if c.FAR:
+            whole_begin, whole_end = near_begin, near_end
+            for i in tl.range(0, far_count(full_begin, near_begin, near_end, full_end), disable_licm=IN_STEPS):
+                t = far_place(i, full_begin, near_begin, near_end)
+                dk_sum, dv_sum, dcol = _attend_backward(
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, True),
+                    n0, c.MASK, False, False, c,
+                )  # fmt: skip
+        if APART:
+            for i in tl.range(whole_begin, whole_end, disable_licm=IN_STEPS):
+                t, listed = tile_at(walk, i, listed, c.LISTS)
+                dk_sum, dv_sum, dcol = _attend_backward(
+                    dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h,
+                    (t, i >= fulls), n0, c.MASK, False, True, c,
+                )  # fmt: skip
+        for i in tl.range(0, cut_count(walk), disable_licm=IN_STEPS):
+            place = cut_place(walk, i)
+            mixed = place >= fulls
+            if APART:
+                mixed = True
+            t, listed = tile_at(walk, place, listed, c.LISTS)
+            dk_sum, dv_sum, dcol = _attend_backward(
+                dk_sum, dv_sum, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, (t, mixed), n0,
+                c.MASK, CUT, True, c,
+            )  # fmt: skip
+        if c.DBIAS == "cols":
+            base, _stride2, stride3 = operand_place(dbias, c.BIAS_HOW, start, b, h, sizes)
+            if c.BIAS_HOW.COLS:
+                n = n0 + tl.arange(0, c.BLOCK_N)
+                tl.atomic_add(base + n.to(tl.int64) * stride3, dcol, mask=n < sizes.keys, sem="relaxed")
+            else:
+                tl.atomic_add(base, tl.sum(dcol, 0), sem="relaxed")
+
+    n = n0 + tl.arange(0, c.BLOCK_N)
+    if c.WANT_K:
+        store_rows(dk, dk_sum * terms.scale, b, hk, n, sizes.keys, sizes.head_dim, c.BLOCK_D)
+    if c.WANT_V:
+        if seed is not None:
+            dv_sum *= terms.weight
+        store_rows(dv, dv_sum, b, hk, n, sizes.keys, sizes.value_dim, c.BLOCK_DV)
+
+
+@triton.jit
+def postprocess_kernel(dq_accum, dq, lengths, terms, sizes, c):
+    """dQ = scale · (sum of dQᵀ)ᵀ in dQ's dtype."""
+    tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, 1 if c.PACKED else sizes.batch, "tiles")
+    if c.PACKED:
+        b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
+        dq_accum, dq = dq_accum + start.padded, rows_from(dq, start.query)
+    m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    at, within = dq_accum_at(dq_accum, head_at(b, h, sizes, c), m, sizes, c)
+    value = tl.load(at, mask=within, other=0.0)
+    store_rows(dq, tl.trans(value) * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)

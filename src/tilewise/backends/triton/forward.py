@@ -1,0 +1,282 @@
+"""Forward: FlashAttention-2, Algorithm 1, one program a tile of queries.
+
+Where queries are few, a tile is packed with the query heads of one key/value head, which read the same keys, and
+several programs share the keys of a tile; `merge_kernel` joins what they found.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.kernels.dropout import kept, stream
+from tilewise.backends.kernels.rounding import low_bits
+from tilewise.backends.kernels.score import key_tiles, split_tiles, with_sink
+from tilewise.backends.triton import config
+from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
+from tilewise.backends.triton.score import score_products, visible_tile
+from tilewise.backends.triton.tensors import (
+    QueryRows,
+    Reads,
+    dot,
+    head_at,
+    load_group_rows,
+    load_rows,
+    load_sink,
+    lse_length,
+    prefetch_bias,
+    program_tile,
+    row_at,
+    store_rows,
+)
+from tilewise.backends.triton.varlen import ends_of_all, query_tile, rows_from, zero_unowned
+from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(2.0**27)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite float32
+MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
+
+
+@triton.jit
+def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+            CAREFUL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
+    """One tile of keys and values: scores, online softmax, output.
+
+    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
+    band or the keys. CAREFUL: a value that is not finite counts only where visible; the tile is then PARTIAL too. NEAR:
+    see `score_products`.
+    """
+    n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
+    cols = tl.arange(0, c.BLOCK_N)[None, :]
+    TAIL: tl.constexpr = PARTIAL or c.RAGGED_M
+    if c.FETCH:
+        prefetch_bias(x.bias, c.BIAS_HOW, x.start, at.b, at.head, at.m0, n0 + c.BLOCK_N, sizes, c)
+
+    # Triton 3.6 to 3.9: if pointers read the mask after the product, Triton computes the softmax in the layout of that
+    # load and a second time in the product's: twice the exponentials, hundreds of shuffles, 1,100 bytes of spills.
+    HIDES: tl.constexpr = MASKED or PARTIAL
+    HOW: tl.constexpr = c.MASK_HOW
+    EARLY: tl.constexpr = MASKED and (HOW.LIES == "bits" or (HOW.LIES != "intervals" and not HOW.TMA))
+    if EARLY:
+        visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
+
+    # S = Q Kᵀ
+    k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
+    s, _slope, added = score_products(q_tile, k_tile.T, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
+
+    # masks act after the product
+    if HIDES:
+        if not EARLY:
+            visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
+        if CAREFUL and c.BIAS:
+            visible &= added != -float("inf")
+        s = tl.where(visible, s, -float("inf"))
+
+    # online softmax
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    base, exponent = m_new, terms.exponent
+    if c.BIAS:
+        far = FAR * (LOG2E / terms.exponent) if c.BIAS_FIRST else FAR  # in the units of the scores
+        # Where all keys of a row have a bias of -1e9 or less, s · exponent and the rounded base · exponent differ by
+        # any power of 2, at last by an overflow. Neighbours of such numbers are 16 away and more, so that exp(s - base)
+        # is 1 or next to 0: an exponent of 1, with which both are exact, says the same.
+        exponent = tl.where(tl.abs(base) > far, 1.0, exponent)
+    elif HIDES:  # a row that has seen nothing yet has m_new = -inf
+        base = tl.where(m_new == -float("inf"), 0.0, m_new)
+    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
+    alpha = tl.exp2((m_i - base) * terms.exponent)
+    top = base * exponent
+    p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    if words is not None:
+        # LLVM: a 0 that it does not know, or it selects after p is rounded, which takes an instruction more for each
+        # element; and rounded here, or what is kept is held in registers while the program waits for V.
+        zero = terms.weight * 0.0
+        p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms), p, zero).to(q_tile.dtype)
+
+    # O += P V
+    v_tile = load_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
+    if CAREFUL:
+        finite = tl.abs(v_tile) < float("inf")
+        # visible · not finite overflows the accumulator to infinity, hidden · not finite adds 0
+        marked = tl.where(finite, 0.0, 1e38).to(c.MARK)
+        acc = tl.dot(tl.where(visible, 1e38, 0.0).to(c.MARK), marked, acc)
+        v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
+    acc = dot(p.to(v_tile.dtype), v_tile, acc, c)
+    return acc, m_new, l_i
+
+
+@triton.jit
+def _start(c):
+    """(acc, m_i, l_i) before the first key. Beside a bias the maximum is finite from the beginning, so that no tile has
+    to look for rows that have seen nothing."""
+    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+    m_i = tl.full([c.BLOCK_M], LOWEST if c.BIAS else -float("inf"), tl.float32)
+    return acc, m_i, tl.zeros([c.BLOCK_M], tl.float32)
+
+
+@triton.jit
+def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, lse, terms, sizes, c):
+    """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
+
+    Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse. sink: a
+    `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part. seed: two
+    numbers, or None without dropout. parts: of bias terms, `Parts` of `Strided`s and pointers, or None. lengths: of a
+    packed batch, `Lengths` of pointers, or None. o_low: where the bits go that rounding takes of o, or None.
+    """
+    # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
+    APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
+    CUT: tl.constexpr = APART or c.RAGGED_N
+    tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
+    if c.PACK_GQA:
+        tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
+    start = 0
+    if c.SPLIT:
+        tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER)
+        split, tile = tile % sizes.splits, tile // sizes.splits
+    elif c.PACKED:
+        place, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, heads, 1, c.ORDER)
+        whole = o, lse, sizes
+        b, tile, start, sizes = query_tile(lengths, place, sizes, c)
+        given_tile = tile
+        tiles = tl.maximum(tl.cdiv(sizes.queries, c.BLOCK_M), tile + 1)
+        q, o, lse = rows_from(q, start.query), rows_from(o, start.query), lse + start.query
+        k, v = rows_from(k, start.key), rows_from(v, start.key)
+        if o_low is not None:
+            o_low = rows_from(o_low, start.query)
+        if sink is not None:
+            sink = rows_from(sink, start.query)
+    else:
+        tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER)
+    if terms.HAS_HI:
+        tile = tiles - 1 - tile  # the last queries see most keys: the longest programs start first
+    m0 = tile * c.BLOCK_M
+    if c.LISTS:  # asked for before the queries, which the program waits for
+        walk = listed_walk(lists, tile, b, h, False, True, APART, sizes, c)
+    if c.PACK_GQA:  # row r of all: query r // group
+        r = m0 + tl.arange(0, c.BLOCK_M)
+        m, head = r // sizes.group, h * sizes.group + r % sizes.group
+        at = QueryRows(b, h, head[:, None], h * sizes.group, m0 * 0, m[:, None])
+        q_tile = load_group_rows(q, at, sizes.queries, sizes, c)
+        first = m0 // sizes.group
+        count = tl.minimum((m0 + c.BLOCK_M - 1) // sizes.group + 1, sizes.queries) - first
+    else:
+        m, head = m0 + tl.arange(0, c.BLOCK_M), h
+        at = QueryRows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
+        q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
+        first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
+    words = None
+    if seed is not None:
+        words = stream(seed, b, at.head, terms)
+    query_origin, key_origin = origins(parts, terms, b, c)
+    x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin, start)
+    if not c.LISTS:
+        lo, hi = limits_of(x, terms, c)
+        begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, lo, hi, c.BLOCK_N)
+        if c.SPLIT:
+            begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
+        walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
+
+    if c.PACKED and not c.HAS_PARTS:  # here it has to wait for q anyway; beside parts registers are full, see `Forward`
+        all_o, all_lse, all_sizes = whole
+        ends = ends_of_all(lengths, all_sizes)
+        zero_unowned(all_o, all_lse, ends, place, h, given_tile, start, sizes.queries, all_sizes, c)
+
+    acc, m_i, l_i = _start(c)
+    listed = walk.first
+    if c.LISTS:
+        for i in tl.range(0, walk.full):
+            n, listed = tile_at(walk, i, listed, c.LISTS)
+            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, False, False, False, True, c)
+    whole_begin, whole_end = walk.full, walk.whole_end
+    if c.FAR:
+        whole_begin, whole_end = near_tiles(x, first, count, full_begin, full_end, False, terms, sizes, c)
+        for i in tl.range(0, far_count(full_begin, whole_begin, whole_end, full_end)):
+            n = far_place(i, full_begin, whole_begin, whole_end)
+            acc, m_i, l_i = _attend(
+                acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, False, c
+            )
+    if APART:
+        for i in tl.range(whole_begin, whole_end, num_stages=c.STAGES_MASKED):
+            n, listed = tile_at(walk, i, listed, c.LISTS)
+            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, True, c)
+    for i in tl.range(0, cut_count(walk), num_stages=c.STAGES_MASKED):
+        n, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
+        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, CUT, False, True, c)
+
+    if c.HIDES:
+        # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
+        spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # in one step: sm_100 has no code for two
+        if spoilt != 0:
+            acc, m_i, l_i = _start(c)
+            # What a mask has the same in each step would be made before the loop, and spill.
+            for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN, disable_licm=c.MASK):
+                n = i
+                if c.LISTS:  # read where it is needed: no pipeline is there to wait, and a step ahead takes a register
+                    n = tl.load(walk.tiles + i)
+                acc, m_i, l_i = _attend(
+                    acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, True, True, True, c
+                )
+            acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
+
+    if sink is not None:
+        found = load_sink(sink, b, head, m, sizes) / (terms.exponent * LN2)
+        m_i, l_i, alpha = with_sink(m_i, l_i, found, terms.exponent)
+        acc *= alpha[:, None]
+
+    # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf
+    acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    if seed is not None:
+        acc *= terms.weight
+    if c.SPLIT:
+        b += split * sizes.batch
+    row = row_at(head_at(b, head, sizes, c), m, lse_length(sizes, c))
+    tl.store(lse + row, m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2, mask=m < sizes.queries)
+    store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    if o_low is not None:
+        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
+        store_rows(o_low, low, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+
+
+@triton.jit
+def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
+    """O and the LSE of one query from those of each split, in the order of the splits whichever was done first.
+
+        LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
+
+    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A query that no split lets see anything: 0, -inf.
+    sink: a `Strided` or None; to the LSE it is one split more, and to O none. o_low: as of `forward_kernel`.
+    """
+    query = tl.cast(tl.program_id(0), tl.int64)
+    queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
+    every = tl.arange(0, MOST_SPLITS)
+    found = tl.load(part_lse + every * queries + query, mask=every < sizes.splits, other=-float("inf"))
+    top = tl.max(found, 0)
+    if sink is not None:
+        head = query // sizes.queries
+        more = load_sink(sink, head // sizes.heads, head % sizes.heads, query % sizes.queries, sizes)
+        top = tl.maximum(top, more)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.sum(tl.exp(found - base), 0)  # NaN if any is
+    if sink is not None:
+        total += tl.exp(more - base)
+
+    cols = tl.arange(0, c.BLOCK_DV)
+    acc = tl.zeros([c.BLOCK_DV], tl.float32)
+    for s0 in tl.range(0, sizes.splits, 16):
+        s = s0 + tl.arange(0, 16)
+        weight = tl.exp(tl.load(part_lse + s * queries + query, mask=s < sizes.splits, other=-float("inf")) - base)
+        inside = (s < sizes.splits)[:, None] & (cols < sizes.value_dim)[None, :]
+        part = tl.load(parts + (s * queries + query)[:, None] * sizes.value_dim + cols[None, :], mask=inside, other=0.0)
+        acc += tl.sum(weight[:, None] * part, 0)
+    acc = acc / tl.where(total == 0, 1.0, total)
+
+    tl.store(lse + query, base + tl.log2(total) * LN2)
+    m, h, b = query % sizes.queries, query // sizes.queries % sizes.heads, query // sizes.queries // sizes.heads
+    store_rows(o, acc[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    if o_low is not None:
+        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
+        store_rows(o_low, low[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)

@@ -1,0 +1,104 @@
+"""Before the backward of a packed batch: all that its kernels ask for, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.backward import mark_finite, row_statistics
+from tilewise.backends.triton.tensors import ProblemSizes, store_rows
+from tilewise.backends.triton.varlen import READ, query_tile, rows_from, sequence_of
+
+CHUNK = tl.constexpr(4096)  # elements of a ragged dBias
+
+
+def programs(sizes: ProblemSizes, block_m: int, block_n: int, dq: Any, gaps: bool) -> int:
+    """How many `packed_preprocess_kernel` takes; dq: None, or not. gaps: whether it has a dBias."""
+    assert sizes.total_queries is not None
+    assert sizes.total_keys is not None
+    assert sizes.pairs is not None
+    count = sizes.padded_queries // block_m * sizes.heads
+    count += triton.cdiv(sizes.total_keys, block_n) * sizes.heads // sizes.group
+    if dq is not None:
+        count += triton.cdiv(sizes.total_queries, block_m) * sizes.heads
+    return count + (triton.cdiv(sizes.pairs, CHUNK.value) if gaps else 0)
+
+
+@triton.jit
+def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, own, dq, dbias, sizes,
+                             HAS_DLSE: tl.constexpr, c):  # fmt: skip
+    """`row_statistics`, `mark_finite`, zeros in dq, dk and dv, of which rows may have no sequence or no query that sees
+    them, and in a ragged dbias between matrices. Each program does one of these for a tile or a chunk.
+
+    own: `OwnKeys`. dq, dbias: `Strided`, or None.
+    """
+    pid, k, v, finite, dk, dv = tl.program_id(0), own.k, own.v, own.finite, own.dk, own.dv
+    kv_heads = sizes.heads // sizes.group
+    row_tiles, key_tiles = sizes.padded_queries // c.BLOCK_M, tl.cdiv(sizes.total_keys, c.BLOCK_N)
+    query_tiles = tl.cdiv(sizes.total_queries, c.BLOCK_M)
+    first_keys = row_tiles * sizes.heads
+    first_queries = first_keys + key_tiles * kv_heads
+    first_chunk = first_queries
+    if dq is not None:
+        first_chunk += query_tiles * sizes.heads
+    if pid < first_keys:
+        _statistics_of_tile(
+            o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, pid % row_tiles, pid // row_tiles, sizes, HAS_DLSE,
+            c,
+        )  # fmt: skip
+    elif pid < first_queries:
+        tile, hk = (pid - first_keys) % key_tiles, (pid - first_keys) // key_tiles
+        if c.HIDES:
+            mark_finite(k, v, finite, tile, hk, 0, 1, sizes.total_keys, sizes, c)
+        n = tile * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
+        if c.WANT_K:
+            zeros = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
+            store_rows(dk, zeros, 0, hk, n, sizes.total_keys, sizes.head_dim, c.BLOCK_D)
+        if c.WANT_V:
+            zeros = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
+            store_rows(dv, zeros, 0, hk, n, sizes.total_keys, sizes.value_dim, c.BLOCK_DV)
+    elif pid < first_chunk:
+        if dq is not None:
+            tile, h = (pid - first_queries) % query_tiles, (pid - first_queries) // query_tiles
+            m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+            zeros = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
+            store_rows(dq, zeros, 0, h, m, sizes.total_queries, sizes.head_dim, c.BLOCK_D)
+    elif dbias is not None:
+        _zero_gaps(dbias, lengths, pid - first_chunk, sizes, c)
+
+
+@triton.jit
+def _statistics_of_tile(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, place, h, sizes,
+                        HAS_DLSE: tl.constexpr, c):  # fmt: skip
+    b, tile, start, sizes = query_tile(lengths, place, sizes, c)
+    o, do, lse = rows_from(o, start.query), rows_from(do, start.query), lse + start.query
+    if o_low is not None:
+        o_low = rows_from(o_low, start.query)
+    if HAS_DLSE:
+        dlse = rows_from(dlse, start.query)
+    if c.WANT_Q:
+        dq_accum += start.padded
+    delta, lse2 = delta + start.padded, lse2 + start.padded
+    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE, c)
+
+
+@triton.jit
+def _zero_gaps(x, lengths, chunk, sizes, c):
+    """Zeroes a chunk of a ragged dBias, (1, H, 1, pairs), if the matrices do not fill it; they do not overlap. What a
+    matrix has of such a chunk is stored afterwards."""
+    first = chunk.to(tl.int64) * CHUNK
+    last = tl.minimum(first + CHUNK, sizes.pairs)
+    filled = first * 0
+    for n0 in range(0, sizes.batch, READ):
+        n = n0 + tl.arange(0, READ)
+        start, queries, keys = sequence_of(lengths, tl.minimum(n, sizes.batch - 1), sizes, c)
+        begin, end = start.pair, start.pair + tl.cast(keys, tl.int64) * queries
+        shared = tl.maximum(tl.minimum(end, last) - tl.maximum(begin, first), 0)
+        filled += tl.sum(tl.where(n < sizes.batch, shared, 0), 0)
+    if filled < last - first:
+        at = first + tl.arange(0, CHUNK)
+        for h in range(0, sizes.heads):
+            zeros = tl.zeros([CHUNK], x.pointer.dtype.element_ty)
+            tl.store(x.pointer + tl.cast(h, tl.int64) * x.stride1 + at * x.stride3, zeros, mask=at < last)

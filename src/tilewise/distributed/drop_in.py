@@ -1,0 +1,71 @@
+"""`tilewise.scaled_dot_product_attention` of a sequence that is split: DTensors, and PyTorch's context_parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.distributed.api import context_parallel_attention
+from tilewise.distributed.context_manager import Active, active
+from tilewise.distributed.dtensor import attention_of_sequences
+from tilewise.distributed.operands import Options
+from tilewise.spec.tensors import is_causal_bias, is_dtensor
+
+_MANAGER = "within torch.distributed.tensor.experimental.context_parallel"
+
+
+def sdpa_of_shards(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor | None:  # fmt: skip
+    """None for a call that is of no split sequence: of DTensors that lie otherwise, outside of the context manager.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: within the context manager, for a call that
+            `context_parallel_attention` does not take.
+    """
+    now = active()
+    split = is_dtensor(query)
+    reason = _declined(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if reason is not None:
+        if now is None:
+            return None
+        raise NotImplementedError(f"{reason} {_MANAGER}")
+    is_bias = attn_mask is not None and attn_mask.dtype != torch.bool
+    given: dict[str, Any] = {"bias": attn_mask if is_bias else None, "mask": None if is_bias else attn_mask}
+    if split:
+        options = Options(causal=is_causal, window=None, scale=scale, softcap=None, deterministic=None, backend=None)
+        balancer = None if now is None else now.load_balancer
+        found = attention_of_sequences(query, key, value, {**given, "sink": None}, options, {}, balancer)
+        if found is None and now is not None:
+            raise NotImplementedError(f"query: DTensors that are not all split evenly along the sequence {_MANAGER}")
+        return None if found is None else found[0]
+    assert isinstance(now, Active)
+    o = context_parallel_attention(
+        query, key, value, mesh=now.mesh, **given, causal=is_causal, scale=scale, load_balancer=now.load_balancer
+    )
+    assert isinstance(o, Tensor)
+    return o
+
+
+def _declined(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    enable_gqa: bool,
+) -> str | None:  # fmt: skip
+    """What of a call is not taken, in words that name it."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            return f"{name}: must have 4 dimensions (B, H, L, E), got shape {tuple(x.shape)}"
+    if key.shape[1] != query.shape[1] and not enable_gqa:
+        return f"key: has {key.shape[1]} heads and query {query.shape[1]}, which takes enable_gqa=True"
+    if is_causal and query.shape[2] != key.shape[2]:
+        return f"is_causal: needs as many keys as queries, got {key.shape[2]} and {query.shape[2]},"
+    if attn_mask is not None and is_causal_bias(attn_mask):
+        return "attn_mask: a CausalBias has lengths of its own; pass is_causal=True"
+    if dropout_p != 0:
+        return "dropout_p: dropout is not taken"
+    if query.dtype == torch.float32 and query.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return "query: float32 would be rounded to TF32, which this function never does; turn allow_tf32 off"
+    return None

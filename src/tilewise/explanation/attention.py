@@ -1,0 +1,226 @@
+"""explain(): what a call will do and what limits it, in words, without running it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack, get_type_hints
+
+import torch
+from torch import Tensor
+
+from tilewise.explanation.shared import on_device
+from tilewise.explanation.text import Explanation
+from tilewise.explanation.work import (
+    BACKWARD_PASSES,
+    FORWARD_PASSES,
+    Work,
+    _data_sheet,
+    _given_limits,
+    _mask_share,
+    _stored,
+    _tile_share,
+    backward_work,
+    forward_work,
+)
+from tilewise.frontend.arguments import Bias, Call, Mask, Seed, read_call
+from tilewise.frontend.jagged import are_jagged, packed_of
+from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.frontend.varlen import read_packed
+from tilewise.masks.block_sparse import TileMask
+from tilewise.planner import make_plan
+from tilewise.spec.bias_components import DIFFERENTIABLE, NO_PARTS
+from tilewise.spec.problem import Problem, irregular
+from tilewise.spec.score import Numbers, Window
+from tilewise.spec.seqlens import Lengths, places
+from tilewise.spec.tensors import PLAIN, check_tensor, plain_int, plain_ints
+from tilewise.topk.gather import Gather, gather_of
+
+
+@partial(named_only, more=get_type_hints(Numbers), after="window")
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Bias = None,
+    mask: Mask = None,
+    sink: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    limits: tuple[float, float] | None = None,
+    **numbers: Unpack[Numbers],
+) -> Explanation:
+    """What `tilewise.attention` would do with these arguments: backend, tiles, FLOPs, bytes, and what limits them.
+
+    Nothing is computed; of the tensors their shapes, dtypes, device and requires_grad are read, and of the mask its
+    elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
+
+    Args:
+        q, k, v, bias, mask, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend: as
+            for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``. A bias of low
+            rank shows as what it becomes: wider q and k. Of jagged nested tensors the lengths are read, as
+            `explain_varlen` does, and so need elements. Beside q on the meta device a TileMask may lie on the CPU.
+        return_lse: changes nothing: the LSE is computed and written in any case.
+        device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
+        limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for
+            16-bit tensors; elsewhere they are not known, and the bound is given as a condition.
+
+    Returns:
+        Explanation; print it.
+
+    Raises:
+        ValueError, TypeError: as `tilewise.attention`, and for a device or limits of another form.
+
+    Source: the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009).
+    """
+    if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
+        raise unexpected("explain", unknown)
+    if type(q) not in PLAIN and are_jagged(q, k, v):
+        values, lengths, longest = packed_of(q, k, v)
+        assert lengths.cu_q is not None
+        assert lengths.cu_k is not None
+        if q.is_meta:
+            raise ValueError("q: its lengths are read, and need elements; on the meta device use explain_varlen")
+        return explain_varlen(
+            *values, lengths.cu_q, lengths.cu_k, *longest, bias=bias, mask=mask, sink=sink, causal=causal,
+            window=window, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+            backend=backend, device=device, limits=limits, **numbers,
+        )  # fmt: skip
+    listed = None
+    if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta and mask.device.type == "cpu":
+        listed, mask = mask.tensors, mask.to("meta")
+    with torch.enable_grad():  # what is made of a trained table asks for a gradient as the table does
+        call = read_call(
+            q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, **numbers,
+        )  # fmt: skip
+    problem, name = _problem_of(call, device)
+    known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
+    kept = mask.kept if isinstance(mask, TileMask) else None
+    gather = None if kept is None else gather_of(problem, kept)
+    computed = gather.problem(problem) if isinstance(gather, Gather) else problem
+    plan = make_plan(computed, call.backend)
+    tiles = "nothing to compute" if problem.empty else plan.module.tiles(computed)
+    listed = call.inputs.tiles if listed is None else listed
+    share = _mask_share(problem, call.inputs.mask, listed)
+    forward, backward = forward_work(computed), backward_work(computed)
+    if isinstance(gather, Gather):
+        forward, backward = _gathered(problem, computed, forward, backward)
+    if share is not None:
+        forward, backward = replace(forward, flops=problem.flops), replace(backward, flops=problem.backward_flops)
+        forward, backward = (replace(x, flops=round(x.flops * share.pairs)) for x in (forward, backward))
+    read = sum(x.nbytes for x in call.inputs.tiles or () if x is not None)
+    forward, backward = (replace(x, bytes=x.bytes + read) for x in (forward, backward))
+    called = problem if isinstance(gather, Gather) else None
+    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(listed), gather, called)
+
+
+def _gathered(problem: Problem, computed: Problem, forward: Work, backward: Work) -> tuple[Work, Work]:
+    """Works of what is computed, with the gathering of keys and values, and the adding up of their gradients."""
+
+    def keys_and_values(p: Problem) -> int:
+        return p.batch * p.kv_heads * p.keys * (p.head_dim + p.value_dim) * p.dtype.itemsize
+
+    copied, whole = keys_and_values(computed), keys_and_values(problem)
+    return (
+        replace(forward, bytes=forward.bytes + 2 * copied, unfused_bytes=_stored(problem, FORWARD_PASSES)),
+        replace(backward, bytes=backward.bytes + copied + whole, unfused_bytes=_stored(problem, BACKWARD_PASSES)),
+    )
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    device: str | None = None,
+    limits: tuple[float, float] | None = None,
+    **options: Any,
+) -> Explanation:
+    """`explain` of `tilewise.varlen_attention`: FLOPs and bytes of every sequence, added up.
+
+    Args:
+        q, k, v: as for `varlen_attention`; also on the meta device, together with ``device=``.
+        cu_seqlens_q, cu_seqlens_k, seqused_k: as there. They are read, for which the host waits on a GPU, and so need
+            elements: beside tensors on the meta device they lie on the CPU.
+        max_seqlen_q, max_seqlen_k: as there.
+        device, limits: as for `explain`.
+        options: the other keywords of `varlen_attention`. What a mask hides is not looked at.
+
+    Raises:
+        ValueError, TypeError: as `varlen_attention`, and as `explain`.
+    """
+    allowed = inspect.signature(read_packed).parameters.keys() | Numbers.__annotations__.keys() | {"return_lse"}
+    if unknown := [name for name in options if name not in allowed or name in ("lengths", "longest")]:
+        raise unexpected("explain_varlen", unknown)
+    options.pop("return_lse", None)  # changes nothing
+    read = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    for argument, x in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), read, strict=False):
+        if x is not None:
+            check_tensor(argument, x)
+            if x.is_meta:
+                raise ValueError(f"{argument}: is read, and needs elements: pass it on the CPU beside meta tensors")
+    moved = Lengths(*(None if x is None else x.to(q.device) for x in read))
+    with torch.enable_grad():
+        longest = plain_int(max_seqlen_q), plain_int(max_seqlen_k)
+        call = read_packed(q, k, v, moved, longest, **options | {"window": plain_ints(options.get("window"))})
+    problem, name = _problem_of(call, device)
+    assert problem.totals is not None
+    assert problem.score.packed is not None
+    known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
+    plan = make_plan(problem, call.backend)
+    tiles = "nothing to compute" if problem.empty else plan.module.tiles(problem)
+    plain = replace(problem, bias=None, mask=None, sink=None, parts=None, totals=None, batch=1)
+    forward = backward = Work(0, 0, 0)
+    for place in places(read, problem.score.packed, problem.totals):
+        band = problem.score.band.shifted(place.keys - place.queries)
+        score = replace(problem.score, band=band, packed=None)
+        own = replace(plain, queries=place.queries, keys=place.keys, score=score)
+        forward, backward = forward + forward_work(own), backward + backward_work(own)
+    given, grads = _operand_bytes(call, problem)
+    forward = replace(forward, bytes=forward.bytes + given)
+    return Explanation(plan, tiles, forward, replace(backward, bytes=backward.bytes + given + grads), known)
+
+
+def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
+    """Of a packed batch: bytes of what there is beside q, k and v, once, and of the gradients that are asked for."""
+    inputs, parts = call.inputs, call.inputs.parts or NO_PARTS
+    sizes = {"bias": inputs.bias, "mask": inputs.mask, "sink": inputs.sink, **parts._asdict()}
+    found = {name: x.numel() * x.element_size() for name, x in sizes.items() if x is not None}
+    asking = [*["bias"] * problem.bias_grad, *["sink"] * problem.sink_grad]
+    asking += [] if problem.parts is None else problem.parts.grads
+    return sum(found.values()), sum(found[name] for name in asking)
+
+
+def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:
+    """The problem of a call, and the name of the GPU that its tensors are on."""
+    q, bias, sink = call.inputs.q, call.inputs.bias, call.inputs.sink
+    parts = call.inputs.parts or NO_PARTS
+    asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]
+    problem = Problem.of(
+        *call.inputs,
+        call.score,
+        bias_grad=bias is not None and bias.requires_grad,
+        sink_grad=sink is not None and sink.requires_grad,
+        part_grads=tuple(asking),
+        deterministic=call.deterministic,
+        irregular=irregular(*call.inputs[:4]),
+    )
+    if device is not None:
+        return on_device(problem, device), None
+    if q.is_meta:
+        raise ValueError("device: needed for tensors on the meta device: 'cpu' or a compute capability such as 'sm_90'")
+    return problem, torch.cuda.get_device_name(q.device) if q.is_cuda else None

@@ -1,0 +1,236 @@
+"""The work of a call and the limits of a device: FLOPs, bytes, shares of tiles, and what bounds a call (roofline)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from tilewise.backends import lse_dtype
+from tilewise.spec.block_mask import EMPTY, PARTIAL, TileTensors
+from tilewise.spec.operands import Operand
+from tilewise.spec.problem import Problem
+from tilewise.spec.reference import in_band
+from tilewise.spec.rounding import LOW_BYTES, keeps_low_bits
+from tilewise.spec.score import is_positive_float
+from tilewise.spec.tiles import key_tiles, query_tiles
+from tilewise.spec.tiles import limits as band_limits
+
+
+class Limits(NamedTuple):
+    """What a device does at most, and where the numbers are from."""
+
+    flops: float  # FLOP/s
+    bytes_per_second: float
+    source: str
+
+    @property
+    def break_even(self) -> float:
+        """FLOP/byte above which the arithmetic takes longer than the memory traffic."""
+        return self.flops / self.bytes_per_second
+
+    def bound(self, work: Work) -> Literal["compute", "memory"]:
+        return "compute" if work.intensity > self.break_even else "memory"
+
+    def seconds(self, work: Work) -> float:
+        """The least time that ``work`` can take."""
+        return max(work.flops / self.flops, work.bytes / self.bytes_per_second)
+
+
+class DataSheet(NamedTuple):
+    """What a device is sold as, not what was measured: dense 16-bit tensor-core FLOP/s, and bytes/s of its memory."""
+
+    model: str
+    name: str  # a part of the device's name as CUDA gives it
+    flops: float
+    bytes_per_second: float
+
+
+# NVIDIA's data sheets, by compute capability; the first is taken for a capability without a device.
+DATA_SHEETS = {
+    (8, 0): (DataSheet("A100 SXM 80 GB", "A100-SXM4-80GB", 312e12, 2.0e12),),
+    (9, 0): (
+        DataSheet("H100 SXM", "H100 80GB HBM3", 990e12, 3.35e12),
+        DataSheet("H200 SXM", "NVIDIA H200", 990e12, 4.8e12),
+    ),
+}
+
+
+# How often an implementation that stores them passes over matrices of B x H x M x N. Forward: S and P, each written and
+# read once. Backward: P read for dV and for dS, dP written and read, dS written once and read for dQ and for dK.
+FORWARD_PASSES = {"S": 2, "P": 2}
+
+
+BACKWARD_PASSES = {"P": 2, "dP": 2, "dS": 3}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass has to do.
+
+    Attributes:
+        flops: of the products alone, 2 for a multiply and an add; pairs that causal, window or a mask hides are not
+            counted, but those of a mask whose elements are not known.
+        bytes: the least traffic with the device's memory: each input read once and each result written once.
+        unfused_bytes: what an implementation that stores the score matrix and its softmax (or their gradients) writes
+            and reads in addition, in q's dtype: `FORWARD_PASSES` or `BACKWARD_PASSES`.
+    """
+
+    flops: int
+    bytes: int
+    unfused_bytes: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.unfused_bytes + other.unfused_bytes)
+
+    @property
+    def intensity(self) -> float:
+        """FLOP/byte; 0 where there is nothing to do."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+class MaskShare(NamedTuple):
+    """What a mask leaves of the scores that causal and window leave: of these a share, and of their tiles one."""
+
+    pairs: float
+    tiles: float  # of `TILE` queries and keys, in which it leaves some score
+
+
+class TileShare(NamedTuple):
+    """What a TileMask says of its tiles, over all of its batch elements and heads, whatever causal and window hide."""
+
+    block: tuple[int, int]  # queries and keys
+    tiles: int
+    visible: int
+    partial: int  # of these, those whose pairs are looked at one by one
+
+
+TILE = 128
+
+
+def _tile_share(tiles: TileTensors | None) -> TileShare | None:
+    if tiles is None or tiles.tiles is None or tiles.tiles.is_meta or is_fake(tiles.tiles):
+        return None
+    x = tiles.tiles
+    return TileShare(tiles.block, x.numel(), int((x > EMPTY).sum()), int((x >= PARTIAL).sum()))
+
+
+def _mask_share(problem: Problem, mask: Tensor | None, listed: TileTensors | None) -> MaskShare | None:
+    """None where there is no mask, its elements are not known, or no score is left to it. A few rows at a time."""
+    mask = mask if listed is None else listed.tiles
+    if mask is None or mask.is_meta or is_fake(mask) or problem.pairs == 0:
+        return None
+    cols = torch.arange(problem.keys, device=mask.device)
+    pairs = tiles = band_tiles = 0
+    for row0 in range(0, problem.queries, TILE):
+        rows = torch.arange(row0, min(row0 + TILE, problem.queries), device=mask.device)
+        in_reach = in_band(rows[:, None], cols, problem.score.band)
+        band_tiles += _count_tiles(in_reach)
+        if listed is None:
+            of_rows = mask if mask.shape[2] == 1 else mask[:, :, rows]
+        else:
+            of_rows = listed.rows_visible(slice(row0, row0 + rows.shape[0]), problem.keys)
+        for of_batch in of_rows:
+            seen = of_batch & in_reach
+            pairs += int(seen.sum())
+            tiles += _count_tiles(seen)
+    matrices = mask.shape[0] * mask.shape[1]
+    band_pairs = problem.pairs // (problem.batch * problem.heads)
+    return MaskShare(pairs / (matrices * band_pairs), tiles / (matrices * band_tiles))
+
+
+def _count_tiles(seen: Tensor) -> int:
+    """How many tiles of a row of tiles, (..., up to TILE, N), have something in them."""
+    keys = seen.any(-2)
+    return int(torch.nn.functional.pad(keys, (0, -keys.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).any(-1).sum())
+
+
+def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
+    """The limits of the device called ``name``; without a name, those of the capability's first data sheet."""
+    if problem.capability is None or problem.dtype.itemsize != 2:
+        return None
+    for sheet in DATA_SHEETS.get(problem.capability, ()):
+        if name is None or sheet.name in name:
+            return Limits(sheet.flops, sheet.bytes_per_second, f"data sheet of the {sheet.model}")
+    return None
+
+
+def _given_limits(pair: tuple[float, float]) -> Limits:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s), got {pair!r}")
+    for limit in pair:
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+            raise TypeError(f"limits: expected a pair (FLOP/s, bytes/s) of floats, got {pair!r}")
+        if not is_positive_float(limit):
+            raise ValueError(f"limits: must be positive and finite, got {pair!r}")
+    return Limits(float(pair[0]), float(pair[1]), "limits as given")
+
+
+def forward_work(problem: Problem) -> Work:
+    """Reads the inputs; writes o and lse."""
+    return Work(problem.flops, _read(problem) + _results(problem), _stored(problem, FORWARD_PASSES))
+
+
+def backward_work(problem: Problem) -> Work:
+    """Reads what the forward read and wrote, and dO; writes a gradient of the size of each input that has one."""
+    size, heads = problem.dtype.itemsize, problem.batch * problem.heads
+    do = heads * problem.queries * problem.value_dim * size
+    dq = heads * problem.queries * problem.head_dim * size
+    dk_dv = problem.batch * problem.kv_heads * problem.keys * (problem.head_dim + problem.value_dim) * size
+    dbias = math.prod(problem.bias.shape) * problem.bias.dtype.itemsize if problem.bias and problem.bias_grad else 0
+    dsink = math.prod(problem.sink.shape) * problem.sink.dtype.itemsize if problem.sink and problem.sink_grad else 0
+    parts = problem.parts
+    dparts = 0 if parts is None else sum(_part(problem, name, x) for name, x in parts.named() if name in parts.grads)
+    traffic = _read(problem) + _results(problem) + do + dq + dk_dv + dbias + dsink + dparts
+    return Work(problem.backward_flops, traffic, _stored(problem, BACKWARD_PASSES))
+
+
+def _read(problem: Problem) -> int:
+    """Bytes of q, k, v, bias and its terms, mask and sink, of each only what the band lets somebody see."""
+    M, N = problem.queries, problem.keys
+    lo, hi = band_limits(problem.score.band)
+    first_key, _, _, last_key = key_tiles(0, M, N, lo, hi, 1)
+    first_query, _, _, last_query = query_tiles(0, N, M, lo, hi, 1)
+    queries = problem.batch * problem.heads * (last_query - first_query) * problem.head_dim
+    keys = problem.batch * problem.kv_heads * (last_key - first_key) * (problem.head_dim + problem.value_dim)
+    mask = problem.mask if problem.tile_mask is None else None  # whose tensors `explain` counts
+    operands = sum(_operand(problem, x) for x in (problem.bias, mask) if x is not None)
+    operands += 0 if problem.parts is None else sum(_part(problem, name, x) for name, x in problem.parts.named())
+    operands += 0 if problem.sink is None else math.prod(problem.sink.shape) * problem.sink.dtype.itemsize
+    return (queries + keys) * problem.dtype.itemsize + operands
+
+
+def _operand(problem: Problem, x: Operand) -> int:
+    full = x.rows == problem.queries and x.cols == problem.keys and problem.batch * problem.heads > 0
+    pairs = problem.pairs // (problem.batch * problem.heads) if full else x.rows * x.cols
+    return x.batch * x.heads * pairs * x.dtype.itemsize
+
+
+def _part(problem: Problem, name: str, x: Operand) -> int:
+    """Bytes of a part of the bias; of values by distance, where the host knows it, those that some pair reads."""
+    distances, parts, cols = {"query": problem.score.query, "key": problem.score.key}.get(name), problem.parts, x.cols
+    if distances is not None and parts is not None and name not in (*parts.shifts, *parts.buckets):
+        least, most = max(distances.lo, 1 - problem.queries), min(distances.hi, problem.keys - 1)
+        cols = max(most - least + 1, 1 if distances.outside == "clamp" else 0)
+    return x.batch * x.heads * x.rows * cols * x.dtype.itemsize
+
+
+def _results(problem: Problem) -> int:
+    """Bytes of o and lse, with dropout also of o's low bits."""
+    rows, element = problem.batch * problem.heads * problem.queries, problem.dtype.itemsize
+    if keeps_low_bits(problem.dtype, problem.score.dropout):
+        element += LOW_BYTES
+    return rows * (problem.value_dim * element + lse_dtype(problem.dtype).itemsize)
+
+
+def _stored(problem: Problem, passes: dict[str, int]) -> int:
+    return sum(passes.values()) * _matrix(problem)
+
+
+def _matrix(problem: Problem) -> int:
+    """Bytes of one B x H x M x N matrix."""
+    return problem.batch * problem.heads * problem.queries * problem.keys * problem.dtype.itemsize

@@ -1,0 +1,298 @@
+"""Cached calls: what was read of a call, found again by the layouts of its tensors and all else that it depends on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Inputs, address
+from tilewise.bias.autograd import Rule, is_node, vector_of
+from tilewise.bias.packed import RaggedBias
+from tilewise.bias.terms import shift_of
+from tilewise.bias.toeplitz import Alibi, T5Bias
+from tilewise.frontend.arguments import padded_mask, seed_tensor
+from tilewise.frontend.autocast import autocast_on, autocast_somewhere
+from tilewise.masks.block_sparse import TileMask
+from tilewise.operator.autograd import eager_attention, eager_folded, eager_packed, heads_first
+from tilewise.operator.dispatch import Forward, forward_of, forward_variants
+from tilewise.operator.eager import is_eager
+from tilewise.operator.prepared import Prepared
+from tilewise.operator.seed import drawn_seed
+from tilewise.operator.structure import Variants, layouts, structure_of
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.score import Score, Terms
+from tilewise.spec.seqlens import Lengths
+
+_STRIDED = torch.strided
+
+
+class Folded(NamedTuple):
+    """A call with more leading dimensions than a batch: what computes it takes views of these shapes."""
+
+    terms: Terms
+    run: Forward
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors of `Inputs` to the sink; () where there is none
+
+
+# The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
+# and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
+usual_calls: Prepared[tuple[Terms, Forward] | Folded] = Prepared()
+
+
+# Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
+vectors: Prepared[tuple[Rule, int, int]] = Prepared()
+
+
+# And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
+structures: Prepared[tuple[Terms, bool, Variants]] = Prepared()
+
+
+def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    term: Any = inputs.bias
+    if type(term) is T5Bias or type(term) is Alibi:
+        settings = _settings(term)
+        if settings is None:
+            return None
+        inputs, arguments = inputs._replace(bias=None), (*arguments, settings)
+    else:
+        term = None
+    if not _is_usual(inputs, tiles):
+        return None
+    key = _usual_key(inputs, tiles, arguments)
+    known = usual_calls.get(key)
+    if known is None:
+        if term is not None or tiles is not None:
+            return None
+        if inputs.sink is not None:
+            if inputs.sink.dim() not in (1, 3):
+                return None
+            inputs = _with_rows(inputs)
+        known = _of_structure(inputs, key)
+        if known is None:
+            return None
+        usual_calls.keep(key, known)
+    elif type(known) is Folded:
+        return eager_folded(inputs, *known, return_lse)
+    elif inputs.sink is not None:
+        inputs = _with_rows(inputs)
+    assert len(known) == 2
+    if term is not None:
+        made = vectors.get(key)
+        if made is None:
+            return None
+        rule, first, width = made
+        inputs = inputs._replace(parts=Parts(toeplitz=vector_of(rule, term.of, first, width)))
+    if known[0].dropout:
+        inputs = inputs._replace(seed=drawn_seed(inputs.q))
+    return eager_attention(inputs, *known, return_lse)
+
+
+def _settings(term: T5Bias | Alibi) -> tuple | None:
+    """All that a call depends on in a term, beside the numbers in its tensor; None where that is not enough."""
+    query_start, key_start, x = term.query_start, term.key_start, term.of
+    if isinstance(query_start, Tensor) or isinstance(key_start, Tensor) or not is_node(x):
+        return None
+    return term.rule, query_start, key_start, layouts(x)
+
+
+def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
+    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_usual_key`,
+    which has read the tensors already."""
+    sink, arguments = key[17], key[19]
+    if inputs.sink is not None:  # in rows, as the key's may not be
+        (sink,) = layouts(inputs.sink)
+    structure = structure_of(key[:5], key[5:10], key[10:15], key[15], key[16], sink)
+    if structure is None:
+        return None
+    known = structures.get((structure.key, arguments))
+    if known is None:
+        return None
+    terms, aligned, variants = known
+    if aligned and terms.hi is not None:
+        hi = structure.keys - structure.queries
+        if hi != terms.hi:
+            terms = tuple.__new__(Terms, (terms.lo, hi, *terms[2:]))
+    run = variants.resized(structure, terms, inputs)
+    return None if run is None else (terms, run)
+
+
+def remember_call(
+    inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
+    aligned: bool = True, parts: Parts | None = None,
+) -> None:  # fmt: skip
+    """After a call that went well, with what it was read as; see `usual_call`. aligned: its band, if it has one, ends
+    where the last query and the last key meet; else where the first ones do. parts: what a bias term was read as."""
+    term: Any = inputs.bias
+    if type(term) is T5Bias or type(term) is Alibi:
+        _remember_vector(inputs, arguments, Terms.of(score, deterministic, backend, exact), parts)
+        return
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    if _is_usual(inputs, tiles):
+        terms = Terms.of(score, deterministic, backend, exact)
+        key, inputs = _usual_key(inputs, tiles, arguments), _with_rows(inputs)
+        if score.dropout:
+            inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
+        usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+        if tiles is None and inputs.seed is None:
+            structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
+            variants = None if structure is None else forward_variants(structure, terms)
+            if structure is not None and variants is not None:
+                structures.keep((structure.key, arguments), (terms, aligned, variants))
+
+
+def _remember_vector(inputs: Inputs, arguments: tuple, terms: Terms, parts: Parts | None) -> None:
+    """The same of a call whose bias is a term of which a vector was made, ``parts``."""
+    term: Any = inputs.bias
+    settings = _settings(term)
+    tiles = inputs.mask if type(inputs.mask) is TileMask else None
+    inputs = inputs._replace(bias=None)
+    if tiles is not None:
+        inputs = inputs._replace(mask=None, tiles=tiles.tensors)
+    M, N = inputs.q.shape[2], inputs.k.shape[2]
+    if settings is None or parts is None or M + N < 2 or not _is_usual(inputs, tiles):
+        return
+    key = _usual_key(inputs, tiles, (*arguments, settings))
+    inputs = _with_rows(inputs)._replace(parts=parts)
+    if terms.dropout:
+        inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
+    usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+    vectors.keep(key, (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
+
+
+def remember_folded(inputs: Inputs, folded: Inputs, arguments: tuple) -> None:
+    """After a call with more leading dimensions that went well; ``folded``: the views that a usual call was given."""
+    if _is_usual(inputs, None) and inputs.sink is None and _is_usual(folded, None):
+        known = usual_calls.get(_usual_key(folded, None, arguments))
+        if known is not None and not known[0].dropout:
+            shapes = tuple([() if x is None else tuple(x.shape) for x in folded[:6]])
+            usual_calls.keep(_usual_key(inputs, None, arguments), Folded(*known[:2], shapes))
+
+
+def usual_door(name: str, inputs: Inputs) -> tuple | None:
+    """The key, among those of `usual_calls`, of a call of ``attention`` by a door that changes the shapes of its bias
+    and mask alone; None where such a call is read anew."""
+    q, k, v, bias, mask = inputs[:5]
+    if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
+        return None
+    for x in (q, k, v, bias, mask):
+        if x is not None and (x.layout is not _STRIDED or x.is_nested):
+            return None
+    return name, layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()
+
+
+def usual_door_call(key: tuple, inputs: Inputs) -> Tensor | None:
+    """o of a call like one that `remember_door` was told of."""
+    known = usual_calls.get(key)
+    return eager_folded(inputs, *known, False)[0] if type(known) is Folded else None
+
+
+def remember_door(key: tuple, inputs: Inputs) -> None:
+    """After a call of ``attention(q, k, v, bias=, mask=)`` that went well; inputs: what it was given."""
+    if _is_usual(inputs, None):
+        known = usual_calls.get(_usual_key(inputs, None, (False, key[2], None, 0.0)))
+        if type(known) is Folded:
+            usual_calls.keep(key, known)
+        elif known is not None:
+            usual_calls.keep(key, Folded(*known[:2], tuple([() if x is None else tuple(x.shape) for x in inputs[:6]])))
+
+
+def _with_rows(inputs: Inputs) -> Inputs:
+    """``inputs`` of a call that was checked, with a sink of heads as `sink_of_rows` gives it."""
+    sink = inputs.sink
+    return inputs if sink is None or sink.dim() == 3 else inputs._replace(sink=sink[None, :, None])
+
+
+def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
+    q, k, v, bias, mask, sink, *_ = inputs
+    return (
+        q is not None and k is not None and v is not None
+        and is_eager(inputs[:6] if tiles is None else (*inputs[:6], *tiles.tensors))
+        and (tiles is None or tiles.kept is None)  # how kept keys are found is decided where a call is read
+        and q.layout is k.layout is v.layout is _STRIDED
+        and (bias is None or (bias.dim() == q.dim() and bias.layout is _STRIDED))
+        and (mask is None or (mask.dim() == q.dim() and mask.layout is _STRIDED))
+        and (sink is None or sink.layout is _STRIDED)
+    )  # fmt: skip
+
+
+def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
+    q, k, v, bias, mask, sink, *_ = inputs
+    if q.is_cuda:
+        q_begin, k_begin, v_begin = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
+    elif q.is_cpu:
+        q_begin = k_begin = v_begin = 0
+    else:
+        q_begin, k_begin, v_begin = [address(x) % 16 for x in (q, k, v)]
+    return (  # first `layouts` of q, k and v
+        q.shape, q.dtype, q.device, q.stride(), q_begin, k.shape, k.dtype, k.device, k.stride(), k_begin,
+        v.shape, v.dtype, v.device, v.stride(), v_begin,
+        None if bias is None else layouts(bias)[0], None if mask is None else layouts(mask)[0],
+        None if sink is None else layouts(sink)[0],
+        None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,
+    )  # fmt: skip
+
+
+# Of a packed batch: the terms, what computes it, and the shape of its bias in `Inputs`.
+usual_packed: Prepared[tuple[Terms, Forward, tuple[int, ...] | None]] = Prepared()
+
+
+class UsualPacked(NamedTuple):
+    """A call of a packed batch that may be like an earlier one: its tensors as the caller has them, with the values of
+    a `RaggedBias` in the bias's place, and its key, all that its reading depends on."""
+
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    mask: Tensor | None
+    lengths: Lengths
+    key: tuple
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, longest: tuple[int, int], exact: bool,
+        options: dict[str, Any],
+    ) -> UsualPacked | None:  # fmt: skip
+        """None of a call with other bias terms, a sink, dropout, or offsets to be validated."""
+        bias, mask = options.get("bias"), options.get("mask")
+        if type(bias) is RaggedBias:
+            lengths = lengths._replace(pairs=bias.offsets)
+            bias = bias.values
+        tensors = (q, k, v, bias, mask, *lengths)
+        if (
+            options.get("validate") or options.get("dropout_p") or options.get("sink") is not None
+            or type(options.get("window")) is list or q is None or not is_eager(tensors) or autocast_on(q)
+        ):  # fmt: skip
+            return None
+        settings = tuple([(name, type(x), x) for name, x in options.items() if name not in ("bias", "mask")])
+        ordered = torch.are_deterministic_algorithms_enabled()
+        key = layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
+        return cls((q, k, v, bias), mask, lengths, key)
+
+    def again(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+        """(o, lse) as its caller has them, if it is like an earlier one. Nothing is read or checked again."""
+        try:
+            known = usual_packed.get(self.key)
+        except TypeError:  # what has no hash is no setting that is allowed, and whoever reads it says so
+            return None
+        if known is None:
+            return None
+        terms, run, shape = known
+        q, k, v, bias = self.given
+        with torch.no_grad():
+            viewed = None if bias is None or shape is None else bias.view(shape)
+            inputs = Inputs(
+                heads_first(q), heads_first(k), heads_first(v), viewed, padded_mask(self.mask), lengths=self.lengths
+            )
+        return eager_packed(self.given, inputs, terms, run, return_lse)
+
+    def keep(self, inputs: Inputs, terms: Terms) -> None:
+        """After it went well; ``inputs``: what it was read as."""
+        if inputs.parts is None:
+            shape = None if inputs.bias is None else tuple(inputs.bias.shape)
+            usual_packed.keep(self.key, (terms, forward_of(inputs, terms), shape))

@@ -1,0 +1,231 @@
+"""`tilewise.attention` of more leading dimensions than a batch: folded into one by views, or computed in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, combinations, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Inputs
+from tilewise.bias.terms import Term
+from tilewise.frontend.arguments import Bias, Mask, Seed
+from tilewise.frontend.call_cache import remember_folded
+from tilewise.masks.block_sparse import tile_mask_of
+from tilewise.spec.checks import check_broadcast, check_sink
+from tilewise.spec.operands import Sizes
+from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
+
+Size = tuple[int, ...]
+
+
+def attention_of_leading(
+    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, mask: Mask, sink: Tensor | None,
+    dropout_p: float, dropout_seed: Seed, return_lse: bool, arguments: tuple | None, **options: Any,
+) -> Any:  # fmt: skip
+    """``attend``, which takes (B, H, M, D), of q (..., H, M, D): arguments, results and errors of `tilewise.attention`.
+
+    No tensor is copied or expanded. One call computes all where each tensor's leading dimensions merge into one by a
+    view, in their own order or in that of q's memory: where it is full along all of them, or along none. Else some
+    dimensions are taken apart, those that make the fewest calls. arguments: under which ``attend`` remembers a call, or
+    None where it does not.
+    """
+    whole: Any = (q, k, v, bias, mask, sink)
+    lead = _check_qkv(q, k, v)
+    H, M, N = q.shape[-3], q.shape[-2], k.shape[-2]
+    limits = _Limits(lead, Sizes(1, H, k.shape[-3], M, N))
+    terms = list(bias) if isinstance(bias, (tuple, list)) else [bias]
+    terms = [limits.bias(x, q) for x in terms]
+    given = [q, k, v, limits.mask(mask), limits.sink(sink), *terms]
+    tensors = {i: x for i, x in enumerate(given) if _has_leading(x, len(lead))}
+    way = _way_of(lead, list(tensors.values()), ordered=dropout_p != 0)
+    if way.calls > 1 and dropout_seed is not None and dropout_p != 0:
+        raise NotImplementedError(
+            f"dropout_seed: says what one call drops, and this one is computed in {way.calls} parts, for the leading "
+            f"dimensions {tuple(lead)} of some tensor do not merge into one; leave dropout_seed out, and each part "
+            "draws one of its own"
+        )
+    parts = {i: way.apart(x) for i, x in tensors.items()}
+    found = []
+    for n in range(way.calls):
+        q, k, v, mask, sink, *terms = [parts[i][n] if i in parts else x for i, x in enumerate(given)]
+        found.append(
+            attend(
+                q, k, v, bias=tuple(terms) if isinstance(bias, (tuple, list)) else terms[0], mask=mask, sink=sink,
+                dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, **options,
+            )
+        )  # fmt: skip
+    if arguments is not None and way.in_order and _are_tensors(bias, mask):
+        folded: Any = (q, k, v, terms[0], mask, sink)
+        remember_folded(Inputs(*whole), Inputs(*folded), arguments)
+    if not return_lse:
+        return way.together(found)
+    return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
+
+
+class _Way(NamedTuple):
+    """How leading dimensions ``lead`` become one: ``split`` are taken apart, one call for each index; ``merged``, in
+    this order, become the batch of each call."""
+
+    lead: Size
+    split: Size
+    merged: Size
+
+    @property
+    def calls(self) -> int:
+        return _product([self.lead[i] for i in self.split])
+
+    @property
+    def in_order(self) -> bool:
+        """One call, in which the leading dimensions are one as they stand."""
+        return not self.split and self.merged == tuple(range(len(self.merged)))
+
+    def apart(self, x: Tensor) -> list[Tensor]:
+        """Views (batch or 1, ...) of ``x``, for each call."""
+        if 0 in self.lead:  # of an empty one every expansion is empty
+            n = len(self.lead)
+            return [x.expand(*self.lead, *x.shape[n:]).reshape(0, *x.shape[n:])]
+        order = (*self.split, *self.merged)
+        if order != tuple(range(len(order))):
+            x = x.permute(*order, *range(len(order), x.dim()))
+        parts = [x]
+        for i in self.split:
+            # unbind: its gradient is stacked once, where that of one index would be as large as x.
+            rows = [part.unbind(0) if part.shape[0] != 1 else (part[0],) * self.lead[i] for part in parts]
+            parts = list(chain.from_iterable(rows))
+        n = len(self.merged)
+        return [part.view(_product(part.shape[:n]), *part.shape[n:]) for part in parts]
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """(..., H, M, Dv) or (..., H, M) of the calls' results, which lie in memory as they lay."""
+        n = len(self.merged)
+        parts = [x.view(*(self.lead[i] for i in self.merged), *x.shape[1:]) for x in parts]
+        if not self.split:
+            x = parts[0]
+        else:
+            swapped = parts[0].dim() > n + 2 and parts[0].stride(-3) < parts[0].stride(-2)  # (M, H, Dv) in memory
+            x = torch.stack([x.transpose(-3, -2) for x in parts] if swapped else list(parts))
+            x = x.transpose(-3, -2) if swapped else x
+            x = x.view(*(self.lead[i] for i in self.split), *x.shape[1:])
+        order = (*self.split, *self.merged)
+        if order == tuple(range(len(order))):
+            return x
+        return x.permute(*(order.index(i) for i in range(len(order))), *range(len(order), x.dim()))
+
+
+def _way_of(lead: Size, tensors: Sequence[Tensor], ordered: bool) -> _Way:
+    """That of the fewest calls. ordered: sequences are counted as they come, not as they lie in memory."""
+    every = tuple(range(len(lead)))
+    if 0 in lead:
+        return _Way(lead, (), every)
+    long = [i for i in every if lead[i] != 1]
+    best = _Way(lead, every, ())  # which leaves nothing to merge
+    for split in chain.from_iterable(combinations(long, count) for count in range(len(long))):
+        if _product([lead[i] for i in split]) >= best.calls:
+            continue
+        merged = tuple([i for i in every if i not in split])
+        if all(_merges(x, merged, lead) for x in tensors):
+            best = _Way(lead, split, merged)
+        elif not ordered:
+            merged = _as_in_memory(tensors[0], merged)
+            best = _Way(lead, split, merged) if all(_merges(x, merged, lead) for x in tensors) else best
+        if best.calls == 1:
+            break
+    return best
+
+
+def _as_in_memory(x: Tensor, dims: Size) -> Size:
+    """``dims``, the one of the longest stride first. No key is sorted by: a compiler's symbols can only be compared."""
+    found: list[int] = []
+    for i in dims:
+        at = sum([x.stride(j) >= x.stride(i) for j in found])
+        found.insert(at, i)
+    return tuple(found)
+
+
+def _merges(x: Tensor, dims: Size, lead: Size) -> bool:
+    """Whether ``x`` is broadcast along all of ``dims``, or full along all and so laid out that they are one."""
+    dims = tuple([i for i in dims if lead[i] != 1])
+    full = [i for i in dims if x.shape[i] != 1]
+    if len(full) < len(dims):
+        return not full
+    return all(x.stride(i) == x.stride(j) * x.shape[j] for i, j in pairwise(dims))
+
+
+def _product(sizes: Sequence[int]) -> int:
+    """What math.prod is, of a compiler's symbols too."""
+    n = 1
+    for size in sizes:
+        n = n * size
+    return n
+
+
+# --- checks ---
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Size:
+    """The leading dimensions; what the last three have to be, the call itself checks."""
+    lead = tuple(q.shape[:-3])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if is_dtensor(x):
+            raise NotImplementedError(f"{name}: a DTensor must have 4 dimensions, got shape {tuple(x.shape)}")
+        if x.dim() != q.dim():
+            raise ValueError(
+                f"{name}: expected {q.dim()} dimensions (..., heads, length, head_dim) as q has, got shape "
+                f"{tuple(x.shape)}"
+            )
+        if tuple(x.shape[:-3]) != lead:
+            raise ValueError(f"{name}: leading dimensions must equal q's {lead}, got shape {tuple(x.shape)}")
+    return lead
+
+
+def _are_tensors(bias: Any, mask: Any) -> bool:
+    """No terms and no masks by tiles; nothing is one too."""
+    return all(x is None or isinstance(x, Tensor) for x in (bias, mask))
+
+
+def _has_leading(x: object, n: int) -> bool:
+    """What has more dimensions than a sink of heads, and is no CausalBias."""
+    return isinstance(x, Tensor) and x.dim() > n and not is_causal_bias(x)
+
+
+class _Limits(NamedTuple):
+    """What goes beside q, k and v, checked; tensors with each of the leading dimensions, of its size or 1."""
+
+    lead: Size
+    sizes: Sizes
+
+    def bias(self, x: Any, q: Tensor) -> Any:
+        if isinstance(x, Term):
+            x.check(self.sizes, q.device)  # of one batch element: it is shared along all leading dimensions
+            return x
+        return x if x is None else self._tensor("bias", x)
+
+    def mask(self, x: Any) -> Any:
+        if x is None or isinstance(x, Tensor):
+            return x if x is None else self._tensor("mask", x)
+        tiles = tile_mask_of("mask", x, self.sizes.M, self.sizes.N)
+        if tiles is not None and tiles.shape[0] != 1:
+            raise ValueError(
+                f"mask: of queries with leading dimensions {self.lead} a TileMask or BlockMask must have batch size 1, "
+                f"got {tiles.shape[0]}"
+            )
+        return x
+
+    def sink(self, x: Any) -> Any:
+        if x is None:
+            return None
+        check_tensor("sink", x)
+        check_sink(x, self.sizes, x.device, lead=self.lead)
+        return x
+
+    def _tensor(self, name: str, x: Any) -> Tensor:
+        check_tensor(name, x, may_be_causal=True)
+        if is_causal_bias(x):
+            return x
+        check_broadcast(name, x, self.lead, self.sizes)
+        missing = len(self.lead) + 3 - x.dim()
+        return x[(None,) * missing] if missing else x

@@ -1,0 +1,1 @@
+"""Block-sparse masks: `tilewise.TileMask` and the functions that make one."""

@@ -1,0 +1,595 @@
+"""TileMask: which tiles of scores are visible, and which pairs of those that are so in part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import has_triton
+from tilewise.operator.eager import is_eager
+from tilewise.spec.block_mask import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    TileTensors,
+    document_offsets,
+    listed,
+    no_bits,
+    pack,
+    tiles_of_intervals,
+)
+from tilewise.spec.integers import LARGEST_SIZE, check_range
+from tilewise.spec.score import check_numbers
+from tilewise.spec.tensors import Versions, check_tensor, stream_of, tensors_read_by
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Block = int | tuple[int, int]
+MAX_BLOCK = 2**14  # queries or keys of a tile
+_AT_ONCE = 1 << 24  # pairs of which a mask_mod is asked at a time
+
+
+class TileLists(NamedTuple):
+    """The tiles that each row of tiles visits, as FlexAttention lists them; int32.
+
+    full_counts, partial_counts: (B|1, H|Hkv|1, rows). full_indices, partial_indices: (..., rows, columns), of which as
+    many count, ascending; the others are 0.
+    """
+
+    full_counts: Tensor
+    full_indices: Tensor
+    partial_counts: Tensor
+    partial_indices: Tensor
+
+
+class Kept(NamedTuple):
+    """Of a mask that `tilewise.dynamic_mask` made, what bounds the keys that some queries see: nobody reads how many.
+
+    keep: a query sees no more keys. causal: it sees one at most that the query before it does not; else all queries see
+    the same. by_query: each query has scores of its own, and neither holds.
+    """
+
+    keep: int
+    causal: bool
+    by_query: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TileMask:
+    """Which tiles of the scores are visible, and which pairs of a tile that is so in part: ``attention(mask=...)``.
+
+    A hidden tile is not computed, in the forward and in the backward; its part of a bias's gradient is 0. Made by one
+    of the constructors, none of which makes an array of queries times keys, and used for any number of calls, layers
+    and steps: the lists that kernels walk are kept from the second call on, while its tensors live and nobody changes
+    them. It lies on the device of its tensors, and a call never waits for it.
+
+    Attributes:
+        queries, keys: M and N of the calls that it is for.
+        tensors: what it is made of, see `tilewise.spec.block_mask.TileTensors`.
+        kept: of one that `tilewise.dynamic_mask` made, by which a call may gather the keys that are kept.
+    """
+
+    queries: int
+    keys: int
+    tensors: TileTensors
+    kept: Kept | None = None
+    _lists: dict[tuple[bool, int | None], TileLists] = field(default_factory=dict, init=False, repr=False)
+
+    # --- what it is ---
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
+        return self.tensors.block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B|1, H|Hkv|1, tiles of queries, tiles of keys)."""
+        return tuple(self._tiles.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tiles.device
+
+    @property
+    def _tiles(self) -> Tensor:
+        assert self.tensors.tiles is not None
+        return self.tensors.tiles
+
+    def to(self, device: torch.device | str) -> TileMask:
+        """The same on another device."""
+        moved = (None if x is None else x.to(device) for x in self.tensors)
+        return TileMask(self.queries, self.keys, TileTensors(*moved), self.kept)
+
+    def lists(self, by_keys: bool = False) -> TileLists:
+        """The tiles of keys that each tile of queries visits; by_keys: the tiles of queries of each tile of keys, as a
+        backward walks them. Made once for each stream, on the device."""
+        key = by_keys, stream_of(self.device)
+        found = self._lists.get(key)
+        if found is None:
+            tiles = self._tiles.mT if by_keys else self._tiles
+            full, partial = (listed(x) for x in (tiles == FULL, tiles >= PARTIAL))
+            found = self._lists[key] = TileLists(*full, *partial)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lists": {}}
+
+    def dense(self) -> Tensor:
+        """The same as a bool mask (B|1, H|Hkv|1, M, N): for tests and pictures of small ones."""
+        return self.tensors.rows_visible(slice(0, self.queries), self.keys)
+
+    def validate(self) -> TileMask:
+        """Itself, if its numbers are such. It reads them: on a GPU the host waits.
+
+        Raises:
+            ValueError: a tile is none of hidden, full, or partial with bits that are there; an interval does not lie
+                within the queries; or the offsets of documents are others than those of its intervals.
+        """
+        tiles, bits, begins, ends, offsets = self.tensors
+        assert tiles is not None
+        assert bits is not None
+        most = FULL + bits.shape[0] if begins is None else PARTIAL
+        if tiles.numel() and not (tiles.min() >= 0 and tiles.max() <= most):
+            raise ValueError(f"TileMask.tiles: expected 0 to {most}, got {int(tiles.min())} to {int(tiles.max())}")
+        if begins is not None and ends is not None and begins.numel():
+            _check_intervals(begins, ends, self.queries)
+            expected = tiles_of_intervals(begins, ends, self.queries, self.block)
+            if not torch.equal(expected, tiles):
+                raise ValueError("TileMask.tiles: are not those of its intervals")
+            if offsets is not None and not torch.equal(offsets, document_offsets(begins[:, 0, 0])):
+                raise ValueError("TileMask.offsets: are not those of its intervals")
+        return self
+
+    # --- how it is made ---
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any, *, validate: bool = False) -> TileMask:
+        """Of FlexAttention's `torch.nn.attention.flex_attention.BlockMask`, as it is.
+
+        Its mask_mod is asked once for the pairs of its partial blocks, with index tensors ``(b, h, q, kv)`` that
+        broadcast. The host waits once, for how many there are. A block that is named twice counts once, a full one that
+        is partial too is full, and one out of range does not count.
+
+        Args:
+            block_mask: with any BLOCK_SIZE whose numbers are multiples of 64.
+            validate: raise for blocks that are named twice or out of range, for which the host waits.
+
+        Raises:
+            TypeError, ValueError: no BlockMask; another BLOCK_SIZE; with ``validate`` wrong lists.
+        """
+        if not is_block_mask(block_mask):
+            raise TypeError(f"block_mask: expected FlexAttention's BlockMask, got {type(block_mask).__name__}")
+        queries, keys = (int(n) for n in block_mask.seq_lengths)
+        block = checked_block(tuple(block_mask.BLOCK_SIZE), "block_mask: BLOCK_SIZE")
+        count, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+        rows, cols = -(-queries // block[0]), -(-keys // block[1])
+        if indices.dim() != 4 or indices.shape[2] != rows or indices.shape[:3] != count.shape:
+            raise ValueError(
+                f"block_mask: expected kv_indices (B, H, {rows}, columns) and kv_num_blocks (B, H, {rows}), got "
+                f"{tuple(indices.shape)} and {tuple(count.shape)}"
+            )
+        full_count, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        partial = _named(count, indices, cols, "kv_indices", validate)
+        if full_count is None:
+            full = torch.zeros_like(partial)
+        else:
+            full = _named(full_count, full_indices, cols, "full_kv_indices", validate)
+            if validate and bool((full & partial).any()):
+                raise ValueError("block_mask: a block is in full_kv_indices and in kv_indices")
+        return _with_bits(full, partial & ~full, block_mask.mask_mod, queries, keys, block)
+
+    @classmethod
+    def from_tiles(
+        cls, tiles: Tensor, queries: int, keys: int, *, block: Block = 128, mask: Tensor | None = None
+    ) -> TileMask:
+        """Of a bool tensor of tiles.
+
+        Args:
+            tiles: bool (B|1, H|Hkv|1, ceil(M / block_m), ceil(N / block_n)); True = visible.
+            queries, keys: M and N.
+            block: queries and keys of a tile, one number or two; multiples of 64.
+            mask: bool (B|1, H|Hkv|1, M|1, N|1), of which pairs of these tiles are visible; default: all. As many bits
+                are kept as it has elements, or, of one that broadcasts, as the tiles have pairs.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is allowed.
+        """
+        check_tensor("tiles", tiles)
+        size = checked_block(block)
+        _check_lengths(queries=queries, keys=keys)
+        rows, cols = -(-queries // size[0]), -(-keys // size[1])
+        if tiles.dtype != torch.bool:
+            raise TypeError(f"tiles: dtype must be bool (True = visible), got {tiles.dtype}")
+        if tiles.dim() != 4 or tuple(tiles.shape[2:]) != (rows, cols):
+            raise ValueError(
+                f"tiles: expected shape (B|1, H|Hkv|1, {rows}, {cols}) for {queries} queries and {keys} keys in tiles "
+                f"of {size[0]} x {size[1]}, got {tuple(tiles.shape)}"
+            )
+        if mask is None:
+            return cls(queries, keys, TileTensors(tiles.to(torch.int32).contiguous(), no_bits(size, tiles.device)))
+        check_tensor("mask", mask)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: dtype must be bool (True = attend), got {mask.dtype}")
+        if mask.device != tiles.device:
+            raise ValueError(f"mask: must be on the device of tiles, {tiles.device}, got {mask.device}")
+        fits = mask.dim() == 4 and mask.shape[2] in (1, queries) and mask.shape[3] in (1, keys)
+        if not fits or any(1 not in x and x[0] != x[1] for x in zip(mask.shape[:2], tiles.shape[:2], strict=True)):
+            raise ValueError(
+                f"mask: shape {tuple(mask.shape)} does not broadcast to ({tiles.shape[0]}, {tiles.shape[1]}, "
+                f"{queries}|1, {keys}|1)"
+            )
+        lead = torch.broadcast_shapes(mask.shape[:2], tiles.shape[:2])
+        whole = mask.expand(*lead, queries, keys)
+        return _of_rows(lambda part: whole[:, :, part], tiles.expand(*lead, rows, cols), queries, keys, size)
+
+    @classmethod
+    def from_rows(
+        cls, rows_of: Callable[[slice], Tensor], queries: int, keys: int, *, block: Block = 128,
+        device: torch.device | str = "cpu",
+    ) -> TileMask:  # fmt: skip
+        """Of a function that gives some rows of a bool mask, (B|1, H|Hkv|1, rows, N); asked a row of tiles at a time.
+
+        Bits are kept of all pairs, an eighth of a byte each, so that nobody waits for how many tiles are partial.
+        """
+        size = checked_block(block)
+        _check_lengths(queries=queries, keys=keys)
+        every = torch.ones(1, 1, -(-queries // size[0]), -(-keys // size[1]), dtype=torch.bool, device=device)
+        return _of_rows(rows_of, every, queries, keys, size)
+
+    @classmethod
+    def from_intervals(cls, begins: Tensor, ends: Tensor, queries: int, *, block: Block = 128) -> TileMask:
+        """Key j is seen by the queries ``begins[..., j]`` to ``ends[..., j] - 1``, and by none where that is empty.
+
+        Args:
+            begins, ends: int32 or int64, (B|1, H|Hkv|1, N), of one shape; clamped to the queries.
+            queries: M.
+            block: as for `from_tiles`.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what is allowed.
+        """
+        size = checked_block(block)
+        for name, x in (("begins", begins), ("ends", ends)):
+            check_tensor(name, x)
+            if x.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name}: dtype must be int32 or int64, got {x.dtype}")
+            if x.dim() != 3 or x.shape != begins.shape:
+                raise ValueError(f"{name}: expected (B|1, H|Hkv|1, N), begins and ends alike, got {tuple(x.shape)}")
+        if ends.device != begins.device:
+            raise ValueError(f"ends: must be on the device of begins, {begins.device}, got {ends.device}")
+        _check_lengths(queries=queries, keys=begins.shape[2])
+        first = begins.clamp(0, queries).to(torch.int32).unsqueeze(2).contiguous()
+        last = torch.maximum(ends.clamp(0, queries).to(torch.int32).unsqueeze(2), first).contiguous()
+        tiles = _tiles_of(first, last, queries, size)
+        return cls(queries, begins.shape[2], TileTensors(tiles, no_bits(size, tiles.device), first, last))
+
+    @classmethod
+    def documents(cls, ids: Tensor, *, block: Block = 128) -> TileMask:
+        """Documents end to end in one sequence: each token sees its own document. Nobody waits.
+
+        Args:
+            ids: int32 or int64, (S,) or (B, S). Neighbours with equal ids are one document; equal ids that are apart
+                are two. A negative id is padding, which sees nothing and is seen by nobody.
+            block: as for `from_tiles`.
+        """
+        ids = _integers("ids", ids, (1, 2))
+        ids = ids.view(-1, ids.shape[-1])
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        new = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+        begins = torch.where(new, place, 0).cummax(1).values
+        last = torch.nn.functional.pad(new[:, 1:], (0, 1), value=True)
+        ends = torch.where(last, place + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+        ends = torch.where(ids < 0, begins, ends)
+        found = cls.from_intervals(begins[:, None], ends[:, None], ids.shape[1], block=block)
+        return cls(found.queries, found.keys, found.tensors._replace(offsets=document_offsets(begins)))
+
+    @classmethod
+    def prefix_lm(cls, lengths: Tensor, size: int, *, block: Block = 128) -> TileMask:
+        """Every token sees the prefix, and beyond it those before it and itself. Nobody waits.
+
+        Args:
+            lengths: of the prefixes, int32 or int64, (B,).
+            size: S, tokens of each sequence.
+            block: as for `from_tiles`.
+        """
+        lengths = _integers("lengths", lengths, (1,))
+        _check_lengths(size=size)
+        place = torch.arange(size, device=lengths.device)
+        begins = torch.where(place < lengths[:, None], 0, place)[:, None]
+        return cls.from_intervals(begins, torch.full_like(begins, size), size, block=block)
+
+    @classmethod
+    def sliding_window(
+        cls, queries: int, keys: int, window: tuple[int | None, int | None], *, global_tokens: int = 0,
+        block: Block = 128, device: torch.device | str = "cpu",
+    ) -> TileMask:  # fmt: skip
+        """Query i sees the keys from i + N - M - left to i + N - M + right, and the first ``global_tokens`` keys.
+
+        Args:
+            queries, keys: M and N. window: (left, right); None: no limit.
+            global_tokens: keys that every query sees, as attention sinks are; with ``causal=True`` of those up to its
+                own.
+            block: as for `from_tiles`.
+        """
+        _check_lengths(queries=queries, keys=keys)
+        check_numbers(window, dropout_p=0.0)
+        _positive("global_tokens", global_tokens, least=0)
+        left, right = (max(queries, keys) * 2 if x is None else x for x in window)
+        centre = torch.arange(keys, device=device) - (keys - queries)
+        everywhere = torch.arange(keys, device=device) < global_tokens
+        begins = torch.where(everywhere, 0, centre - right)
+        ends = torch.where(everywhere, queries, centre + left + 1)
+        return cls.from_intervals(begins[None, None], ends[None, None], queries, block=block)
+
+    @classmethod
+    def dilated(
+        cls, queries: int, keys: int, window: int, dilation: int, *, block: int = 128,
+        device: torch.device | str = "cpu",
+    ) -> TileMask:  # fmt: skip
+        """Query i sees every ``dilation``-th key around i + N - M, ``window`` of them on each side (Longformer, arXiv
+        2004.05150, figure 2c). block: of queries and of keys, a multiple of 64."""
+        reach = _positive("window", window) * _positive("dilation", dilation)
+        return _by_distance(
+            lambda d: (d % dilation == 0) & (d.abs() <= reach), queries, keys, block, torch.device(device)
+        )
+
+    @classmethod
+    def strided(
+        cls, queries: int, keys: int, stride: int, *, block: int = 128, device: torch.device | str = "cpu"
+    ) -> TileMask:
+        """Query i sees the keys less than ``stride`` from i + N - M, and every ``stride``-th of the others (Sparse
+        Transformer, arXiv 1904.10509, figure 3b; with ``causal=True``). block: as for `dilated`."""
+        _positive("stride", stride)
+        return _by_distance(
+            lambda d: (d % stride == 0) | (d.abs() < stride), queries, keys, block, torch.device(device)
+        )
+
+    @classmethod
+    def from_mask_mod(
+        cls, mask_mod: MaskMod, queries: int, keys: int, *, batch: int = 1, heads: int = 1, block: Block = 128,
+        device: torch.device | str = "cpu",
+    ) -> TileMask:  # fmt: skip
+        """Of a bool function of index tensors ``(b, h, q, kv)``, which broadcast to (B|1, H|1, rows, columns).
+
+        It is asked for every pair, a row of tiles at a time, and again for the pairs of tiles that are visible in part.
+        The host waits once, for how many these are.
+        """
+        size = checked_block(block)
+        _check_lengths(queries=queries, keys=keys)
+        _positive("batch", batch)
+        _positive("heads", heads)
+        device = torch.device(device)
+        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(heads, device=device).view(-1, 1, 1)
+        kv = torch.arange(keys, device=device)
+        full, partial = [], []
+        for begin in range(0, queries, size[0]):
+            q = torch.arange(begin, min(begin + size[0], queries), device=device)[:, None]
+            seen = _asked(mask_mod, b, h, q, kv).expand(batch, heads, q.shape[0], keys)
+            some, every = _some_and_every(seen, size[1])
+            full.append(every)
+            partial.append(some & ~every)
+        return _with_bits(torch.stack(full, 2), torch.stack(partial, 2), mask_mod, queries, keys, size)
+
+
+torch.serialization.add_safe_globals([TileMask, TileTensors, Kept])  # for torch.load(weights_only=True)
+
+# --- the doors ---
+
+
+class _Made(NamedTuple):
+    """The TileMask of a BlockMask, the stream that it was made on, and what it was made of."""
+
+    mask: TileMask
+    stream: int | None
+    of: Versions
+
+
+_of_block_masks: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
+
+
+def is_block_mask(x: object) -> bool:
+    """Whether ``x`` is a BlockMask, of a module that is slow to import: before others have imported it, none is."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(x, module.BlockMask)
+
+
+def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask | None:
+    """The TileMask that an argument is, or that of a BlockMask, see `_of_block_mask`; None for others."""
+    found = mask if isinstance(mask, TileMask) else None
+    if found is None and is_block_mask(mask):
+        if torch.compiler.is_compiling():
+            raise TypeError(
+                f"{name}: expected a TileMask under torch.compile, got a BlockMask; make it before, by "
+                "tilewise.TileMask.from_block_mask"
+            )
+        found = _of_block_mask(mask)
+    if found is not None and (found.queries, found.keys) != (queries, keys):
+        raise ValueError(
+            f"{name}: the {type(mask).__name__} is for {found.queries} queries and {found.keys} keys, the call has "
+            f"{queries} and {keys}"
+        )
+    return found
+
+
+def _of_block_mask(mask: Any) -> TileMask:
+    """The same as last time while no tensor that the BlockMask has, or that its mask_mod reads, has changed."""
+    read = tensors_read_by(mask.as_tuple())
+    made, device = _of_block_masks.get(mask), mask.kv_indices.device
+    if made is None or not made.of.hold(read):
+        if not is_eager(read) or any(x.is_inference() for x in read):  # whose changes are not counted
+            return TileMask.from_block_mask(mask)
+        of = Versions(read)
+        with torch.inference_mode(False):  # what is made in that mode no later call could save for its backward
+            made = _Made(TileMask.from_block_mask(mask), stream_of(device), of)
+        if device.type == "cuda":  # as in between, for how many tiles are partial: other streams find it written
+            torch.cuda.current_stream(device).synchronize()
+        _of_block_masks[mask] = made
+    elif made.stream != stream_of(device) and not torch.cuda.is_current_stream_capturing():
+        for x in filter(torch.is_tensor, made.mask.tensors):  # nothing gets its memory before this stream has read it
+            x.record_stream(torch.cuda.current_stream(device))
+    return made.mask
+
+
+# --- checks ---
+
+
+def checked_block(block: Any, name: str = "block") -> tuple[int, int]:
+    """Queries and keys of a tile, of the argument ``block``."""
+    pair = (block, block) if isinstance(block, int) else block
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(type(n) is int for n in pair):
+        raise TypeError(f"{name}: expected an int or a pair of ints, got {block!r}")
+    if any(n <= 0 or n % 64 for n in pair):
+        raise ValueError(f"{name}: expected multiples of 64, got {block!r}")
+    if max(pair) > MAX_BLOCK:
+        raise ValueError(f"{name}: must be {MAX_BLOCK} or less, got {block!r}")
+    return pair[0], pair[1]
+
+
+def _check_lengths(**lengths: Any) -> None:
+    for name, n in lengths.items():
+        if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+            raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
+        if n < 1:
+            raise ValueError(f"{name}: must be 1 or more, got {n}")
+        check_range(name, n, LARGEST_SIZE)
+
+
+def _positive(name: str, n: Any, least: int = 1) -> int:
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"{name}: expected an int, got {type(n).__name__}")
+    if n < least:
+        raise ValueError(f"{name}: must be {least} or more, got {n}")
+    check_range(name, n, LARGEST_SIZE)
+    return n
+
+
+def _integers(name: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    check_tensor(name, x)
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: dtype must be int32 or int64, got {x.dtype}")
+    if x.dim() not in dims or x.shape[-1] == 0:
+        words = " or ".join(map(str, dims))
+        raise ValueError(f"{name}: expected {words} dimensions, the last not empty, got shape {tuple(x.shape)}")
+    return x
+
+
+def _check_intervals(begins: Tensor, ends: Tensor, queries: int) -> None:
+    if not bool(((begins >= 0) & (begins <= ends) & (ends <= queries)).all()):
+        raise ValueError(f"TileMask: an interval does not lie within the {queries} queries")
+
+
+# --- tiles and bits ---
+
+
+def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
+    """`tiles_of_intervals`, on a GPU by one kernel in the place of some fifty operators."""
+    if begins.is_cuda and begins.numel() and is_eager((begins, ends)) and has_triton():
+        from tilewise.backends.kernels import interval_tiles
+
+        return interval_tiles.tiles_of_intervals(begins, ends, queries, block)
+    return tiles_of_intervals(begins, ends, queries, block)
+
+
+def _named(count: Tensor, indices: Tensor, cols: int, name: str, validate: bool) -> Tensor:
+    """Which tiles a list of a BlockMask names, bool (B, H, rows, cols); those out of range are left out."""
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    counts = (place < count.unsqueeze(-1)).expand(indices.shape)
+    inside = counts & (indices >= 0) & (indices < cols)
+    times = torch.zeros(*indices.shape[:3], cols + 1, dtype=torch.int32, device=indices.device)
+    if validate:
+        ordered = torch.where(counts, indices, -1 - place).sort(-1).values  # those that do not count are unlike
+        twice = bool((ordered[..., 1:] == ordered[..., :-1]).any())
+        if bool((counts & ~inside).any()) or bool((count > indices.shape[-1]).any()) or bool((count < 0).any()):
+            raise ValueError(f"block_mask: {name} names a block out of range, of {cols} along the keys")
+        if twice:
+            raise ValueError(f"block_mask: {name} names a block twice")
+    # What is left out goes to a column of its own. Equal values: which of two comes last is the same.
+    times.scatter_(-1, torch.where(inside, indices, cols).long(), 1)
+    return times[..., :cols] != 0
+
+
+def _asked(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    seen = mask_mod(b, h, q, kv)
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        came = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+        raise TypeError(f"mask_mod: must return a bool tensor, got {came}")
+    return seen
+
+
+def _some_and_every(seen: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
+    """Of some rows, bool (..., rows, N), what is seen of each tile of keys: something, and everything."""
+    more = -seen.shape[-1] % block_n
+    some = torch.nn.functional.pad(seen.any(-2), (0, more), value=False).unflatten(-1, (-1, block_n)).any(-1)
+    every = torch.nn.functional.pad(seen.all(-2), (0, more), value=True).unflatten(-1, (-1, block_n)).all(-1)
+    return some, every
+
+
+def _of_rows(
+    rows_of: Callable[[slice], Tensor], tiles: Tensor, queries: int, keys: int, block: tuple[int, int]
+) -> TileMask:
+    """With bits for every tile, of a function that gives some rows, bool (B|1, H|1, rows, N). Nobody waits."""
+    block_m, block_n = block
+    found, words = [], []
+    for m, begin in enumerate(range(0, queries, block_m)):
+        seen = rows_of(slice(begin, min(begin + block_m, queries)))
+        some, every = _some_and_every(seen, block_n)
+        seen = torch.nn.functional.pad(seen, (0, -keys % block_n, 0, block_m - seen.shape[2]))
+        words.append(pack(seen.unflatten(3, (-1, block_n)).transpose(2, 3)))
+        kind = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))
+        found.append(torch.where(tiles[:, :, m], kind, EMPTY))
+    kinds, bits = torch.stack(found, 2), torch.stack(words, 2).flatten(0, 3)
+    place = torch.arange(kinds.numel(), device=kinds.device).view(kinds.shape)
+    numbered = torch.where(kinds == PARTIAL, PARTIAL + place, kinds).to(torch.int32).contiguous()
+    return TileMask(queries, keys, TileTensors(numbered, bits.contiguous()))
+
+
+def _with_bits(
+    full: Tensor, partial: Tensor, mask_mod: MaskMod, queries: int, keys: int, block: tuple[int, int]
+) -> TileMask:
+    """With the bits of partial tiles, for whose number the host waits."""
+    block_m, block_n = block
+    where = partial.nonzero()
+    words, kinds = [], []
+    for part in where.split(max(_AT_ONCE // (block_m * block_n), 1)):
+        b, h, m, n = (x.view(-1, 1, 1) for x in part.unbind(1))
+        q = m * block_m + torch.arange(block_m, device=full.device)[:, None]
+        kv = n * block_n + torch.arange(block_n, device=full.device)
+        inside = (q < queries) & (kv < keys)
+        seen = _asked(mask_mod, b, h, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
+        seen = seen.expand(len(part), block_m, block_n)
+        some, every = (seen & inside).flatten(1).any(1), (seen | ~inside).flatten(1).all(1)
+        kinds.append(torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)))
+        words.append(pack(seen & inside))
+    bits = torch.cat([no_bits(block, full.device), *words])
+    kind = torch.cat([where.new_zeros(0), *kinds])  # FlexAttention takes one that reaches past an end for partial
+    tiles = full.to(torch.int32)
+    number = torch.arange(PARTIAL, PARTIAL + len(where), device=full.device)
+    tiles[where.unbind(1)] = torch.where(kind == PARTIAL, number, kind).to(torch.int32)
+    return TileMask(queries, keys, TileTensors(tiles.contiguous(), bits))
+
+
+def _by_distance(
+    seen: Callable[[Tensor], Tensor], queries: int, keys: int, block: int, device: torch.device
+) -> TileMask:
+    """Of a function of ``j - (i + N - M)``: tiles of a diagonal are alike, and share their bits. Nobody waits."""
+    _check_lengths(queries=queries, keys=keys)
+    size, _ = checked_block(block)
+    rows, cols = -(-queries // size), -(-keys // size)
+    offset = torch.arange(size, device=device) - torch.arange(size, device=device)[:, None] - (keys - queries)
+    words, kinds = [], []
+    for diagonals in torch.arange(1 - rows, cols, device=device).split(max(_AT_ONCE // (size * size), 1)):
+        found = seen(diagonals.view(-1, 1, 1) * size + offset)
+        words.append(pack(found))
+        flat = found.flatten(1)
+        kinds.append(torch.where(flat.all(1), FULL, torch.where(flat.any(1), PARTIAL, EMPTY)))
+    kind = torch.cat(kinds)
+    kind = torch.where(kind == PARTIAL, PARTIAL + torch.arange(kind.shape[0], device=device), kind)
+    diagonal = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] + rows - 1
+    return TileMask(queries, keys, TileTensors(kind[diagonal].to(torch.int32)[None, None], torch.cat(words)))

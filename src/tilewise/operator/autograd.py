@@ -1,0 +1,341 @@
+"""The operators ``tilewise::attention`` and ``tilewise::attention_backward``, and how a call meets autograd.
+
+`tilewise.operator.dispatch` computes both; under torch.compile they are opaque. An eager call on plain tensors takes an
+autograd.Function around the same two functions instead of the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from tilewise.backends import (
+    INPUT_NAMES,
+    Gradients,
+    Inputs,
+    Needs,
+    Outputs,
+    empty_low_bits,
+    empty_output,
+    lse_dtype,
+)
+from tilewise.operator import onnx as plain
+from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients_like
+from tilewise.operator.dispatch import Forward, backward_of, describe, forward_of
+from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
+from tilewise.operator.tools import announce, recorded
+from tilewise.spec.bias_components import DIFFERENTIABLE
+from tilewise.spec.score import Score, Terms
+
+
+class _Cotangents(NamedTuple):
+    do: Tensor | None
+    dlse: Tensor | None
+
+
+class _Saved(NamedTuple):
+    o: Tensor
+    lse: Tensor
+    o_low: Tensor | None
+
+
+class _Wanted(NamedTuple):
+    needs: list[bool]  # see `Needs`
+
+
+# --- the operators, which the dispatcher calls ---
+
+
+# An operator returns tensors only: an empty one stands for bits of o that there are none of; see `gradients_like` too.
+
+
+def _forward(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
+    o, lse, o_low = forward_of(inputs, terms)(inputs)
+    return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
+
+
+def _forward_fake(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+    problem = describe(inputs, terms)  # or its error
+    q = inputs.q
+    o = empty_output(q, inputs.v.shape[3])
+    o_low = empty_low_bits(o, problem)
+    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
+
+
+def _backward(
+    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
+    return gradients_like(_differentiable(inputs), grads, inputs.q)
+
+
+def _backward_fake(
+    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return fake_gradients_like(_differentiable(inputs), wanted.needs, inputs.q)
+
+
+def _differentiable(inputs: Inputs) -> list[Tensor | None]:
+    """The inputs that `Needs` names, in its order."""
+    named = dict(zip(INPUT_NAMES, inputs.flat(), strict=True))
+    return [named[name] for name in Needs._fields]
+
+
+def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:
+    """``saved``: the inputs' tensors and `Outputs`. No cotangent of o is one of zeros."""
+    if len(saved) == 9:  # of the usual call
+        q, k, v, bias, mask, sink, o, lse, o_low = saved
+        inputs = Inputs(q, k, v, bias, mask, sink)
+    else:
+        *given, o, lse, o_low = saved
+        inputs = Inputs.of(given)
+    outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
+    # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
+    do = torch.zeros_like(o) if do is None else do.resolve_neg()
+    cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
+    return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
+
+
+def _eager_gradients(
+    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs
+) -> Sequence[Tensor | None]:
+    """The same in the backward of an eager call, which need not be one itself."""
+    if not is_eager_backward(do, dlse):
+        return _by_operator(saved, terms, do, dlse, list(needs))
+    if profiler._is_profiler_enabled:
+        call = do, dlse, saved, terms, needs
+        return recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
+    return _gradients(do, dlse, saved, terms, needs)
+
+
+def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+    ctx.terms = terms
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs.tensors(), *output)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    """The gradients of `Inputs.flat`."""
+    asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
+    grads = _by_operator(ctx.saved_tensors, ctx.terms, do, dlse, [asked[name] for name in Needs._fields])
+    named = dict(zip(Needs._fields, grads, strict=True))
+    return tuple(named.get(name) for name in INPUT_NAMES)
+
+
+def _by_operator(
+    saved: Sequence[Any], terms: Terms, do: Tensor | None, dlse: Tensor | None, needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """`Gradients` by the operator; as many as ``needs``, the first ones or all."""
+    if do is None and dlse is None:
+        return (None,) * len(needs)
+    *given, o, lse, o_low = saved
+    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, o_low, *terms, [*Needs(*needs)])
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=False))
+
+
+def _plain(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor]:
+    return plain.attention(*inputs, terms.score)
+
+
+ATTENTION = Operator(
+    "attention", (Inputs, Terms), 3, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
+)
+ATTENTION_BACKWARD = Operator(
+    "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), len(Needs._fields), _backward, _backward_fake,
+    part_of="attention",
+)  # fmt: skip
+announce("attention", "attention_backward")
+
+
+# --- eager calls ---
+
+
+class _EagerAttention(torch.autograd.Function):
+    """``*tensors, call -> o`` or ``o, lse``: the tensors that `Needs` names, all of them or those before the parts;
+    call is (inputs, terms, what computes it, return_lse)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        inputs, terms, run, return_lse = arguments[-1]
+        o, lse, o_low = run(inputs)
+        _setup(ctx, inputs, terms, (o, lse, o_low))
+        return (o, lse) if return_lse else o
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
+        needs = ctx.needs_input_grad[:-1]
+        if do is None and dlse is None:
+            return (None,) * (len(needs) + 1)
+        grads = _eager_gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*needs))
+        return *grads[: len(needs)], None
+
+    jvp = staticmethod(ATTENTION.refuse_tangents)
+
+
+class _EagerFolded(torch.autograd.Function):
+    """``q, k, v, bias, call -> o`` or ``o, lse`` of tensors with more leading dimensions than a batch. What computes
+    them takes views, of which autograd need not know; call is (inputs, terms, what computes them, the views' shapes,
+    return_lse)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        inputs, terms, run, shapes, return_lse = arguments[-1]
+        o, lse = _run_folded(inputs, run, shapes)
+        ctx.terms, ctx.shapes = terms, shapes
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:6], o, lse, None)
+        return _unfolded(inputs.q, o, lse if return_lse else None)
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
+        if do is None and dlse is None:
+            return (None,) * 5
+        *given, o, lse, _ = ctx.saved_tensors
+        saved = *_folded(given, ctx.shapes), o, lse, None
+        do = None if do is None else do.reshape(o.shape)
+        dlse = None if dlse is None else dlse.reshape(lse.shape)
+        grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
+        pairs = zip(grads, given[:4], strict=False)
+        return *(None if grad is None else grad.view(x.shape) for grad, x in pairs), None
+
+    jvp = staticmethod(ATTENTION.refuse_tangents)
+
+
+def _folded(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
+    pairs = zip(tensors, shapes, strict=True)
+    return [x if x is None or x.shape == shape else x.view(shape) for x, shape in pairs]
+
+
+def _run_folded(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
+    return _run(Inputs(*_folded(inputs[:6], shapes)), run)  # type: ignore[arg-type]
+
+
+def _run(inputs: Inputs, run: Forward) -> tuple[Tensor, Tensor | None]:
+    if profiler._is_profiler_enabled:
+        o, lse, _ = recorded("tilewise::attention", inputs.tensors(), run, inputs)
+        return o, lse
+    return run(inputs)[:2]
+
+
+def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
+    """o with the leading dimensions of q, or o and the lse."""
+    lead = q.shape[:-3]
+    o = o.view(*lead, *o.shape[1:])
+    return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
+
+
+class _EagerPacked(torch.autograd.Function):
+    """``q, k, v, bias, call -> o`` or ``o, lse`` of a packed batch as its caller has it: (total, H, D), and a bias that
+    lies in any way. Views lead to the `Inputs`, of which autograd need not know; call is (inputs, terms, what computes
+    them, return_lse)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, call):
+        inputs, terms, run, return_lse = call
+        o, lse = _run(inputs, run)
+        ctx.terms, ctx.bias = terms, None if inputs.bias is None else inputs.bias.shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, *inputs.tensors()[4:], o, lse, None)
+        return _rows_of(o, lse if return_lse else None)
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
+        if do is None and dlse is None:
+            return (None,) * 5
+        q, k, v, bias, *rest = ctx.saved_tensors
+        viewed = None if bias is None else bias.view(ctx.bias)
+        saved = heads_first(q), heads_first(k), heads_first(v), viewed, *rest
+        do = None if do is None else heads_first(do)
+        dlse = None if dlse is None else dlse.unsqueeze(0)
+        dq, dk, dv, dbias, *_ = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
+        rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in (dq, dk, dv)]
+        return *rows, None if dbias is None else dbias.view(bias.shape), None
+
+    jvp = staticmethod(ATTENTION.refuse_tangents)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """(1, H, total, D) of rows (total, H, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows_of(o: Tensor, lse: Tensor | None) -> Any:
+    """o (total, H, Dv), or it and the lse (H, total)."""
+    o = o.squeeze(0).transpose(0, 1)
+    return o if lse is None else (o, lse.squeeze(0))
+
+
+_apply = apply_of(_EagerAttention)
+_apply_folded = apply_of(_EagerFolded)
+_apply_packed = apply_of(_EagerPacked)
+
+
+def attention_op(
+    inputs: Inputs, score: Score, deterministic: bool, backend: str, *, return_lse: bool = True, exact: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """``(o, lse)`` of a call whose numbers are checked; differentiable in its inputs but the mask, through o and lse.
+
+    Without ``return_lse`` nobody looks at the lse, and its place may hold anything. exact: see `Problem`.
+    """
+    terms = Terms.of(score, deterministic, backend, exact)
+    if not is_eager(inputs.tensors()):
+        o, lse, *_ = ATTENTION.watched(*inputs.flat(), *terms)
+        return o, lse
+    return eager_attention(inputs, terms, forward_of(inputs, terms), return_lse)
+
+
+def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
+    """The same without a derivative, for who has a backward of its own: all that this one is given."""
+    terms = Terms.of(score, deterministic, backend)
+    if not is_eager(inputs.tensors()):
+        o, lse, o_low = ATTENTION.watched(*inputs.flat(), *terms)
+        return Outputs(o, lse, o_low if o_low.shape == o.shape else None)
+    run = forward_of(inputs, terms)
+    if profiler._is_profiler_enabled:
+        return Outputs(*recorded("tilewise::attention", inputs.tensors(), run, inputs))
+    return run(inputs)
+
+
+def eager_attention(
+    inputs: Inputs, terms: Terms, run: Forward, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same where `is_eager` has said yes, by ``run``, which `forward_of` gives."""
+    if profiler._is_profiler_enabled:
+        run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
+    if not is_differentiated(inputs.tensors()):
+        return run(inputs)[:2]
+    q, k, v, bias, _, sink, parts, *_ = inputs
+    more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
+    found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, return_lse))
+    return found if return_lse else (found, None)
+
+
+def eager_folded(
+    inputs: Inputs, terms: Terms, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`eager_attention` of inputs with more leading dimensions: ``run`` takes their views of these ``shapes``."""
+    q, k, v, bias = inputs[:4]
+    if is_differentiated((q, k, v, bias)):
+        found = _apply_folded(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
+    else:
+        o, lse = _run_folded(inputs, run, shapes)
+        found = _unfolded(q, o, lse if return_lse else None)
+    return found if return_lse else (found, None)
+
+
+def eager_packed(
+    given: Sequence[Tensor | None], inputs: Inputs, terms: Terms, run: Forward, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same of a packed batch with q, k, v and bias as they were ``given``; inputs are their views."""
+    if is_differentiated(given):
+        found = _apply_packed(*given, (inputs, terms, run, return_lse))
+    else:
+        o, lse = _run(inputs, run)
+        found = _rows_of(o, lse if return_lse else None)
+    return found if return_lse else (found, None)

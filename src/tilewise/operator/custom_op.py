@@ -1,0 +1,283 @@
+"""An operator of PyTorch's dispatcher, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NoReturn, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from tilewise.operator.eager import apply_of
+from tilewise.operator.tools import announce, exports_onnx
+
+_library = torch.library.Library("tilewise", "DEF")
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", int | None: "SymInt?", float: "float",
+    float | None: "float?", bool: "bool", str: "str", torch.dtype | None: "ScalarType?", list[bool]: "bool[]",
+    list[int]: "SymInt[]", list[int] | None: "SymInt[]?",
+}  # fmt: skip
+
+
+class Operator:
+    """``tilewise::name``, registered with its kernel, its fake kernel and its derivative, and for torch.func.
+
+    Its arguments are the fields of ``records``, named tuples, in their order; the functions that it is made of get
+    them as these. A field that may be a record itself, or None, stands for the fields of that one, which are all None
+    where it is.
+
+    Args:
+        records: classes of named tuples.
+        results: how many tensors it returns.
+        real: the kernel, ``(*records) -> results``.
+        fake: the same in shapes, dtypes and strides alone, for compilers and tensors without numbers.
+        setup: ``(ctx, *records, results)``, which keeps in ``ctx`` what ``backward`` reads.
+        backward: ``(ctx, *cotangents) -> gradients`` of the leading arguments. None: it has no derivative.
+        plain: ``real`` in PyTorch's own operators, for ONNX, which knows none but those.
+        part_of: the public function whose backward it is.
+
+    The transforms of torch.func do not know how to differentiate an operator whose derivative is written in Python: of
+    the tangents of torch.func.jvp nothing would be left, without a word. They know autograd.Function with a
+    setup_context, which they get in the operator's place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        records: tuple[type, ...],
+        results: int,
+        real: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup: Callable[..., None] | None = None,
+        backward: Callable[..., Sequence[Tensor | None]] | None = None,
+        plain: Callable[..., Any] | None = None,
+        part_of: str | None = None,
+    ) -> None:
+        self.name, self._function = name, f"tilewise.{part_of or name}"
+        self._records, self._plain = records, plain
+        fields = [f"{_SCHEMA_TYPES[kind]} {field}" for r in records for field, kind in _fields(r)]
+        returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        _library.define(f"{name}({', '.join(fields)}) -> {returns}")
+        _library.impl(name, lambda *arguments: real(*self._read(arguments)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilewise::{name}", lambda *a: fake(*self._read(a)), lib=_library)
+        self._packet = getattr(torch.ops.tilewise, name)
+
+        def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+            if setup is not None:
+                setup(ctx, *self._read(inputs), output)
+
+        def differentiate(ctx: Any, *cotangents: Any) -> Any:
+            if backward is None:
+                self._no_second_derivative()
+            gradients = backward(ctx, *cotangents)
+            return *gradients, *(None,) * (len(fields) - len(gradients))
+
+        no_tangents = self.refuse_tangents if backward is not None else self._no_second_derivative
+        kernel = _autograd_kernel(self._packet.default, keep, differentiate, no_tangents)
+        _library.impl(name, kernel, "Autograd", with_keyset=True)
+        self._transformed = _transformed(self, self._packet, keep, differentiate, no_tangents)
+
+    def _read(self, arguments: Sequence[Any]) -> list[Any]:
+        """The records that the dispatcher's ``arguments`` are the fields of."""
+        rest = iter(arguments)
+        return [_filled(record, rest) for record in self._records]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """By the dispatcher, or by the transform of torch.func that is at work."""
+        announce(self.name)
+        return self._transformed.apply(*arguments) if _is_transformed() else self._packet(*arguments)
+
+    def watched(self, *arguments: Any) -> Any:
+        """A public call at which a compiler, a tracer or a transform looks on."""
+        if not _is_transformed() and _have_tangents(arguments):
+            self.refuse_tangents()  # the operator would drop them
+        if self._plain is not None and exports_onnx():
+            return self._plain(*self._read(arguments))
+        return self(*arguments)
+
+    def refuse_tangents(self, ctx: Any = None, *grad_inputs: Any) -> NoReturn:
+        raise NotImplementedError(f"{self._function} has no forward-mode derivative (torch.func.jvp, forward AD)")
+
+    def _no_second_derivative(self, ctx: Any = None, *grad_inputs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._function} has no second derivative: its backward cannot be differentiated"
+        )  # fmt: skip
+
+
+def operator_of_lists(
+    name: str, real: Callable[..., Any], fake: Callable[..., Any], *, setup: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:  # fmt: skip
+    """``tilewise::name``, whose arguments are those of ``real`` by its annotations, for compilers alone: where
+    `Operator` has a field for each tensor, it takes a list. setup, backward: as `torch.library.register_autograd` takes
+    them."""
+    operator = torch.library.custom_op(f"tilewise::{name}", real, mutates_args=())
+    operator.register_fake(fake)
+    if backward is not None:
+        operator.register_autograd(backward, setup_context=setup)
+
+
+def composed_operator(schema: str, made_of: Callable[..., Any]) -> None:
+    """Define ``tilewise::schema``, which a compiler replaces by the operators of PyTorch that ``made_of`` calls."""
+    _library.define(schema)
+    _library.impl(schema.partition("(")[0], made_of, "CompositeImplicitAutograd")
+
+
+def gradients_like(
+    inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], q: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what a backward's operator returns: tensors, with the strides that `fake_gradients_like` promises a
+    compiler. An empty tensor stands for a gradient that is not required.
+    """
+    pairs = zip(inputs, gradients, strict=True)
+    return tuple(q.new_empty(0) if x is None or g is None else _like(x, g) for x, g in pairs)
+
+
+def _like(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return ``gradient``, or a copy of it, with the strides of ``torch.empty_like(x)``."""
+    strides = torch.empty_like(x, device="meta").stride()
+    dims = zip(gradient.shape, gradient.stride(), strides, strict=True)
+    if gradient.numel() == 0 or all(n == 1 or own == promised for n, own, promised in dims):
+        return gradient
+    return torch.empty_like(x).copy_(gradient)
+
+
+def fake_gradients_like(
+    inputs: Sequence[Tensor | None], needs: Sequence[bool], q: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return `gradients_like` in shapes, dtypes and strides alone."""
+    pairs = zip(inputs, needs, strict=True)
+    return tuple(torch.empty_like(x) if need and x is not None else q.new_empty(0) for x, need in pairs)
+
+
+@contextmanager
+def autograd_again() -> Iterator[None]:
+    """An operator runs below autograd, which records nothing there whatever the grad mode says. Within this context it
+    does, for who differentiates in a backward what that one is made of."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+        yield
+
+
+def _inner(kind: Any) -> type | None:
+    """The record of a field that is one or None."""
+    return next((x for x in get_args(kind) if hasattr(x, "_fields")), None)
+
+
+def _fields(record: type) -> Iterator[tuple[str, Any]]:
+    for name, kind in _hints(record):
+        inner = _inner(kind)
+        if inner is None:
+            yield name, kind
+        else:
+            yield from _fields(inner)
+
+
+def _filled(record: type, values: Iterator[Any]) -> Any:
+    """A record with the next values of `_fields`."""
+    found = []
+    for _, kind in _hints(record):
+        inner = _inner(kind)
+        value = next(values) if inner is None else _filled(inner, values)
+        found.append(None if inner is not None and all(x is None for x in value) else value)
+    return record(*found)
+
+
+@cache
+def _hints(record: type) -> list[tuple[str, Any]]:
+    return list(get_type_hints(record).items())
+
+
+def _autograd_kernel(
+    operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, no_tangents: Callable
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the operator as autograd knows it: what `torch.library.register_autograd` registers, for a tensor of
+    torch.func's transforms too. Within them Dynamo calls the operator itself, where torch.library raises an error.
+    """
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *call):
+            *arguments, keys = call
+            if torch._C._are_functorch_transforms_active():  # an outer one may differentiate too
+                with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    output = below(keys, *arguments)
+            else:
+                output = below(keys, *arguments)
+            keep(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            return *differentiate(ctx, *cotangents), None
+
+        jvp = staticmethod(no_tangents)
+
+    def below(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    apply = apply_of(Recorded)
+
+    def kernel(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        if _have_tangents(arguments):
+            no_tangents()
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+            return below(keys, *arguments)
+        with enable_single_level_autograd_function():  # the level of the transform whose tensors these are
+            return apply(*arguments, keys)
+
+    return kernel
+
+
+def _transformed(
+    operator: Operator, packet: Callable, keep: Callable, differentiate: Callable, no_tangents: Callable
+) -> type[torch.autograd.Function]:
+    """The operator as torch.func's transforms know it."""
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments):
+            return packet(*arguments)
+
+        setup_context = staticmethod(keep)
+        backward = staticmethod(differentiate)
+        jvp = staticmethod(no_tangents)
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            return _one_by_one(operator, info.batch_size, in_dims, arguments)
+
+    return Transformed
+
+
+def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequence) -> tuple[Any, Any]:
+    """``call`` for each of ``size`` elements along ``in_dims``, and the results along their dimension 0."""
+    pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(arguments, in_dims, strict=True)]
+    calls = [call(*(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(size)]
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls), 0
+    results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return results, (0,) * len(results)
+
+
+def _have_tangents(arguments: Sequence[Any]) -> bool:
+    """Return True if a tensor has a tangent of forward AD."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _is_transformed() -> bool:
+    """A transform of torch.func other than functionalize, which takes operators alone, is at work."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return peek_interpreter_stack().key() != TransformType.Functionalize

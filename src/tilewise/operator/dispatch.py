@@ -1,0 +1,140 @@
+"""From a call to what computes it: its Problem, the plan, and what the plan's backend prepared, kept for the next.
+
+What computes a call is kept under all that a Problem and a backend read of its tensors, and under its `Terms`: a second
+call is one look-up.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import empty_low_bits, empty_output, lse_dtype, sink_gradient
+from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
+from tilewise.operator.prepared import Prepared
+from tilewise.operator.structure import Layout, Structure, Variants, layouts, structure_of, terms_key
+from tilewise.planner import Plan, make_plan
+from tilewise.spec.problem import Problem, irregular
+from tilewise.spec.score import Terms
+
+forwards: Prepared[Forward] = Prepared()
+backwards: Prepared[Backward] = Prepared()
+structures: Prepared[Variants] = Prepared()  # of those that can be resized
+
+
+def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
+    if (inputs.seed is None) == (terms.dropout > 0):
+        raise ValueError("seed: goes with dropout, and dropout with a seed")
+    return Problem.of(*inputs, terms.score, deterministic=terms.deterministic, exact=terms.exact, **more)
+
+
+def forward_of(inputs: Inputs, terms: Terms) -> Forward:
+    """What computes a forward of ``inputs``, and of all that lie as they do."""
+    found = layouts(*inputs.tensors())
+    key = (found, terms)
+    run = forwards.get(key)
+    if run is None:
+        structure = _structure(inputs, found)
+        variants = None if structure is None else forward_variants(structure, terms)
+        run = None if variants is None or structure is None else variants.resized(structure, terms, inputs)
+        if run is None:
+            problem = describe(inputs, terms, irregular=_irregular(inputs))
+            run = _prepare_forward(make_plan(problem, terms.backend), inputs)
+            if structure is not None and _keep_variant(("forward", structure.key, terms_key(terms)), problem, run):
+                return run
+        forwards.keep(key, run)
+    return run
+
+
+def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | None:
+    """found: the `layouts` of all tensors."""
+    _, _, _, _, _, _, parts, seed, lengths, tiles = inputs
+    return structure_of(*found) if parts is seed is lengths is tiles is None else None  # type: ignore[arg-type]
+
+
+def forward_variants(structure: Structure, terms: Terms) -> Variants | None:
+    """What computes forwards of this structure, to make others of; None where there is none yet."""
+    return structures.get(("forward", structure.key, terms_key(terms)))
+
+
+def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
+    """Whether it is kept for others to be made of. Then its own layout gets one that is, too, which knows of less and
+    is quicker: in the next call, when its kernels are there."""
+    if not getattr(run, "resizable", False):
+        return False
+    variants = structures.get(key) or structures.keep(key, Variants([]))
+    return variants.add(problem, run)
+
+
+def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
+    """What computes a backward, likewise."""
+    found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
+    if outputs.o_low is not None:  # with dropout, and so of no structure
+        found += layouts(outputs.o_low)
+    key = (found, terms, needs)
+    run = backwards.get(key)
+    if run is None:
+        structure = structure_of(*found) if len(found) == 10 else None  # type: ignore[arg-type]
+        if structure is not None:
+            alike = "backward", structure.key, terms_key(terms), needs
+            variants = structures.get(alike)
+            if variants is not None:
+                run = variants.resized(structure, terms, inputs, outputs, cotangents, needs)
+        if run is None:
+            names = _irregular(inputs, cotangents.o)
+            grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}
+            problem = describe(inputs, terms, **grads, irregular=names)
+            run = _prepare_backward(make_plan(problem, terms.backend), inputs, outputs, cotangents, needs)
+            if structure is not None and _keep_variant(alike, problem, run):
+                return run
+        backwards.keep(key, run)
+    return run
+
+
+def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
+    """On the CPU, whose backends read any strides, none."""
+    return () if inputs.q.is_cpu else irregular(*inputs[:4], do)
+
+
+def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
+    if plan.problem.empty:
+        return partial(_empty_forward, plan.problem)
+    return plan.module.prepare["forward"](plan.problem, inputs)
+
+
+def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
+    q = inputs.q
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype(q.dtype))
+    if inputs.sink is not None:
+        lse.copy_(inputs.sink.expand_as(lse))
+        if inputs.lengths is not None and inputs.lengths.cu_q is not None:  # rows past the last sequence have no sink
+            lse.masked_fill_(torch.arange(q.shape[2], device=q.device) >= inputs.lengths.cu_q[-1], -torch.inf)
+    o = empty_output(q, inputs.v.shape[3]).zero_()
+    o_low = empty_low_bits(o, problem)
+    return Outputs(o, lse, None if o_low is None else o_low.zero_())
+
+
+def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
+    q, k, v, bias, _, sink, parts, *_ = inputs
+    dq, dk, dv, dbias = (
+        torch.zeros_like(x) if need and x is not None else None
+        for x, need in zip((q, k, v, bias), needs[:4], strict=True)
+    )
+    dsink = None
+    if needs.sink and sink is not None:
+        assert outputs.lse is not None
+        dlse = torch.zeros_like(outputs.lse) if cotangents.lse is None else cotangents.lse
+        nothing = outputs.lse == -torch.inf
+        dsink = sink_gradient(sink, outputs.lse.masked_fill(nothing, torch.inf), dlse.masked_fill(nothing, 0.0))
+    dparts = {name: torch.zeros_like(getattr(parts, name)) for name in needs.parts}
+    return Gradients(dq, dk, dv, dbias, dsink, **dparts)
+
+
+def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Backward:
+    problem = plan.problem
+    if problem.empty:
+        return lambda inputs, outputs, cotangents: _empty_backward(inputs, outputs, cotangents, needs)
+    return plan.backward_module.prepare["backward"](problem, inputs, outputs, cotangents, needs)

@@ -1,0 +1,119 @@
+"""Where DTensors of attention may lie: split along the batch or along the heads, or whole; along each axis of a mesh.
+
+Inputs that lie otherwise, along a sequence too, are brought there by DTensor first. A bias, mask or sink is split where
+it has that axis and whole where it broadcasts; the gradient of what is whole is then a sum over the devices, `Partial`,
+in its own dtype.
+
+Whoever imports this module has DTensor, and registers the placements for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from tilewise.spec.bias_components import DIFFERENTIABLE, Parts
+from tilewise.spec.block_mask import TileTensors
+from tilewise.spec.seqlens import Lengths
+
+BATCH, HEADS = 0, 1
+
+# What DTensor shows of a tensor: its global shape and its mesh; None for a tensor that is not there.
+Spec = Any
+Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs, of the arguments
+
+
+# Beside q, k and v: what else attention takes, in the operators' order, and what of all has a gradient.
+OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
+DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
+
+
+class Layout(NamedTuple):
+    """Placements along one axis of a mesh: of what has query heads, of k and v, of each of `OPERANDS`."""
+
+    q: Placement
+    kv: Placement
+    operands: tuple[Placement | None, ...]
+
+    @property
+    def inputs(self) -> list[Placement | None]:
+        return [self.q, self.kv, self.kv, *self.operands]
+
+    @property
+    def differentiated(self) -> list[Placement | None]:
+        named = dict(zip(OPERANDS, self.operands, strict=True))
+        return [self.q, self.kv, self.kv, *(named[name] for name in DIFFERENTIATED)]
+
+
+def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layout]:
+    named = dict(zip(OPERANDS, operands, strict=True))
+    if named["cu_q"] is not None:
+        raise NotImplementedError("cu_seqlens_q: packed batches take no DTensors; call it on local tensors")
+    if named["tiles"] is not None:
+        raise NotImplementedError("mask: a TileMask takes no DTensors beside it; call it on local tensors")
+    if named["seed"] is not None:
+        raise NotImplementedError("seed: dropout takes no DTensors: each device would count its heads from 0")
+
+    def operand(name: str, x: Spec | None, dim: int) -> Placement | None:
+        if x is None:
+            return None
+        has_axis = dim == BATCH if name.endswith("_shift") else not name.endswith("_buckets")
+        return Shard(dim) if has_axis and x.shape[dim] > 1 else Replicate()
+
+    def split(dim: int) -> tuple[Placement | None, ...]:
+        return tuple(operand(name, x, dim) for name, x in zip(OPERANDS, operands, strict=True))
+
+    whole = Replicate()
+    yield Layout(whole, whole, tuple(None if x is None else whole for x in operands))
+    yield Layout(Shard(BATCH), Shard(BATCH), split(BATCH))
+    heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
+    if kv_heads == 1 < heads:  # they share one key/value head, which everybody keeps
+        yield Layout(Shard(HEADS), whole, split(HEADS))
+    elif kv_heads == heads or groups_stay_together(kv_heads, tuple(q.mesh.shape)):
+        yield Layout(Shard(HEADS), Shard(HEADS), split(HEADS))
+
+
+def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:
+    """Over whichever axes of the mesh heads are split, a query head meets its key/value head.
+
+    They are split over at most as many devices as there are key/value heads.
+    """
+    counts = {prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)}
+    return all(kv_heads % count == 0 for count in counts if count <= kv_heads)
+
+
+def _gradient(placement: Placement | None, split: bool) -> Placement:
+    return Partial() if split and placement == Replicate() else placement or Replicate()
+
+
+@register_sharding(torch.ops.tilewise.attention.default)
+def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
+    operands, terms = others[: len(OPERANDS)], others[len(OPERANDS) :]
+    whole = Replicate()  # bits of o that are empty without dropout, which takes no DTensors
+    return [([at.q, at.q, whole], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
+
+
+@register_sharding(torch.ops.tilewise.attention_backward.default)
+def _backward(do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
+    """others: the rest of the inputs, o, lse and its low bits, the terms, and which gradients are needed."""
+    operands, terms_and_needs = others[: len(OPERANDS)], others[len(OPERANDS) + 3 :]
+    saved = None if others[len(OPERANDS) + 2] is None else Replicate()  # the bits of o, as empty
+    *_, needs = terms_and_needs
+    choices: list[Choice] = []
+    for at in _layouts(q, k, operands):
+        cotangents = [None if x is None else at.q for x in (do, dlse)]
+        arguments = [*cotangents, *at.inputs, at.q, at.q, saved, *(None,) * len(terms_and_needs)]
+        split = at.q != Replicate()
+        # A gradient that nobody needs is empty, and the same everywhere.
+        gradients: list[Placement | None] = [
+            _gradient(placement, split) if need else Replicate()
+            for placement, need in zip(at.differentiated, needs, strict=True)
+        ]
+        choices.append((gradients, arguments))
+    return choices

@@ -1,0 +1,145 @@
+"""The operator ``tilewise::matmul`` and how it meets autograd: a product's gradients are products.
+
+The operator sums over axes of the batch as well (``summed``), which the gradient of an operand that broadcasts needs:
+dA = Σ_r dY[r] B[r]ᵀ is one product, accumulated in float32. Its own gradient needs nothing more, so that derivatives
+of any order are this operator. An eager call takes an autograd.Function instead of the dispatcher, whose way to a
+Python kernel costs tens of microseconds of host time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from tilewise.operator import onnx as plain
+from tilewise.operator.custom_op import Operator
+from tilewise.operator.eager import apply_of, is_batched, is_differentiated, is_eager
+from tilewise.operator.tools import announce, recorded
+from tilewise.ops.gemm.problem import BACKENDS, broadcast, output_shape
+from tilewise.ops.gemm.run import run
+
+
+class _Call(NamedTuple):
+    a: Tensor
+    b: Tensor
+    c: Tensor | None
+    alpha: float
+    beta: float
+    summed: list[int]
+    backend: str
+
+
+def _real(call: _Call) -> Tensor:
+    return run(call.a, call.b, call.c, call.alpha, call.beta, tuple(call.summed), call.backend)
+
+
+def _fake(call: _Call) -> Tensor:
+    return call.a.new_empty(output_shape(call.a, call.b, tuple(call.summed)))
+
+
+def _setup(ctx: Any, call: tuple, output: Tensor) -> None:
+    a, b, c, ctx.alpha, ctx.beta, _, ctx.backend = call
+    ctx.c = None if c is None else (tuple(c.shape), c.dtype)
+    # an operand is kept only for the gradient of the other
+    ctx.a_shape, ctx.b_shape = tuple(a.shape), tuple(b.shape)
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY, dC = beta · dY, each summed over what its operand repeats."""
+    a, b = ctx.saved_tensors
+    da = db = dc = None
+    if ctx.needs_input_grad[0]:
+        da = _product_for(ctx, dy, b.mT, ctx.a_shape)
+    if ctx.needs_input_grad[1]:
+        db = _product_for(ctx, a.mT, dy, ctx.b_shape)
+    if ctx.c is not None and ctx.needs_input_grad[2]:
+        dc = _sum_to(dy, ctx.beta, *ctx.c)
+    return da, db, dc
+
+
+def _product_for(ctx, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """alpha · x @ y as the gradient of an operand of ``shape``: summed over the axes that the operand broadcasts."""
+    batch = broadcast(x, y)
+    missing = len(batch) + 2 - len(shape)
+    own = (1,) * missing + shape[:-2]
+    summed = [i - len(batch) - 2 for i, (n, m) in enumerate(zip(batch, own, strict=True)) if n != 1 and m == 1]
+    # in the backend of the forward if that one can read dY as it lies
+    backend = f"{ctx.backend} or auto" if ctx.backend in BACKENDS else ctx.backend
+    d = matmul_op(x, y, None, ctx.alpha, 0.0, backend, summed)
+    # what the forward summed over, the gradient repeats
+    return d.reshape(d.shape[missing:]).expand(shape)
+
+
+def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """beta · dY in c's dtype, summed in float32 over the axes that c broadcasts."""
+    if beta == 0.0:  # C was not read: nothing that dY holds matters
+        return dy.new_zeros(shape, dtype=dtype)
+    missing = dy.dim() - len(shape)
+    axes = [*range(missing), *(i + missing for i, n in enumerate(shape) if n == 1 and dy.shape[i + missing] != 1)]
+    wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
+    if axes:
+        dy = dy.sum(axes, keepdim=True, dtype=wide)
+    if beta != 1.0:  # a tensor with an axis has a say in the result's dtype: widened and multiplied in one pass
+        dy = dy * (beta if dy.dtype in (dtype, wide) else dy.new_full((1,), beta, dtype=wide))
+    dy = dy.to(dtype)
+    # Of the same shape it is dY itself, as PyTorch's own addmm has it, and no view: autograd takes a view for memory
+    # that nobody else has, and c.grad would be one with what came from above.
+    return dy if dy.shape == shape else dy.reshape(shape)
+
+
+def _plain(call: _Call) -> Tensor:
+    return plain.matmul(call.a, call.b, call.c, call.alpha, call.beta)
+
+
+MATMUL = Operator("matmul", (_Call,), 1, _real, _fake, setup=_setup, backward=_backward, plain=_plain)
+announce("matmul")
+
+
+class _EagerMatmul(torch.autograd.Function):
+    """The arguments of the operator, and its result."""
+
+    @staticmethod
+    def forward(ctx, *call):
+        output = _eager(*call)
+        _setup(ctx, call, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_backward(ctx, dy), None, None, None, None
+
+    jvp = staticmethod(MATMUL.refuse_tangents)
+
+
+_apply = apply_of(_EagerMatmul)
+
+
+def _eager(a, b, c, alpha, beta, summed, backend):
+    if profiler._is_profiler_enabled:
+        return recorded("tilewise::matmul", (a, b, c), run, a, b, c, alpha, beta, tuple(summed), backend)
+    return run(a, b, c, alpha, beta, tuple(summed), backend)
+
+
+def matmul_op(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str, summed: list[int] | None = None
+) -> Tensor:
+    """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
+    if is_eager((a, b, c)) and not is_batched(a, b):
+        return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
+    if summed:
+        return MATMUL(a, b, c, alpha, beta, summed, backend)
+    return MATMUL.watched(a, b, c, alpha, beta, [], backend)
+
+
+def eager_matmul(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: list[int], backend: str
+) -> Tensor:
+    """The same where `is_eager` has said yes."""
+    if is_differentiated((a, b, c)):
+        return _apply(a, b, c, alpha, beta, summed, backend)
+    return _eager(a, b, c, alpha, beta, summed, backend)

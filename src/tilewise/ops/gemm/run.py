@@ -1,0 +1,102 @@
+"""From tensors to the backend that computes their product; what needs no product is done here."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import address, device_of, float32_precision
+from tilewise.operator.prepared import Prepared
+from tilewise.ops.gemm import cpu
+from tilewise.ops.gemm.plan import choose
+from tilewise.ops.gemm.problem import broadcast, describe, output_shape
+
+# What a call's layout and factors decide, kept under them: the launch of a kernel, None where a kernel cannot read the
+# operands as they lie.
+_launches: Prepared[tuple] = Prepared()
+
+
+def run(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
+) -> Tensor:
+    """``alpha * (a @ b summed over the batch axes in summed) + beta * c``."""
+    if beta == 0.0:
+        c = None
+    if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
+        return _without_product(a, b, c, beta, summed)
+    if a.is_cpu and backend.split()[0] in ("auto", "cpu"):
+        return cpu.matmul(a, b, c, alpha, beta, summed)
+    key = _key(a, b, c, alpha, beta, summed, backend)
+    known = _launches.get(key)
+    if known is None:
+        known = _launches.keep(key, _prepare(a, b, c, alpha, beta, summed, backend))
+    shape, launch = known
+    if launch is None:
+        flat = _two_batch_axes(a, b, c, summed)
+        return run(*flat, alpha, beta, (-3,) if summed else (), backend).view(shape)
+    y = a.new_empty(shape)
+    with device_of(a):
+        launch(a, b, c, y)
+    return y
+
+
+def ran_before(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str) -> bool:
+    """Whether such a call has passed all checks and had its launch prepared; what is no tensor is None."""
+    if a is None or b is None or beta == 0.0 or not (a.layout is b.layout is torch.strided):
+        return False
+    if c is not None and c.layout is not torch.strided:
+        return False
+    return _key(a, b, c, alpha, beta, (), backend) in _launches
+
+
+def _key(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
+) -> tuple:
+    """All that a Product and its launch read of a call."""
+    # in one expression: each call of a function costs as much as reading a tensor
+    return (
+        a.shape, a.stride(), a.dtype, a.device, address(a) % 16 == 0,
+        b.shape, b.stride(), b.dtype, b.device, address(b) % 16 == 0,
+        None if c is None else (c.shape, c.stride(), c.dtype, c.device, address(c) % 16 == 0),
+        alpha, beta, summed, backend, float32_precision(a.dtype),
+    )  # fmt: skip
+
+
+def _prepare(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
+) -> tuple:
+    """The shape of the result and the launch that makes it."""
+    shape = output_shape(a, b, summed)
+    product = describe(a, b, c, summed)
+    if product is None:
+        return shape, None
+    module = importlib.import_module(f"tilewise.ops.gemm.{choose(product, backend).backend}")
+    return shape, module.prepare(product, a, b, c, a.new_empty(shape, device="meta"), alpha, beta)
+
+
+def _two_batch_axes(
+    a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """a, b and c of shapes (kept, summed, rows, columns); copied where their memory does not allow a view."""
+    batch, shape = broadcast(a, b), output_shape(a, b, summed)
+    depth = len(batch) + 2
+    reduced = [axis + depth for axis in summed]
+    order = [*(i for i in range(depth - 2) if i not in reduced), *reduced, depth - 2, depth - 1]
+    kept = math.prod(n for i, n in enumerate(batch) if i not in reduced)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.permute(order).reshape(kept, -1, *x.shape[-2:])
+
+    a, b = (flat(x.expand(*batch, *x.shape[-2:])) for x in (a, b))
+    return a, b, None if c is None else flat(c.expand(shape))
+
+
+def _without_product(a: Tensor, b: Tensor, c: Tensor | None, beta: float, summed: tuple[int, ...]) -> Tensor:
+    shape = output_shape(a, b, summed)
+    if c is None:
+        return a.new_zeros(shape)
+    wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
+    return a.new_empty(shape).copy_(c.to(wide) * beta)

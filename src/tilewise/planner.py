@@ -1,0 +1,96 @@
+"""Problem -> Plan: which backend runs a call, and why the others do not."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import cast
+
+from tilewise.backends.protocol import Backend
+from tilewise.spec.problem import Problem
+
+# In order of preference. The reference is for tests: only an explicit backend= reaches it.
+AUTOMATIC = ("hopper", "triton", "cpu")
+BACKENDS = (*AUTOMATIC, "reference")
+ALIASES = {"oracle": "reference"}  # earlier names
+# Where a backend is, if not in tilewise.backends under its own name.
+_MODULES = {"hopper": "gluon.sm90"}
+# Whose backward a backend takes where its own declines; o and the LSE are all that it needs of the forward.
+GRADIENTS = {"hopper": "triton"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The backend that runs ``problem``, the one that differentiates it, and for each other its name and why not."""
+
+    problem: Problem
+    backend: str
+    declined: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def backward_declined(self) -> str | None:
+        """Why the backend leaves the gradients to another; None if it does not."""
+        return backend_module(self.backend).declines(self.problem, "backward")
+
+    @cached_property
+    def backward(self) -> str:
+        return self.backend if self.backward_declined is None else GRADIENTS[self.backend]
+
+    @property
+    def module(self) -> Backend:
+        return backend_module(self.backend)
+
+    @property
+    def backward_module(self) -> Backend:
+        return backend_module(self.backward)
+
+
+def check_backend(name: str | None) -> str:
+    """Return the name of the backend that ``backend=`` asks for, "auto" for None. An unknown name is a ValueError."""
+    found = "auto" if name is None else ALIASES.get(name, name)
+    if found != "auto" and found not in BACKENDS:
+        raise ValueError(f"backend: must be one of {', '.join(BACKENDS)}, auto or None, got {name!r}")
+    return found
+
+
+@cache
+def backend_module(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(f"tilewise.backends.{_MODULES.get(name, name)}"))
+
+
+def declines(name: str, problem: Problem) -> str | None:
+    """Why the backend cannot run the problem, forward and backward; None if it can."""
+    backend = backend_module(name)
+    reason = backend.declines(problem)
+    if reason is not None:
+        return reason
+    reason = backend.declines(problem, "backward")
+    if reason is None:
+        return None
+    other = GRADIENTS.get(name)
+    if other is None:
+        return f"its backward declines: {reason}"
+    reason = backend_module(other).declines(problem, "backward")
+    return None if reason is None else f"takes its gradients from {other}, which declines: {reason}"
+
+
+@lru_cache(maxsize=4096)
+def make_plan(problem: Problem, backend: str = "auto") -> Plan:
+    """Choose the backend of ``problem``; an explicit ``backend`` that declines it is an error, never a fallback."""
+    backend = check_backend(backend)
+    if backend != "auto":
+        reason = declines(backend, problem)
+        if reason is not None:
+            raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
+        others = tuple((b, "another backend was asked for") for b in AUTOMATIC if b != backend)
+        return Plan(problem, backend, others)
+    declined: list[tuple[str, str]] = []
+    for name in AUTOMATIC:
+        reason = declines(name, problem) or backend_module(name).prefers(problem)
+        if reason is None:
+            later = AUTOMATIC[len(declined) + 1 :]
+            rest = [(b, declines(b, problem) or f"{name} comes before it") for b in later]
+            return Plan(problem, name, (*declined, *rest))
+        declined.append((name, reason))
+    raise ValueError("no backend can run this call: " + "; ".join(f"{b}: {why}" for b, why in declined))

@@ -1,0 +1,327 @@
+"""Problem: one frozen description of a call. Every error about shapes, dtypes and devices is raised here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tilewise.spec.bias_components import Parts
+from tilewise.spec.block_mask import TileTensors
+from tilewise.spec.checks import (
+    DTYPES,
+    _check_distances,
+    _check_operand,
+    _shape,
+    check_lengths,
+    check_qkv,
+    check_seed,
+    check_sink,
+)
+from tilewise.spec.operands import BroadcastGroup, Operand, PartOperands, Sizes, TileOperand
+from tilewise.spec.score import Score
+from tilewise.spec.seqlens import Lengths, Packed
+from tilewise.spec.tiles import visible_pairs
+from tilewise.spec.tma import tensor_fits_tma
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call asks for: sizes, dtype, device and score terms. Hashable: plans are cached by it."""
+
+    device: str  # torch's device type
+    capability: tuple[int, int] | None  # of a CUDA device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    score: Score
+    bias: Operand | None = None
+    mask: Operand | None = None  # of a mask by tiles, the bool mask that it stands for
+    tile_mask: TileOperand | None = None
+    sink: Operand | None = None  # one column: (batch, heads, rows, 1)
+    parts: PartOperands | None = None  # of bias terms, those that the bias cannot hold
+    bias_grad: bool = False  # the bias asks for a gradient
+    sink_grad: bool = False
+    deterministic: bool = False
+    exact: bool = False  # float32 products of a GPU keep float32's precision also where torch's setting says TF32
+    totals: tuple[int, int] | None = None  # queries and keys of a packed batch; queries and keys are the longest then
+    sequence: int = 0  # of the first batch element, by which dropout counts them
+    irregular: tuple[str, ...] = ()  # of q, k, v, bias and, in a backward, do, those that `irregular` names
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // max(self.kv_heads, 1)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute: no query, or no key to look at."""
+        return 0 in (self.batch, self.heads, self.queries, self.keys, self.value_dim, *(self.totals or ()))
+
+    @property
+    def few_queries(self) -> bool:
+        """So few queries beside the keys that a forward takes the time of reading keys and values, as in decoding.
+
+        Up to 64 queries, the rows of the smallest product of a Hopper GPU's tensor cores, with 16 keys for each.
+        """
+        return self.queries <= 64 and 16 * self.queries <= self.keys
+
+    def broadcast_group(self, x: Operand) -> BroadcastGroup:
+        """Of the bias or the mask."""
+        batch = self.batch if x.batch == 1 else 1
+        if x.heads == 1:
+            return BroadcastGroup(batch, self.heads, self.kv_heads)
+        return BroadcastGroup(batch, self.group if x.heads == self.kv_heads else 1, 1)
+
+    @property
+    def bias_itemsize(self) -> int:
+        """Bytes an element of the bias tile that goes with a tile of scores; 0 where there is none."""
+        return 0 if self.bias is None else self.bias.matrix_itemsize
+
+    @property
+    def raster_order(self) -> Literal["tiles", "longest", "batch", "heads"]:
+        """Which tiles of scores run side by side, and so share the L2 cache.
+
+        "tiles" of one head have its keys and values in common, those of a "batch" or of the "heads" one bias tile. A
+        band makes tiles unlike: the "longest" of some heads come first, so that the last to run are short.
+        """
+        if not self.score.band.unlimited:
+            return "longest"
+        if self.bias is None or self.bias.axes != "matrix":
+            return "tiles"
+        group = self.broadcast_group(self.bias)
+        return "batch" if group.batch > 1 else "heads" if group.heads > 1 else "tiles"
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that the band leaves visible, over all batches and heads."""
+        return self.batch * self.heads * visible_pairs(self.queries, self.keys, self.score.band)
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs: two products, a multiply and an add each, for every visible pair."""
+        return 2 * self.pairs * (self.head_dim + self.value_dim)
+
+    @property
+    def backward_flops(self) -> int:
+        """Backward FLOPs: S, dQ and dK over the head dimension, dP and dV over the value dimension."""
+        return 2 * self.pairs * (3 * self.head_dim + 2 * self.value_dim)
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        sink: Tensor | None,
+        parts: Parts | None,
+        seed: Tensor | None,
+        lengths: Lengths | None,
+        tiles: TileTensors | None,
+        score: Score,
+        *,
+        bias_grad: bool = False,
+        sink_grad: bool = False,
+        part_grads: tuple[str, ...] = (),
+        deterministic: bool = False,
+        exact: bool = False,
+        irregular: tuple[str, ...] = (),
+    ) -> Problem:
+        """Describe a call, or raise a ValueError or TypeError that names the argument at fault."""
+        check_qkv(q, k, v)
+        B, H, M, D = q.shape
+        _, Hkv, N, Dv = v.shape
+        totals = None
+        if (lengths is None) != (score.packed is None):
+            raise ValueError("cu_seqlens: go with the longest lengths, and these with cu_seqlens")
+        if lengths is not None and score.packed is not None:
+            totals, B = (M, N), check_lengths(lengths, q)
+            M, N = score.packed.max_q, score.packed.max_k
+        sizes = Sizes(B, H, Hkv, M, N)
+        operands = _Operands(sizes, q.device, totals, score.packed)
+        whole_mask, tile_mask = operands.operand("mask", mask), None
+        if tiles is not None:
+            if mask is not None:
+                raise ValueError("mask: expected one mask, got a bool mask and tiles")
+            whole_mask, tile_mask = operands.tiles(tiles)
+        if seed is not None:
+            check_seed("seed", seed, q)
+            if not seed.is_contiguous():
+                raise ValueError(f"seed: must be contiguous, got stride {seed.stride()}")
+        return cls(
+            device=q.device.type,
+            capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None,
+            dtype=q.dtype,
+            batch=B,
+            heads=H,
+            kv_heads=Hkv,
+            queries=M,
+            keys=N,
+            head_dim=D,
+            value_dim=Dv,
+            score=score,
+            bias=operands.operand("bias", bias),
+            mask=whole_mask,
+            tile_mask=tile_mask,
+            sink=operands.sink(sink),
+            parts=None if parts is None else operands.parts(parts, score, part_grads),
+            bias_grad=bias_grad,
+            sink_grad=sink_grad,
+            deterministic=deterministic,
+            exact=exact,
+            totals=totals,
+            irregular=irregular,
+        )
+
+
+def irregular(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, do: Tensor | None = None) -> tuple[str, ...]:
+    """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe, see `memory`."""
+    named = (("q", q), ("k", k), ("v", v), ("bias", bias), ("do", do))
+    return tuple(name for name, x in named if x is not None and x.numel() and not tensor_fits_tma(x, _is_aligned(x)))
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """To 16 bytes. A tensor of a compiler or tracer has no address, and its storage will begin on such a one."""
+    address = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.element_size()
+    return bool(address % 16 == 0)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Of a call with these sizes: its tensors beside q, k and v, checked.
+
+    Errors of bias terms are raised where they are read; these are the operator's.
+    """
+
+    sizes: Sizes
+    device: torch.device
+    totals: tuple[int, int] | None
+    packed: Packed | None
+
+    def operand(self, name: str, x: Tensor | None) -> Operand | None:
+        if x is None:
+            return None
+        if x.dim() < 4:  # of the operator, which its callers give four
+            raise ValueError(f"{name}: expected 4 dimensions, got shape {_shape(x)}")
+        if self.packed is not None and (
+            name in self.packed.forms or (name == "bias" and "ragged" in self.packed.forms)
+        ):
+            return self._packed(name, x)
+        _check_operand(name if name in ("bias", "mask") else "bias", x, self.sizes, self.device)
+        return Operand(x.dtype, *x.shape)
+
+    def _packed(self, name: str, x: Tensor) -> Operand:
+        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence.
+
+        An axis of queries or keys has 2 at least, for 1 would be one number for all sequences.
+        """
+        assert self.packed is not None
+        assert self.totals is not None
+        B, H, Hkv, M, N = self.sizes
+        ragged = "ragged" in self.packed.forms and name == "bias"
+        _, heads, rows, cols = x.shape
+        queries, keys = self.totals
+        longest = None  # sizes may be symbols of a compiler, which no dictionary takes
+        if ragged:
+            longest = (M, N) if rows == 1 else None
+        elif rows == 1 and cols == keys:
+            longest = 1, max(N, 2)
+        elif rows == queries and cols == 1:
+            longest = max(M, 2), 1
+        if longest is None or heads not in (1, Hkv, H) or x.shape[0] != 1:
+            raise ValueError(f"{name}: shape {_shape(x)} does not fit {queries} queries and {keys} keys")
+        _check_operand("bias", x, self.sizes._replace(B=1, M=rows, N=cols), self.device)
+        return Operand(x.dtype, B, heads, *longest)
+
+    def tiles(self, tiles: TileTensors) -> tuple[Operand, TileOperand]:
+        B, H, Hkv, M, N = self.sizes
+        if self.totals is not None:
+            raise ValueError("mask: a packed batch takes no TileMask; pass a bool mask")
+        x, bits = tiles.tiles, tiles.bits
+        if x is None or bits is None or (tiles.begins is None) != (tiles.ends is None):
+            raise ValueError("mask: of a TileMask tiles and bits go together, and begins with ends")
+        for name, y in zip(TileTensors._fields, tiles, strict=True):
+            if y is not None and (y.dtype != torch.int32 or not y.is_contiguous()):
+                raise ValueError(f"mask: TileMask.{name} must be contiguous int32, got {y.dtype}, stride {y.stride()}")
+            if y is not None and y.device != self.device:
+                raise ValueError(f"mask: TileMask.{name} must be on q's device {self.device}, got {y.device}")
+        if bits.dim() != 3 or 0 in bits.shape[1:] or bits.shape[1] % 64 or bits.shape[2] % 2:
+            raise ValueError(f"mask: TileMask.bits: expected (places, 64 n, 2 n), got shape {_shape(bits)}")
+        block_m, block_n = tiles.block
+        counts = -(-M // block_m), -(-N // block_n)
+        b, h, *found = x.shape if x.dim() == 4 else (0, 0)
+        if b not in (1, B) or h not in (1, Hkv, H) or tuple(found) != counts:
+            heads = f"{H}|1" if Hkv == H else f"{H}|{Hkv}|1"
+            raise ValueError(
+                f"mask: a TileMask of shape {_shape(x)} does not fit ({B}|1, {heads}, {counts[0]}, {counts[1]}), tiles "
+                f"of {block_m} x {block_n} for {M} queries and {N} keys"
+            )
+        for name, y in (("begins", tiles.begins), ("ends", tiles.ends)):
+            if y is not None and _shape(y) != (b, h, 1, N):
+                raise ValueError(f"mask: TileMask.{name}: expected shape {(b, h, 1, N)}, got {_shape(y)}")
+        x = tiles.offsets
+        if x is not None and (tiles.begins is None or M != N or h != 1 or _shape(x) != (b, N + 1)):
+            raise ValueError(f"mask: TileMask.offsets: expected intervals and shape {(b, M + 1)}, got {_shape(x)}")
+        kind: Literal["bits", "intervals"] = "bits" if tiles.begins is None else "intervals"
+        return Operand(torch.bool, b, h, M, N), TileOperand(block_m, block_n, kind, x is not None)
+
+    def sink(self, x: Tensor | None) -> Operand | None:
+        if x is None:
+            return None
+        if x.dim() == 1:  # of the operator, which its callers give three
+            raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
+        if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
+            check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
+            return Operand(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
+        check_sink(x, self.sizes, self.device)
+        batch, heads, rows = x.shape
+        return Operand(x.dtype, batch, heads, rows, 1)
+
+    def parts(self, parts: Parts, score: Score, grads: tuple[str, ...]) -> PartOperands:
+        found: dict[str, Operand] = {}
+        for name, x in parts.vectors():
+            operand = self.operand(name, x)
+            assert operand is not None
+            found[name] = operand
+        B, _, _, M, N = self.sizes
+        for name, rows in (("query", M), ("key", N)):
+            values, distances = getattr(parts, name), getattr(score, name)
+            if (values is None) != (distances is None):
+                raise ValueError(f"bias: values per {name} and their distances go together")
+            if values is not None:
+                shift, buckets = getattr(parts, f"{name}_shift"), getattr(parts, f"{name}_buckets")
+                found[name] = self._by_distance(name, values, rows, None)
+                _check_distances(name, distances, values if buckets is None else buckets, shift, B)
+        if parts.toeplitz is not None:
+            found["toeplitz"] = self._by_distance("all", parts.toeplitz, 1, max(M + N - 1, 0))
+        kinds = ("query", "key")
+        return PartOperands(
+            **found,
+            shifts=tuple(name for name in kinds if getattr(parts, f"{name}_shift") is not None),
+            buckets=tuple(name for name in kinds if getattr(parts, f"{name}_buckets") is not None),
+            grads=grads,
+        )
+
+    def _by_distance(self, name: str, values: Tensor, rows: int, cols: int | None) -> Operand:
+        B, H, Hkv, _, _ = self.sizes
+        if values.dtype not in DTYPES:
+            raise TypeError(f"bias: values per {name}: dtype must be float, got {values.dtype}")
+        if values.device != self.device:
+            raise ValueError(f"bias: values per {name}: must be on q's device {self.device}, got {values.device}")
+        b, h, m, n = values.shape if values.dim() == 4 else (0, 0, 0, 0)
+        packed = self.totals is not None and name != "all"  # as q or k is
+        expected = self.totals[name == "key"] if packed and self.totals is not None else rows
+        batches = (1,) if packed else (1, B)
+        if b not in batches or h not in (1, Hkv, H) or m != expected or n != (n if cols is None else cols):
+            raise ValueError(f"bias: values per {name}: shape {_shape(values)} does not fit the call")
+        return Operand(values.dtype, B if packed else b, h, rows, n)

@@ -1,0 +1,227 @@
+"""A call with a dynamic mask as one on the keys that are kept, gathered: of all queries, or of chunks of them.
+
+Scores that lie anyhow leave a kept key in nearly every tile, and skipping tiles saves nothing. Where all queries keep
+the same keys, these are gathered once, and the call is a dense one. With ``causal`` those that the queries of a chunk
+keep are gathered for each chunk; chunks lie along the batch, and a TileMask in the places of gathered keys says which
+query sees which: intervals of queries again. Keys are put in such an order that nearly all of its tiles are full or
+hidden.
+
+How many keys a chunk keeps is never read: of C queries the first sees w at most, and each of the others one more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Inputs, has_triton
+from tilewise.frontend.arguments import Call
+from tilewise.masks.block_sparse import Kept, TileMask
+from tilewise.operator.autograd import attention_op
+from tilewise.operator.eager import in_forward_mode, is_eager
+from tilewise.operator.tools import exports_onnx
+from tilewise.spec.block_mask import TileTensors
+from tilewise.spec.operands import Operand, TileOperand
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band
+from tilewise.spec.tensors import is_dtensor
+from tilewise.spec.tiles import limits, visible_pairs
+from tilewise.topk.autograd import gather_rows
+
+# FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
+WORTH = {"cpu": 1e7, "cuda": 1e11}
+CHUNK = 128  # queries, and gathered keys, come in multiples of it: tiles of kernels
+
+
+class Gather(NamedTuple):
+    """How keys are gathered: ``cols`` of them, or fewer, for each of ``chunks`` chunks of ``rows`` queries, of which
+    the last may reach past the end. masked: not every query sees all of these."""
+
+    chunks: int
+    rows: int
+    cols: int
+    masked: bool
+
+    def problem(self, of: Problem) -> Problem:
+        """What is computed on gathered keys, in the place of the call ``of``."""
+        batch, one = of.batch * self.chunks, self.chunks == 1
+        bias, sink, mask = of.bias, of.sink, None
+        if bias is not None:
+            wide = torch.float64 if bias.dtype == torch.float64 else torch.float32
+            assert of.mask is not None
+            heads = bias.heads if of.mask.heads == 1 else max(bias.heads, of.mask.heads)
+            bias = Operand(wide, 1 if one and bias.batch == of.mask.batch == 1 else batch, heads, 1, self.cols)
+        if sink is not None and not one and sink.batch * sink.rows > 1:
+            sink = replace(sink, batch=batch, rows=self.rows if sink.rows > 1 else 1)
+        if self.masked and of.mask is not None:
+            mask = replace(
+                of.mask, batch=of.mask.batch if one else batch, rows=self.rows, cols=self.cols, heads=of.mask.heads
+            )
+        return replace(
+            of, batch=batch, queries=self.rows, keys=self.cols, score=replace(of.score, band=Band()), bias=bias,
+            sink=sink, mask=mask, tile_mask=None if mask is None else TileOperand(128, 128, "intervals"),
+        )  # fmt: skip
+
+
+def gather_of(problem: Problem, kept: Kept) -> Gather | str:
+    """How kept keys are gathered for a call, or why they are not and tiles are visited instead."""
+    p, mask = problem, problem.mask
+    M, N = p.queries, p.keys
+    if kept.by_query:
+        return "each query has scores of its own, and so keeps keys of its own"
+    if not all(type(n) is int for n in (p.batch, p.heads, M, N, kept.keep)):
+        return "sizes are not known while a compiler traces"
+    if mask is None or p.tile_mask is None or p.tile_mask.kind != "intervals":
+        return "there is one query"
+    if mask.heads not in (1, p.kv_heads):
+        return "query heads of one key/value head keep keys of their own"
+    if p.score.dropout:
+        return "dropout goes by the places of keys"
+    if p.parts is not None:
+        return "a bias of several terms, or by distance, goes by the places of keys"
+    if p.bias is not None and p.bias.axes != "cols":
+        return "the bias is not one of keys alone"
+    keep = min(kept.keep, N)
+    rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
+    chunks = -(-M // rows)
+    # So many that q is not padded, which is a copy, if there are such.
+    chunks = next((n for n in range(chunks, 2 * chunks) if M % (n * CHUNK) == 0), chunks)
+    rows = -(-M // chunks)
+    cols = min(N, -(-(keep + rows - 1) // CHUNK) * CHUNK) if kept.causal else keep
+    band = p.score.band.both(Band.aligned(kept.causal, None, N - M))
+    dense = visible_pairs(M, N, band)
+    if 2 * M * keep > dense:
+        return f"{keep} keys for each query are more than half of the scores that causal and window leave"
+    saved = 2 * (p.head_dim + p.value_dim) * p.batch * p.heads * (dense - M * keep)
+    if saved < WORTH.get(p.device, WORTH["cuda"]):
+        return "the call is so small that gathering takes longer"
+    return Gather(chunks, rows, cols, masked=kept.causal or not p.score.band.unlimited)
+
+
+def attention_of_kept(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors.
+
+    DTensors and ONNX take no mask by tiles, forward AD no attention, and the operator says so.
+    """
+    if is_dtensor(call.inputs.q) or exports_onnx() or in_forward_mode():
+        return None
+    gather = gather_of(Problem.of(*call.inputs, call.score), kept)
+    return gathered_attention(call, gather, return_lse) if isinstance(gather, Gather) else None
+
+
+def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """``(o, lse)`` of a call for which `gather_of` found a way; differentiable as it is."""
+    inputs, score = call.inputs, call.score
+    q, k, v, bias, _, sink, *_ = inputs
+    tiles = inputs.tiles
+    assert k is not None
+    assert v is not None
+    assert tiles is not None
+    assert tiles.begins is not None
+    assert tiles.ends is not None
+    B, _, M, _ = q.shape
+    chunks = gather.chunks
+    keys, found = of_chunks(tiles.begins, tiles.ends, score.band, gather, B)
+    if bias is not None:
+        wide = bias if bias.dtype == torch.float64 else bias.float()  # parts of its gradient are not rounded
+        own = wide.mT if chunks == 1 else wide.mT.expand(B, -1, -1, -1)
+        bias = gather_rows(keys, chunks, own)[0].mT
+    if sink is not None and chunks > 1:
+        sink = _sink_of_chunks(sink, B, M, gather)
+    k, v = gather_rows(keys, chunks, k, v)
+    compact = Inputs(_split(q, gather), k, v, bias, None, sink, tiles=found)
+    o, lse = attention_op(compact, replace(score, band=Band()), *call[2:], return_lse=return_lse)
+    return _joined(o, B, M, gather), None if lse is None else _joined(lse, B, M, gather)
+
+
+def of_chunks(
+    begins: Tensor, ends: Tensor, band: Band, gather: Gather, batch: int
+) -> tuple[Tensor, TileTensors | None]:
+    """The keys of each chunk, (B|1, H|1, chunks, cols), N where there is none; and, if not every query sees them all, a
+    mask of these for chunks along the batch."""
+    chunks, rows, _, masked = gather
+    batch = 1 if chunks == 1 and begins.shape[0] == 1 else batch
+    if begins.is_cuda and is_eager((begins, ends)) and has_triton():
+        from tilewise.topk import kernels as kept_keys
+
+        return kept_keys.keys_of_chunks(begins, ends, limits(band), gather, batch)
+    begins, ends = _in_band(begins, ends, band)
+    keys = _kept_keys(begins, ends, gather)
+    if not masked:
+        return keys, None
+    keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
+    lo, hi = (x.expand(batch, -1, -1, -1).transpose(1, 2).flatten(0, 1) for x in (seen_from, seen_to))
+    return keys, TileMask.from_intervals(lo, hi, rows).tensors
+
+
+def _in_band(begins: Tensor, ends: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+    """Intervals of queries, (B|1, H|1, 1, N), of what a band leaves of them."""
+    if band.unlimited:
+        return begins, ends
+    j = torch.arange(begins.shape[3], device=begins.device, dtype=begins.dtype)
+    if band.hi is not None:
+        begins = torch.maximum(begins, j - band.hi)
+    if band.lo is not None:
+        ends = torch.minimum(ends, j - (band.lo - 1))
+    return begins, ends
+
+
+def _kept_keys(begins: Tensor, ends: Tensor, gather: Gather) -> Tensor:
+    """The keys that some query of a chunk keeps, ascending, (B|1, H|1, chunks, cols) int64; after the last one N."""
+    chunks, rows, cols, _ = gather
+    first = torch.arange(chunks, device=begins.device, dtype=begins.dtype)[:, None] * rows
+    meets = (begins < first + rows) & (ends > first) & (ends > begins)
+    counts = meets.cumsum(-1, dtype=torch.int32)
+    number = torch.arange(1, cols + 1, device=begins.device, dtype=torch.int32)
+    # The n-th is where the count comes to n; of a mask whose numbers have changed, no more than there is room for.
+    return torch.searchsorted(counts, number.expand(*counts.shape[:3], cols).contiguous())
+
+
+def _in_order(keys: Tensor, begins: Tensor, ends: Tensor, gather: Gather) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys of each chunk, so ordered that tiles are full or hidden, and the chunk's queries that see each: from,
+    to, (B|1, H|1, chunks, cols).
+
+    First come those that all queries see, then those that go, the last to go first, then those that come, as they do.
+    """
+    chunks, rows, _, _ = gather
+    first = torch.arange(chunks, device=keys.device, dtype=begins.dtype)[:, None] * rows
+    at = keys.clamp(max=begins.shape[3] - 1)
+    seen_from, seen_to = (
+        (x.expand(-1, -1, chunks, -1).gather(-1, at) - first).clamp(0, rows) for x in (begins, ends)
+    )  # fmt: skip
+    seen_from = torch.where(keys < begins.shape[3], seen_from, 0)
+    seen_to = torch.where(keys < begins.shape[3], seen_to, 0)
+    rank = torch.where(seen_from == 0, rows - seen_to, rows + seen_from)
+    rank = torch.where(seen_to > seen_from, rank, 2 * rows + 1)
+    order = rank.sort(dim=-1, stable=True).indices
+    return keys.gather(-1, order), seen_from.gather(-1, order), seen_to.gather(-1, order)
+
+
+def _split(x: Tensor, gather: Gather) -> Tensor:
+    """(B, H, M, D) as (B · chunks, H, rows, D): a view where M is a multiple of rows and sequences lie end to end."""
+    if gather.chunks == 1:
+        return x
+    more = gather.chunks * gather.rows - x.shape[2]
+    x = torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x
+    return x.unflatten(2, (gather.chunks, gather.rows)).transpose(1, 2).flatten(0, 1)
+
+
+def _joined(x: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
+    """(B · chunks, H, rows, ...) as (B, H, M, ...)."""
+    if gather.chunks == 1:
+        return x
+    x = x.unflatten(0, (batch, gather.chunks)).transpose(1, 2).flatten(2, 3)
+    return x[:, :, :queries] if x.shape[2] > queries else x
+
+
+def _sink_of_chunks(sink: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
+    """(B|1, H|1, M|1), of more chunks than one."""
+    if sink.shape[0] == sink.shape[2] == 1:
+        return sink
+    wide = sink if sink.dtype == torch.float64 else sink.float()  # parts of its gradient are not rounded
+    rows = gather.rows if sink.shape[2] > 1 else 1
+    wide = wide.expand(batch, -1, queries if sink.shape[2] > 1 else gather.chunks)[..., None]
+    return _split(wide, gather._replace(rows=rows))[..., 0]
