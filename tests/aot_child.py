@@ -212,7 +212,7 @@ def compile_case(
     element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
+    from tilewise.backends import Outputs, SoftmaxNeeds, empty_low_bits, empty_output
     from tilewise.backends.triton import config, launch
     from tilewise.spec.bias_components import DIFFERENTIABLE
     from tilewise.spec.dropout import Origin
@@ -223,22 +223,22 @@ def compile_case(
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
-    launch.Forward(problem, inputs)(inputs)
+    launch.HopperForward(problem, inputs)(inputs)
     if backward:
         outputs = Outputs(o, lse, empty_low_bits(o, problem))
         cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
-        needs = Needs(
+        needs = SoftmaxNeeds(
             True, True, True, inputs.bias is not None, case.sink is not None,
             **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
         )  # fmt: skip
-        launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+        launch.TritonBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(launched, limit) for launched in _launched]
 
 
 def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     """Every kernel that a softmax and its backward launch on a device of so many multiprocessors."""
-    from tilewise.ops.row_softmax import BiasLike, Needs
+    from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds
     from tilewise.ops.row_softmax.triton import launch
 
     def meta(shape: tuple[int, ...], dtype: torch.dtype = case.dtype) -> torch.Tensor:
@@ -251,7 +251,7 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     _launched.clear()
     p = launch.forward(x, case.scale, bias, mask, dim)
     like = None if bias is None else BiasLike(tuple(bias.shape), bias.dtype)
-    launch.backward(x, p, case.scale, like, dim, Needs(True, bias is not None))
+    launch.backward(x, p, case.scale, like, dim, SoftmaxNeeds(True, bias is not None))
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 
@@ -306,14 +306,14 @@ class WindowCase(NamedTuple):
 
 def compile_windows(case: WindowCase) -> list[Kernel]:
     """The forward of windows of keys, which keeps what a backward reads, and the backward with all gradients."""
-    from tilewise.windows import Geometry, Needs
+    from tilewise.windows import Geometry, SoftmaxNeeds
     from tilewise.windows.launch import Windowed
 
     tensors = case.tensors()
     _launched.clear()
     run = Windowed(*tensors, Geometry(case.q_block, case.k_block, case.shift), 0.1)
     o, stats = run.forward(*tensors, True)
-    run.backward(*tensors, o, stats, torch.empty_like(o), Needs(True, True, True, True))
+    run.backward(*tensors, o, stats, torch.empty_like(o), SoftmaxNeeds(True, True, True, True))
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 
@@ -328,7 +328,7 @@ class Code(NamedTuple):
 def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> list[Code]:
     """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
     `compile_case`."""
-    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
+    from tilewise.backends import Outputs, SoftmaxNeeds, empty_low_bits, empty_output
     from tilewise.backends.gluon.sm90.backward import launch as backward_launch
     from tilewise.backends.gluon.sm90.common import config
     from tilewise.backends.gluon.sm90.forward import launch
@@ -338,11 +338,11 @@ def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> 
     if backward:
         o = empty_output(inputs.q, case.value_dim)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
-        needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
+        needs = SoftmaxNeeds(True, True, True, case.bias is not None, case.sink is not None)
         outputs, cotangents = Outputs(o, lse, empty_low_bits(o, problem)), Outputs(o, lse)
-        backward_launch.Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+        backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     else:
-        launch.Forward(problem, inputs)(inputs)
+        launch.HopperForward(problem, inputs)(inputs)
     return _codes(config.SHARED_MEMORY)
 
 

@@ -14,7 +14,7 @@ from tilewise.frontend import call_cache
 from tilewise.operator import dispatch
 from tilewise.operator.autograd import attention_op
 from tilewise.spec import dropout
-from tilewise.spec.score import Band, Score, Terms
+from tilewise.spec.score import Band, Score, ScoreNumbers
 
 
 def forget() -> None:
@@ -61,7 +61,7 @@ def check_origin(
     k, v = (torch.randn(2, 2, 35, 16, generator=generator).to(device, dtype) for _ in range(2))
     leaves, seed = [x.requires_grad_() for x in (q, k, v)], torch.tensor([2**40 + 1, 7], device=device)
     score = replace(Score.of(Band(hi=16), 16, dropout_p=0.3), origin=origin)
-    assert Terms.of(score, False, backend).score == score
+    assert ScoreNumbers.of(score, False, backend).score == score
     o, _ = attention_op(Inputs(q, k, v, None, None, None, seed=seed), score, deterministic, backend)
     b, h, i, j = torch.meshgrid(*(torch.arange(n, device=device) for n in (2, 4, 19, 35)), indexing="ij")
     kept = dropout.kept(

@@ -52,7 +52,7 @@ def repair(
 ) -> Repaired:
     """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
     ``value``, put it into v[where]. tiles: the kernel is given a mask by tiles, that pattern of tile_mask_helpers."""
-    from tilewise.backends.gluon.sm90.forward.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import HopperForward
     from tilewise.backends.kernels.block_mask import flat_mask
 
     x = tensors(case)
@@ -65,7 +65,7 @@ def repair(
     before = run(case, "reference", inputs=x)
     problem, inputs = _call(case, x, found)
     outputs = backend.forward(problem, inputs)
-    launch = Forward(problem, inputs).repair
+    launch = HopperForward(problem, inputs).repair
     assert launch is not None
     spoilt = torch.rand(before.lse.shape, generator=torch.Generator().manual_seed(0)) < share
     o, lse = before.o.clone(), before.lse.clone()
@@ -88,13 +88,13 @@ def _hold_low_bits(case: Case, o: Tensor, found: Tensor, before: Tensor, spoilt:
 def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the backward knows of each query: its LSE in base 2 and -delta, (B, H, tiles · BLOCK_M); the exact delta of
     the case's o without its dlse; the sum of dQ, of which the first heads are zero; and the counters."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     x = tensors(case)
     problem, inputs = _call(case, x)
     outputs = backend.forward(problem, inputs)._replace(lse=lse)
     cotangents = Outputs(x.do, dlse)
-    launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
+    launch = HopperBackward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
     stats, counts, dq_accum = launch.buffers(x.q.device)
     stats.fill_(float("nan"))
     dq_accum.fill_(float("nan"))
@@ -109,13 +109,13 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def sink_gradient(case: Case) -> tuple[Tensor, Results]:
     """dSink from what the backward knows of each query, and the reference's results."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     x = tensors(case)
     problem, inputs = _call(case, x)
     exact = run(case, "reference", inputs=x)
     outputs, cotangents = backend.forward(problem, inputs), Outputs(x.do, x.dlse)
-    launch = Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None, True))
+    launch = HopperBackward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None, True))
     stats, counts, dq_accum = launch.buffers(x.q.device)
     stats.fill_(float("nan"))
     launch.before(
@@ -127,11 +127,11 @@ def sink_gradient(case: Case) -> tuple[Tensor, Results]:
 
 def early(case: Case) -> dict[str, bool]:
     """Which kernels of a backward may begin before the one before them has ended."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     x = tensors(case)
     problem, inputs = _call(case, x)
     outputs = Outputs(x.do, x.do[..., 0].float())
-    launch = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, case.bias is not None))
+    launch = HopperBackward(problem, inputs, outputs, outputs, Needs(True, True, True, case.bias is not None))
     names = ("before", "main", "after", "reduce_group")
     return {name: bool(x and x.options.get("launch_pdl")) for name in names for x in [getattr(launch, name)]}

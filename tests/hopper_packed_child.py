@@ -66,10 +66,10 @@ class Call(NamedTuple):
 
     def forward(self) -> tuple[Any, Any]:
         """The prepared forward, and its inputs."""
-        from tilewise.backends.gluon.sm90.forward.launch import Forward
+        from tilewise.backends.gluon.sm90.forward.launch import HopperForward
 
         problem, inputs = self.read()
-        return Forward(problem, inputs), inputs
+        return HopperForward(problem, inputs), inputs
 
 
 def tile_list(x: Call, others: dict[str, tuple[int, ...]] | None = None) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -136,11 +136,11 @@ def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
     from hopper_packed_kernel import sums_of_heads_kernel
 
     from tilewise.backends import Needs, Outputs
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     problem, inputs = x.read()
     outputs = Outputs(inputs.q, inputs.q[..., 0].float())
-    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False))
+    run = HopperBackward(problem, inputs, outputs, outputs, Needs(True, True, True, False))
     c = SimpleNamespace(**{name: value.value for name, value in run.main.numbers[2]._asdict().items()})
     value_dim, sizes, *rest = run.before.numbers
     assert sizes.zeroed == 1 << 29  # all, by heads of this dimension
@@ -181,14 +181,14 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
     from helpers import poisoned_memory
 
     from tilewise.backends import Needs, Outputs
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
     from tilewise.backends.gluon.tensors import ragged
     from tilewise.backends.gluon.varlen import SeqInfo, box_of
     from tilewise.backends.gluon.varlen_values import first_column
 
     problem, inputs = x.read()
     outputs = Outputs(inputs.q, inputs.q[..., 0].float())
-    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, query=True))
+    run = HopperBackward(problem, inputs, outputs, outputs, Needs(True, True, True, False, query=True))
     terms, _, c = run.main.numbers
     c = c._replace(PACKED=True)
     values, lo, hi = inputs.parts.query, terms.inner_lo, terms.inner_hi
@@ -245,11 +245,11 @@ def values_by_distance(x: Call) -> tuple[int, Tensor, Tensor]:
 
 def some_see_nothing(x: Call, others: dict[str, tuple[int, ...]]) -> bool:
     """What a backward says. others: offsets that are a tensor of their own; else equal ones are one tensor."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     problem, inputs = x.read()
     lengths = inputs.lengths
     if torch.equal(lengths.cu_q, lengths.cu_k):
         lengths = lengths._replace(cu_k=lengths.cu_q)
     given = {name: torch.tensor(offsets, dtype=torch.int32) for name, offsets in others.items()}
-    return Backward._some_see_nothing(SimpleNamespace(problem=problem), lengths._replace(**given))
+    return HopperBackward._some_see_nothing(SimpleNamespace(problem=problem), lengths._replace(**given))

@@ -70,12 +70,12 @@ def launches(x: Toeplitz, backward: bool = False) -> None:
     problem, inputs = call(x)
     assert sm90.declines(problem, "backward" if backward else "forward") is None
     if not backward:
-        launch.Forward(problem, inputs)(inputs)
+        launch.HopperForward(problem, inputs)(inputs)
         return
     o = empty_output(inputs.q, x.D)
     outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
     needs = Needs(True, True, True, False, toeplitz=x.grad)
-    backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    backward_launch.HopperBackward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
 
 
 def compile_toeplitz(x: Toeplitz, backward: bool = False) -> Any:
@@ -113,10 +113,10 @@ def drawn(M: int, N: int, causal: bool, linear: bool = False) -> tuple[Problem, 
 def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     """o and lse of the kernel that computes rows again, where all are to be, and of the CPU backend."""
     from tilewise.backends import cpu
-    from tilewise.backends.gluon.sm90.forward.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import HopperForward
 
     problem, inputs = drawn(M, N, causal)
-    run = Forward(problem, inputs)
+    run = HopperForward(problem, inputs)
     assert run.repair is not None
     assert inputs.parts is not None
     o, lse = torch.full_like(inputs.q, 7.0), torch.full((2, 4, M), float("nan"))
@@ -139,13 +139,13 @@ def words_in_memory(scale: float, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
     """The LSE, what a backward has before it runs, the numbers below and above, and the queries of a tile."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     problem, inputs = drawn(300, 900, causal, linear)
     lse = torch.randn(2, 4, 300)
     lse[1, 1, 7] = -torch.inf
     outputs = Outputs(inputs.q, lse)
-    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=True))
+    run = HopperBackward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=True))
     assert run.pairs is not None
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz

@@ -72,12 +72,12 @@ def launches(x: Values, backward: bool = False) -> None:
     problem, inputs = call(x)
     assert sm90.declines(problem, "backward" if backward else "forward") is None
     if not backward:
-        launch.Forward(problem, inputs)(inputs)
+        launch.HopperForward(problem, inputs)(inputs)
         return
     o = empty_output(inputs.q, x.D)
     outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
     needs = Needs(True, True, True, False, query=x.grad)
-    backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    backward_launch.HopperBackward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
 
 
 def compile_values(x: Values, backward: bool = False) -> Any:
@@ -93,7 +93,7 @@ def compile_values(x: Values, backward: bool = False) -> Any:
 
 def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: int = 1) -> Tensor:
     """A gradient of values, (batch, 2, M, R), that was NaN, when what the backward does not store has been zeroed."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float16)
@@ -103,7 +103,7 @@ def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: in
     inputs = Inputs(q, k, k, None, None, None, Parts(query=values))
     problem = Problem.of(*inputs, Score(0.3, None, band, query=distances), part_grads=("query",))
     outputs = Outputs(q, q[..., 0].float())
-    run = Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, query=True))
+    run = HopperBackward(problem, inputs, outputs, outputs, Needs(True, True, True, False, query=True))
     assert run.values is not None
     gradient = run.values.empty_gradient(values)
     assert gradient._base is not None or not run.values.gradient_copies
@@ -115,7 +115,7 @@ def zeroed(M: int, N: int, distances: Distances, band: Band, dim: int, batch: in
 def repair(M: int, N: int, lo: int, count: int, causal: bool, reverse: bool) -> tuple[Tensor, ...]:
     """o and lse of the kernel that computes rows again, where all are to be, and of the CPU backend."""
     from tilewise.backends import cpu
-    from tilewise.backends.gluon.sm90.forward.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import HopperForward
 
     generator = torch.Generator().manual_seed(0)
 
@@ -127,7 +127,7 @@ def repair(M: int, N: int, lo: int, count: int, causal: bool, reverse: bool) -> 
     score = Score(0.3, None, Band.aligned(causal, None, N - M), query=distances)
     inputs = Inputs(q, k, v, None, None, None, Parts(query=normal(2, 4, M, count)))
     problem = Problem.of(*inputs, score)
-    run = Forward(problem, inputs)
+    run = HopperForward(problem, inputs)
     assert run.repair is not None
     assert run.values is not None
     assert inputs.parts is not None

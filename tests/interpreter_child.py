@@ -223,15 +223,15 @@ class _Turned:
 def turn_mask(case: Case) -> tuple[Results, Results, int]:
     """Results of the triton backend, and those of a mask that is `_Turned`; in how many tiles."""
     from tilewise.backends import Inputs, Needs, Outputs
-    from tilewise.backends.triton.launch import Backward, Forward
+    from tilewise.backends.triton.launch import TritonBackward, TritonForward
 
     x = tensors(case)
     _sparse(x.mask)
     problem, inputs = _problem_of(case, x), Inputs(x.q, x.k, x.v, x.bias, x.mask)
     needs, cotangents = Needs(True, True, True, x.bias is not None), Outputs(x.do, x.dlse)
-    forward = Forward(problem, inputs)
+    forward = TritonForward(problem, inputs)
     outputs = forward(inputs)
-    backward = Backward(problem, inputs, outputs, cotangents, needs)
+    backward = TritonBackward(problem, inputs, outputs, cotangents, needs)
     before = Results(*outputs[:2], *backward(inputs, outputs, cotangents)[:5])
     turned, results = 0, []
     for passed, arguments in ((forward, (inputs,)), (backward, (inputs, outputs, cotangents))):

@@ -34,10 +34,10 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
     given: list[tuple] = []
     driver.active.utils = utilities(lambda *args: ("map", *map(str, args)))
     if backend == "hopper":
-        from tilewise.backends.gluon.sm90.backward.launch import Backward
-        from tilewise.backends.gluon.sm90.forward.launch import Forward
+        from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
+        from tilewise.backends.gluon.sm90.forward.launch import HopperForward
     else:
-        from tilewise.backends.triton.launch import Backward, Forward
+        from tilewise.backends.triton.launch import HopperBackward, HopperForward
 
     pairs = []
 
@@ -73,9 +73,9 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
         ]
         problem = Problem.of(*inputs, score, bias_grad=True, part_grads=tuple(wanted))
         problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
-        outputs = Forward(problem, inputs)(inputs)
+        outputs = HopperForward(problem, inputs)(inputs)
         cotangents, needs = Outputs(x.do, x.dlse), Needs(True, True, True, True, **dict.fromkeys(wanted, True))
-        Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+        HopperBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     finally:
         launcher.Launch.__call__ = through_triton
     return pairs

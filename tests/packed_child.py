@@ -86,9 +86,9 @@ def compile_hopper_packed(x: Packed, backward: bool = False) -> list[aot_child.C
         o = empty_output(inputs.q, x.D)
         outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
         needs = Needs(q=True, k=True, v=True, bias=False)
-        backward_launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+        backward_launch.HopperBackward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
     else:
-        launch.Forward(problem, inputs)(inputs)
+        launch.HopperForward(problem, inputs)(inputs)
     return aot_child._codes(config.SHARED_MEMORY)
 
 
@@ -99,11 +99,11 @@ def compile_packed(x: Packed) -> list[aot_child.Kernel]:
 
     problem, inputs, grads = _call(x)
     aot_child._launched.clear()
-    launch.Forward(problem, inputs)(inputs)
+    launch.HopperForward(problem, inputs)(inputs)
     o = empty_output(inputs.q, x.D)
     outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
     needs = Needs(True, True, True, inputs.bias is not None, **dict.fromkeys(grads, True))
-    launch.Backward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    launch.TritonBackward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
     limit = config.shared_memory(problem)
     return [aot_child._report(launched, limit) for launched in aot_child._launched]
 

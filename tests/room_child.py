@@ -127,7 +127,11 @@ def launches(
         return make_plan(problem, backend or "auto")
 
     def shrink(run: Any, *tensors: Any) -> None:
-        while smallest and isinstance(run, (launch.Forward, launch.Backward)) and run.config.smaller() is not None:
+        while (
+            smallest
+            and isinstance(run, (launch.TritonForward, launch.TritonBackward))
+            and run.config.smaller() is not None
+        ):
             run._prepare(run.config.smaller(), *tensors)
 
     forward = plan(None, False)

@@ -17,7 +17,7 @@ from helpers import poisoned_memory
 from torch import Tensor
 
 from tilewise import softmax
-from tilewise.ops.row_softmax import BiasLike, Needs
+from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds
 
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100
@@ -158,7 +158,7 @@ def by_kernels(case: Case, t: Tensors) -> Results:
     dim = case.dim % len(case.shape)
     p = launch.forward(t.x, case.scale, t.bias, t.mask, dim)
     bias = None if t.bias is None else BiasLike(tuple(t.bias.shape), t.bias.dtype)
-    dx, dbias = launch.backward(t.dp, p, case.scale, bias, dim, Needs(True, bias is not None))
+    dx, dbias = launch.backward(t.dp, p, case.scale, bias, dim, SoftmaxNeeds(True, bias is not None))
     assert dx is not None
     return Results(p, dx, dbias)
 

@@ -18,7 +18,7 @@ from tilewise.frontend import call_cache
 from tilewise.operator import autograd
 from tilewise.operator.prepared import Prepared
 from tilewise.spec.bias_components import Parts
-from tilewise.spec.score import Band, Score, Terms
+from tilewise.spec.score import Band, Score, ScoreNumbers
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -341,7 +341,7 @@ def test_an_eager_call_is_the_operator():
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
 
     eager = autograd.attention_op(Inputs(*inputs), score, False, "auto")
-    operator = torch.ops.tilewise.attention(*Inputs(*inputs).flat(), *Terms.of(score, False, "auto"))[:2]
+    operator = torch.ops.tilewise.attention(*Inputs(*inputs).flat(), *ScoreNumbers.of(score, False, "auto"))[:2]
     pairs = [*zip(eager, operator, strict=True)]
     pairs += zip(*(torch.autograd.grad(loss_of(*out), leaves) for out in (eager, operator)), strict=True)
     for x, expected in pairs:

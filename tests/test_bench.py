@@ -61,7 +61,7 @@ def no_calibration(monkeypatch):
 def measured():
     """A run on the CPU with all that a run does, and what its progress was told."""
     progress = Silent()
-    found = run.run(run.Options("cpu", quick=True), progress, todo=[CAUSAL, BIASED, TINY, DECODE])
+    found = run.run(run.RunOptions("cpu", quick=True), progress, todo=[CAUSAL, BIASED, TINY, DECODE])
     return found, progress
 
 
@@ -153,7 +153,7 @@ def key_gradient_is_nan(which, tensors):
 def test_a_wrong_answer_is_not_timed(change, word, monkeypatch, no_calibration):
     right = attend(lambda which, tensors: tensors)._replace(name="right")
     monkeypatch.setattr(run, "providers", lambda device: [attend(change), right])
-    found = run.run(run.Options("cpu"), Silent(), todo=[BIASED])
+    found = run.run(run.RunOptions("cpu"), Silent(), todo=[BIASED])
     wrong, measured = found.rows
     assert wrong.outcome == "failed"
     assert wrong.reason.startswith(word)
@@ -176,12 +176,12 @@ class ForeignError(Exception):
     ],
 )
 def test_a_failure_is_told_with_its_reason(error, reason, monkeypatch, no_calibration):
-    def prepare(case: Case, x: cases.Inputs) -> Steps:
+    def prepare(case: Case, x: cases.CaseInputs) -> Steps:
         raise error
 
     failing = Provider("broken", None, lambda case: None, prepare)
     monkeypatch.setattr(run, "providers", lambda device: [failing])
-    found = run.run(run.Options("cpu"), Silent(), todo=[CAUSAL])
+    found = run.run(run.RunOptions("cpu"), Silent(), todo=[CAUSAL])
     assert [(row.outcome, row.reason) for row in found.rows] == [("failed", reason)]
     assert run.ours_are_right(found)
     assert f"broken failed: {reason} (every case)" in report.not_measured(found)
@@ -191,17 +191,17 @@ def test_an_error_of_no_provider_is_not_swallowed(monkeypatch, no_calibration):
     class Stranger(Exception):
         pass
 
-    def prepare(case: Case, x: cases.Inputs) -> Steps:
+    def prepare(case: Case, x: cases.CaseInputs) -> Steps:
         raise Stranger
 
     monkeypatch.setattr(run, "providers", lambda device: [Provider("x", None, lambda case: None, prepare)])
     with pytest.raises(Stranger):
-        run.run(run.Options("cpu"), Silent(), todo=[CAUSAL])
+        run.run(run.RunOptions("cpu"), Silent(), todo=[CAUSAL])
 
 
 def test_a_spent_budget_lists_the_rest(no_calibration):
     saved = []
-    found = run.run(run.Options("cpu", budget=0.0), Silent(), saved.append, [CAUSAL, BIASED])
+    found = run.run(run.RunOptions("cpu", budget=0.0), Silent(), saved.append, [CAUSAL, BIASED])
     assert {row.outcome for row in found.rows} == {"not run"}
     assert {row.case for row in found.rows} == {CAUSAL.name, BIASED.name}
     assert found.rows[0].reason == "the budget of 0 s was spent"
@@ -213,7 +213,7 @@ def test_a_lost_device_ends_the_run(monkeypatch, no_calibration):
         raise run.DeviceLost("the CUDA device was lost")
 
     monkeypatch.setattr(run._Measured, "row", lose)
-    found = run.run(run.Options("cpu", providers=("sdpa",)), Silent(), todo=[CAUSAL, BIASED])
+    found = run.run(run.RunOptions("cpu", providers=("sdpa",)), Silent(), todo=[CAUSAL, BIASED])
     assert [row.outcome for row in found.rows] == ["failed", "not run", "not run", "not run"]
     assert {row.reason for row in found.rows} == {"the CUDA device was lost"}
 
@@ -223,7 +223,7 @@ def test_inputs_that_do_not_fit_are_told(monkeypatch, no_calibration):
         raise torch.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(reference, "exact", no_room)
-    found = run.run(run.Options("cpu", providers=("sdpa-math",)), Silent(), todo=[CAUSAL])
+    found = run.run(run.RunOptions("cpu", providers=("sdpa-math",)), Silent(), todo=[CAUSAL])
     assert found.rows[0].reason == "the inputs and the right answer do not fit in memory"
 
 
@@ -249,7 +249,7 @@ def test_cases_have_names_of_their_own_and_are_problems():
 
 def test_choosing_by_name():
     def chosen(*parts: str) -> list[str]:
-        return [case.name for case in run.chosen_cases(run.Options("cuda", cases=parts))]
+        return [case.name for case in run.chosen_cases(run.RunOptions("cuda", cases=parts))]
 
     assert len(chosen()) == len(cases.cases("cuda"))
     assert chosen("pair bias") == [f"pair bias D32 S{s}" for s in (256, 384, 512, 768)]
@@ -257,7 +257,7 @@ def test_choosing_by_name():
     with pytest.raises(run.UsageError, match=r"^--cases: nothing is called 'flux'; there are: dense D128 full S4096, "):
         chosen("flux")
     with pytest.raises(run.UsageError, match=r"^--providers: nothing is called 'fa9'; there are: tilewise-"):
-        run.chosen_providers(run.Options("cpu", providers=("flex", "fa9")))
+        run.chosen_providers(run.RunOptions("cpu", providers=("flex", "fa9")))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 1, 5), (1, 3, 1, 5), (2, 1, 4, 5)])

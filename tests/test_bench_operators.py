@@ -46,7 +46,7 @@ def test_work_by_hand():
 
 
 def test_a_run_asks_each_provider_for_its_own_operator(no_calibration, tmp_path):
-    options = run.Options("cpu", quick=True, providers=("tilewise-softmax", "torch-softmax", "sdpa-math"))
+    options = run.RunOptions("cpu", quick=True, providers=("tilewise-softmax", "torch-softmax", "sdpa-math"))
     found = run.run(options, run.PlainProgress(), todo=[SOFTMAX, ATTENTION])
     outcomes = {(row.case, row.provider): row.outcome for row in found.rows}
     assert outcomes == {
@@ -64,13 +64,13 @@ def test_a_run_asks_each_provider_for_its_own_operator(no_calibration, tmp_path)
 
 def test_a_wrong_softmax_is_not_timed(no_calibration, monkeypatch):
     monkeypatch.setattr(tilewise, "softmax", lambda x: 1.01 * torch.softmax(x, -1), raising=False)
-    found = run.run(run.Options("cpu", providers=("tilewise-softmax",)), run.PlainProgress(), todo=[SOFTMAX])
+    found = run.run(run.RunOptions("cpu", providers=("tilewise-softmax",)), run.PlainProgress(), todo=[SOFTMAX])
     assert [row.outcome for row in found.rows] == ["failed"]
     assert not run.ours_are_right(found)
 
 
 def test_products_are_measured(no_calibration):
-    options = run.Options("cpu", providers=("matmul",))
+    options = run.RunOptions("cpu", providers=("matmul",))
     found = run.run(options, run.PlainProgress(), todo=[PRODUCT, SUM])
     assert {row.outcome for row in found.rows} == {"measured"}
     assert {row.provider for row in found.rows} == {"tilewise-matmul", "torch-matmul"}

@@ -109,7 +109,7 @@ def test_logarithms_of_lognormal_lengths_are_normal():
 
 
 def test_the_cases_of_a_gpu():
-    chosen = {case.name: case for case in run.chosen_cases(run.Options("cuda", cases=("varlen",)))}
+    chosen = {case.name: case for case in run.chosen_cases(run.RunOptions("cuda", cases=("varlen",)))}
     lognormal = [f"varlen D{d} {mask}" for d in (128, 64) for mask in ("causal", "full")]
     assert list(chosen) == [
         "varlen D128 causal T32768",
@@ -218,7 +218,7 @@ def test_where_all_cancels_an_error_is_measured_by_the_others():
 
 def test_a_run_measures_tilewise_and_the_padded_batch(no_calibration, tmp_path):
     todo = [replace(FEW[0], host=True), *FEW[1:]]
-    found = run.run(run.Options("cpu", quick=True), run.PlainProgress(), todo=todo)
+    found = run.run(run.RunOptions("cpu", quick=True), run.PlainProgress(), todo=todo)
     rows = {(row.case, row.provider): row for row in found.rows}
     for case in todo:
         row = rows[case.name, "tilewise-varlen-cpu"]
@@ -262,7 +262,7 @@ def test_a_wrong_answer_is_not_timed(fault, no_calibration, monkeypatch):
 
     monkeypatch.setattr(tilewise, "varlen_attention", wrong, raising=False)
     case = replace(PLAIN, bias="keys", causal=True)
-    found = run.run(run.Options("cpu", providers=("tilewise-varlen-cpu",)), run.PlainProgress(), todo=[case])
+    found = run.run(run.RunOptions("cpu", providers=("tilewise-varlen-cpu",)), run.PlainProgress(), todo=[case])
     assert [(row.outcome, row.forward) for row in found.rows] == [("failed", None)]
     assert found.rows[0].reason.startswith("wrong: ")
     assert not run.ours_are_right(found)

@@ -40,13 +40,13 @@ def _run(rank: int, size: int, store: str) -> None:
     always = lambda case, mesh: None  # noqa: E731
     run.providers = lambda: [
         *usual,
-        steps.Provider("wrong", _wrong, always),
-        steps.Provider("out", _fails_on_one, always),
+        steps.ParallelProvider("wrong", _wrong, always),
+        steps.ParallelProvider("out", _fails_on_one, always),
     ]
     run.calibrate = lambda clock, dtypes: Calibration(dict.fromkeys(dtypes, 1e11), 1e10)
     run._SECONDS = {"cpu": 0.01}
     folder = Path(store).parent
-    options = run.Options(("causal", "packed"), commit="abc", json=folder / "found.json", plot=folder)
+    options = run.ParallelRunOptions(("causal", "packed"), commit="abc", json=folder / "found.json", plot=folder)
     status = launch.rank_of("cpu", options, f"file://{store}", rank, size)
     Path(f"{store}.{rank}").write_bytes(pickle.dumps(status))
 
@@ -175,7 +175,7 @@ def test_torchrun_has_started_it(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match="torchrun has started 4 processes, got 2"):
-        launch.launch(2, "cpu", run.Options())
+        launch.launch(2, "cpu", run.ParallelRunOptions())
 
 
 def test_work_of_a_packed_batch():

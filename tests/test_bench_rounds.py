@@ -40,7 +40,7 @@ def test_providers_take_turns(monkeypatch):
     times = iter(range(1, 100))
     monkeypatch.setattr(timing.Clock, "time", lambda clock, step: Timing(n := float(next(times)), n - 0.5, n + 0.5, 2))
     told = Told()
-    found = run.run(run.Options("cpu", providers=PROVIDERS), told, todo=[CAUSAL, DECODE])
+    found = run.run(run.RunOptions("cpu", providers=PROVIDERS), told, todo=[CAUSAL, DECODE])
     assert [said.split(": ")[1] for said in told.said[1:]] == [*PROVIDERS] * 6
     assert [row.provider for row in found.rows] == [*PROVIDERS] * 2
     assert found.settings["rounds"] == 3
@@ -60,7 +60,7 @@ def test_a_failure_in_a_later_turn_is_one(monkeypatch, error):
     monkeypatch.setattr(run._Measured, "_measure_again", fail)
     if error == "lost":  # what looks after the device says so, and the run ends
         monkeypatch.setattr(run._Measured, "again", fail)
-    found = run.run(run.Options("cpu", providers=PROVIDERS), Told(), todo=[CAUSAL, DECODE])
+    found = run.run(run.RunOptions("cpu", providers=PROVIDERS), Told(), todo=[CAUSAL, DECODE])
     reasons = [(row.outcome, row.reason) for row in found.rows]
     if error == "failed":
         assert reasons == 4 * [("failed", "RuntimeError: not again")]

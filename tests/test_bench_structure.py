@@ -156,7 +156,7 @@ def test_windows_in_a_run(monkeypatch, tmp_path):
         step()
         return results.Timing(1e-3, 1e-3, 1e-3, 1)
 
-    options = run.Options("cpu", providers=("tilewise-windows-cpu", "einsum", "flex"))
+    options = run.RunOptions("cpu", providers=("tilewise-windows-cpu", "einsum", "flex"))
     monkeypatch.setattr(windows, "einsum_compiled", windows.einsum)
     found = run.run(options, run.PlainProgress(), todo=[case])
     assert {row.provider: row.outcome for row in found.rows} == dict.fromkeys(

@@ -63,7 +63,7 @@ def test_a_dozen_reasons_that_are_one_are_one_line(no_calibration, no_gpu, monke
 
 
 def test_a_run_of_what_wants_a_gpu_says_that_nothing_was_measured(no_calibration):
-    found = run.run(run.Options("cpu", providers=("triton",)), Silent(), todo=[TINY])
+    found = run.run(run.RunOptions("cpu", providers=("triton",)), Silent(), todo=[TINY])
     assert [row.outcome for row in found.rows] == ["declined"]  # as in the results' file
     assert report.terminal(found).splitlines()[2:] == [
         "Nothing was measured.", "", "Not measured:", "  left out, for want of a CUDA device: tilewise-triton",
@@ -82,7 +82,7 @@ def test_slow_and_fast_are_numbers_without_exponents():
 
 
 def test_what_the_budget_left_out_is_not_said_of_what_wants_a_gpu(no_calibration):
-    options = run.Options("cpu", budget=0.0, providers=("tilewise-cpu", "fa4"))
+    options = run.RunOptions("cpu", budget=0.0, providers=("tilewise-cpu", "fa4"))
     assert report.not_measured(run.run(options, Silent(), todo=[TINY])) == [
         "left out, for want of a CUDA device: fa4",
         "tilewise-cpu not run: the budget of 0 s was spent (every case)",
@@ -91,7 +91,7 @@ def test_what_the_budget_left_out_is_not_said_of_what_wants_a_gpu(no_calibration
 
 def test_a_dtype_in_a_name_has_every_spelling():
     def chosen(*parts: str) -> list[str]:
-        return [case.name for case in run.chosen_cases(run.Options("cuda", cases=parts))]
+        return [case.name for case in run.chosen_cases(run.RunOptions("cuda", cases=parts))]
 
     lengths = (10, 12, 13, 14, 15, 16, 17)
     assert chosen("bf16") == chosen("BFLOAT16") == [f"softmax bfloat16 N{2**n}" for n in lengths]

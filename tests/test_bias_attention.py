@@ -20,7 +20,7 @@ from tilewise.bias.canonical import dense
 from tilewise.frontend.arguments import read_call
 from tilewise.operator import onnx as plain
 from tilewise.spec import relative
-from tilewise.spec.score import Distances, Terms
+from tilewise.spec.score import Distances, ScoreNumbers
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 M, N, D = 13, 18, 8
@@ -30,7 +30,7 @@ M, N, D = 13, 18, 8
 
 
 class Made:
-    """Terms, and the leaves that they are made of."""
+    """ScoreNumbers, and the leaves that they are made of."""
 
     def __init__(self, dtype=FLOAT, seed=0, M=M, N=N):
         self.leaves, self.dtype, self.M, self.N = [], dtype, M, N
@@ -392,7 +392,7 @@ def test_the_operator(name):
     new, (qkv, _, _) = Made(), tensors()
     bias = TERMS[name](new)
     call = call_of(*qkv, bias=bias)
-    terms = Terms.of(call.score, False, "cpu")
+    terms = ScoreNumbers.of(call.score, False, "cpu")
     assert terms.score == call.score
     if name in ("everything", "query, starts", "key, buckets and starts", "cols and rows"):
         inputs = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in call.inputs.flat()]
@@ -576,7 +576,7 @@ def test_errors_of_the_operator():
     """Who calls it by its name is told too."""
     (q, k, v), _, _ = tensors()
     call = call_of(q, k, v, bias=RelativeBias(torch.zeros(1, H, M, 5), lo=0, query_start=torch.tensor([1, 2])))
-    terms, parts = Terms.of(call.score, False, "cpu"), call.inputs.parts
+    terms, parts = ScoreNumbers.of(call.score, False, "cpu"), call.inputs.parts
     for change, words in (
         ({"query": None}, "values per query and their distances go together"),
         ({"query": torch.zeros(1, H, M, 4)}, "values per query: 5 distances with 4 entries"),

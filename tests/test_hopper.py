@@ -12,7 +12,7 @@ import torch
 from tilewise import explain
 from tilewise.backends.gluon import sm90 as hopper
 from tilewise.planner import make_plan
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import Band, Score
 
@@ -22,8 +22,8 @@ PROBLEM = Problem(
     device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=2, queries=239, keys=432,
     head_dim=128, value_dim=128, score=Score(0.1, None, Band()),
 )  # fmt: skip
-MATRIX = Operand(torch.bfloat16, 1, 8, 239, 432)
-UNSHARED = Operand(torch.bfloat16, 2, 8, 239, 432)
+MATRIX = TensorSpec(torch.bfloat16, 1, 8, 239, 432)
+UNSHARED = TensorSpec(torch.bfloat16, 2, 8, 239, 432)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ UNSHARED = Operand(torch.bfloat16, 2, 8, 239, 432)
         ({"bias": replace(MATRIX, dtype=torch.float32)}, None),
         ({"bias": replace(MATRIX, rows=1), "irregular": ("bias",)}, None),
         ({"bias": replace(MATRIX, cols=1), "irregular": ("bias",)}, None),
-        ({"mask": Operand(torch.bool, 1, 1, 239, 432), "bias": MATRIX}, None),
+        ({"mask": TensorSpec(torch.bool, 1, 1, 239, 432), "bias": MATRIX}, None),
     ],
 )
 def test_declines(change, reason):
@@ -68,9 +68,15 @@ def test_declines(change, reason):
         ({"head_dim": 40, "value_dim": 64, "score": Score(0.1, 20.0, Band(-3, 5))}, None),
         ({"deterministic": True}, None),
         ({"bias": MATRIX, "bias_grad": True, "deterministic": True, "score": Score(0.1, 20.0, Band())}, None),
-        ({"mask": Operand(torch.bool, 1, 1, 239, 432)}, None),
-        ({"mask": Operand(torch.bool, 2, 8, 1, 432), "bias": MATRIX, "bias_grad": True, "deterministic": True}, None),
-        ({"mask": Operand(torch.bool, 2, 8, 2**16, 2**16), "queries": 2**16, "keys": 2**16}, "counts the words of the"),
+        ({"mask": TensorSpec(torch.bool, 1, 1, 239, 432)}, None),
+        (
+            {"mask": TensorSpec(torch.bool, 2, 8, 1, 432), "bias": MATRIX, "bias_grad": True, "deterministic": True},
+            None,
+        ),
+        (
+            {"mask": TensorSpec(torch.bool, 2, 8, 2**16, 2**16), "queries": 2**16, "keys": 2**16},
+            "counts the words of the",
+        ),
         ({"value_dim": 64}, None),
         ({"head_dim": 40, "value_dim": 256}, None),
         ({"head_dim": 256, "value_dim": 256}, None),
@@ -89,8 +95,8 @@ def test_declines(change, reason):
             "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap, with "
             "deterministic=True",
         ),
-        ({"head_dim": 192, "mask": Operand(torch.bool, 1, 1, 239, 432)}, None),
-        ({"head_dim": 192, "mask": Operand(torch.bool, 1, 1, 239, 432), "deterministic": True}, None),
+        ({"head_dim": 192, "mask": TensorSpec(torch.bool, 1, 1, 239, 432)}, None),
+        ({"head_dim": 192, "mask": TensorSpec(torch.bool, 1, 1, 239, 432), "deterministic": True}, None),
         ({"head_dim": 192, "bias": replace(MATRIX, dtype=torch.float32)}, None),
         (
             {"head_dim": 192, "bias": replace(MATRIX, dtype=torch.float32), "deterministic": True},

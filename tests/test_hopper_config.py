@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from tilewise.spec.operands import Operand, TileOperand
+from tilewise.spec.operands import TensorSpec, TileOperand
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -26,7 +26,7 @@ def of(scale, dtype, **changes):
     return Problem(**{
         "device": "cuda", "capability": (9, 0), "dtype": dtype, "batch": 4, "heads": 8, "kv_heads": 8, "queries": 512,
         "keys": 512, "head_dim": 64, "value_dim": 64, "score": Score(scale, None, Band()), "bias_grad": False,
-        "deterministic": False, "bias": Operand(torch.bfloat16, 1, 8, 512, 512), **changes,
+        "deterministic": False, "bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512), **changes,
     })  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def of(scale, dtype, **changes):
         (64**-0.5 * 1.5, torch.bfloat16, {}, False),
         (128**-0.5, torch.bfloat16, {}, False),
         (1 / 8, torch.bfloat16, {"bias": None}, False),  # there is nothing to save
-        (1 / 8, torch.bfloat16, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, False),
+        (1 / 8, torch.bfloat16, {"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 512)}, False),
         (1 / 16, torch.bfloat16, {"head_dim": 256, "value_dim": 256}, False),  # wgmma reads Q from shared memory
     ],
     ids=str,
@@ -73,7 +73,7 @@ def test_what_goes_into_q_is_exact(dtype):
 @pytest.mark.parametrize("dim", [32, 40, 64, 128, 192, 256])
 def test_an_order_needs_tma(dim, bias, band):
     """Additions to dQ from registers have no order: none with deterministic=True. Else by what was measured."""
-    bias = None if bias is None else Operand(torch.bfloat16, *bias)
+    bias = None if bias is None else TensorSpec(torch.bfloat16, *bias)
     changes = {"head_dim": dim, "value_dim": dim, "bias": bias, "score": Score(0.1, None, band), "bias_grad": True}
     assert backward_config(of(0.1, torch.bfloat16, **changes, deterministic=True)).dq_by_tma
     slower = dim in (40, 64, 128)
@@ -85,21 +85,21 @@ def test_an_order_needs_tma(dim, bias, band):
     [
         ({"bias": None}, 2, "k"),
         ({"bias": None, "score": Score(0.1, None, Band(None, 3)), "deterministic": True}, 2, "k"),
-        ({"bias": Operand(torch.bfloat16, 4, 8, 512, 512), "score": Score(0.1, None, Band(None, 3))}, 2, ""),
+        ({"bias": TensorSpec(torch.bfloat16, 4, 8, 512, 512), "score": Score(0.1, None, Band(None, 3))}, 2, ""),
         ({"bias": None, "score": Score(0.1, None, Band(None, 3))}, 2, "k"),
         ({"bias": None, "score": Score(0.1, None, Band(-400, 3))}, 1, "kv"),
         ({"bias": None, "score": Score(0.1, 5.0, Band(None, 3))}, 1, "kv"),
         ({"bias": None, "score": Score(0.1, None, Band(None, 3)), "queries": 4096, "keys": 4096}, 2, "k"),
-        ({"bias": None, "mask": Operand(torch.bool, 4, 1, 512, 512)}, 1, "kv"),
+        ({"bias": None, "mask": TensorSpec(torch.bool, 4, 1, 512, 512)}, 1, "kv"),
         ({"bias": None, "score": Score(0.1, 5.0, Band())}, 1, "kv"),
-        ({"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, 1, "kv"),
-        ({"bias": Operand(torch.bfloat16, 4, 1, 1, 512), "deterministic": True}, 1, "k"),
-        ({"bias": Operand(torch.bfloat16, 1, 8, 512, 512)}, 2, ""),
-        ({"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "score": Score(0.1, 5.0, Band())}, 1, ""),
-        ({"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "batch": 16, "bias_grad": True}, 2, ""),
-        ({"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "batch": 32, "bias_grad": True}, 1, ""),
-        ({"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "batch": 16, "bias_grad": False}, 2, ""),
-        ({"bias": Operand(torch.float32, 4, 8, 512, 512)}, 1, ""),
+        ({"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 512)}, 1, "kv"),
+        ({"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 512), "deterministic": True}, 1, "k"),
+        ({"bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512)}, 2, ""),
+        ({"bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512), "score": Score(0.1, 5.0, Band())}, 1, ""),
+        ({"bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512), "batch": 16, "bias_grad": True}, 2, ""),
+        ({"bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512), "batch": 32, "bias_grad": True}, 1, ""),
+        ({"bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512), "batch": 16, "bias_grad": False}, 2, ""),
+        ({"bias": TensorSpec(torch.float32, 4, 8, 512, 512)}, 1, ""),
         ({"bias": None, "head_dim": 128, "value_dim": 128}, 1, ""),
     ],
     ids=str,
@@ -122,16 +122,16 @@ WINDOW = {"score": Score(0.1, None, Band(-511, 0))}
         (32, 4096, CAUSAL, True),
         (64, 4096, {}, True),
         (64, 4096, CAUSAL, True),
-        (64, 4096, {"bias": Operand(torch.bfloat16, 4, 8, 4096, 4096)}, True),
-        (64, 4096, {"bias": Operand(torch.bfloat16, 4, 8, 4096, 4096), **CAUSAL}, False),
-        (64, 4096, {"bias": Operand(torch.bfloat16, 4, 1, 1, 4096)}, True),
+        (64, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 8, 4096, 4096)}, True),
+        (64, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 8, 4096, 4096), **CAUSAL}, False),
+        (64, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 4096)}, True),
         (128, 4096, {}, True),
-        (128, 4096, {"bias": Operand(torch.bfloat16, 4, 1, 4096, 1)}, True),
-        (128, 1024, {"bias": Operand(torch.bfloat16, 4, 1, 1, 1024)}, False),
+        (128, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 1, 4096, 1)}, True),
+        (128, 1024, {"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 1024)}, False),
         (256, 4096, CAUSAL, True),
-        (256, 4096, {"bias": Operand(torch.bfloat16, 4, 1, 1, 4096)}, False),
-        (256, 4096, {"bias": Operand(torch.bfloat16, 4, 8, 4096, 4096)}, True),
-        (256, 4096, {"bias": Operand(torch.bfloat16, 4, 8, 4096, 4096), "score": Score(0.1, 5.0, Band())}, False),
+        (256, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 4096)}, False),
+        (256, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 8, 4096, 4096)}, True),
+        (256, 4096, {"bias": TensorSpec(torch.bfloat16, 4, 8, 4096, 4096), "score": Score(0.1, 5.0, Band())}, False),
     ],
     ids=str,
 )
@@ -150,7 +150,7 @@ def test_which_programs_of_the_backward_stay(dim, length, changes, dynamic):
         ({"totals": (8192, 8192)}, True),
         ({"totals": (8192, 8192), **CAUSAL}, True),
         ({"totals": (8192, 8192), "queries": 100, "keys": 100}, False),  # dQ is no sum, and has no memory of its own
-        ({"totals": (8192, 8192), "bias": Operand(torch.bfloat16, 1, 1, 1, 8192)}, False),
+        ({"totals": (8192, 8192), "bias": TensorSpec(torch.bfloat16, 1, 1, 1, 8192)}, False),
         ({}, False),
         (CAUSAL, False),
     ],
@@ -193,7 +193,7 @@ def test_heads_are_swizzled_where_order_matters(dim, length, changes, turns, lat
     assert (config.head_swizzle, config.deferred_release) == (8 if swizzled else 1, False)
 
 
-BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512)
+BAND, MASK = Score(0.1, None, Band(None, 0)), TensorSpec(torch.bool, 4, 1, 512, 512)
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ BAND, MASK = Score(0.1, None, Band(None, 0)), Operand(torch.bool, 4, 1, 512, 512
         (256, {"score": BAND}, True, True, True),
         (64, {"score": Score(0.1, None, Band(-9, 0))}, True, False, False),
         (64, {"mask": MASK, "score": BAND}, True, False, False),
-        (64, {"mask": Operand(torch.bool, 4, 1, 1, 512)}, False, False, False),
+        (64, {"mask": TensorSpec(torch.bool, 4, 1, 1, 512)}, False, False, False),
         (128, {"mask": MASK}, False, False, False),
-        (64, {"bias": Operand(torch.bfloat16, 4, 8, 512, 512)}, False, False, False),
-        (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512)}, True, False, False),
-        (64, {"bias": Operand(torch.bfloat16, 4, 1, 1, 512), "mask": MASK}, True, False, False),
-        (32, {"bias": Operand(torch.bfloat16, 1, 8, 512, 512), "score": BAND}, False, True, True),
+        (64, {"bias": TensorSpec(torch.bfloat16, 4, 8, 512, 512)}, False, False, False),
+        (64, {"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 512)}, True, False, False),
+        (64, {"bias": TensorSpec(torch.bfloat16, 4, 1, 1, 512), "mask": MASK}, True, False, False),
+        (32, {"bias": TensorSpec(torch.bfloat16, 1, 8, 512, 512), "score": BAND}, False, True, True),
     ],
     ids=str,
 )
@@ -237,7 +237,7 @@ def test_a_bias_without_tiles_has_the_forward_of_none(dim, length, band, mask):
                "mask": None if mask is None else dataclasses.replace(mask, rows=length, cols=length)}  # fmt: skip
     none, keys, queries = (
         forward_config(of(0.1, torch.bfloat16, bias=bias, **changes))
-        for bias in (None, Operand(torch.bfloat16, 4, 1, 1, length), Operand(torch.float32, 1, 8, length, 1))
+        for bias in (None, TensorSpec(torch.bfloat16, 4, 1, 1, length), TensorSpec(torch.float32, 1, 8, length, 1))
     )
     assert queries == none
     assert keys == dataclasses.replace(none, bias_first=True)
@@ -257,9 +257,9 @@ def test_a_bias_without_tiles_has_the_forward_of_none(dim, length, band, mask):
         ({"head_dim": 256, "value_dim": 256}, False),
         ({"score": Score(0.1, 5.0, Band())}, False),  # whose tiles have 64 keys
         ({"score": Score(0.1, 5.0, Band()), "keys": 64}, True),
-        ({"bias": Operand(torch.bfloat16, 4, 8, 128, 128)}, True),
-        ({"bias": Operand(torch.bfloat16, 1, 8, 128, 128), "keys": 64}, False),  # shared by the batch
-        ({"mask": Operand(torch.bool, 1, 1, 128, 128)}, False),
+        ({"bias": TensorSpec(torch.bfloat16, 4, 8, 128, 128)}, True),
+        ({"bias": TensorSpec(torch.bfloat16, 1, 8, 128, 128), "keys": 64}, False),  # shared by the batch
+        ({"mask": TensorSpec(torch.bool, 1, 1, 128, 128)}, False),
     ],
     ids=str,
 )
@@ -275,7 +275,7 @@ def test_dq_is_no_sum_where_all_keys_are_one_tile(changes, stored):
 
 def one_bias(length, kind):
     """Sixteen heads that share a bias, beside a mask by tiles or a bool one."""
-    bias, mask = (Operand(dtype, 1, 1, length, length) for dtype in (torch.bfloat16, torch.bool))
+    bias, mask = (TensorSpec(dtype, 1, 1, length, length) for dtype in (torch.bfloat16, torch.bool))
     tiles = TileOperand(128, 128, kind) if kind else None
     return {"batch": 1, "heads": 16, "kv_heads": 16, "bias": bias, "mask": mask, "tile_mask": tiles}
 
@@ -286,9 +286,9 @@ def one_bias(length, kind):
         (256, 32, {}, "batch"),  # K and V of a head, of all batch elements, stay in the L2 cache
         (768, 32, {}, "tiles"),
         (2048, 32, {}, "batch"),  # the bias does not
-        (768, 32, {"mask": Operand(torch.bool, 768, 1, 1, 768)}, "tiles"),
-        (768, 32, {"bias": Operand(torch.bfloat16, 768, 4, 768, 768)}, "tiles"),
-        (768, 32, {"bias": Operand(torch.bfloat16, 768, 1, 768, 768)}, "heads"),
+        (768, 32, {"mask": TensorSpec(torch.bool, 768, 1, 1, 768)}, "tiles"),
+        (768, 32, {"bias": TensorSpec(torch.bfloat16, 768, 4, 768, 768)}, "tiles"),
+        (768, 32, {"bias": TensorSpec(torch.bfloat16, 768, 1, 768, 768)}, "heads"),
         (768, 32, CAUSAL, "longest"),
         (16384, 128, one_bias(16384, "bits"), "longest"),  # few heads at once, whose keys and values fit
         (16384, 128, one_bias(16384, "intervals"), "heads"),
@@ -297,7 +297,7 @@ def one_bias(length, kind):
     ],
 )
 def test_order_of_the_forward(length, head_dim, changes, order):
-    bias = Operand(torch.bfloat16, 1, 4, length, length)
+    bias = TensorSpec(torch.bfloat16, 1, 4, length, length)
     sizes = {"batch": length, "heads": 4, "kv_heads": 4, "queries": length, "keys": length}
     sizes |= {"head_dim": head_dim, "value_dim": head_dim}
     problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, **changes})
@@ -320,9 +320,9 @@ def test_order_of_the_forward(length, head_dim, changes, order):
         ({"head_dim": 28, "value_dim": 28}, 1),  # rows of dQ are stored eight elements at a time
         ({"bias_grad": False}, 1),
         ({"deterministic": True}, 1),
-        ({"mask": Operand(torch.bool, 768, 1, 1, 768)}, 3),
-        ({"mask": Operand(torch.bool, 768, 1, 768, 768)}, 1),
-        ({"mask": Operand(torch.bool, 768, 4, 1, 768)}, 1),
+        ({"mask": TensorSpec(torch.bool, 768, 1, 1, 768)}, 3),
+        ({"mask": TensorSpec(torch.bool, 768, 1, 768, 768)}, 1),
+        ({"mask": TensorSpec(torch.bool, 768, 4, 1, 768)}, 1),
         ({"head_dim": 64, "value_dim": 64}, 1),
         ({"score": Score(0.1, None, Band(None, 0))}, 1),
         ({"score": Score(0.1, 5.0, Band())}, 1),
@@ -332,13 +332,13 @@ def test_order_of_the_forward(length, head_dim, changes, order):
 def test_batch_elements_side_by_side(changes, lanes):
     sizes = {"batch": 768, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
     sizes |= {"bias_grad": True, **changes}
-    problem = of(0.1, torch.bfloat16, bias=Operand(torch.bfloat16, 1, 4, sizes["queries"], sizes["keys"]))
+    problem = of(0.1, torch.bfloat16, bias=TensorSpec(torch.bfloat16, 1, 4, sizes["queries"], sizes["keys"]))
     problem = dataclasses.replace(problem, **sizes)
     assert backward_config(problem).lanes == lanes
     for bias in (
-        Operand(torch.float32, 1, 4, sizes["queries"], sizes["keys"]),
-        Operand(torch.bfloat16, sizes["batch"], 4, sizes["queries"], sizes["keys"]),
-        Operand(torch.bfloat16, 1, 4, 1, sizes["keys"]),
+        TensorSpec(torch.float32, 1, 4, sizes["queries"], sizes["keys"]),
+        TensorSpec(torch.bfloat16, sizes["batch"], 4, sizes["queries"], sizes["keys"]),
+        TensorSpec(torch.bfloat16, 1, 4, 1, sizes["keys"]),
     ):
         assert backward_config(dataclasses.replace(problem, bias=bias)).lanes == 1
 
@@ -348,17 +348,17 @@ def test_batch_elements_side_by_side(changes, lanes):
     [
         (768, {}, {"statistics of rows": 18, "dq_accum": 10.125, "float32 dBias": 9}),  # three lanes
         (768, {"deterministic": True}, {"dq_accum": 288, "ring of dS": 76.5, "float32 dBias": 9}),
-        (768, {"mask": Operand(torch.bool, 768, 1, 1, 768)}, {"dq_accum": 10.125, "float32 dBias": 9}),
-        (768, {"mask": Operand(torch.bool, 768, 1, 768, 768)}, {"dq_accum": 288, "ring of dS": 76.5}),
+        (768, {"mask": TensorSpec(torch.bool, 768, 1, 1, 768)}, {"dq_accum": 10.125, "float32 dBias": 9}),
+        (768, {"mask": TensorSpec(torch.bool, 768, 1, 768, 768)}, {"dq_accum": 288, "ring of dS": 76.5}),
         (4, {}, {"dq_accum": 1.5, "ring of dS": 0, "float32 dBias": 0}),
         (4, {"deterministic": True}, {"dq_accum": 1.5, "ring of dS": 18, "float32 dBias": 0}),
-        (8, {"bias": Operand(torch.bfloat16, 8, 4, 768, 768)}, {"dq_accum": 3, "ring of dS": 0, "float32 dBias": 0}),
+        (8, {"bias": TensorSpec(torch.bfloat16, 8, 4, 768, 768)}, {"dq_accum": 3, "ring of dS": 0, "float32 dBias": 0}),
     ],
     ids=str,
 )
 def test_working_memory_is_what_is_allocated(batch, changes, parts):
     sizes = {"batch": batch, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
-    bias = Operand(torch.bfloat16, 1, 4, 768, 768)
+    bias = TensorSpec(torch.bfloat16, 1, 4, 768, 768)
     problem = of(0.1, torch.bfloat16, **{"bias": bias, **sizes, "bias_grad": True, **changes})
 
     def meta(*shape, dtype=torch.bfloat16):
@@ -366,7 +366,7 @@ def test_working_memory_is_what_is_allocated(batch, changes, parts):
 
     q, bias, mask = meta(batch, 4, 768, 32), meta(*problem.bias.shape), problem.mask and meta(*problem.mask.shape)
     outputs = Outputs(q, meta(batch, 4, 768, dtype=torch.float32))
-    made = backward_launch.Backward(
+    made = backward_launch.HopperBackward(
         problem, Inputs(q, q, q, bias, mask), outputs, Outputs(q, None), Needs(True, True, True, True, False)
     )
     found = backward_launch.working_memory(problem, q.device)
@@ -391,12 +391,12 @@ def test_working_memory_is_what_is_allocated(batch, changes, parts):
 @pytest.mark.parametrize(("n", "own"), [(23200, True), (23168, True), (23000, False)])
 def test_a_dbias_with_more_elements_than_an_int32_counts_has_zeros_of_its_own(n, own):
     """So has one at whose end the count of the last program of the preprocess would begin anew below zero."""
-    bias = Operand(torch.bfloat16, 1, 4, n, n)
+    bias = TensorSpec(torch.bfloat16, 1, 4, n, n)
     sizes = {"batch": 32, "heads": 4, "kv_heads": 4, "queries": n, "keys": n, "head_dim": 32, "value_dim": 32}
     problem = of(0.1, torch.bfloat16, bias=bias, bias_grad=True, **sizes)
     q, bias = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((32, 4, n, 32), bias.shape))
     outputs = Outputs(q, torch.empty(32, 4, n, device="meta"))
-    made = backward_launch.Backward(
+    made = backward_launch.HopperBackward(
         problem, Inputs(q, q, q, bias, None), outputs, Outputs(q, None), Needs(True, True, True, True, False)
     )
     assert made.lanes

@@ -20,7 +20,7 @@ from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 from tilewise.backends.gluon.sm90.common import copied_bias
 from tilewise.backends.gluon.sm90.common.config import has_lanes
 from tilewise.backends.gluon.sm90.forward import launch
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.tma import tensor_fits_tma
 
 # As a linear layer makes a pair bias, and rows of an odd number of elements.
@@ -42,7 +42,7 @@ def test_who_shares_it(shape, batch):
     """Query heads of all batch elements that have one matrix, of which there are four or more."""
     if shape[0] > batch:
         return
-    problem = replace(PROBLEM, batch=batch, bias=Operand(torch.bfloat16, *shape, 239, 433), keys=433)
+    problem = replace(PROBLEM, batch=batch, bias=TensorSpec(torch.bfloat16, *shape, 239, 433), keys=433)
     sharers = batch * 8 // (shape[0] * shape[1])
     assert copied_bias.is_shared(problem) == (sharers >= 4) == copied_bias.pads_gradient(problem)
     assert not copied_bias.is_copied(problem)
@@ -62,7 +62,7 @@ def test_who_shares_it(shape, batch):
 )
 def test_rows_of_its_gradient_are_longer_until_it_is_done(changes):
     problem = replace(PROBLEM, **{"batch": 4, "keys": 433, "bias_grad": True, **changes})
-    bias = Operand(torch.bfloat16, 1, problem.heads, problem.queries, problem.keys)
+    bias = TensorSpec(torch.bfloat16, 1, problem.heads, problem.queries, problem.keys)
     problem = replace(problem, bias=bias)
     leaf = torch.empty(1, bias.heads, bias.rows, bias.cols, dtype=torch.bfloat16)
     allocate = dbias.bias_gradient_allocation(problem, leaf)
@@ -79,7 +79,7 @@ def test_rows_of_its_gradient_are_longer_until_it_is_done(changes):
 
 
 def test_the_plan_says_so():
-    problem = replace(PROBLEM, batch=4, bias=Operand(torch.bfloat16, 1, 8, 239, 433), keys=433)
+    problem = replace(PROBLEM, batch=4, bias=TensorSpec(torch.bfloat16, 1, 8, 239, 433), keys=433)
     assert "the bias is copied" not in tiles(problem)
     assert "the bias is copied, to rows that begin at multiples of 16 bytes, 1.68 MB" in tiles(
         replace(problem, irregular=("bias",))
@@ -100,7 +100,7 @@ def test_each_call_reads_a_copy_of_its_own_bias(monkeypatch, irregular):
 
     monkeypatch.setattr(launch, "Forward", Spy)
     monkeypatch.setattr(backward_launch, "Backward", Spy)
-    problem = replace(PROBLEM, batch=4, bias=Operand(torch.float32, 1, 8, 40, 67), irregular=irregular)
+    problem = replace(PROBLEM, batch=4, bias=TensorSpec(torch.float32, 1, 8, 40, 67), irregular=irregular)
     x = torch.empty(1)
     first, later = (Inputs(x, x, x, bias, None) for bias in (ODD, ODD + 1))
     rest = Outputs(x, x), Outputs(x, x)

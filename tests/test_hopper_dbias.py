@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.spec.operands import Operand, TileOperand
+from tilewise.spec.operands import TensorSpec, TileOperand
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -31,7 +31,7 @@ def problem(B, H, Hkv, axes, M=300, N=700, dtype=torch.bfloat16, **changes):
     found = Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
         head_dim=64, value_dim=64, score=Score(0.1, None, Band()), bias_grad=True,
-        bias=Operand(dtype, sizes[axes[0]], sizes[axes[1]], M, N),
+        bias=TensorSpec(dtype, sizes[axes[0]], sizes[axes[1]], M, N),
     )  # fmt: skip
     return replace(found, **changes)
 
@@ -122,7 +122,7 @@ def test_two_sums_are_added_in_float32():
     assert torch.equal(dbias_found, (found[:1].float() + found[1:].float()).bfloat16())
 
 
-MASK, BITS = Operand(torch.bool, 1, 1, 4096, 4096), TileOperand(128, 128, "bits")
+MASK, BITS = TensorSpec(torch.bool, 1, 1, 4096, 4096), TileOperand(128, 128, "bits")
 
 
 def masked(**changes):
@@ -146,7 +146,7 @@ def masked(**changes):
         (masked(queries=16384, deterministic=True), 0),
         (masked(queries=16384, deterministic=True, bias_grad=False), 0),  # dQ has an order of its own
         (masked(queries=16384, batch=2), 0),  # the ring has an order of its own
-        (masked(queries=16384, bias=Operand(torch.bfloat16, 1, 16, 16384, 4096)), 0),  # nobody shares it
+        (masked(queries=16384, bias=TensorSpec(torch.bfloat16, 1, 16, 16384, 4096)), 0),  # nobody shares it
     ],
 )
 def test_few_heads_run_together_beside_a_mask(p, programs):
@@ -163,7 +163,7 @@ def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, m
     come as they lie come to all of these before the next."""
     monkeypatch.setattr(config, "L2_CACHE", 2 * 16 // Hkv * 5000 * 128 * 8)  # two heads at once
     B, H, M, N = 3, 16, 5000, 700
-    of = Operand(torch.bool, B if mask[0] == "b" else 1, H if mask[1] == "h" else 1, M, N)
+    of = TensorSpec(torch.bool, B if mask[0] == "b" else 1, H if mask[1] == "h" else 1, M, N)
     p = problem(B, H, Hkv, "b1", M, N, mask=of, tile_mask=BITS, head_dim=128, value_dim=128)
     sizes, c = kernel_arguments(p)
     tiles, matrices = sizes.key_tiles, of.batch * of.heads

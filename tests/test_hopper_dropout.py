@@ -165,7 +165,7 @@ def test_number_of_a_key():
 @pytest.mark.parametrize("origin", [Origin(), Origin(48, 16), Origin(5, 16)], ids=str)
 def test_tiles(functions, p, origin):
     from tilewise.backends.gluon.score import dropout_bounds
-    from tilewise.backends.kernels.score import Origin as Places
+    from tilewise.backends.kernels.score import OriginArgs as Places
 
     score = Score(1.0, None, Band(), dropout=dropout.threshold(p), origin=origin)
     bounds = {name: getattr(x, "value", x) for name, x in dropout_bounds(score).items()}

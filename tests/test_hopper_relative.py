@@ -15,7 +15,7 @@ import torch
 
 from tilewise.spec import relative as distances_of
 from tilewise.spec import tiles
-from tilewise.spec.operands import PART_WORDS, Operand, PartOperands
+from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.relative import Relative, gather, scatter, sheared, tile_kind
 from tilewise.spec.score import Band, Distances, Score
@@ -46,7 +46,7 @@ def problem(M, N, lo, count, band=None, dim=128, reverse=False, outside="zero", 
         device="cuda", capability=(9, 0), dtype=BRAIN, batch=2, heads=6, kv_heads=2, queries=M, keys=N, head_dim=dim,
         value_dim=dim,
         score=Score(0.1, None, band or Band(), query=Distances("query", lo, count, reverse, outside)),
-        parts=PartOperands(query=Operand(BRAIN, 2, 6, M, count), grads=("query",) if grad else ()), **more,
+        parts=PartOperands(query=TensorSpec(BRAIN, 2, 6, M, count), grads=("query",) if grad else ()), **more,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def kinds(p, rows, cols):
 def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     """What a loading warp fills is what its warpgroup waits for, one after the other; every visible pair with an entry
     is in such a tile; the loop that knows of no bias has none."""
-    few = PartOperands(query=Operand(BRAIN, 1, 2, p.queries, p.score.query.count))
+    few = PartOperands(query=TensorSpec(BRAIN, 1, 2, p.queries, p.score.query.count))
     p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
     terms, sizes, c = forward_arguments(p)
     ranged = c.RANGE_LO or c.RANGE_HI
@@ -289,7 +289,7 @@ def test_the_backward_knows_the_tile_that_follows(p, dim):
 def test_the_backwards_loops(monkeypatch, p, dim):
     """Each tile once, of each head; a loop that knows how its tiles lie to the range is right, and each tile that has a
     bias starts from its own, as it lies to the range."""
-    few = PartOperands(query=Operand(BRAIN, 1, 2, p.queries, p.score.query.count))
+    few = PartOperands(query=TensorSpec(BRAIN, 1, 2, p.queries, p.score.query.count))
     p = replace(p, head_dim=dim, value_dim=dim, batch=1, heads=2, kv_heads=1, parts=few)
     terms, sizes, c = backward_arguments(p)
     names = "accumulator slot_of use_of wait_full warps_barrier operand counters_at signal_stored wait_zeroed sums_of"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.spec.operands import PART_WORDS, Operand, PartOperands
+from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
 from tilewise.spec.score import Band, Distances, Score
 
 if importlib.util.find_spec("triton") is None:
@@ -27,17 +27,17 @@ from tilewise.backends.gluon import sm90 as hopper
         ({"head_dim": 40, "value_dim": 64}, None),
         ({"score": Score(0.1, None, Band(), query=Distances("query", 9, 5, True))}, None),
         ({"head_dim": 256}, f"reads {VALUES} up to 128 dimensions"),
-        ({"parts": PartOperands(key=Operand(BRAIN, 2, 6, 700, 9))}, f"has no kernel for {PART_WORDS['key']}"),
-        ({"parts": PartOperands(query=Operand(BRAIN, 2, 6, 700, 1025), shifts=("query",))},
+        ({"parts": PartOperands(key=TensorSpec(BRAIN, 2, 6, 700, 9))}, f"has no kernel for {PART_WORDS['key']}"),
+        ({"parts": PartOperands(query=TensorSpec(BRAIN, 2, 6, 700, 1025), shifts=("query",))},
          f"reads {VALUES} at positions that the host knows, one entry for each distance: not from a start that"),
-        ({"parts": PartOperands(query=Operand(BRAIN, 2, 6, 700, 9), buckets=("query",))},
+        ({"parts": PartOperands(query=TensorSpec(BRAIN, 2, 6, 700, 9), buckets=("query",))},
          f"reads {VALUES} at positions that the host knows, one entry for each distance: not through buckets"),
-        ({"parts": PartOperands(query=Operand(torch.float64, 2, 6, 700, 1025))},
+        ({"parts": PartOperands(query=TensorSpec(torch.float64, 2, 6, 700, 1025))},
          f"reads {VALUES} in float16, bfloat16 or float32, not float64"),
         ({"score": Score(0.1, None, Band(), query=Distances("query", 0, 9, outside="clamp"))},
          f"reads {VALUES} that is 0 outside its distances, or hidden by the band: not 'clamp'"),
         ({"score": Score(0.1, 2.0, Band(), query=Distances("query", 0, 9)),
-          "mask": Operand(torch.bool, 1, 1, 700, 700)},
+          "mask": TensorSpec(torch.bool, 1, 1, 700, 700)},
          f"takes {VALUES} alone: not beside a mask and a softcap"),
         ({"queries": 1}, f"reads {VALUES} for two queries and keys or more"),
     ],
@@ -50,12 +50,12 @@ def test_declines(change, reason):
 @pytest.mark.parametrize(
     ("values_of", "grad", "reason"),
     [
-        (Operand(BRAIN, 2, 6, 700, 1025), True, None),
-        (Operand(BRAIN, 1, 2, 700, 1025), False, None),
-        (Operand(BRAIN, 1, 6, 700, 1025), True, "where no two batch elements or heads share them"),
-        (Operand(BRAIN, 2, 2, 700, 1025), True, "where no two batch elements or heads share them"),
-        (Operand(FLOAT, 2, 6, 700, 1025), True, "in q's dtype torch.bfloat16, not torch.float32"),
-        (Operand(FLOAT, 2, 6, 700, 1025), False, "in q's dtype torch.bfloat16, not torch.float32"),
+        (TensorSpec(BRAIN, 2, 6, 700, 1025), True, None),
+        (TensorSpec(BRAIN, 1, 2, 700, 1025), False, None),
+        (TensorSpec(BRAIN, 1, 6, 700, 1025), True, "where no two batch elements or heads share them"),
+        (TensorSpec(BRAIN, 2, 2, 700, 1025), True, "where no two batch elements or heads share them"),
+        (TensorSpec(FLOAT, 2, 6, 700, 1025), True, "in q's dtype torch.bfloat16, not torch.float32"),
+        (TensorSpec(FLOAT, 2, 6, 700, 1025), False, "in q's dtype torch.bfloat16, not torch.float32"),
     ],
 )
 def test_declines_backward(values_of, grad, reason):

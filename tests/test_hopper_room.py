@@ -12,7 +12,7 @@ import torch
 from helpers import Case
 from room_child import room
 
-from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Distances, Score
 
@@ -74,8 +74,8 @@ def problems():
     """One of each structure: widths of tiles, kinds of bias, mask, band, softcap, order, trained or not."""
     B, H, N = 4, 8, 4096
     shapes = {"bhmn": (B, H, N, N), "1hmn": (1, H, N, N), "b11n": (B, 1, 1, N), "1hm1": (1, H, N, 1)}
-    biases = [None, *(Operand(dtype, *shape) for dtype in (BRAIN, HALF, FLOAT) for shape in shapes.values())]
-    masks = [None, Operand(torch.bool, B, 1, N, N)]
+    biases = [None, *(TensorSpec(dtype, *shape) for dtype in (BRAIN, HALF, FLOAT) for shape in shapes.values())]
+    masks = [None, TensorSpec(torch.bool, B, 1, N, N)]
     bands = [Band(), Band.aligned(True, None, 0), Band.aligned(False, (300, 20), 0)]
     for d, dv, bias, mask, band, cap, ordered in itertools.product(
         (32, 64, 128, 256), (32, 64, 128, 256), biases, masks, bands, (None, 9.0), (False, True)
@@ -96,7 +96,7 @@ def problems_by_distance():
         (False, True), (False, True),
     ):  # fmt: skip
         distances = Distances("query", lo, count)
-        parts = PartOperands(query=Operand(dtype, b, h, N, count), grads=("query",) if trained else ())
+        parts = PartOperands(query=TensorSpec(dtype, b, h, N, count), grads=("query",) if trained else ())
         yield Problem(
             "cuda", (9, 0), BRAIN, B, H, H, N, N, d, dv, Score(0.1, None, band, query=distances), parts=parts,
             deterministic=ordered,
@@ -137,7 +137,7 @@ COMPILED = [
 def test_the_sum_is_what_a_compiler_takes(compilers, case):
     found = {x.name: x.shared for x in compilers.rooms(room, "3.6.0", 90, case, "hopper")}
     bias, mask = (
-        (Operand(dtype, *case.shape(x)) if x else None) for dtype, x in ((BRAIN, case.bias), (torch.bool, case.mask))
+        (TensorSpec(dtype, *case.shape(x)) if x else None) for dtype, x in ((BRAIN, case.bias), (torch.bool, case.mask))
     )
     score = Score(0.1, case.softcap, Band.aligned(case.causal, case.window, 0))
     problem = Problem(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise.spec import tiles
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -40,7 +40,7 @@ def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
     problem = Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
         head_dim=D, value_dim=D, score=Score(0.1, None, band), bias_grad=False, deterministic=False,
-        bias=None if bias is None else Operand(torch.bfloat16, *(shape[axis] for axis in bias)),
+        bias=None if bias is None else TensorSpec(torch.bfloat16, *(shape[axis] for axis in bias)),
     )  # fmt: skip
     config = forward_config(problem)
     sizes = launch._sizes(problem, config, programs)

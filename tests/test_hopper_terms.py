@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tilewise.spec import reference
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -39,8 +39,8 @@ def problem(bias=None, mask=None, scale=0.3, cap=None):
     return Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=KV_HEADS, queries=M, keys=N,
         head_dim=64, value_dim=64, score=Score(scale, cap, Band()), bias_grad=bias is not None,
-        bias=None if bias is None else Operand(torch.bfloat16, *bias),
-        mask=None if mask is None else Operand(torch.bool, *mask),
+        bias=None if bias is None else TensorSpec(torch.bfloat16, *bias),
+        mask=None if mask is None else TensorSpec(torch.bool, *mask),
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def tiles_together(monkeypatch):
         c = SimpleNamespace(BLOCK_N=64, BLOCK_D=32, BLOCK_DV=8, WARPGROUPS=1, HIDES_KEYS=False)
         x, before, probabilities = SimpleNamespace(q=SimpleNamespace(dtype=None)), None, []
         nothing = torch.full((64,), -math.inf)
-        rows = together_kernel.Rows(nothing, nothing, torch.zeros(64), torch.zeros(64, 8), None)
+        rows = together_kernel.HeadRows(nothing, nothing, torch.zeros(64), torch.zeros(64, 8), None)
         for n in range(len(v)):
             here = SimpleNamespace(slot=n, v=n, phase=0)
             rows = together_kernel.attend.fn(None, rows, x, shared, before, here, True, terms, c, 0, n == 0)

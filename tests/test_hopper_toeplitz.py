@@ -16,7 +16,7 @@ import torch
 
 from tilewise.backends import Needs, Outputs
 from tilewise.spec import tiles
-from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Far, Score
 
@@ -43,7 +43,7 @@ def problem(M, N, lo, hi, band=None, dim=64, linear=False, grad=True, heads=2, *
     return Problem(
         device="cuda", capability=(9, 0), dtype=BRAIN, batch=1, heads=heads, kv_heads=1, queries=M, keys=N,
         head_dim=dim, value_dim=dim, score=Score(0.25, None, band or Band(), toeplitz=Far(lo, hi, linear)),
-        parts=PartOperands(toeplitz=Operand(FLOAT, 1, heads, 1, M + N - 1), grads=("toeplitz",) if grad else ()),
+        parts=PartOperands(toeplitz=TensorSpec(FLOAT, 1, heads, 1, M + N - 1), grads=("toeplitz",) if grad else ()),
         **more,
     )  # fmt: skip
 
@@ -273,7 +273,9 @@ def test_the_order_of_the_backwards_words(monkeypatch, grad):
     monkeypatch.setattr(toeplitz_tiles, "PAD", SimpleNamespace(value=toeplitz_tiles.PAD))
     problem, inputs = hopper_toeplitz_child.call(hopper_toeplitz_child.Toeplitz(grad=grad))
     outputs = Outputs(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3], device="meta"))
-    run = backward_launch.Backward(problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=grad))
+    run = backward_launch.HopperBackward(
+        problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=grad)
+    )
     taken = []
     monkeypatch.setattr(
         toeplitz_gradient, "words", lambda diagonal, corner, like, keys_in_rows, step: taken.append(step)
@@ -427,10 +429,10 @@ def test_declines():
     assert hopper.declines(p) is hopper.declines(p, "backward") is None
     for changed, words in (
         (replace(p, score=replace(p.score, softcap=5.0)), "alone: not beside a softcap"),
-        (replace(p, bias=Operand(BRAIN, 1, 1, 1, 1500)), "alone: not beside another bias"),
+        (replace(p, bias=TensorSpec(BRAIN, 1, 1, 1, 1500)), "alone: not beside another bias"),
         (replace(p, head_dim=256), "up to 128 dimensions"),
         (replace(p, score=replace(p.score, toeplitz=None)), "where it is known what far distances have"),
-        (replace(p, parts=PartOperands(toeplitz=Operand(torch.float64, 1, 2, 1, 2999))), "in float32, not float64"),
+        (replace(p, parts=PartOperands(toeplitz=TensorSpec(torch.float64, 1, 2, 1, 2999))), "in float32, not float64"),
     ):
         assert words in hopper.declines(changed)
     assert "in any order" in hopper.declines(replace(p, deterministic=True), "backward")

@@ -17,7 +17,7 @@ from aot_child import compile_hopper_case
 from aot_compilers import hold_hopper
 from helpers import Case
 
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -59,11 +59,11 @@ def test_hidden_keys_are_one_more_step(compilers, case):
     assert 2 * (code.kernel.shared + 1024) <= SHARED_MEMORY + 1024
 
 
-KEYS = Operand(torch.bool, 256, 1, 1, 256)
+KEYS = TensorSpec(torch.bool, 256, 1, 1, 256)
 
 
 def of(bias=BRAIN, band=None, cap=None, scale=0.2, dim=32, **terms):
-    operand = bias and Operand(bias, 1, 4, 256, 256)
+    operand = bias and TensorSpec(bias, 1, 4, 256, 256)
     score = Score(scale, cap, band or Band())
     return Problem("cuda", (9, 0), BRAIN, 256, 4, 4, 256, 256, dim, dim, score, operand, **terms)
 
@@ -80,7 +80,7 @@ def test_which_calls_come_together(problem):
         of(None), of(FLOAT), of(cap=5.0), of(dim=40),
         of(band=Band.aligned(True, None, 0)), of(mask=replace(KEYS, rows=256)),
         of(mask=replace(KEYS, heads=4)), of(mask=KEYS, dim=40), of(mask=KEYS, cap=5.0),
-        of(sink=Operand(FLOAT, 1, 4, 1, 1)), of(totals=(512, 512)),
+        of(sink=TensorSpec(FLOAT, 1, 4, 1, 1)), of(totals=(512, 512)),
     ],
 )  # fmt: skip
 def test_which_do_not(problem):
@@ -207,7 +207,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
 
     full = SimpleNamespace(index=lambda slot: slot)
     rings = ring("k"), ring("v"), ring("bias"), ring("hidden")
-    shared = together_kernel.Shared(MagicMock(), *rings, MagicMock(), full, MagicMock())
+    shared = together_kernel.SmallHeadShared(MagicMock(), *rings, MagicMock(), full, MagicMock())
     sized = {
         name: SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for name, n in {"k": 4, "v": 4, "bias": 8}.items()
     }

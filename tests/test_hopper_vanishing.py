@@ -16,7 +16,7 @@ import torch
 from tilewise.backends import Inputs
 from tilewise.spec import tiles
 from tilewise.spec.bias_components import Parts
-from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Far, Score
 
@@ -37,7 +37,7 @@ SCALE = 0.25
 
 
 def problem(M=1500, N=1500, lo=0, hi=0, band=None, B=2, heads=4, kv_heads=2, dim=64, linear=True, shared=False, **more):
-    vector = Operand(FLOAT, 1 if shared else B, 1 if shared else heads, 1, M + N - 1)
+    vector = TensorSpec(FLOAT, 1 if shared else B, 1 if shared else heads, 1, M + N - 1)
     return Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=heads, kv_heads=kv_heads, queries=M,
         keys=N, head_dim=dim, value_dim=dim, score=Score(SCALE, None, band or Band(), toeplitz=Far(lo, hi, linear)),
@@ -165,7 +165,7 @@ def test_who_asks(monkeypatch):
     for yes in (p, problem(band=Band(None, 0)), problem(1024, 9000), problem(band=Band(-900, None)), problem(dim=128)):
         assert asks(yes)
         assert config.forward_config(yes).dynamic
-    mask = Operand(torch.bool, 1, 1, 1500, 1500)
+    mask = TensorSpec(torch.bool, 1, 1, 1500, 1500)
     parts = {"parts": None, "score": Score(SCALE, None, Band())}
     for no in (problem(1023, 1500), problem(1500, 1100), problem(linear=False), problem(band=Band(None, -1)),
                problem(band=Band(1, None)), replace(p, mask=mask), replace(p, **parts),

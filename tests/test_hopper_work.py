@@ -13,7 +13,7 @@ import torch
 from pairwise import pairwise
 
 from tilewise.spec import tiles
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -49,8 +49,8 @@ def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None, D=
     return Problem(
         device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
         head_dim=D, value_dim=D, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
-        bias=Operand(torch.bfloat16, b, h, m, n),
-        mask=None if mask is None else Operand(torch.bool, *(sizes[axis] for axis in mask)),
+        bias=TensorSpec(torch.bfloat16, b, h, m, n),
+        mask=None if mask is None else TensorSpec(torch.bool, *(sizes[axis] for axis in mask)),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewise import TileMask, attention, explain, merge_attention, varlen_attention
 from tilewise.backends import Inputs
 from tilewise.spec.rounding import low_bits, with_low_bits
-from tilewise.spec.score import Band, Score, Terms
+from tilewise.spec.score import Band, Score, ScoreNumbers
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 ONE = Case(B=2, H=4, Hkv=2, M=37, N=37, D=16, dtype=HALF, window=(0, 0), dropout_p=0.9, lse=False)
@@ -140,14 +140,14 @@ def test_the_operator(dtype, heads_last):
     if heads_last:
         x = [y.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for y in x]
     inputs = Inputs(*x, None, None, seed=torch.tensor([1, 2]))
-    terms = Terms.of(Score.of(Band(0, 0), 16, dropout_p=0.9), False, "cpu")
+    terms = ScoreNumbers.of(Score.of(Band(0, 0), 16, dropout_p=0.9), False, "cpu")
     torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs.flat(), *terms))
     o, lse, o_low = torch.ops.tilewise.attention(*inputs.flat(), *terms)
     assert o_low.dtype == torch.int16
     assert not o_low.requires_grad
     assert o_low.shape == (o.shape if dtype == HALF else (0,))
     assert dtype == FLOAT or o_low.stride() == o.stride()
-    without = Inputs(*x, None, None).flat(), Terms.of(Score.of(Band(0, 0), 16), False, "cpu")
+    without = Inputs(*x, None, None).flat(), ScoreNumbers.of(Score.of(Band(0, 0), 16), False, "cpu")
     assert torch.ops.tilewise.attention(*without[0], *without[1])[2].shape == (0,)
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.spec.operands import BroadcastGroup, Operand
+from tilewise.spec.operands import BroadcastGroup, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 from tilewise.spec.tma import fits_tma
@@ -389,8 +389,8 @@ def test_problem_describes_the_call():
     )
     assert problem == Problem(
         device="cpu", capability=None, dtype=torch.float32, batch=B, heads=H, kv_heads=HKV, queries=M, keys=N,
-        head_dim=D, value_dim=DV, score=score, bias=Operand(torch.bfloat16, B, 1, M, N),
-        mask=Operand(torch.bool, 1, HKV, 1, N), bias_grad=True, deterministic=True,
+        head_dim=D, value_dim=DV, score=score, bias=TensorSpec(torch.bfloat16, B, 1, M, N),
+        mask=TensorSpec(torch.bool, 1, HKV, 1, N), bias_grad=True, deterministic=True,
     )  # fmt: skip
     assert hash(problem) == hash(
         Problem.of(*x.values(), bias, mask, None, None, None, None, None, score, bias_grad=True, deterministic=True)
@@ -416,7 +416,7 @@ def test_zero_sizes_are_empty_problems(axis):
 
 
 def with_bias(batch, heads, rows, cols, causal=False, queries=M):
-    bias = Operand(torch.bfloat16, batch, heads, rows, cols)
+    bias = TensorSpec(torch.bfloat16, batch, heads, rows, cols)
     return Problem(
         device="cpu", capability=None, dtype=torch.float32, batch=B, heads=H, kv_heads=HKV, queries=queries, keys=N,
         head_dim=D, value_dim=DV, score=Score(1.0, None, Band(hi=0 if causal else None)), bias=bias,

@@ -181,7 +181,7 @@ def test_declines():
 
 def test_another_start_or_length_finds_the_kernel_of_the_last():
     """What a launch is looked up by, see `launcher.Launch.wants`."""
-    from tilewise.backends.triton.launch import Forward
+    from tilewise.backends.triton.launch import TritonForward
     from tilewise.frontend.arguments import read_call
     from tilewise.spec.problem import Problem
 
@@ -191,7 +191,7 @@ def test_another_start_or_length_finds_the_kernel_of_the_last():
         call = read_call(q, k, k, bias=bias, mask=None, sink=None, causal=False, window=None, dropout_p=0.0,
                          dropout_seed=None, deterministic=None, backend=None)  # fmt: skip
         problem = replace(Problem.of(*call.inputs, call.score), device="cuda", capability=(8, 0))
-        launch = Forward(problem, call.inputs).main
+        launch = TritonForward(problem, call.inputs).main
         tensors = (*call.inputs[:6], *call.inputs.parts, None, q, q)
         return launch.wants(tensors, [x is not None for x in tensors])
 

@@ -15,7 +15,7 @@ from helpers import Case, check, hold, run, tensors
 import tilewise
 from tilewise import attention, explain
 from tilewise.backends.gluon import sm90
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SMALL = Case(B=2, H=4, Hkv=2, M=37, N=70, D=16, sink="h")
@@ -249,7 +249,7 @@ def test_flops_and_explanation():
     assert "sink (1, 4, 1) float32: one more" in str(explain(q, k, v, sink=torch.zeros(4)))
     assert (e.forward.flops, e.backward.flops) == (without.forward.flops, without.backward.flops)
     assert (e.forward.bytes - without.forward.bytes, e.backward.bytes - without.backward.bytes) == (160, 2 * 160)
-    assert e.problem.sink == Operand(FLOAT, 2, 4, 5, 1)
+    assert e.problem.sink == TensorSpec(FLOAT, 2, 4, 5, 1)
     assert "o is 0 and lse the sink" in str(explain(q, k[:, :, :0], v[:, :, :0], sink=sink))
 
 
@@ -263,7 +263,7 @@ def test_hopper_takes_it():
         assert plan.backend == "triton"
         assert ("hopper", "takes no sink beside a bias that is constant along the keys") in plan.declined
     wide = explain(q, k, v, sink=torch.empty(4, device="meta", dtype=BRAIN), device="sm_90").problem
-    wide = replace(wide, sink=Operand(DOUBLE, 1, 4, 1, 1))
+    wide = replace(wide, sink=TensorSpec(DOUBLE, 1, 4, 1, 1))
     assert sm90.declines(wide) == "reads a sink in float16, bfloat16 or float32, not float64"
 
 

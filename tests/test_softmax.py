@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import softmax
-from tilewise.ops.row_softmax import Needs, cpu
+from tilewise.ops.row_softmax import SoftmaxNeeds, cpu
 from tilewise.ops.row_softmax.explanation import explain
 from tilewise.quantities import quantity
 
@@ -166,7 +166,7 @@ def test_a_plain_call_is_one_pass_and_its_backward_two(dtype, transposed):
         p = cpu.forward(x, 1.0, None, None, 1)
     assert [name for name in passes.names if not name.startswith("empty")] == ["_softmax"]
     with Passes(x.numel()) as passes:
-        cpu.backward(dp, p, 1.0, None, 1, Needs(True, False))
+        cpu.backward(dp, p, 1.0, None, 1, SoftmaxNeeds(True, False))
     assert [name for name in passes.names if not name.startswith("empty")] == ["_softmax_backward_data", "sum"]
 
 
@@ -270,7 +270,7 @@ def test_memory_of_a_plain_call_and_its_backward(dtype):
 
     x, dp = (torch.randn(256, 1024, dtype=dtype) for _ in range(2))
     p = softmax(x)
-    for step in (lambda: (softmax(x),), lambda: (cpu.backward(dp, p, 1.0, None, 1, Needs(True, False))[0],)):
+    for step in (lambda: (softmax(x),), lambda: (cpu.backward(dp, p, 1.0, None, 1, SoftmaxNeeds(True, False))[0],)):
         assert working_bytes(step, torch.device("cpu")) < 1 << 14
 
 

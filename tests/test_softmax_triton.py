@@ -69,7 +69,7 @@ def in_parts(case):
     """As on a GPU that has too few multiprocessors for its programs to wait for each other."""
     from tilewise.ops.row_softmax.triton import config, launch
 
-    was, launch.softmax_config = launch.softmax_config, lambda *a: config.Config(False, 1, 64, 8, 192, 1)
+    was, launch.softmax_config = launch.softmax_config, lambda *a: config.SoftmaxConfig(False, 1, 64, 8, 192, 1)
     launch._prepare.cache_clear()
     try:
         check(case, by_kernels)

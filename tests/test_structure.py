@@ -26,7 +26,7 @@ from tilewise.operator.prepared import Prepared
 from tilewise.operator.structure import Variants, layouts, structure_of, terms_key
 from tilewise.planner import make_plan
 from tilewise.spec.problem import Problem, irregular
-from tilewise.spec.score import Band, Score, Terms
+from tilewise.spec.score import Band, Score, ScoreNumbers
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -59,9 +59,9 @@ def made(case: Case, longest: int) -> tuple[Inputs, Outputs, Outputs]:
     return inputs, Outputs(o, lse), Outputs(torch.empty_like(o), torch.empty_like(lse) if c.lse else None)
 
 
-def terms_of(case: Case, backend: str) -> Terms:
+def terms_of(case: Case, backend: str) -> ScoreNumbers:
     band = Band.aligned(case.causal, case.window, case.N - case.M)
-    return Terms.of(Score.of(band, case.D, softcap=case.softcap), case.deterministic, backend)
+    return ScoreNumbers.of(Score.of(band, case.D, softcap=case.softcap), case.deterministic, backend)
 
 
 NOTHING = None, None, None  # no bias, mask and sink
@@ -390,7 +390,7 @@ def test_threads_share_variants():
         def resized(self, structure, lo, hi):
             return self.n if structure.keys % 4 == self.n else None
 
-    variants, terms = Variants([]), Terms.of(Score.of(Band(), 16), False, "auto")
+    variants, terms = Variants([]), ScoreNumbers.of(Score.of(Band(), 16), False, "auto")
     problem = Problem.of(*qkv(8, 24), *(None,) * 7, Score.of(Band(), 16))
     for n in range(4):
         assert variants.add(problem, For(n))

@@ -158,10 +158,10 @@ def stays(case: Case) -> dict[str, set[str]]:
     x = tensors(case)
     problem = Problem.of(x.q, x.k, x.v, *(None,) * 7, Score.of(Band(), case.D))
     inputs, cotangents = Inputs(x.q, x.k, x.v, None, None), Outputs(x.do, None)
-    forward = launch.Forward(problem, inputs)
+    forward = launch.TritonForward(problem, inputs)
     run, changed = launch.Launch.__call__, {}
     outputs = forward(inputs)
-    backward = launch.Backward(problem, inputs, outputs, cotangents, Needs(True, True, True, False))
+    backward = launch.TritonBackward(problem, inputs, outputs, cotangents, Needs(True, True, True, False))
 
     def crowded(self, *tensors):
         if self.kernel.fn.__name__ in ("forward_kernel", "backward_kernel") and self.options["num_stages"] > 1:

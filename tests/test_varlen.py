@@ -32,7 +32,7 @@ from varlen_helpers import (
 from tilewise import attention, varlen, varlen_attention
 from tilewise.backends import sequences
 from tilewise.bias import RaggedBias, alibi
-from tilewise.spec.score import Terms
+from tilewise.spec.score import ScoreNumbers
 
 INF = math.inf
 # Queries without keys, keys without queries, neither; one of each; more of the one and of the other.
@@ -440,7 +440,7 @@ def test_the_operator(name):
         patch.setattr(varlen, "attention_op", lambda *x, **y: calls.append(x) or (qkv[0][None], qkv[0]))
         call(qkv, USED, bias=bias, sink=torch.randn(H, USED.total_q, requires_grad=True))
     inputs, score, *_ = calls[0]
-    terms = Terms.of(score, False, "cpu")
+    terms = ScoreNumbers.of(score, False, "cpu")
     assert terms.score == score
     given = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs.flat()]
     torch.library.opcheck(torch.ops.tilewise.attention.default, (*given, *terms))

@@ -117,10 +117,10 @@ def sparse_sum_of(
     import torch
 
     from tilewise.backends.gluon.sm90.backward.sparse_sum import SparseSum
-    from tilewise.spec.operands import Operand
+    from tilewise.spec.operands import TensorSpec
 
-    of = Operand(torch.float16, *bias)
-    shape = SimpleNamespace(bias=of, mask=Operand(torch.bool, *mask), queries=bias[2], keys=bias[3])
+    of = TensorSpec(torch.float16, *bias)
+    shape = SimpleNamespace(bias=of, mask=TensorSpec(torch.bool, *mask), queries=bias[2], keys=bias[3])
     like = torch.empty(bias[0], bias[1], bias[3], bias[2], dtype=torch.float16).mT
     sums = SparseSum(shape, like, total, block_n)
     zeroed = total.clone()

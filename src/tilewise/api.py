@@ -202,7 +202,9 @@ def attention(
 def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Of DTensors whose sequence is split; None for others. Only who has DTensors has torch.distributed."""
     from tilewise.distributed.dtensor import attention_of_sequences
-    from tilewise.distributed.operands import Options
+    from tilewise.distributed.operands import CallOptions
 
     given = {name: options[name] for name in ("bias", "mask", "sink")}
-    return attention_of_sequences(q, k, v, given, Options(**{name: options[name] for name in Options._fields}), {})
+    return attention_of_sequences(
+        q, k, v, given, CallOptions(**{name: options[name] for name in CallOptions._fields}), {}
+    )

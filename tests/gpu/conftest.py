@@ -36,8 +36,8 @@ def give_memory_back() -> Iterator[None]:
 
 @pytest.fixture
 def hopper_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Each of Hopper's backwards that has run, a `Backward`; of one for other lengths that which it was made of."""
-    from tilewise.backends.gluon.sm90.backward.launch import Backward
+    """The backwards that have run on Hopper: each `HopperBackward`, and the origin of each `ResizedBackward`."""
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
     from tilewise.backends.gluon.sm90.backward.resized import ResizedBackward
 
     log: list[Any] = []
@@ -51,6 +51,6 @@ def hopper_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         monkeypatch.setattr(kind, "__call__", watched)
 
-    watch(Backward, lambda run: run)
+    watch(HopperBackward, lambda run: run)
     watch(ResizedBackward, lambda run: run.of)
     return log

@@ -16,7 +16,7 @@ from tilewise.backends import Inputs
 from tilewise.backends.gluon.sm90.backward.launch import _sizes
 from tilewise.backends.gluon.sm90.common.config import backward_config, forward_config
 from tilewise.backends.gluon.sm90.common.traits import multiprocessors
-from tilewise.backends.gluon.sm90.forward.launch import Forward
+from tilewise.backends.gluon.sm90.forward.launch import HopperForward
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
@@ -430,7 +430,7 @@ def test_programs_of_the_backward_that_stay(terms):
 def test_programs_that_take_tiles_as_they_are_done(case):
     """Each tile is computed once, whichever program takes it: equal bits."""
     x = tensors(case, "cuda")
-    assert Forward(problem_of(case, x), Inputs(x.q, x.k, x.v, x.bias, x.mask)).dynamic
+    assert HopperForward(problem_of(case, x), Inputs(x.q, x.k, x.v, x.bias, x.mask)).dynamic
     first = run(case, "hopper", "cuda", x)
     hold(case, first, "cuda")
     for _ in range(20):

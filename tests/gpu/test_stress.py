@@ -12,7 +12,7 @@ from helpers import NAMES, Case, Results, Tensors, call, differentiate, hold, po
 
 from tilewise import attention, explain, matmul
 from tilewise.backends import Inputs, Needs
-from tilewise.spec.score import Band, Score, Terms
+from tilewise.spec.score import Band, Score, ScoreNumbers
 
 BRAIN = torch.bfloat16
 FULL = Case(B=4, H=16, M=2048, N=2048, D=128, dtype=BRAIN)
@@ -368,7 +368,7 @@ def test_opcheck(case):
     """Shapes, dtypes and strides of the fake kernels; autograd; no input written."""
     x = tensors(case, "cuda")
     band = Band(None, case.N - case.M if case.causal else None)
-    terms = Terms.of(Score(0.125, None, band), True, "triton")
+    terms = ScoreNumbers.of(Score(0.125, None, band), True, "triton")
     leaves = [y.detach().requires_grad_() for y in x[:4]]
     torch.library.opcheck(torch.ops.tilewise.attention.default, (*Inputs(*leaves, x.mask).flat(), *terms))
     inputs = Inputs(*(y.detach() for y in leaves), x.mask).flat()

@@ -121,12 +121,12 @@ def test_documents(name, terms):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls this mode a prototype
 @pytest.mark.parametrize(("length", "packed"), [(39, False), (900, True)])
 def test_which_kernel_has_the_tiles_of_documents(length, packed):
-    from tilewise.backends.gluon.sm90.forward.launch import Forward
+    from tilewise.backends.gluon.sm90.forward.launch import HopperForward
 
     found = TileMask.documents(torch.arange(LONG.N, device="cuda") // length)
     q = torch.randn(1, 8, LONG.M, 64, device="cuda", dtype=BRAIN)
     inputs = Inputs(q, q, q, None, None, tiles=found.tensors)
-    run = Forward(Problem.of(*inputs, Score(0.125, None, Band())), inputs)
+    run = HopperForward(Problem.of(*inputs, Score(0.125, None, Band())), inputs)
     for mode in ("default", "error"):  # the first call compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.spec.bias_components import DIFFERENTIABLE, NO_PARTS, Parts
 from tilewise.spec.block_mask import NO_TILES, TileTensors
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band
 from tilewise.spec.seqlens import NO_LENGTHS, Lengths
@@ -140,13 +140,13 @@ def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: 
     copy = object.__new__(Problem)
     copy.__dict__.update(problem.__dict__, queries=M, keys=N, score=score)
     for name in ("bias", "mask"):
-        x: Operand | None = getattr(problem, name)
+        x: TensorSpec | None = getattr(problem, name)
         if x is not None:
-            whole = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, x.cols if x.cols == 1 else N)
+            whole = TensorSpec(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, x.cols if x.cols == 1 else N)
             copy.__dict__[name] = whole
     if problem.sink is not None:
         x = problem.sink
-        copy.__dict__["sink"] = Operand(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, 1)
+        copy.__dict__["sink"] = TensorSpec(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, 1)
     return copy
 
 

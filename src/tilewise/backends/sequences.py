@@ -19,7 +19,7 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits,
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Distances, Score
-from tilewise.spec.seqlens import Place, places
+from tilewise.spec.seqlens import SequencePlace, places
 
 PAIRS = 2**20  # of a query head, at which a run of sequences ends: more in one call saves nothing
 
@@ -86,10 +86,10 @@ def _sink_alone(x: _Sequence, cotangents: Outputs, sums: dict[str, Tensor]) -> N
         total.add_(x.part("q", cotangents.lse).sum_to_size(total.shape))
 
 
-class _Run(NamedTuple):
+class _SequenceRun(NamedTuple):
     """Sequences of equal lengths, from the first on; their keys begin ``step`` rows after each other's."""
 
-    first: Place
+    first: SequencePlace
     batch: int  # how many
     step: int
 
@@ -122,21 +122,21 @@ class _Run(NamedTuple):
         return found.movedim((dim - 1, -1), (0, dim))
 
 
-def _runs(found: list[Place], shifts: list[tuple[int, ...]], ragged: bool) -> Iterator[_Run]:
+def _runs(found: list[SequencePlace], shifts: list[tuple[int, ...]], ragged: bool) -> Iterator[_SequenceRun]:
     """Of those that have queries. ``shifts``: of each sequence, the starts of its distances."""
-    run: _Run | None = None
+    run: _SequenceRun | None = None
     for x in found:
         if x.queries == 0:
             continue
         longer = None if run is None else _extended(run, x, shifts, ragged)
         if run is not None and longer is None:
             yield run
-        run = longer or _Run(x, 1, 0)
+        run = longer or _SequenceRun(x, 1, 0)
     if run is not None:
         yield run
 
 
-def _extended(run: _Run, x: Place, shifts: list[tuple[int, ...]], ragged: bool) -> _Run | None:
+def _extended(run: _SequenceRun, x: SequencePlace, shifts: list[tuple[int, ...]], ragged: bool) -> _SequenceRun | None:
     """The run with the sequence ``x`` after its last; None if it is none of them."""
     first, n = run.first, run.batch
     step = run.step or x.first_key - first.first_key
@@ -156,7 +156,7 @@ class _Sequence(NamedTuple):
     """A run of sequences as a dense call."""
 
     packed: Problem
-    run: _Run
+    run: _SequenceRun
     problem: Problem
     inputs: Inputs
 
@@ -179,7 +179,7 @@ def _shared(problem: Problem, inputs: Inputs) -> set[str]:
     return {name for name, x in named.items() if name not in packed and x.shape[0] == 1}
 
 
-def _part(problem: Problem, run: _Run, name: str, x: Tensor) -> Tensor:
+def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
     """Of an operand of the packed batch, or of what is laid out like it, the view that belongs to a run."""
     packed = problem.score.packed
     assert packed is not None
@@ -241,7 +241,7 @@ def _shifts(inputs: Inputs, count: int) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True)) if columns else [()] * count
 
 
-def _dense_inputs(problem: Problem, inputs: Inputs, run: _Run, wide: Collection[str]) -> Inputs:
+def _dense_inputs(problem: Problem, inputs: Inputs, run: _SequenceRun, wide: Collection[str]) -> Inputs:
     def part(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
@@ -264,7 +264,7 @@ def _dense_inputs(problem: Problem, inputs: Inputs, run: _Run, wide: Collection[
     return Inputs(q, k, v, bias, mask, sink, parts, inputs.seed)
 
 
-def _dense_score(problem: Problem, inputs: Inputs, run: _Run) -> Score:
+def _dense_score(problem: Problem, inputs: Inputs, run: _SequenceRun) -> Score:
     """With the band, and with distances, counted from each sequence's first query and key."""
     score, parts = problem.score, inputs.parts
     band = score.band.shifted(run.keys - run.queries)

@@ -12,15 +12,15 @@ from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.compiled import compiled_call
 from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.methods import METHODS, attend
-from tilewise.distributed.operands import FUNCTION, Options, ShardedCall, read
+from tilewise.distributed.operands import FUNCTION, CallOptions, ShardedCall, read
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
-from tilewise.distributed.two_axes import Axes, attend_on_two_axes
+from tilewise.distributed.two_axes import MeshAxes, attend_on_two_axes
 from tilewise.frontend.arguments import Bias, Seed, Window
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.operator.dispatch import describe
 from tilewise.planner import check_backend
 from tilewise.spec.checks import check_flag
-from tilewise.spec.score import Terms
+from tilewise.spec.score import ScoreNumbers
 
 MethodName = Literal["auto", "all_gather", "ring", "all_to_all"]
 
@@ -64,7 +64,7 @@ def context_parallel_attention(
             own order, (B|1, H|Hkv|1, M / ranks, N), and its gradient stays here; a bias along the queries, or along the
             keys (B|1, H|Hkv|1, 1, N / ranks), is split as q or k is. So are values per query or key of a RelativeBias,
             and u and w of a low rank. Tables, slopes and whatever else has neither axis are the same on every rank, and
-            so are their gradients: the sum over ranks. Terms count positions in the whole sequence.
+            so are their gradients: the sum over ranks. ScoreNumbers count positions in the whole sequence.
         mask: bool, in the shapes of a bias.
         sink: (H,), the same on every rank, or of this rank's queries, (B|1, H|1, M / ranks).
         dropout_p, dropout_seed: as for `tilewise.attention`: what is dropped depends on a score's place in the whole
@@ -95,7 +95,7 @@ def context_parallel_attention(
     Llama 3 (arXiv 2407.21783), section 3.3.2.
     """
     given = {"bias": bias, "mask": mask, "sink": sink, "dropout_seed": dropout_seed}
-    options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
+    options = CallOptions(causal, window, scale, softcap, deterministic, backend, dropout_p)
     how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         found = attend_on_two_axes(mesh, load_balancer, (q, k, v), given, options, unknown, **how)
@@ -136,7 +136,7 @@ def explain_context_parallel(
         ValueError, TypeError, NotImplementedError: as the call would on this rank.
     """
     _refuse(unknown)
-    options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
+    options = CallOptions(causal, window, scale, softcap, deterministic, backend, dropout_p)
     ranks = Ranks.of(mesh, load_balancer)
     call, tensors = read((q, k, v), bias, mask, sink, ranks, options, dropout_seed)
     check_method(method)
@@ -146,7 +146,7 @@ def explain_context_parallel(
 
 def attend_shards(
     ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
-    options: Options, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
+    options: CallOptions, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)`` of this rank's rows; under a compiler by the operator."""
     how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
@@ -157,8 +157,8 @@ def attend_shards(
 
 
 def prepare(
-    ranks: Ranks, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], options: Options, unknown: dict[str, Any],
-    *, method: str, validate: bool, return_lse: bool, axes: Axes | None = None,
+    ranks: Ranks, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], options: CallOptions,
+    unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool, axes: MeshAxes | None = None,
 ) -> tuple[str, ShardedCall, list[Tensor]]:  # fmt: skip
     """The method that all ranks take, the call and its tensors; an error of one rank is raised on all. axes: those of a
     mesh of two, of which ``ranks`` are all."""
@@ -209,7 +209,7 @@ def _check_locally(call: ShardedCall, tensors: list[Tensor]) -> None:
     ranks = call.ranks
     at = ranks.chunks(call.queries)[0], ranks.chunks(call.keys)[0]
     local = call.local(call.cut(tensors, *at), *at)
-    describe(local.inputs, Terms.of(local.score, local.deterministic, local.backend))
+    describe(local.inputs, ScoreNumbers.of(local.score, local.deterministic, local.backend))
     device = tensors[0].device.type
     if device != ranks.device:
         raise ValueError(f"q: must be on the mesh's device {ranks.device}, got {device}")

@@ -21,7 +21,7 @@ from tilewise.distributed.layout import Chunk, Ranks, shards_of, whole_of
 from tilewise.distributed.operands import ShardedCall
 from tilewise.operator.dispatch import backward_of
 from tilewise.spec.bias_components import DIFFERENTIABLE
-from tilewise.spec.score import Terms
+from tilewise.spec.score import ScoreNumbers
 
 
 def _to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
@@ -149,7 +149,7 @@ def part_gradients(
     if not asked:
         return [None] * len(leaves)
     wanted = Needs(*(name in asked for name in Needs._fields))
-    terms = Terms.of(local.score, local.deterministic, local.backend)
+    terms = ScoreNumbers.of(local.score, local.deterministic, local.backend)
     grads = backward_of(inputs, outputs, cotangents, terms, wanted)(inputs, outputs, cotangents)
     made, given = list(asked.values()), [getattr(grads, name) for name in asked]
     targets = [x for x in leaves if x.requires_grad]

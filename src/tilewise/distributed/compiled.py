@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term
 from tilewise.distributed.layout import LoadBalancer, Ranks
-from tilewise.distributed.operands import FUNCTION, Options
+from tilewise.distributed.operands import FUNCTION, CallOptions
 from tilewise.frontend.autocast import autocast
 from tilewise.operator.seed import drawn_seed
 
@@ -56,7 +56,7 @@ class Description(NamedTuple):
 
 def compiled_call(
     ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
-    options: Options, *, method: str, validate: bool, return_lse: bool,
+    options: CallOptions, *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The operator's call; every line of it is traced."""
     tensors = list(autocast(*qkv))
@@ -88,7 +88,7 @@ def compiled_call(
     return o, lse
 
 
-def _ordered(options: Options) -> bool:
+def _ordered(options: CallOptions) -> bool:
     """What torch's setting says now, and not when the graph runs."""
     if options.deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
@@ -119,7 +119,9 @@ def described(words: str) -> Description:
     return Description(*ast.literal_eval(words))
 
 
-def given_by(call: Description, tensors: list[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Options]:
+def given_by(
+    call: Description, tensors: list[Tensor]
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], CallOptions]:
     """q, k and v; bias, mask and sink; and the options, as `context_parallel_attention` was given them."""
     pieces: list[Any] = []
     for name, found in call.bias:
@@ -139,7 +141,7 @@ def given_by(call: Description, tensors: list[Tensor]) -> tuple[tuple[Tensor, Te
         "dropout_seed": call.pair if call.seed is None else tensors[call.seed],
     }
     q, k, v = tensors[:3]
-    return (q, k, v), given, Options(*call.options)
+    return (q, k, v), given, CallOptions(*call.options)
 
 
 def ranks_of(call: Description) -> Ranks:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.distributed.api import context_parallel_attention
 from tilewise.distributed.context_manager import Active, active
 from tilewise.distributed.dtensor import attention_of_sequences
-from tilewise.distributed.operands import Options
+from tilewise.distributed.operands import CallOptions
 from tilewise.spec.tensors import is_causal_bias, is_dtensor
 
 _MANAGER = "within torch.distributed.tensor.experimental.context_parallel"
@@ -36,7 +36,9 @@ def sdpa_of_shards(
     is_bias = attn_mask is not None and attn_mask.dtype != torch.bool
     given: dict[str, Any] = {"bias": attn_mask if is_bias else None, "mask": None if is_bias else attn_mask}
     if split:
-        options = Options(causal=is_causal, window=None, scale=scale, softcap=None, deterministic=None, backend=None)
+        options = CallOptions(
+            causal=is_causal, window=None, scale=scale, softcap=None, deterministic=None, backend=None
+        )
         balancer = None if now is None else now.load_balancer
         found = attention_of_sequences(query, key, value, {**given, "sink": None}, options, {}, balancer)
         if found is None and now is not None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tilewise.bias.terms import Term
 from tilewise.distributed.api import attend_shards
 from tilewise.distributed.layout import LoadBalancer, Ranks
-from tilewise.distributed.operands import Options
+from tilewise.distributed.operands import CallOptions
 from tilewise.spec.tensors import is_causal_bias
 
 BATCH, HEADS, ROWS = 0, 1, 2
@@ -75,7 +75,7 @@ class _Place(NamedTuple):
 
 
 def attention_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: Options, unknown: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: CallOptions, unknown: dict[str, Any],
     load_balancer: LoadBalancer = None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """``(o, lse)`` of DTensors of which q, k and v are all split evenly along one and the same axis of a mesh; None for

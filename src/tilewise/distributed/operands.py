@@ -38,7 +38,7 @@ KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, an
 GROUP_FLOPS = 4e12
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """The arguments of a call that are no tensors."""
 
     causal: bool
@@ -82,7 +82,7 @@ class ShardedCall:
 
     ranks: Ranks
     sizes: Sizes
-    options: Options
+    options: CallOptions
     slots: tuple[Slot, ...]
     pieces: tuple[Piece, ...]
     mask: int | None
@@ -348,7 +348,7 @@ class Reader:
 
 def read(
     qkv: tuple[Tensor, Tensor, Tensor], bias: Any, mask: Tensor | None, sink: Tensor | None, ranks: Ranks,
-    options: Options, dropout_seed: Seed = None,
+    options: CallOptions, dropout_seed: Seed = None,
 ) -> tuple[ShardedCall, list[Tensor]]:  # fmt: skip
     """The call and its tensors, checked as far as one rank can."""
     given = {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "mask": mask, "sink": sink}

@@ -23,7 +23,7 @@ from tilewise.distributed.compiled import Description, described, given_by, rank
 from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.methods import of_heads, outputs_of
-from tilewise.distributed.operands import Options, ShardedCall
+from tilewise.distributed.operands import CallOptions, ShardedCall
 from tilewise.operator.custom_op import autograd_again, operator_of_lists
 from tilewise.spec.dropout import threshold
 from tilewise.spec.rounding import keeps_low_bits
@@ -67,7 +67,7 @@ def _forward_fake(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor,
     q, v = tensors[0], tensors[2]
     o = q.new_empty((*q.shape[:3], v.shape[3]))
     shape = tuple(q.shape[:3]) if _has_lse(what) else (0,)
-    low = keeps_low_bits(q.dtype, threshold(Options(*what.options).dropout_p))
+    low = keeps_low_bits(q.dtype, threshold(CallOptions(*what.options).dropout_p))
     return (
         o, q.new_empty(shape, dtype=lse_dtype(q.dtype)), q.new_empty(o.shape if low else (0,), dtype=torch.int16)
     )  # fmt: skip

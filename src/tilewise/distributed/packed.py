@@ -20,7 +20,7 @@ from tilewise.distributed.api import check_method, described
 from tilewise.distributed.documents import Documents, Part, SeenKeys, packed_ranks, read_offsets
 from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
 from tilewise.distributed.methods import attend
-from tilewise.distributed.operands import Options, Piece, Reader, ShardedCall, Slot
+from tilewise.distributed.operands import CallOptions, Piece, Reader, ShardedCall, Slot
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
 from tilewise.frontend.arguments import Bias, Call, Seed, Window, check_dropout_seed, check_inputs, seed_tensor
 from tilewise.frontend.autocast import autocast
@@ -32,7 +32,7 @@ from tilewise.planner import check_backend
 from tilewise.spec import dropout
 from tilewise.spec.checks import check_flag
 from tilewise.spec.operands import Sizes
-from tilewise.spec.score import Terms, check_numbers
+from tilewise.spec.score import ScoreNumbers, check_numbers
 from tilewise.spec.tensors import check_tensor, is_dtensor
 
 FUNCTION = "context_parallel_varlen_attention"
@@ -91,7 +91,7 @@ def context_parallel_varlen_attention(
         ValueError, TypeError: naming the argument, what came and what is allowed.
         NotImplementedError: what is not taken, by its name.
     """
-    options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
+    options = CallOptions(causal, window, scale, softcap, deterministic, backend, dropout_p)
     given = {"bias": bias, "sink": sink, "dropout_seed": dropout_seed}
     o, lse = _run(
         mesh, load_balancer, cu_seqlens, (q, k, v), given, options, unknown, method=method, validate=validate,
@@ -104,7 +104,8 @@ def context_parallel_varlen_attention(
 @torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
 def _run(
     mesh: DeviceMesh, load_balancer: LoadBalancer, cu_seqlens: Any, qkv: tuple[Tensor, Tensor, Tensor],
-    given: dict[str, Any], options: Options, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
+    given: dict[str, Any], options: CallOptions, unknown: dict[str, Any],
+    *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = Ranks.of(mesh, None)
     failure: Exception | None = None
@@ -164,7 +165,7 @@ def explain_context_parallel_varlen(
     """
     if unknown:
         raise unexpected("explain_context_parallel_varlen", unknown)
-    options = Options(causal, window, scale, softcap, deterministic, backend, dropout_p)
+    options = CallOptions(causal, window, scale, softcap, deterministic, backend, dropout_p)
     ranks = packed_ranks(mesh, load_balancer, read_offsets("cu_seqlens", cu_seqlens))
     call, tensors = read((q, k, v), bias, sink, ranks, options, dropout_seed)
     check_method(method)
@@ -315,7 +316,7 @@ class _Reader(Reader):
 
 
 def read(
-    qkv: tuple[Tensor, Tensor, Tensor], bias: Any, sink: Tensor | None, ranks: Ranks, options: Options,
+    qkv: tuple[Tensor, Tensor, Tensor], bias: Any, sink: Tensor | None, ranks: Ranks, options: CallOptions,
     dropout_seed: Seed,
 ) -> tuple[PackedCall, list[Tensor]]:  # fmt: skip
     """The call and its tensors, checked as far as one rank can."""
@@ -365,4 +366,4 @@ def _check_locally(call: PackedCall, tensors: list[Tensor]) -> None:
         whole.append(x)
     key = call.seen_keys(query)
     local = call.local(call.cut(whole, query, key), query, key)
-    describe(local.inputs, Terms.of(local.score, local.deterministic, local.backend))
+    describe(local.inputs, ScoreNumbers.of(local.score, local.deterministic, local.backend))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.distributed.autograd import gather
 from tilewise.distributed.documents import packed_ranks, read_offsets
 from tilewise.distributed.layout import LoadBalancer, Ranks, shards_of
-from tilewise.distributed.two_axes import Axes
+from tilewise.distributed.two_axes import MeshAxes
 from tilewise.spec.tensors import check_tensor
 
 
@@ -34,7 +34,7 @@ def shard(
         if load_balancer is not None:
             found = tensor.index_select(dim, ranks.split.rows(ranks.rank).to(tensor.device))
         return found.contiguous()
-    ranks = Axes.of(mesh, load_balancer).all if _has_two_axes(mesh) else Ranks.of(mesh, load_balancer)
+    ranks = MeshAxes.of(mesh, load_balancer).all if _has_two_axes(mesh) else Ranks.of(mesh, load_balancer)
     dim = _axis(tensor, 2 if dim is None else dim)
     count = ranks.size * ranks.split.pieces
     if tensor.shape[dim] % count:
@@ -60,7 +60,7 @@ def unshard(
     if cu_seqlens is not None:
         ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, Ranks.of(mesh, None).size)
         return gather(tensor, ranks, dim)
-    axes = Axes.of(mesh, load_balancer) if _has_two_axes(mesh) else None
+    axes = MeshAxes.of(mesh, load_balancer) if _has_two_axes(mesh) else None
     ranks = Ranks.of(mesh, load_balancer) if axes is None else axes.across
     dim = _axis(tensor, 2 if dim is None else dim)
     if tensor.shape[dim] % ranks.split.pieces:

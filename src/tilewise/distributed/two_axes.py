@@ -21,13 +21,13 @@ from tilewise.distributed.agreement import Description, agree, agreed
 from tilewise.distributed.autograd import summed, to_rows
 from tilewise.distributed.layout import BALANCERS, LoadBalancer, Ranks, Split
 from tilewise.distributed.methods import attend, of_heads
-from tilewise.distributed.operands import Options, ShardedCall
+from tilewise.distributed.operands import CallOptions, ShardedCall
 
 METHODS = ("ring", "all_gather")
 
 
 @dataclasses.dataclass(frozen=True)
-class Axes:
+class MeshAxes:
     """This process's ranks along each axis, and among all, of which there is no group."""
 
     across: Ranks
@@ -35,7 +35,7 @@ class Axes:
     all: Ranks
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> Axes:
+    def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> MeshAxes:
         """Raise a ValueError that names the mesh or the load balancer."""
         if mesh.get_coordinate() is None:
             raise ValueError(f"mesh: this process, rank {dist.get_rank()}, is not in it: {mesh}")
@@ -72,12 +72,12 @@ class Axes:
 @torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
 def attend_on_two_axes(
     mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
-    options: Options, unknown: dict[str, Any], **how: Any,
+    options: CallOptions, unknown: dict[str, Any], **how: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(o, lse)`` of this rank's rows."""
     from tilewise.distributed.api import prepare
 
-    axes = Axes.of(mesh, load_balancer)
+    axes = MeshAxes.of(mesh, load_balancer)
     method, call, tensors = prepare(axes.all, qkv, given, options, unknown, axes=axes, **how)
     inside = dataclasses.replace(call, ranks=axes.inside)
     traded = []

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.backends import lse_dtype
 from tilewise.spec.block_mask import EMPTY, PARTIAL, TileTensors
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.reference import in_band
 from tilewise.spec.rounding import LOW_BYTES, keeps_low_bits
@@ -204,13 +204,13 @@ def _read(problem: Problem) -> int:
     return (queries + keys) * problem.dtype.itemsize + operands
 
 
-def _operand(problem: Problem, x: Operand) -> int:
+def _operand(problem: Problem, x: TensorSpec) -> int:
     full = x.rows == problem.queries and x.cols == problem.keys and problem.batch * problem.heads > 0
     pairs = problem.pairs // (problem.batch * problem.heads) if full else x.rows * x.cols
     return x.batch * x.heads * pairs * x.dtype.itemsize
 
 
-def _part(problem: Problem, name: str, x: Operand) -> int:
+def _part(problem: Problem, name: str, x: TensorSpec) -> int:
     """Bytes of a part of the bias; of values by distance, where the host knows it, those that some pair reads."""
     distances, parts, cols = {"query": problem.score.query, "key": problem.score.key}.get(name), problem.parts, x.cols
     if distances is not None and parts is not None and name not in (*parts.shifts, *parts.buckets):

@@ -22,7 +22,7 @@ from tilewise.operator.prepared import Prepared
 from tilewise.operator.seed import drawn_seed
 from tilewise.operator.structure import Variants, layouts, structure_of
 from tilewise.spec.bias_components import Parts
-from tilewise.spec.score import Score, Terms
+from tilewise.spec.score import Score, ScoreNumbers
 from tilewise.spec.seqlens import Lengths
 
 _STRIDED = torch.strided
@@ -31,14 +31,14 @@ _STRIDED = torch.strided
 class Folded(NamedTuple):
     """A call with more leading dimensions than a batch: what computes it takes views of these shapes."""
 
-    terms: Terms
+    terms: ScoreNumbers
     run: Forward
     shapes: tuple[tuple[int, ...], ...]  # of the tensors of `Inputs` to the sink; () where there is none
 
 
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
-usual_calls: Prepared[tuple[Terms, Forward] | Folded] = Prepared()
+usual_calls: Prepared[tuple[ScoreNumbers, Forward] | Folded] = Prepared()
 
 
 # Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
@@ -46,7 +46,7 @@ vectors: Prepared[tuple[Rule, int, int]] = Prepared()
 
 
 # And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
-structures: Prepared[tuple[Terms, bool, Variants]] = Prepared()
+structures: Prepared[tuple[ScoreNumbers, bool, Variants]] = Prepared()
 
 
 def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -101,7 +101,7 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
     return term.rule, query_start, key_start, layouts(x)
 
 
-def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
+def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | None:
     """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_usual_key`,
     which has read the tensors already."""
     sink, arguments = key[17], key[19]
@@ -117,7 +117,7 @@ def _of_structure(inputs: Inputs, key: tuple) -> tuple[Terms, Forward] | None:
     if aligned and terms.hi is not None:
         hi = structure.keys - structure.queries
         if hi != terms.hi:
-            terms = tuple.__new__(Terms, (terms.lo, hi, *terms[2:]))
+            terms = tuple.__new__(ScoreNumbers, (terms.lo, hi, *terms[2:]))
     run = variants.resized(structure, terms, inputs)
     return None if run is None else (terms, run)
 
@@ -130,13 +130,13 @@ def remember_call(
     where the last query and the last key meet; else where the first ones do. parts: what a bias term was read as."""
     term: Any = inputs.bias
     if type(term) is T5Bias or type(term) is Alibi:
-        _remember_vector(inputs, arguments, Terms.of(score, deterministic, backend, exact), parts)
+        _remember_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
         return
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
     if _is_usual(inputs, tiles):
-        terms = Terms.of(score, deterministic, backend, exact)
+        terms = ScoreNumbers.of(score, deterministic, backend, exact)
         key, inputs = _usual_key(inputs, tiles, arguments), _with_rows(inputs)
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
@@ -148,7 +148,7 @@ def remember_call(
                 structures.keep((structure.key, arguments), (terms, aligned, variants))
 
 
-def _remember_vector(inputs: Inputs, arguments: tuple, terms: Terms, parts: Parts | None) -> None:
+def _remember_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: Parts | None) -> None:
     """The same of a call whose bias is a term of which a vector was made, ``parts``."""
     term: Any = inputs.bias
     settings = _settings(term)
@@ -241,7 +241,7 @@ def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tupl
 
 
 # Of a packed batch: the terms, what computes it, and the shape of its bias in `Inputs`.
-usual_packed: Prepared[tuple[Terms, Forward, tuple[int, ...] | None]] = Prepared()
+usual_packed: Prepared[tuple[ScoreNumbers, Forward, tuple[int, ...] | None]] = Prepared()
 
 
 class UsualPacked(NamedTuple):
@@ -291,7 +291,7 @@ class UsualPacked(NamedTuple):
             )
         return eager_packed(self.given, inputs, terms, run, return_lse)
 
-    def keep(self, inputs: Inputs, terms: Terms) -> None:
+    def keep(self, inputs: Inputs, terms: ScoreNumbers) -> None:
         """After it went well; ``inputs``: what it was read as."""
         if inputs.parts is None:
             shape = None if inputs.bias is None else tuple(inputs.bias.shape)

@@ -31,7 +31,7 @@ from tilewise.planner import check_backend
 from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM, check_flag, check_lengths
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.operands import Sizes
-from tilewise.spec.score import Band, Numbers, Score, Terms, check_numbers
+from tilewise.spec.score import Band, Numbers, Score, ScoreNumbers, check_numbers
 from tilewise.spec.seqlens import Lengths, Packed, places
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 
@@ -59,7 +59,7 @@ def packed_attention(
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
     if usual is not None:
-        usual.keep(inputs, Terms.of(*call[1:], exact))
+        usual.keep(inputs, ScoreNumbers.of(*call[1:], exact))
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
     if not return_lse:
         return o

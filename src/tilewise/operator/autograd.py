@@ -30,7 +30,7 @@ from tilewise.operator.dispatch import Forward, backward_of, describe, forward_o
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.operator.tools import announce, recorded
 from tilewise.spec.bias_components import DIFFERENTIABLE
-from tilewise.spec.score import Score, Terms
+from tilewise.spec.score import Score, ScoreNumbers
 
 
 class _Cotangents(NamedTuple):
@@ -54,12 +54,12 @@ class _Wanted(NamedTuple):
 # An operator returns tensors only: an empty one stands for bits of o that there are none of; see `gradients_like` too.
 
 
-def _forward(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
+def _forward(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor | None, Tensor]:
     o, lse, o_low = forward_of(inputs, terms)(inputs)
     return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
 
 
-def _forward_fake(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor, Tensor]:
     problem = describe(inputs, terms)  # or its error
     q = inputs.q
     o = empty_output(q, inputs.v.shape[3])
@@ -69,14 +69,14 @@ def _forward_fake(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _backward(
-    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
+    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
     return gradients_like(_differentiable(inputs), grads, inputs.q)
 
 
 def _backward_fake(
-    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: Terms, wanted: _Wanted
+    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return fake_gradients_like(_differentiable(inputs), wanted.needs, inputs.q)
 
@@ -87,7 +87,9 @@ def _differentiable(inputs: Inputs) -> list[Tensor | None]:
     return [named[name] for name in Needs._fields]
 
 
-def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs) -> Gradients:
+def _gradients(
+    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
+) -> Gradients:
     """``saved``: the inputs' tensors and `Outputs`. No cotangent of o is one of zeros."""
     if len(saved) == 9:  # of the usual call
         q, k, v, bias, mask, sink, o, lse, o_low = saved
@@ -103,7 +105,7 @@ def _gradients(do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], ter
 
 
 def _eager_gradients(
-    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: Terms, needs: Needs
+    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
 ) -> Sequence[Tensor | None]:
     """The same in the backward of an eager call, which need not be one itself."""
     if not is_eager_backward(do, dlse):
@@ -114,7 +116,7 @@ def _eager_gradients(
     return _gradients(do, dlse, saved, terms, needs)
 
 
-def _setup(ctx: Any, inputs: Inputs, terms: Terms, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+def _setup(ctx: Any, inputs: Inputs, terms: ScoreNumbers, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     ctx.terms = terms
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs.tensors(), *output)
@@ -129,7 +131,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) ->
 
 
 def _by_operator(
-    saved: Sequence[Any], terms: Terms, do: Tensor | None, dlse: Tensor | None, needs: list[bool]
+    saved: Sequence[Any], terms: ScoreNumbers, do: Tensor | None, dlse: Tensor | None, needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """`Gradients` by the operator; as many as ``needs``, the first ones or all."""
     if do is None and dlse is None:
@@ -139,16 +141,16 @@ def _by_operator(
     return tuple(g if need else None for g, need in zip(grads, needs, strict=False))
 
 
-def _plain(inputs: Inputs, terms: Terms) -> tuple[Tensor, Tensor]:
+def _plain(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor]:
     return plain.attention(*inputs, terms.score)
 
 
 ATTENTION = Operator(
-    "attention", (Inputs, Terms), 3, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
+    "attention", (Inputs, ScoreNumbers), 3, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
 )
 ATTENTION_BACKWARD = Operator(
-    "attention_backward", (_Cotangents, Inputs, _Saved, Terms, _Wanted), len(Needs._fields), _backward, _backward_fake,
-    part_of="attention",
+    "attention_backward", (_Cotangents, Inputs, _Saved, ScoreNumbers, _Wanted), len(Needs._fields),
+    _backward, _backward_fake, part_of="attention",
 )  # fmt: skip
 announce("attention", "attention_backward")
 
@@ -283,7 +285,7 @@ def attention_op(
 
     Without ``return_lse`` nobody looks at the lse, and its place may hold anything. exact: see `Problem`.
     """
-    terms = Terms.of(score, deterministic, backend, exact)
+    terms = ScoreNumbers.of(score, deterministic, backend, exact)
     if not is_eager(inputs.tensors()):
         o, lse, *_ = ATTENTION.watched(*inputs.flat(), *terms)
         return o, lse
@@ -292,7 +294,7 @@ def attention_op(
 
 def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
     """The same without a derivative, for who has a backward of its own: all that this one is given."""
-    terms = Terms.of(score, deterministic, backend)
+    terms = ScoreNumbers.of(score, deterministic, backend)
     if not is_eager(inputs.tensors()):
         o, lse, o_low = ATTENTION.watched(*inputs.flat(), *terms)
         return Outputs(o, lse, o_low if o_low.shape == o.shape else None)
@@ -303,7 +305,7 @@ def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend
 
 
 def eager_attention(
-    inputs: Inputs, terms: Terms, run: Forward, return_lse: bool
+    inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same where `is_eager` has said yes, by ``run``, which `forward_of` gives."""
     if profiler._is_profiler_enabled:
@@ -317,7 +319,7 @@ def eager_attention(
 
 
 def eager_folded(
-    inputs: Inputs, terms: Terms, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
+    inputs: Inputs, terms: ScoreNumbers, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`eager_attention` of inputs with more leading dimensions: ``run`` takes their views of these ``shapes``."""
     q, k, v, bias = inputs[:4]
@@ -330,7 +332,7 @@ def eager_folded(
 
 
 def eager_packed(
-    given: Sequence[Tensor | None], inputs: Inputs, terms: Terms, run: Forward, return_lse: bool
+    given: Sequence[Tensor | None], inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a packed batch with q, k, v and bias as they were ``given``; inputs are their views."""
     if is_differentiated(given):

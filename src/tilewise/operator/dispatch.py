@@ -1,6 +1,6 @@
 """From a call to what computes it: its Problem, the plan, and what the plan's backend prepared, kept for the next.
 
-What computes a call is kept under all that a Problem and a backend read of its tensors, and under its `Terms`: a second
+The key of a prepared pass is all that a Problem and a backend read of the tensors, and the `ScoreNumbers`. A second
 call is one look-up.
 """
 
@@ -18,20 +18,20 @@ from tilewise.operator.prepared import Prepared
 from tilewise.operator.structure import Layout, Structure, Variants, layouts, structure_of, terms_key
 from tilewise.planner import Plan, make_plan
 from tilewise.spec.problem import Problem, irregular
-from tilewise.spec.score import Terms
+from tilewise.spec.score import ScoreNumbers
 
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()
 structures: Prepared[Variants] = Prepared()  # of those that can be resized
 
 
-def describe(inputs: Inputs, terms: Terms, **more: Any) -> Problem:
+def describe(inputs: Inputs, terms: ScoreNumbers, **more: Any) -> Problem:
     if (inputs.seed is None) == (terms.dropout > 0):
         raise ValueError("seed: goes with dropout, and dropout with a seed")
     return Problem.of(*inputs, terms.score, deterministic=terms.deterministic, exact=terms.exact, **more)
 
 
-def forward_of(inputs: Inputs, terms: Terms) -> Forward:
+def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
     """What computes a forward of ``inputs``, and of all that lie as they do."""
     found = layouts(*inputs.tensors())
     key = (found, terms)
@@ -55,7 +55,7 @@ def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | 
     return structure_of(*found) if parts is seed is lengths is tiles is None else None  # type: ignore[arg-type]
 
 
-def forward_variants(structure: Structure, terms: Terms) -> Variants | None:
+def forward_variants(structure: Structure, terms: ScoreNumbers) -> Variants | None:
     """What computes forwards of this structure, to make others of; None where there is none yet."""
     return structures.get(("forward", structure.key, terms_key(terms)))
 
@@ -69,7 +69,7 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
     return variants.add(problem, run)
 
 
-def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Terms, needs: Needs) -> Backward:
+def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: ScoreNumbers, needs: Needs) -> Backward:
     """What computes a backward, likewise."""
     found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
     if outputs.o_low is not None:  # with dropout, and so of no structure

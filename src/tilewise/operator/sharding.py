@@ -34,7 +34,7 @@ OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields, *T
 DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
 
 
-class Layout(NamedTuple):
+class ShardLayout(NamedTuple):
     """Placements along one axis of a mesh: of what has query heads, of k and v, of each of `OPERANDS`."""
 
     q: Placement
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         return [self.q, self.kv, self.kv, *(named[name] for name in DIFFERENTIATED)]
 
 
-def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layout]:
+def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[ShardLayout]:
     named = dict(zip(OPERANDS, operands, strict=True))
     if named["cu_q"] is not None:
         raise NotImplementedError("cu_seqlens_q: packed batches take no DTensors; call it on local tensors")
@@ -70,13 +70,13 @@ def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Layo
         return tuple(operand(name, x, dim) for name, x in zip(OPERANDS, operands, strict=True))
 
     whole = Replicate()
-    yield Layout(whole, whole, tuple(None if x is None else whole for x in operands))
-    yield Layout(Shard(BATCH), Shard(BATCH), split(BATCH))
+    yield ShardLayout(whole, whole, tuple(None if x is None else whole for x in operands))
+    yield ShardLayout(Shard(BATCH), Shard(BATCH), split(BATCH))
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
     if kv_heads == 1 < heads:  # they share one key/value head, which everybody keeps
-        yield Layout(Shard(HEADS), whole, split(HEADS))
+        yield ShardLayout(Shard(HEADS), whole, split(HEADS))
     elif kv_heads == heads or groups_stay_together(kv_heads, tuple(q.mesh.shape)):
-        yield Layout(Shard(HEADS), Shard(HEADS), split(HEADS))
+        yield ShardLayout(Shard(HEADS), Shard(HEADS), split(HEADS))
 
 
 def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.backends import address
 from tilewise.backends.protocol import Structure
 from tilewise.spec.problem import Problem
-from tilewise.spec.score import Terms
+from tilewise.spec.score import ScoreNumbers
 
 _WIDE = 2**23  # strides from which offsets inside a tile may need 64 bits
 MOST_VARIANTS = 16  # of a structure: what lengths decide of it has fewer cases
@@ -136,7 +136,7 @@ def _broadcast_codes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
     return _codes([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
-def terms_key(terms: Terms) -> tuple:
+def terms_key(terms: ScoreNumbers) -> tuple:
     """The same of terms: the limits of the band may differ."""
     return terms[0] is None, terms[1] is None, terms[2:]
 
@@ -157,7 +157,7 @@ class Variants(NamedTuple):
             self.prepared.append((problem, run))
             return True
 
-    def resized(self, structure: Structure, terms: Terms, *tensors: Any) -> Any | None:
+    def resized(self, structure: Structure, terms: ScoreNumbers, *tensors: Any) -> Any | None:
         """One for another call, if a backend finds that it can make it of one that is there."""
         for n, found in enumerate(tuple(self.prepared)):
             made = found[1].resized(structure, terms.lo, terms.hi, *tensors)

@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operand:
+class TensorSpec:
     """A bias or mask of shape ``(batch, heads, rows, cols)``; a size of 1 broadcasts, ``heads`` may be H, Hkv or 1."""
 
     dtype: torch.dtype
@@ -78,16 +78,16 @@ class PartOperands:
     shifts, buckets: of "query" and "key", those that have them. grads: of all, those that ask for a gradient.
     """
 
-    cols: Operand | None = None
-    rows: Operand | None = None
-    query: Operand | None = None
-    key: Operand | None = None
-    toeplitz: Operand | None = None
+    cols: TensorSpec | None = None
+    rows: TensorSpec | None = None
+    query: TensorSpec | None = None
+    key: TensorSpec | None = None
+    toeplitz: TensorSpec | None = None
     shifts: tuple[str, ...] = ()
     buckets: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
 
-    def named(self) -> list[tuple[str, Operand]]:
+    def named(self) -> list[tuple[str, TensorSpec]]:
         """Those that are there."""
         return [(name, x) for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None]
 

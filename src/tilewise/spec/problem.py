@@ -21,7 +21,7 @@ from tilewise.spec.checks import (
     check_seed,
     check_sink,
 )
-from tilewise.spec.operands import BroadcastGroup, Operand, PartOperands, Sizes, TileOperand
+from tilewise.spec.operands import BroadcastGroup, PartOperands, Sizes, TensorSpec, TileOperand
 from tilewise.spec.score import Score
 from tilewise.spec.seqlens import Lengths, Packed
 from tilewise.spec.tiles import visible_pairs
@@ -43,10 +43,10 @@ class Problem:
     head_dim: int
     value_dim: int
     score: Score
-    bias: Operand | None = None
-    mask: Operand | None = None  # of a mask by tiles, the bool mask that it stands for
+    bias: TensorSpec | None = None
+    mask: TensorSpec | None = None  # of a mask by tiles, the bool mask that it stands for
     tile_mask: TileOperand | None = None
-    sink: Operand | None = None  # one column: (batch, heads, rows, 1)
+    sink: TensorSpec | None = None  # one column: (batch, heads, rows, 1)
     parts: PartOperands | None = None  # of bias terms, those that the bias cannot hold
     bias_grad: bool = False  # the bias asks for a gradient
     sink_grad: bool = False
@@ -74,7 +74,7 @@ class Problem:
         """
         return self.queries <= 64 and 16 * self.queries <= self.keys
 
-    def broadcast_group(self, x: Operand) -> BroadcastGroup:
+    def broadcast_group(self, x: TensorSpec) -> BroadcastGroup:
         """Of the bias or the mask."""
         batch = self.batch if x.batch == 1 else 1
         if x.heads == 1:
@@ -208,7 +208,7 @@ class _Operands:
     totals: tuple[int, int] | None
     packed: Packed | None
 
-    def operand(self, name: str, x: Tensor | None) -> Operand | None:
+    def operand(self, name: str, x: Tensor | None) -> TensorSpec | None:
         if x is None:
             return None
         if x.dim() < 4:  # of the operator, which its callers give four
@@ -218,9 +218,9 @@ class _Operands:
         ):
             return self._packed(name, x)
         _check_operand(name if name in ("bias", "mask") else "bias", x, self.sizes, self.device)
-        return Operand(x.dtype, *x.shape)
+        return TensorSpec(x.dtype, *x.shape)
 
-    def _packed(self, name: str, x: Tensor) -> Operand:
+    def _packed(self, name: str, x: Tensor) -> TensorSpec:
         """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence.
 
         An axis of queries or keys has 2 at least, for 1 would be one number for all sequences.
@@ -241,9 +241,9 @@ class _Operands:
         if longest is None or heads not in (1, Hkv, H) or x.shape[0] != 1:
             raise ValueError(f"{name}: shape {_shape(x)} does not fit {queries} queries and {keys} keys")
         _check_operand("bias", x, self.sizes._replace(B=1, M=rows, N=cols), self.device)
-        return Operand(x.dtype, B, heads, *longest)
+        return TensorSpec(x.dtype, B, heads, *longest)
 
-    def tiles(self, tiles: TileTensors) -> tuple[Operand, TileOperand]:
+    def tiles(self, tiles: TileTensors) -> tuple[TensorSpec, TileOperand]:
         B, H, Hkv, M, N = self.sizes
         if self.totals is not None:
             raise ValueError("mask: a packed batch takes no TileMask; pass a bool mask")
@@ -273,22 +273,22 @@ class _Operands:
         if x is not None and (tiles.begins is None or M != N or h != 1 or _shape(x) != (b, N + 1)):
             raise ValueError(f"mask: TileMask.offsets: expected intervals and shape {(b, M + 1)}, got {_shape(x)}")
         kind: Literal["bits", "intervals"] = "bits" if tiles.begins is None else "intervals"
-        return Operand(torch.bool, b, h, M, N), TileOperand(block_m, block_n, kind, x is not None)
+        return TensorSpec(torch.bool, b, h, M, N), TileOperand(block_m, block_n, kind, x is not None)
 
-    def sink(self, x: Tensor | None) -> Operand | None:
+    def sink(self, x: Tensor | None) -> TensorSpec | None:
         if x is None:
             return None
         if x.dim() == 1:  # of the operator, which its callers give three
             raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
         if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
             check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
-            return Operand(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
+            return TensorSpec(x.dtype, self.sizes.B, x.shape[1], self.sizes.M, 1)
         check_sink(x, self.sizes, self.device)
         batch, heads, rows = x.shape
-        return Operand(x.dtype, batch, heads, rows, 1)
+        return TensorSpec(x.dtype, batch, heads, rows, 1)
 
     def parts(self, parts: Parts, score: Score, grads: tuple[str, ...]) -> PartOperands:
-        found: dict[str, Operand] = {}
+        found: dict[str, TensorSpec] = {}
         for name, x in parts.vectors():
             operand = self.operand(name, x)
             assert operand is not None
@@ -312,7 +312,7 @@ class _Operands:
             grads=grads,
         )
 
-    def _by_distance(self, name: str, values: Tensor, rows: int, cols: int | None) -> Operand:
+    def _by_distance(self, name: str, values: Tensor, rows: int, cols: int | None) -> TensorSpec:
         B, H, Hkv, _, _ = self.sizes
         if values.dtype not in DTYPES:
             raise TypeError(f"bias: values per {name}: dtype must be float, got {values.dtype}")
@@ -324,4 +324,4 @@ class _Operands:
         batches = (1,) if packed else (1, B)
         if b not in batches or h not in (1, Hkv, H) or m != expected or n != (n if cols is None else cols):
             raise ValueError(f"bias: values per {name}: shape {_shape(values)} does not fit the call")
-        return Operand(values.dtype, B if packed else b, h, rows, n)
+        return TensorSpec(values.dtype, B if packed else b, h, rows, n)

@@ -154,7 +154,7 @@ class Score:
         return self.softcap is not None
 
 
-class Terms(NamedTuple):
+class ScoreNumbers(NamedTuple):
     """A `Score` and the rest of a call but its tensors, flat, as PyTorch's dispatcher can carry them."""
 
     lo: int | None
@@ -182,7 +182,7 @@ class Terms(NamedTuple):
     toeplitz_rule: str = ""  # "number" or "line"; "" where nothing is known
 
     @classmethod
-    def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> Terms:
+    def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> ScoreNumbers:
         band = score.band
         numbers = cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
         if score.packed is not None:

@@ -47,7 +47,7 @@ class Packed:
     forms: tuple[str, ...] = ()
 
 
-class Place(NamedTuple):
+class SequencePlace(NamedTuple):
     """One sequence, in integers that the host has read."""
 
     number: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     first_pair: int  # of a ragged bias, its first element
 
 
-def places(lengths: Lengths, packed: Packed, totals: tuple[int, int], pairs: int | None = None) -> list[Place]:
+def places(lengths: Lengths, packed: Packed, totals: tuple[int, int], pairs: int | None = None) -> list[SequencePlace]:
     """Every sequence, checked against the numbers of queries and keys and, of a ragged bias, of ``pairs``.
 
     It reads the tensors: on a GPU the host waits.
@@ -79,7 +79,7 @@ def places(lengths: Lengths, packed: Packed, totals: tuple[int, int], pairs: int
                 raise ValueError(f"seqused_k: sequence {b} has {most} keys, got {used}")
         _check_longest("k", keys, packed.max_k)
     starts = [0] * len(queries) if lengths.pairs is None else lengths.pairs.tolist()
-    found = [Place(*x) for x in zip(range(len(queries)), q, queries, k, keys, starts, strict=False)]
+    found = [SequencePlace(*x) for x in zip(range(len(queries)), q, queries, k, keys, starts, strict=False)]
     if pairs is not None:
         for x in found:
             if not 0 <= x.first_pair <= pairs - x.queries * x.keys:

@@ -24,7 +24,7 @@ from tilewise.operator.autograd import attention_op
 from tilewise.operator.eager import in_forward_mode, is_eager
 from tilewise.operator.tools import exports_onnx
 from tilewise.spec.block_mask import TileTensors
-from tilewise.spec.operands import Operand, TileOperand
+from tilewise.spec.operands import TensorSpec, TileOperand
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band
 from tilewise.spec.tensors import is_dtensor
@@ -53,7 +53,7 @@ class Gather(NamedTuple):
             wide = torch.float64 if bias.dtype == torch.float64 else torch.float32
             assert of.mask is not None
             heads = bias.heads if of.mask.heads == 1 else max(bias.heads, of.mask.heads)
-            bias = Operand(wide, 1 if one and bias.batch == of.mask.batch == 1 else batch, heads, 1, self.cols)
+            bias = TensorSpec(wide, 1 if one and bias.batch == of.mask.batch == 1 else batch, heads, 1, self.cols)
         if sink is not None and not one and sink.batch * sink.rows > 1:
             sink = replace(sink, batch=batch, rows=self.rows if sink.rows > 1 else 1)
         if self.masked and of.mask is not None:

@@ -25,7 +25,7 @@ class Geometry(NamedTuple):
         return (self.k_block - self.q_block) // 2
 
 
-class Needs(NamedTuple):
+class WindowNeeds(NamedTuple):
     """Which gradients a backward computes."""
 
     q: bool

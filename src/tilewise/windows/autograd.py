@@ -17,13 +17,13 @@ from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager_backward
 from tilewise.operator.prepared import Prepared
 from tilewise.operator.tools import recorded
-from tilewise.windows import Geometry, Needs
+from tilewise.windows import Geometry, WindowNeeds
 
 if TYPE_CHECKING:
     from tilewise.windows.launch import Gradients, Windowed
 
 
-class _Call(NamedTuple):
+class _WindowCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -35,14 +35,14 @@ class _Call(NamedTuple):
     shift: bool
 
 
-class _Saved(NamedTuple):
+class _SavedWindows(NamedTuple):
     o: Tensor
     stats: Tensor
     do: Tensor
 
 
-class _Wanted(NamedTuple):
-    needs: list[bool]  # see `Needs`
+class _WantedWindows(NamedTuple):
+    needs: list[bool]  # see `WindowNeeds`
 
 
 _prepared: Prepared[Windowed] = Prepared()
@@ -74,23 +74,23 @@ def windowed(
 # --- the operators, which the dispatcher calls ---
 
 
-def _forward(call: _Call) -> tuple[Tensor, Tensor]:
+def _forward(call: _WindowCall) -> tuple[Tensor, Tensor]:
     o, stats = windowed(*call).forward(*call[:5], True)
     assert stats is not None
     return o, stats
 
 
-def _forward_fake(call: _Call) -> tuple[Tensor, Tensor]:
+def _forward_fake(call: _WindowCall) -> tuple[Tensor, Tensor]:
     q = call.q
     return empty_output(q, call.v.shape[3]), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
 
 
-def _backward(call: _Call, saved: _Saved, wanted: _Wanted) -> tuple[Tensor, ...]:
-    grads = windowed(*call).backward(*call[:5], *saved, Needs(*wanted.needs))
+def _backward(call: _WindowCall, saved: _SavedWindows, wanted: _WantedWindows) -> tuple[Tensor, ...]:
+    grads = windowed(*call).backward(*call[:5], *saved, WindowNeeds(*wanted.needs))
     return gradients_like(call[:4], grads, call.q)
 
 
-def _backward_fake(call: _Call, saved: _Saved, wanted: _Wanted) -> tuple[Tensor, ...]:
+def _backward_fake(call: _WindowCall, saved: _SavedWindows, wanted: _WantedWindows) -> tuple[Tensor, ...]:
     return fake_gradients_like(call[:4], wanted.needs, call.q)
 
 
@@ -104,21 +104,26 @@ def _differentiate(ctx: Any, do: Tensor | None, dstats: Tensor | None) -> tuple[
     if do is None:
         return (None,) * 4
     *tensors, o, stats = ctx.saved_tensors
-    return _by_operator(tensors, ctx.numbers, o, stats, do.resolve_neg(), Needs(*ctx.needs_input_grad[:4]))
+    return _by_operator(tensors, ctx.numbers, o, stats, do.resolve_neg(), WindowNeeds(*ctx.needs_input_grad[:4]))
 
 
 def _by_operator(
-    tensors: list[Tensor | None], numbers: tuple, o: Tensor, stats: Tensor, do: Tensor, needs: Needs
+    tensors: list[Tensor | None], numbers: tuple, o: Tensor, stats: Tensor, do: Tensor, needs: WindowNeeds
 ) -> Gradients:
     grads = WINDOWS_BACKWARD(*tensors, *numbers, o, stats, do, list(needs))
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
 
 
 WINDOWS = Operator(
-    "window_attention", (_Call,), 2, _forward, _forward_fake, setup=_setup, backward=_differentiate
+    "window_attention", (_WindowCall,), 2, _forward, _forward_fake, setup=_setup, backward=_differentiate
 )  # fmt: skip
 WINDOWS_BACKWARD = Operator(
-    "window_attention_backward", (_Call, _Saved, _Wanted), 4, _backward, _backward_fake, part_of="window_attention"
+    "window_attention_backward",
+    (_WindowCall, _SavedWindows, _WantedWindows),
+    4,
+    _backward,
+    _backward_fake,
+    part_of="window_attention",
 )
 
 
@@ -142,7 +147,7 @@ class _EagerWindows(torch.autograd.Function):
         if do is None:
             return (None,) * 6
         # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
-        do, needs, saved = do.resolve_neg(), Needs(*ctx.needs_input_grad[:4]), ctx.saved_tensors
+        do, needs, saved = do.resolve_neg(), WindowNeeds(*ctx.needs_input_grad[:4]), ctx.saved_tensors
         if not is_eager_backward(do):
             *tensors, o, stats = saved
             return *_by_operator(tensors, ctx.numbers, o, stats, do, needs), None, None

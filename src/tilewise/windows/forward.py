@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(1e38)
 
 
-class Sizes(NamedTuple):
+class WindowSizes(NamedTuple):
     """What differs between calls that run the same kernel."""
 
     batch: int
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     tiles: int = 0  # of keys
 
 
-class Compiled(NamedTuple):
+class WindowConstants(NamedTuple):
     """What a kernel knows when it is compiled; every field is a tl.constexpr."""
 
     Q_BLOCK: Any

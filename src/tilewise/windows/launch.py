@@ -13,14 +13,14 @@ from torch import Tensor
 from tilewise.backends import allocation, device_of, float32_precision, gradient_strides, output_layout
 from tilewise.backends.kernels.score import INTERPRET
 from tilewise.backends.launch.launcher import POINTER, Launch, Strided, constants, strided
-from tilewise.windows import Geometry, Needs
+from tilewise.windows import Geometry, WindowNeeds
 from tilewise.windows.backward import backward_kernel
 from tilewise.windows.config import PROGRAMS, rows_merge, tiles_of
-from tilewise.windows.forward import Compiled, Sizes, forward_kernel
+from tilewise.windows.forward import WindowConstants, WindowSizes, forward_kernel
 
 MARK = tl.float32 if INTERPRET else tl.bfloat16  # the interpreter computes bfloat16 products wrongly
 Maybe = Tensor | None
-Gradients = tuple[Maybe, Maybe, Maybe, Maybe]  # as `Needs` names them
+Gradients = tuple[Maybe, Maybe, Maybe, Maybe]  # as `WindowNeeds` names them
 
 
 def _of_rows(bias: Tensor | None, strides: tuple[int, ...]) -> Strided:
@@ -78,7 +78,7 @@ class Windowed:
         self._readers, self._matrices = (B // batch) * (H // heads), batch * heads * blocks
         by_mask = (0, 0) if mask is None else (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(1))
         last = max(N - geometry.k_block, 0)
-        self._sizes = Sizes(B, H, N, blocks, last, batch, heads, self._readers, 1, *by_mask)
+        self._sizes = WindowSizes(B, H, N, blocks, last, batch, heads, self._readers, 1, *by_mask)
         device = q.device
         shape, strides = output_layout(q.shape, q.stride(), Dv)
         self._o = _layout(shape, strides)
@@ -95,7 +95,7 @@ class Windowed:
                 like[-1] = torch.empty(bias.shape, dtype=bias.dtype, device="meta")
             self._gradients.append(_of_rows(like[-1], like[-1].stride()))
         o = torch.empty_strided(shape, strides, device="meta")
-        self._known = Compiled(
+        self._known = WindowConstants(
             geometry.q_block, geometry.k_block, self._tiles.block_q, self._tiles.block_k, geometry.before,
             geometry.shift, D, Dv, self._tiles.block_d, self._tiles.block_dv, bias is not None, mask is not None,
             float32_precision(q.dtype), MARK, any(map(_is_wide, (q, k, v, bias, o, *like))),
@@ -122,7 +122,7 @@ class Windowed:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, o: Tensor, stats: Tensor, do: Tensor,
-        needs: Needs,
+        needs: WindowNeeds,
     ) -> Gradients:  # fmt: skip
         found: list[Maybe] = [new() if need else None for new, need in zip(self._new_gradients, needs, strict=False)]
         dq, dk, dv, dbias = found if len(found) == 4 else (*found, None)
@@ -134,7 +134,7 @@ class Windowed:
             launch(q, k, v, bias, mask, o, stats, do, dq, dk, dv, dbias)
         return dq, dk, dv, dbias
 
-    def _backward(self, o: Tensor, do: Tensor, needs: Needs) -> Launch:
+    def _backward(self, o: Tensor, do: Tensor, needs: WindowNeeds) -> Launch:
         tiles, sizes = self._tiles, self._sizes
         queries, keys = needs.q or needs.bias, needs.k or needs.v
         count = triton.cdiv(sizes.length + tiles.offset, tiles.block_n)

@@ -45,7 +45,7 @@ def main() -> int:
 
     if arguments.nproc is not None:
         return _parallel(parser, arguments)
-    options = run.Options(
+    options = run.RunOptions(
         device=arguments.device or run.default_device(),
         quick=arguments.quick,
         cases=names(parser, "--cases", arguments.cases),
@@ -68,9 +68,9 @@ def main() -> int:
 def _parallel(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from tilewise_tools.bench import run
     from tilewise_tools.bench.parallel.launch import launch
-    from tilewise_tools.bench.parallel.run import Options
+    from tilewise_tools.bench.parallel.run import ParallelRunOptions
 
-    options = Options(
+    options = ParallelRunOptions(
         cases=names(parser, "--cases", arguments.cases),
         providers=names(parser, "--providers", arguments.providers),
         budget=arguments.budget,

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.spec.operands import Operand, PartOperands
+from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 from tilewise_tools.bench import operators, packed, sparse, terms, windows
@@ -19,7 +19,7 @@ DROPOUT_SEED = (1, 2)
 KINDS = ("BHMN", "1HMN", "B11N")
 
 
-class Inputs(NamedTuple):
+class CaseInputs(NamedTuple):
     """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output, sink (H,) or None, term: what
     `terms` trains for a case, or None; all but do are leaves. mask: of keys, bool (B, 1, 1, N), or None."""
 
@@ -103,12 +103,12 @@ class Case:
             if distances is None:
                 score = replace(score, toeplitz=terms.far(self.term, self.queries, self.keys))
                 parts = PartOperands(
-                    toeplitz=Operand(torch.float32, 1, self.heads, 1, self.queries + self.keys - 1), grads=grads
+                    toeplitz=TensorSpec(torch.float32, 1, self.heads, 1, self.queries + self.keys - 1), grads=grads
                 )
             else:
                 score = replace(score, query=distances)
                 parts = PartOperands(
-                    query=Operand(dtype, self.batch, self.heads, self.queries, distances.count), grads=grads
+                    query=TensorSpec(dtype, self.batch, self.heads, self.queries, distances.count), grads=grads
                 )
         return Problem(
             device=device,
@@ -123,22 +123,22 @@ class Case:
             value_dim=self.head_dim,
             score=score,
             parts=parts,
-            bias=None if self.bias is None else Operand(dtype, *self.bias),
+            bias=None if self.bias is None else TensorSpec(dtype, *self.bias),
             mask=self._mask(),
             tile_mask=None if self.mask is None else sparse.operand(self.mask),
-            sink=Operand(dtype, 1, self.heads, 1, 1) if self.sink else None,
+            sink=TensorSpec(dtype, 1, self.heads, 1, 1) if self.sink else None,
             bias_grad=self.bias is not None and self.backward,
             sink_grad=self.sink and self.backward,
         )
 
-    def _mask(self) -> Operand | None:
+    def _mask(self) -> TensorSpec | None:
         if self.padded:
-            return Operand(torch.bool, self.batch, 1, 1, self.keys)
+            return TensorSpec(torch.bool, self.batch, 1, 1, self.keys)
         if self.mask is None:
             return None
-        return Operand(torch.bool, 1, 1 if sparse.keep(self.mask) is None else self.heads, self.queries, self.keys)
+        return TensorSpec(torch.bool, 1, 1 if sparse.keep(self.mask) is None else self.heads, self.queries, self.keys)
 
-    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+    def inputs(self, device: torch.device, seed: int = 0) -> CaseInputs:
         """Fresh standard normal inputs; q, k, v in the memory order (B, S, H, D) that a projection gives."""
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -163,7 +163,7 @@ class Case:
             drawn = torch.rand(self.batch, 1, 1, self.keys, generator=generator, device=device)
             mask = drawn >= 1 / 8
             mask[..., 0] = True  # no query sees nothing: there others differ, see docs/structure-models.md
-        return Inputs(q, k, v, bias, do, sink, term, mask)
+        return CaseInputs(q, k, v, bias, do, sink, term, mask)
 
 
 def dense(head_dim: int, length: int, causal: bool, sink: bool = False, dropout: float = 0.0) -> Case:

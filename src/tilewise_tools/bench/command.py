@@ -101,14 +101,14 @@ def bench(
 
     if nproc is not None:
         from tilewise_tools.bench.parallel.launch import launch
-        from tilewise_tools.bench.parallel.run import Options as ParallelOptions
+        from tilewise_tools.bench.parallel.run import ParallelRunOptions as ParallelOptions
 
         more = ParallelOptions(budget=seconds, commit=commit, quick=quick, json=json, plot=plot, **only)
         try:
             raise typer.Exit(launch(nproc, run.default_device() if where is None else where, more))
         except run.UsageError as error:
             raise mistake(error.option, error.message) from None
-    options = run.Options(
+    options = run.RunOptions(
         device=run.default_device() if where is None else where, quick=quick, budget=seconds, commit=commit, **only
     )
 

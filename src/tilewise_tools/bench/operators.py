@@ -16,7 +16,7 @@ import tilewise
 from tilewise.explanation.work import Work
 
 
-class Inputs(NamedTuple):
+class OperatorInputs(NamedTuple):
     """The leaves by name, in the order of their gradients, and the cotangent of the result."""
 
     named: dict[str, Tensor]
@@ -52,11 +52,11 @@ class SoftmaxCase:
     def name(self) -> str:
         return f"{self.family} N{self.keys}"
 
-    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+    def inputs(self, device: torch.device, seed: int = 0) -> OperatorInputs:
         x, do = _normal(device, seed, self.dtype, (self.rows, self.keys), (self.rows, self.keys))
-        return Inputs({"x": x.requires_grad_()}, do)
+        return OperatorInputs({"x": x.requires_grad_()}, do)
 
-    def exact(self, inputs: Inputs) -> dict[str, Tensor]:
+    def exact(self, inputs: OperatorInputs) -> dict[str, Tensor]:
         wide = wide_dtype(self.dtype)
         with torch.no_grad():
             p = torch.softmax(inputs.named["x"], -1, dtype=wide)
@@ -94,13 +94,13 @@ class MatmulCase:
     def name(self) -> str:
         return f"{self.family} {self.m}x{self.n}x{self.k}"
 
-    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+    def inputs(self, device: torch.device, seed: int = 0) -> OperatorInputs:
         y = (self.m, self.n)
         a, b, do, c = _normal(device, seed, self.dtype, (self.m, self.k), (self.k, self.n), y, y)
         named = {"a": a, "b": b, "c": c} if self.added else {"a": a, "b": b}
-        return Inputs({name: x.requires_grad_() for name, x in named.items()}, do)
+        return OperatorInputs({name: x.requires_grad_() for name, x in named.items()}, do)
 
-    def exact(self, inputs: Inputs) -> dict[str, Tensor]:
+    def exact(self, inputs: OperatorInputs) -> dict[str, Tensor]:
         wide = wide_dtype(self.dtype)
         with torch.no_grad():
             a, b, do = (x.to(wide) for x in (inputs.named["a"], inputs.named["b"], inputs.do))
@@ -141,7 +141,7 @@ def cases(device: str, quick: bool) -> Iterator[SoftmaxCase | MatmulCase]:
         yield MatmulCase("matmul plus c", 512, 512, 512, added=True, dtype="float32")
 
 
-def computers() -> Iterator[tuple[str, str, Callable[[Any, Inputs], Callable[[], Tensor]]]]:
+def computers() -> Iterator[tuple[str, str, Callable[[Any, OperatorInputs], Callable[[], Tensor]]]]:
     """(operator, name, what makes the forward of a case) of each provider; the backward is autograd's."""
     yield "softmax", "tilewise-softmax", lambda case, x: lambda: tilewise.softmax(x.named["x"])
     yield "softmax", "torch-softmax", lambda case, x: lambda: torch.softmax(x.named["x"], -1)
@@ -150,12 +150,12 @@ def computers() -> Iterator[tuple[str, str, Callable[[Any, Inputs], Callable[[],
     yield "matmul", "torch-matmul", _torch_matmul
 
 
-def _compiled_softmax(case: Any, x: Inputs) -> Callable[[], Tensor]:
+def _compiled_softmax(case: Any, x: OperatorInputs) -> Callable[[], Tensor]:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: torch.softmax(x, -1), dynamic=False)
     return lambda: compiled(x.named["x"])
 
 
-def _torch_matmul(case: Any, x: Inputs) -> Callable[[], Tensor]:
+def _torch_matmul(case: Any, x: OperatorInputs) -> Callable[[], Tensor]:
     a, b = x.leaves[:2]
     return (lambda: torch.addmm(x.named["c"], a, b)) if case.added else (lambda: torch.mm(a, b))

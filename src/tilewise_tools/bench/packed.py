@@ -86,7 +86,7 @@ def lengths_of(batch: str) -> tuple[int, ...]:
     return BATCHES[batch]()
 
 
-class Inputs(NamedTuple):
+class PackedInputs(NamedTuple):
     """named: the leaves q, k, v (total, H, D) and, of a case that has one, bias; do as the output.
 
     cu: (B + 1,) int32, where sequences begin; pairs: (B + 1,) int64, where their matrices do.
@@ -176,21 +176,21 @@ class PackedCase:
         }
         return shapes[self.bias]
 
-    def tensors(self, device: torch.device, new: Callable[..., Tensor]) -> Inputs:
+    def tensors(self, device: torch.device, new: Callable[..., Tensor]) -> PackedInputs:
         """``new`` makes a tensor of a shape."""
         rows = (self.keys, self.heads, self.head_dim)
         named, do = {name: new(*rows) for name in ("q", "k", "v")}, new(*rows)
         if self.bias_shape is not None:
             named["bias"] = new(*self.bias_shape)
         cu, pairs = ([0, *(x.stop for x in found)] for found in (self.sequences, self.matrices))
-        return Inputs(
+        return PackedInputs(
             {name: x.requires_grad_(self.backward) for name, x in named.items()},
             do,
             torch.tensor(cu, dtype=torch.int32, device=device),
             torch.tensor(pairs, device=device),
         )
 
-    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+    def inputs(self, device: torch.device, seed: int = 0) -> PackedInputs:
         """Fresh standard normal inputs."""
         generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, self.dtype)
 
@@ -199,7 +199,7 @@ class PackedCase:
 
         return self.tensors(device, normal)
 
-    def term(self, x: Inputs) -> Any:
+    def term(self, x: PackedInputs) -> Any:
         """The bias as tilewise takes it."""
         bias = x.named.get("bias")
         if bias is None or self.bias == "keys":

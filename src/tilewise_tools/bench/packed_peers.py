@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise_tools.bench.packed import ENTRIES, Inputs, PackedCase
+from tilewise_tools.bench.packed import ENTRIES, PackedCase, PackedInputs
 
 BLOCK = 128  # of FlexAttention's block mask, its default
 
@@ -27,7 +27,7 @@ class Padded(NamedTuple):
     mask: Tensor
 
 
-def tilewise_varlen(case: PackedCase, x: Inputs, backend: str) -> Callable[[], Tensor]:
+def tilewise_varlen(case: PackedCase, x: PackedInputs, backend: str) -> Callable[[], Tensor]:
     (q, k, v, *_), term = x.leaves, case.term(x)
 
     def forward() -> Tensor:
@@ -40,7 +40,7 @@ def tilewise_varlen(case: PackedCase, x: Inputs, backend: str) -> Callable[[], T
     return forward
 
 
-def fa4(case: PackedCase, x: Inputs) -> Callable[[], Tensor]:
+def fa4(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
     from flash_attn.cute import flash_attn_varlen_func
 
     def forward() -> Tensor:
@@ -57,7 +57,7 @@ def fa4(case: PackedCase, x: Inputs) -> Callable[[], Tensor]:
     return forward
 
 
-def torch_varlen(case: PackedCase, x: Inputs) -> Callable[[], Tensor]:
+def torch_varlen(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
     """Torch 2.10 has ``is_causal`` where 2.12 has a window."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -75,7 +75,7 @@ def torch_varlen(case: PackedCase, x: Inputs) -> Callable[[], Tensor]:
     return forward
 
 
-def flex(case: PackedCase, x: Inputs) -> Callable[[], Tensor]:
+def flex(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
     """One sequence of all tokens, where each sees its own document; the block mask is made before the clock starts."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -120,12 +120,12 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1).to(torch.int32)[None, None], columns.to(torch.int32)[None, None]
 
 
-def documents(case: PackedCase, x: Inputs) -> Tensor:
+def documents(case: PackedCase, x: PackedInputs) -> Tensor:
     """(total,), each token's sequence."""
     return torch.repeat_interleave(torch.arange(len(case.lengths), device=x.cu.device), x.cu.diff())
 
 
-def _score_mod(case: PackedCase, x: Inputs, document: Tensor) -> Callable[..., Tensor] | None:
+def _score_mod(case: PackedCase, x: PackedInputs, document: Tensor) -> Callable[..., Tensor] | None:
     """For the places of tokens in the whole; of pairs that the block mask hides any entry will do."""
     if case.bias is None:
         return None
@@ -150,7 +150,7 @@ def _score_mod(case: PackedCase, x: Inputs, document: Tensor) -> Callable[..., T
     return ragged
 
 
-def padded(case: PackedCase, x: Inputs) -> Padded:
+def padded(case: PackedCase, x: PackedInputs) -> Padded:
     """Made before the clock starts."""
     B, n = len(case.lengths), case.longest
     q, k, v, bias = x.leaves

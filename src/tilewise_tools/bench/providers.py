@@ -16,7 +16,7 @@ from torch import Tensor
 import tilewise
 from tilewise.planner import AUTOMATIC, backend_module
 from tilewise_tools.bench import operators, packed, packed_peers, sparse, structure, terms, windows
-from tilewise_tools.bench.cases import DROPOUT_SEED, Case, Inputs
+from tilewise_tools.bench.cases import DROPOUT_SEED, Case, CaseInputs
 
 _CUDA_ONLY = "measured on CUDA devices only"
 _MATH_BYTES = 8 << 30  # of float32 scores: above it, SDPA's math backend is not worth its time
@@ -27,7 +27,7 @@ class Steps(NamedTuple):
 
     Attributes:
         forward: () -> o (B, H, M, D), any strides.
-        backward: (o) -> gradients of `Inputs.leaves` in their order, for the cotangent ``do``. Can be repeated.
+        backward: (o) -> gradients of `CaseInputs.leaves` in their order, for the cotangent ``do``. Can be repeated.
         context: entered around all calls; not a part of what is timed.
         plain: of o and the gradients, what is held to the right answer, where they are laid out otherwise.
         renew: of a case whose mask is read once for many calls: the next call reads it again.
@@ -153,13 +153,15 @@ def _of_packed(device: torch.device, elsewhere: str | None, flex: str | None) ->
     ]
 
 
-def _padded(case: packed.PackedCase, x: packed.Inputs) -> Steps:
+def _padded(case: packed.PackedCase, x: packed.PackedInputs) -> Steps:
     full = packed_peers.padded(case, x)
     steps = _autograd(packed_peers.tilewise_padded(case, full), full)
     return steps._replace(plain=lambda found: packed_peers.packed_again(case, full, found))
 
 
-def _of_operator(operator: str, name: str, make: Callable[[Any, operators.Inputs], Callable[[], Tensor]]) -> Provider:
+def _of_operator(
+    operator: str, name: str, make: Callable[[Any, operators.OperatorInputs], Callable[[], Tensor]]
+) -> Provider:
     return Provider(name, None, lambda case: None, lambda case, x: _autograd(make(case, x), x), operator)
 
 
@@ -191,7 +193,7 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
     def declines(case: Case) -> str | None:
         return backend_module(backend).declines(case.problem(device.type, capability))
 
-    def prepare(case: Case, x: Inputs) -> Steps:
+    def prepare(case: Case, x: CaseInputs) -> Steps:
         q, k, v, bias, _, sink, trained, mask = x
         term: Any = bias if case.term is None or trained is None else terms.term(case.term, trained)
 
@@ -233,7 +235,7 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
             return "is_causal aligns top-left: with M != N another function"
         return _no_term(case)
 
-    def prepare(case: Case, x: Inputs) -> Steps:
+    def prepare(case: Case, x: CaseInputs) -> Steps:
         q, k, v, bias, *_ = x
         grouped = case.heads != case.kv_heads
         return _autograd(
@@ -261,7 +263,7 @@ def _flex_declines(case: Case) -> str | None:
     return _no_dropout(case)
 
 
-def _flex(case: Case, x: Inputs) -> Steps:
+def _flex(case: Case, x: CaseInputs) -> Steps:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v, bias, *_ = x
@@ -350,7 +352,7 @@ def _plain(case: Case) -> str | None:
     return _no_dropout(case) or _no_term(case)
 
 
-def _fa4(case: Case, x: Inputs) -> Steps:
+def _fa4(case: Case, x: CaseInputs) -> Steps:
     from flash_attn.cute import flash_attn_func
 
     more: dict[str, Any] = {} if case.window is None else {"window_size": (case.window - 1, 0)}
@@ -362,7 +364,7 @@ def _fa4(case: Case, x: Inputs) -> Steps:
     return _autograd(forward, x)
 
 
-def _cudnn_graph(case: Case, x: Inputs) -> Steps:
+def _cudnn_graph(case: Case, x: CaseInputs) -> Steps:
     """cuDNN's frontend graphs: with a bias and its gradient, which PyTorch's own use of cuDNN leaves out."""
     graphs = _CudnnGraphs(case, x)
     return Steps(graphs.forward, graphs.backward)
@@ -371,7 +373,7 @@ def _cudnn_graph(case: Case, x: Inputs) -> Steps:
 class _CudnnGraphs:
     """One graph for the forward and one for the backward; everything a call needs is allocated in the call."""
 
-    def __init__(self, case: Case, x: Inputs) -> None:
+    def __init__(self, case: Case, x: CaseInputs) -> None:
         import cudnn
 
         self.cudnn, self.x, self.handle = cudnn, x, cudnn.create_handle()

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tilewise.spec import dropout
 from tilewise_tools.bench import packed, sparse, terms
-from tilewise_tools.bench.cases import DROPOUT_SEED, AnyCase, Case, Inputs
+from tilewise_tools.bench.cases import DROPOUT_SEED, AnyCase, Case, CaseInputs
 
 # Relative to the norm of the right answer: twice to ten times what rounding in that dtype explains.
 TOLERANCES = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-5, "float64": 1e-10}
 _SCORES_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 21}  # elements of a chunk's score matrix
 
 
-def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
+def exact(case: Case, x: CaseInputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
     """o and, if the case has a backward, dq, dk, dv, dbias, dsink and dterm, computed in ``wide``.
 
     Default: float32 for 16-bit inputs, which is exact enough and cheap, and float64 for others.
@@ -42,7 +42,7 @@ def exact(case: Case, x: Inputs, wide: torch.dtype | None = None) -> dict[str, T
     return results
 
 
-def exact_packed(case: packed.PackedCase, x: packed.Inputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
+def exact_packed(case: packed.PackedCase, x: packed.PackedInputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
     """The same of a packed batch, in its layout: by `exact`, one sequence after the other.
 
     The heads of a sequence stand for a batch, so that many short ones take no time for each.
@@ -57,7 +57,7 @@ def exact_packed(case: packed.PackedCase, x: packed.Inputs, wide: torch.dtype | 
             bias = packed.matrix(case, x.named["bias"], b)[:, None] if case.bias else None
             shape = None if bias is None else (bias.shape[0], 1, bias.shape[2], n)
             one = Case("", case.heads, 1, 1, n, n, case.head_dim, case.causal, shape, case.dtype, case.backward)
-            found = exact(one, Inputs(q, k, v, bias, do), wide)
+            found = exact(one, CaseInputs(q, k, v, bias, do), wide)
             for name in ("o", "dq", "dk", "dv"):
                 if name in found:
                     results[name][rows] = found[name][:, 0].transpose(0, 1)
@@ -70,7 +70,7 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _chunk(case: Case, x: Inputs, results: dict[str, Tensor], b: slice, g: int, r: slice, scale: float) -> None:
+def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: int, r: slice, scale: float) -> None:
     """Batches ``b`` and query rows ``r`` of the query heads that share key/value head ``g``."""
     group = case.heads // case.kv_heads
     wide = results["o"].dtype

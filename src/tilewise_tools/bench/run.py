@@ -21,7 +21,7 @@ import torch
 
 import tilewise
 from tilewise_tools.bench import operators, packed, reference
-from tilewise_tools.bench.cases import AnyCase, Case, Inputs, cases
+from tilewise_tools.bench.cases import AnyCase, Case, CaseInputs, cases
 from tilewise_tools.bench.providers import Provider, Steps, is_ours, providers, wants_cuda
 from tilewise_tools.bench.results import Results, Row, Timing, left_out
 from tilewise_tools.bench.timing import Clock, calibrate, host_seconds, over_rounds, synchronize, working_bytes
@@ -52,7 +52,7 @@ _DISTRIBUTIONS = (
     "cuequivariance-ops-torch-cu13",
 )
 
-AnyInputs = Inputs | operators.Inputs | packed.Inputs
+AnyInputs = CaseInputs | operators.OperatorInputs | packed.PackedInputs
 
 
 class UsageError(ValueError):
@@ -76,7 +76,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """
     Attributes:
         device: "cuda" or "cpu".
@@ -98,13 +98,13 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def chosen_cases(options: Options) -> list[AnyCase]:
+def chosen_cases(options: RunOptions) -> list[AnyCase]:
     """Those whose name contains one of ``options.cases``; an exact name takes that case alone."""
     known = cases(options.device, options.quick)
     return _chosen("--cases", options.cases, {case.name: case for case in known})
 
 
-def chosen_providers(options: Options) -> list[Provider]:
+def chosen_providers(options: RunOptions) -> list[Provider]:
     known = providers(torch.device(options.device))
     return _chosen("--providers", options.providers, {provider.name: provider for provider in known})
 
@@ -126,7 +126,7 @@ def _is_called(name: str, part: str) -> bool:
 
 
 def run(
-    options: Options,
+    options: RunOptions,
     progress: Progress,
     save: Callable[[Results], None] = lambda results: None,
     todo: Sequence[AnyCase] | None = None,

@@ -14,10 +14,10 @@ from torch import Tensor
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
 
 if TYPE_CHECKING:
-    from tilewise_tools.bench.cases import Case, Inputs
+    from tilewise_tools.bench.cases import Case, CaseInputs
 
 
-def _triangle(x: Inputs) -> Tensor:
+def _triangle(x: CaseInputs) -> Tensor:
     """The batch is the rows of one pair representation."""
     assert x.bias is not None
     o: Tensor = triangle_attention(
@@ -26,16 +26,16 @@ def _triangle(x: Inputs) -> Tensor:
     return o.squeeze(0)  # the gradient of a select is a copy
 
 
-def _tokens(x: Inputs) -> Tensor:
+def _tokens(x: CaseInputs) -> Tensor:
     """The batch is the samples of one structure."""
     assert x.bias is not None
     return attention_pair_bias(x.q[None], x.k[None], x.v[None], x.bias).squeeze(0)
 
 
-DOORS: dict[str, Callable[[Inputs], Tensor]] = {"triangle_attention": _triangle, "attention_pair_bias": _tokens}
+DOORS: dict[str, Callable[[CaseInputs], Tensor]] = {"triangle_attention": _triangle, "attention_pair_bias": _tokens}
 
 
-def door(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def door(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     """The forward, by the backend that tilewise takes by itself."""
     assert case.door is not None
     call = DOORS[case.door]
@@ -53,7 +53,7 @@ def cuequivariance_declines(case: Case) -> str | None:
     return None
 
 
-def cuequivariance(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def cuequivariance(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     """The forward by NVIDIA's triangle attention, of which the batch is the rows."""
     from cuequivariance_ops_torch import triangle_attention as attend
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from tilewise.backends import lse_dtype
 from tilewise.explanation.work import Work
 from tilewise.integrations.evoformer import window_pair_attention
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
-from tilewise_tools.bench.operators import Inputs, wide_dtype
+from tilewise_tools.bench.operators import OperatorInputs, wide_dtype
 
 PADDING = 40  # atoms at the end that a mask hides; less than a window has there, so that each query sees a key
 
@@ -54,7 +54,7 @@ class WindowCase:
     def before(self) -> int:
         return (self.k_block - self.q_block) // 2
 
-    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+    def inputs(self, device: torch.device, seed: int = 0) -> OperatorInputs:
         """Fresh standard normal inputs; q, k, v and do in the memory order (B, N, H, D) that a projection gives."""
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -65,7 +65,7 @@ class WindowCase:
         named = {name: normal(*rows).transpose(1, 2) for name in ("q", "k", "v")}
         named["bias"] = normal(1, self.heads, self.blocks, self.q_block, self.k_block)
         do = normal(*rows).transpose(1, 2)
-        return Inputs({name: x.requires_grad_(self.backward) for name, x in named.items()}, do)
+        return OperatorInputs({name: x.requires_grad_(self.backward) for name, x in named.items()}, do)
 
     def mask(self, device: torch.device) -> Tensor:
         """Bool (1, N)."""
@@ -93,15 +93,15 @@ class WindowCase:
             head_dim=self.head_dim,
             value_dim=self.head_dim,
             score=Score.of(Band(), self.head_dim),
-            bias=Operand(dtype, batch, self.heads, self.q_block, self.k_block),
+            bias=TensorSpec(dtype, batch, self.heads, self.q_block, self.k_block),
             bias_grad=self.backward,
         )
 
-    def exact(self, inputs: Inputs) -> dict[str, Tensor]:
+    def exact(self, inputs: OperatorInputs) -> dict[str, Tensor]:
         """By autograd in a wider dtype."""
         wide = {name: x.detach().to(wide_dtype(self.dtype)).requires_grad_() for name, x in inputs.named.items()}
         with torch.enable_grad():
-            o = einsum(self, Inputs(wide, inputs.do))()
+            o = einsum(self, OperatorInputs(wide, inputs.do))()
             if not self.backward:
                 return {"o": o.detach()}
             grads = torch.autograd.grad(o, list(wide.values()), inputs.do.to(o.dtype))
@@ -131,18 +131,18 @@ def cases(device: str) -> Iterator[WindowCase]:
 # Who computes it
 
 
-def tilewise_windows(case: WindowCase, x: Inputs, backend: str) -> Callable[[], Tensor]:
+def tilewise_windows(case: WindowCase, x: OperatorInputs, backend: str) -> Callable[[], Tensor]:
     (q, k, v, bias), mask = x.leaves, case.mask(x.do.device)
     return lambda: window_pair_attention(q, k, v, bias, mask, case.q_block, case.k_block, backend=backend)
 
 
-def einsum(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
+def einsum(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
     """Windows gathered by their indices, which with the mask are made before the clock starts."""
     (q, k, v, bias), (places, seen) = x.leaves, case.windows(x.do.device)
     return lambda: _gathered(q, k, v, bias, places, seen, case.q_block)
 
 
-def einsum_compiled(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
+def einsum_compiled(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
     torch._dynamo.reset()
     (q, k, v, bias), (places, seen) = x.leaves, case.windows(x.do.device)
     compiled = torch.compile(_gathered, dynamic=False)
@@ -156,7 +156,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, places: Tensor, see
     return torch.einsum("bhnij,bhnjd->bhnid", p, v[:, :, places]).flatten(2, 3)
 
 
-def sdpa(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
+def sdpa(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
     """The same windows, and the kernel that PyTorch takes for a matrix added to scores."""
     places, seen = case.windows(x.do.device)
     q, k, v, bias = x.leaves
@@ -173,7 +173,7 @@ def sdpa(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
     return forward
 
 
-def flex(case: WindowCase, x: Inputs) -> Callable[[], Tensor]:
+def flex(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
     """One sequence and a block mask, which is made before the clock starts."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -44,17 +44,17 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
-class Case(NamedTuple):
+class DropoutCase(NamedTuple):
     heads: int
     head_dim: int
     causal: bool
 
 
 CASES = {
-    "D64": Case(32, 64, False),
-    "D128": Case(16, 128, False),
-    "D64 causal": Case(32, 64, True),
-    "D128 causal": Case(16, 128, True),
+    "D64": DropoutCase(32, 64, False),
+    "D128": DropoutCase(16, 128, False),
+    "D64 causal": DropoutCase(32, 64, True),
+    "D128 causal": DropoutCase(16, 128, True),
 }
 
 
@@ -64,7 +64,7 @@ def described(inputs: Inputs, causal: bool) -> Problem:
     return Problem.of(*inputs, score, bias_grad=False, deterministic=False)
 
 
-def drawn(batch: int, case: Case, length: int) -> list[Tensor]:
+def drawn(batch: int, case: DropoutCase, length: int) -> list[Tensor]:
     """q, k, v and the gradient of o."""
     shape = batch, case.heads, length, case.head_dim
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
@@ -73,12 +73,14 @@ def drawn(batch: int, case: Case, length: int) -> list[Tensor]:
 def forward(problem: Problem, inputs: Inputs, changes: dict[str, Any]) -> Callable[[], Outputs]:
     made = replace(config.forward_config(problem), **changes)
     with patched(launch, forward_config=lambda _: made):
-        return partial(launch.Forward(problem, inputs), inputs)
+        return partial(launch.HopperForward(problem, inputs), inputs)
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, do: Tensor) -> Callable[[], Any]:
     needs, cotangents = Needs(True, True, True, False, False), Outputs(do, None)
-    return partial(backward_launch.Backward(problem, inputs, outputs, cotangents, needs), inputs, outputs, cotangents)
+    return partial(
+        backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs), inputs, outputs, cotangents
+    )
 
 
 def unfused(inputs: Inputs, do: Tensor, causal: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -95,7 +97,7 @@ def unfused(inputs: Inputs, do: Tensor, causal: bool, dtype: torch.dtype) -> lis
     return [o, *torch.autograd.grad(o, leaves, do.to(dtype))]
 
 
-def held(name: str, case: Case, seed: Tensor) -> None:
+def held(name: str, case: DropoutCase, seed: Tensor) -> None:
     """Compare all variants of a case of 1,152 queries, which takes the same kernels, to float64."""
     q, k, v, do = drawn(2, case, 1152)
     inputs = Inputs(q, k, v, None, None, seed=seed)

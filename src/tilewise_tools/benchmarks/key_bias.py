@@ -54,7 +54,7 @@ SHAPES = {str(x): x for x in (Shape(packed, d, causal) for packed in (True, Fals
                               for causal in (True, False))}  # fmt: skip
 
 
-class Pass:
+class TimedPass:
     """The passes of a shape, with or without a bias."""
 
     def __init__(self, shape: Shape, biased: bool):
@@ -83,7 +83,7 @@ class Pass:
         self.problem = Problem.of(*call.inputs, call.score, bias_grad=biased, deterministic=False)
         self.causal = shape.causal
         self.steps: dict[tuple[str, str], Callable[[], Any]] = {}
-        self.outputs: Outputs = launch.Forward(self.problem, self.inputs)(self.inputs)
+        self.outputs: Outputs = launch.HopperForward(self.problem, self.inputs)(self.inputs)
         self.cotangents = Outputs(torch.randn_like(self.outputs.o), None)
 
     def step(self, what: str, form: str) -> Callable[[], Any]:
@@ -98,11 +98,11 @@ class Pass:
 
     def _made(self, what: str, form: str) -> None:
         if what == "forward":
-            forward = launch.Forward(self.problem, self.inputs)
+            forward = launch.HopperForward(self.problem, self.inputs)
             self.steps[what, form] = lambda: forward(self.inputs)
         else:
             given = self.inputs, self.outputs, self.cotangents
-            backward = backward_launch.Backward(self.problem, *given, Needs(True, True, True, self.biased))
+            backward = backward_launch.HopperBackward(self.problem, *given, Needs(True, True, True, self.biased))
             self.steps[what, form] = lambda: backward(*given)
         self.steps[what, form]()
 
@@ -148,7 +148,7 @@ def forms_of(shape: Shape, what: str, asked: bool) -> Iterator[str]:
 
 def report(name: str, options: argparse.Namespace) -> None:
     shape, clock = SHAPES[name], Clock(torch.device("cuda"), options.seconds)
-    none, keys = Pass(shape, False), Pass(shape, True)
+    none, keys = TimedPass(shape, False), TimedPass(shape, True)
     keys.check()
     for what in ("forward", "backward"):
         steps = {"none": none.step(what, "")}

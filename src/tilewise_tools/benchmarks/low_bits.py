@@ -70,7 +70,7 @@ def hold_one_key() -> None:
             raise SystemExit("the gradients of rows that see one key are not 0")
 
 
-class Pass:
+class PassTimes:
     """A call, forward and backward, whose forward keeps the low bits or not."""
 
     def __init__(self, case: tuple[int, int, int, int, bool]) -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     hold_one_key()
     print("B, heads, S, D: forward with, without, share; backward with, without, share; ms")
     for case in CASES:
-        run = Pass(case)
+        run = PassTimes(case)
         difference(run.results(True), run.results(False), 2e-2, str(case))
         found = in_turns({name: partial(run.times, name == "with") for name in ("with", "without")}, 5, unmeasured=1)
         line = "{:>3} {:>3} {:>5} {:>4} {:<6}".format(*case[:4], "causal" if case[4] else "full")

@@ -22,7 +22,7 @@ from tilewise_tools.bench import cases, packed
 from tilewise_tools.bench.cases import AnyCase
 from tilewise_tools.bench.providers import providers
 from tilewise_tools.bench.results import Pass, Results, write_document
-from tilewise_tools.bench.run import Options, PlainProgress, run
+from tilewise_tools.bench.run import PlainProgress, RunOptions, run
 
 S, LONG = 16384, 32768
 HOPPER, TRITON, FLEX, FA4, VARLEN = "tilewise-hopper", "tilewise-triton", "flex", "fa4", "tilewise-varlen-hopper"
@@ -58,7 +58,7 @@ class Gate(NamedTuple):
     both: bool = False
 
 
-class Found:
+class MaskTimes:
     """What the parts of a run have measured."""
 
     def __init__(self, parts: list[Results]) -> None:
@@ -78,7 +78,7 @@ class Found:
         """How many times as fast as ``other`` by somebody, by the part that has both if there is one."""
 
         def ratio(which: Pass | None) -> float | None:
-            for found in (*(Found([part]) for part in self.parts), self):
+            for found in (*(MaskTimes([part]) for part in self.parts), self):
                 ratio = _divided(found.seconds(other, by, which), found.seconds(case, provider, which))
                 if ratio is not None:
                     return ratio
@@ -104,7 +104,7 @@ def _divided(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a / b
 
 
-def gates(found: Found) -> Iterator[Gate]:
+def gates(found: MaskTimes) -> Iterator[Gate]:
     for share, least in ((25, 0.85), (5, 0.7)):
         case = BLOCKS[share, 0]
         yield Gate(f"blocks {share} %: of dense", found.speed(case, DENSE), (least, least))
@@ -128,7 +128,7 @@ def gates(found: Found) -> Iterator[Gate]:
         yield Gate(name, found.times(KEPT[causal], HOPPER, WHOLE[causal], HOPPER), (least, least), both=True)
 
 
-def table(found: Found) -> list[str]:
+def table(found: MaskTimes) -> list[str]:
     lines = []
     for gate in gates(found):
         if gate.both:
@@ -187,14 +187,14 @@ def main() -> None:
         left = end - time.monotonic()
         if left <= 0:
             break
-        options = Options("cuda", providers=who, budget=left, commit=arguments.commit)
+        options = RunOptions("cuda", providers=who, budget=left, commit=arguments.commit)
         parts.append(run(options, PlainProgress(), todo=todo))
         if arguments.json is not None:
             write_document(
                 {"how": f"python -m {__spec__.name}", "parts": [asdict(x) for x in parts]},
                 arguments.json,
             )
-    found = Found(parts)
+    found = MaskTimes(parts)
     for part in parts[:1]:
         print(f"calibration: {part.calibration}")
     for line in table(found):

@@ -36,7 +36,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")  # on Linux
 
 
 @dataclass(frozen=True)
-class Case:
+class CpuCase:
     """``length`` queries and keys of dimension 64 a head. ``gate``: how many of our times SDPA's must be, at least."""
 
     name: str
@@ -51,18 +51,18 @@ class Case:
 
 # Within 5% of SDPA without a bias gradient; faster by a half, and in bfloat16 by 2.5, with one.
 CASES = (
-    Case("forward, float32", torch.float32, 1 / 1.05, backward=False),
-    Case("forward, bfloat16", torch.bfloat16, 1 / 1.05, backward=False),
-    Case("forward and backward, float32", torch.float32, 1 / 1.05),
-    Case("forward and backward, bfloat16", torch.bfloat16, 1 / 1.05),
-    Case("trainable bias (B,H,M,N), float32", torch.float32, 1.5, bias_batch=1),
-    Case("trainable bias (B,H,M,N), bfloat16", torch.bfloat16, 2.5, bias_batch=1),
-    Case("trainable bias (1,H,M,N), float32", torch.float32, 1.5, batch=2, heads=4, bias_batch=1),
-    Case("trainable bias (1,H,M,N), bfloat16", torch.bfloat16, 2.5, batch=2, heads=4, bias_batch=1),
+    CpuCase("forward, float32", torch.float32, 1 / 1.05, backward=False),
+    CpuCase("forward, bfloat16", torch.bfloat16, 1 / 1.05, backward=False),
+    CpuCase("forward and backward, float32", torch.float32, 1 / 1.05),
+    CpuCase("forward and backward, bfloat16", torch.bfloat16, 1 / 1.05),
+    CpuCase("trainable bias (B,H,M,N), float32", torch.float32, 1.5, bias_batch=1),
+    CpuCase("trainable bias (B,H,M,N), bfloat16", torch.bfloat16, 2.5, bias_batch=1),
+    CpuCase("trainable bias (1,H,M,N), float32", torch.float32, 1.5, batch=2, heads=4, bias_batch=1),
+    CpuCase("trainable bias (1,H,M,N), bfloat16", torch.bfloat16, 2.5, batch=2, heads=4, bias_batch=1),
 )
 
 
-def attention_inputs(case: Case, length: int) -> list[Tensor]:
+def attention_inputs(case: CpuCase, length: int) -> list[Tensor]:
     """q, k, v, dO and the bias if there is one, made without a temporary that the memory's peak would remember."""
     torch.manual_seed(0)
     shapes = [(case.batch, case.heads, length, 64)] * 4
@@ -71,7 +71,7 @@ def attention_inputs(case: Case, length: int) -> list[Tensor]:
     return [torch.empty(shape, dtype=case.dtype).normal_() for shape in shapes]
 
 
-def attention_step(case: Case, implementation: str, tensors: list[Tensor]) -> Step:
+def attention_step(case: CpuCase, implementation: str, tensors: list[Tensor]) -> Step:
     """One forward, or one forward and backward, that returns the output and the gradients."""
     q, k, v, do, *rest = tensors
     leaves = [x.detach().requires_grad_(case.backward) for x in (q, k, v, *rest)]
@@ -94,7 +94,7 @@ def peak_memory() -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
-def extra_memory(case: Case, implementation: str, length: int) -> int:
+def extra_memory(case: CpuCase, implementation: str, length: int) -> int:
     """Bytes that the peak of this process gains in a step beyond what the step returns. For a fresh process only."""
     attention_step(case, implementation, attention_inputs(case, 64))()  # what a first call loads is no working memory
     tensors = attention_inputs(case, length)
@@ -105,7 +105,7 @@ def extra_memory(case: Case, implementation: str, length: int) -> int:
     return peak_memory() - before - sum(x.numel() * x.itemsize for x in results)
 
 
-def extra_memory_in_child(case: Case, implementation: str, length: int, threads: int) -> int:
+def extra_memory_in_child(case: CpuCase, implementation: str, length: int, threads: int) -> int:
     memory = ["--threads", str(threads), "--memory", case.name, implementation, str(length)]
     command = [sys.executable, "-m", "tilewise_tools.benchmarks.sweep", "attention-cpu", *memory]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -117,7 +117,7 @@ def memory_of(name: str, implementation: str, length: str, threads: int) -> int:
     return extra_memory(next(case for case in CASES if case.name == name), implementation, int(length))
 
 
-def measure_attention(case: Case, turns: int, threads: int) -> dict:
+def measure_attention(case: CpuCase, turns: int, threads: int) -> dict:
     tensors = attention_inputs(case, case.length)
     steps = {name: attention_step(case, name, tensors) for name in ("SDPA", "tilewise")}
     error = difference(steps["tilewise"](), steps["SDPA"](), ATTENTION_TOLERANCES[case.dtype], case.name)

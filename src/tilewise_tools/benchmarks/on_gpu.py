@@ -15,10 +15,10 @@ from tilewise import matmul
 from tilewise.ops.gemm import hopper
 from tilewise.ops.gemm.config import hopper_config
 from tilewise.ops.gemm.problem import describe
-from tilewise.ops.row_softmax import Needs
+from tilewise.ops.row_softmax import SoftmaxNeeds
 from tilewise.ops.row_softmax.triton import launch
-from tilewise.ops.row_softmax.triton.config import Config, softmax_config
-from tilewise_tools.bench.cases import Inputs, tiny
+from tilewise.ops.row_softmax.triton.config import SoftmaxConfig, softmax_config
+from tilewise_tools.bench.cases import CaseInputs, tiny
 from tilewise_tools.bench.providers import Steps, providers
 from tilewise_tools.bench.timing import Clock, host_seconds
 from tilewise_tools.benchmarks.turns import Options, Step, difference, dtype_name, in_turns, is_wanted, medians, verdict
@@ -30,7 +30,7 @@ GPU = torch.device("cuda")
 HOST_COLUMNS = ("no grad", "forward", "both")
 
 
-def host_microseconds(steps: Steps, x: Inputs) -> list[float]:
+def host_microseconds(steps: Steps, x: CaseInputs) -> list[float]:
     def microseconds(step: Callable[[], object]) -> float:
         for _ in range(20):
             step()
@@ -185,7 +185,7 @@ REGISTERS: dict[bool, tuple[tuple[int, int, int | None], ...]] = {
 
 def softmax_variants(
     length: int, itemsize: int, backward: bool, processors: int, registers: bool
-) -> Iterator[tuple[str, Config]]:
+) -> Iterator[tuple[str, SoftmaxConfig]]:
     """Names and configurations: the chosen one, and others that long rows might have.
 
     The compiler takes the registers that it likes; with fewer of them more programs fit a multiprocessor.
@@ -197,16 +197,16 @@ def softmax_variants(
         for block, warps, most in REGISTERS[backward]:
             if block <= length:
                 name = f"programs of {block}, {warps} warps of {most or 'free'} registers, packed"
-                yield name, Config(True, 1, block, length // block, block, warps, True, most)
+                yield name, SoftmaxConfig(True, 1, block, length // block, block, warps, True, most)
     elif length in (1 << 14, 1 << 17):
         for block, warps in ((4096, 4), (2048, 2)):
             for pack in (False, True) if itemsize == 2 else (False,):
-                shared = Config(True, 1, block, length // block, block, warps, pack)
+                shared = SoftmaxConfig(True, 1, block, length // block, block, warps, pack)
                 if shared != chosen:
                     yield f"programs of {block}, {warps} warps{', packed' if pack else ''}", shared
 
 
-def softmax_with(config: Config, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def softmax_with(config: SoftmaxConfig, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         launch.softmax_config = lambda *arguments: config
         return step()
@@ -225,7 +225,7 @@ def measure_softmax(dtype: torch.dtype, length: int, copy: float, registers: boo
     right = wide[0], p_wide * (wide[1] - (wide[1] * p_wide).sum(-1, keepdim=True))
 
     def dx() -> Tensor:
-        found, _ = launch.backward(dp, p, 1.0, None, 1, Needs(True, False))
+        found, _ = launch.backward(dp, p, 1.0, None, 1, SoftmaxNeeds(True, False))
         assert found is not None
         return found
 

@@ -61,9 +61,9 @@ def calls(
         ("together", launch.comes_together),
     ):
         with patched(launch, comes_together=together):
-            forwards[name] = partial(launch.Forward(problem, inputs), inputs)
+            forwards[name] = partial(launch.HopperForward(problem, inputs), inputs)
     with patched(launch, raster=lambda _: launch.Raster("batch", 0, 0)):
-        forwards["together, order of the batch"] = partial(launch.Forward(problem, inputs), inputs)
+        forwards["together, order of the batch"] = partial(launch.HopperForward(problem, inputs), inputs)
     if "backward" not in passes:
         return forwards, backwards, problem, inputs
     outputs = next(iter(forwards.values()))()
@@ -71,7 +71,7 @@ def calls(
 
     for name, least in (("a batch element in a program", 1 << 30), ("three", 0)):
         with patched(config, LANES_FROM=least):
-            made = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
+            made = backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)
         backwards[name] = partial(made, inputs, outputs, cotangents)
     return forwards, backwards, problem, inputs
 

@@ -78,7 +78,7 @@ def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Call
                 continue
             no = {"comes_together": lambda _: False} if variant == "before" else {}
             with patched(launch, **no), patched(config, **(no if mask is not None else {})):
-                forward = launch.Forward(problem, inputs)
+                forward = launch.HopperForward(problem, inputs)
             outputs = forward(inputs)
             for index in LOOKED_AT:
                 o, lse, *_ = reference(inputs, do, index)
@@ -88,7 +88,7 @@ def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Call
                 made[hidden, variant] = partial(forward, inputs)
                 continue
             cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
-            differentiate = backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
+            differentiate = backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)
             alone = torch.zeros_like(do)
             sums = 0
             for index in LOOKED_AT:

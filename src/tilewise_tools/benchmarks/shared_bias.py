@@ -35,7 +35,7 @@ def no(_: Any) -> bool:
     return False
 
 
-class Case(NamedTuple):
+class SharedBiasCase(NamedTuple):
     batch: int
     heads: int
     length: int
@@ -50,45 +50,45 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "D64": Case(4, 16, 4096, 64),
-    "D128": Case(4, 16, 4096, 128),
-    "D64 causal": Case(4, 16, 4096, 64, causal=True),
-    "D128 causal": Case(4, 16, 4096, 128, causal=True),
-    "D64 added": Case(16, 16, 2048, 64),
-    "D128 added": Case(16, 16, 2048, 128),
-    "tokens": Case(16, 16, 768, 48),
-    "pair 256": Case(256, 4, 256, 32),
-    "pair 512": Case(512, 4, 512, 32),
-    "pair 768": Case(768, 4, 768, 32),
+    "D64": SharedBiasCase(4, 16, 4096, 64),
+    "D128": SharedBiasCase(4, 16, 4096, 128),
+    "D64 causal": SharedBiasCase(4, 16, 4096, 64, causal=True),
+    "D128 causal": SharedBiasCase(4, 16, 4096, 128, causal=True),
+    "D64 added": SharedBiasCase(16, 16, 2048, 64),
+    "D128 added": SharedBiasCase(16, 16, 2048, 128),
+    "tokens": SharedBiasCase(16, 16, 768, 48),
+    "pair 256": SharedBiasCase(256, 4, 256, 32),
+    "pair 512": SharedBiasCase(512, 4, 512, 32),
+    "pair 768": SharedBiasCase(768, 4, 768, 32),
 }
 VALUES = {
-    "one tile": Case(4, 1, 64, 128, 128),
-    "few D128": Case(4, 4, 512, 128),
-    "D128 odd": Case(4, 3, 333, 128, 472),
-    "few D64": Case(4, 4, 512, 64),
-    "D64 odd": Case(4, 3, 333, 64, 472),
-    "D64 many": Case(4, 16, 1000, 64),
-    "two": Case(2, 2, 400, 64, 136),
-    "two D128": Case(2, 2, 130, 128, 264),
-    "sixteen": Case(16, 2, 300, 48, 296),
-    "six": Case(6, 2, 200, 128, 256),
-    "causal": Case(4, 2, 700, 64, 704, causal=True),
-    "causal D128": Case(8, 2, 700, 128, 704, causal=True),
-    "float16": Case(4, 2, 260, 128, 264, dtype=torch.float16),
-    "grouped": Case(4, 8, 260, 64, 264, kv_heads=2),
-    "one for heads": Case(1, 8, 260, 128, 264, bias_heads=1),
-    "float32 bias": Case(12, 2, 333, 64, 472, bias_dtype=torch.float32),
-    "many D128": Case(4, 16, 1000, 128),
-    "many grouped": Case(4, 16, 1000, 64, kv_heads=8),
-    "many of one for heads": Case(1, 8, 520, 128, 2568, bias_heads=1),
-    "many causal": Case(8, 8, 1000, 128, causal=True),
-    "many of float32": Case(4, 16, 1000, 64, bias_dtype=torch.float32),
-    "in order": Case(4, 4, 520, 64, 528, deterministic=True),
+    "one tile": SharedBiasCase(4, 1, 64, 128, 128),
+    "few D128": SharedBiasCase(4, 4, 512, 128),
+    "D128 odd": SharedBiasCase(4, 3, 333, 128, 472),
+    "few D64": SharedBiasCase(4, 4, 512, 64),
+    "D64 odd": SharedBiasCase(4, 3, 333, 64, 472),
+    "D64 many": SharedBiasCase(4, 16, 1000, 64),
+    "two": SharedBiasCase(2, 2, 400, 64, 136),
+    "two D128": SharedBiasCase(2, 2, 130, 128, 264),
+    "sixteen": SharedBiasCase(16, 2, 300, 48, 296),
+    "six": SharedBiasCase(6, 2, 200, 128, 256),
+    "causal": SharedBiasCase(4, 2, 700, 64, 704, causal=True),
+    "causal D128": SharedBiasCase(8, 2, 700, 128, 704, causal=True),
+    "float16": SharedBiasCase(4, 2, 260, 128, 264, dtype=torch.float16),
+    "grouped": SharedBiasCase(4, 8, 260, 64, 264, kv_heads=2),
+    "one for heads": SharedBiasCase(1, 8, 260, 128, 264, bias_heads=1),
+    "float32 bias": SharedBiasCase(12, 2, 333, 64, 472, bias_dtype=torch.float32),
+    "many D128": SharedBiasCase(4, 16, 1000, 128),
+    "many grouped": SharedBiasCase(4, 16, 1000, 64, kv_heads=8),
+    "many of one for heads": SharedBiasCase(1, 8, 520, 128, 2568, bias_heads=1),
+    "many causal": SharedBiasCase(8, 8, 1000, 128, causal=True),
+    "many of float32": SharedBiasCase(4, 16, 1000, 64, bias_dtype=torch.float32),
+    "in order": SharedBiasCase(4, 4, 520, 64, 528, deterministic=True),
 }
 
 
 def calls(
-    case: Case, device: str = "cuda", timed: bool = True
+    case: SharedBiasCase, device: str = "cuda", timed: bool = True
 ) -> tuple[dict[str, Callable[[], Any]], float, tuple[Tensor, ...]]:
     """The variants, each called once, the operations of one, and the inputs; timed: those to compare them with, too."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
@@ -109,8 +109,8 @@ def calls(
         return replace(found, device="cuda", capability=(9, 0))
 
     problem, cotangents, made = described(shared), Outputs(do, None), {}
-    outputs = launch.Forward(problem, Inputs(q, k, v, shared, None))(Inputs(q, k, v, shared, None))
-    plain = launch.Forward(described(None), Inputs(q, k, v, None, None))(Inputs(q, k, v, None, None))
+    outputs = launch.HopperForward(problem, Inputs(q, k, v, shared, None))(Inputs(q, k, v, shared, None))
+    plain = launch.HopperForward(described(None), Inputs(q, k, v, None, None))(Inputs(q, k, v, None, None))
 
     def add(name: str, bias: Tensor | None = shared, grad: bool = True, **patches: Any) -> None:
         inputs, results = Inputs(q, k, v, bias, None), plain if bias is None else outputs
@@ -118,7 +118,7 @@ def calls(
         of_dbias = {name: patches[name] for name in patches if hasattr(dbias, name)}
         of_launch = {name: patches[name] for name in patches if hasattr(backward_launch, name)}
         with patched(config, **patches), patched(dbias, **of_dbias), patched(backward_launch, **of_launch):
-            backward = backward_launch.Backward(described(bias, grad), inputs, results, cotangents, needs)
+            backward = backward_launch.HopperBackward(described(bias, grad), inputs, results, cotangents, needs)
             backward(inputs, results, cotangents)  # compiles
         made[name] = partial(backward, inputs, results, cotangents)
 
@@ -133,7 +133,7 @@ def calls(
     return made, problem.backward_flops, (q, k, v, do, shared)
 
 
-def exact(case: Case, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def exact(case: SharedBiasCase, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """dQ, dK, dV of the last key/value head of each batch element and dBias of its last bias head, in float64; of a
     bias with fewer heads all heads are gone through."""
     q, k, v, do, shared = (x.double() for x in tensors)
@@ -161,7 +161,9 @@ def exact(case: Case, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return dq, dk, dv, dbias
 
 
-def compare(name: str, case: Case, variants: dict[str, Callable[[], Any]], tensors: tuple[Tensor, ...]) -> None:
+def compare(
+    name: str, case: SharedBiasCase, variants: dict[str, Callable[[], Any]], tensors: tuple[Tensor, ...]
+) -> None:
     """Each variant beside float64, and dBias again, whose bits are equal where nothing is added by several."""
     wanted = exact(case, tensors)
     for variant, call in variants.items():
@@ -176,7 +178,7 @@ def compare(name: str, case: Case, variants: dict[str, Callable[[], Any]], tenso
         print(f"{name}, {variant}: off by {words} (q k v bias), equal again {sum(again)} of 3", flush=True)
 
 
-def compared(cases: dict[str, Case], seconds: float = 100.0) -> list[str]:
+def compared(cases: dict[str, SharedBiasCase], seconds: float = 100.0) -> list[str]:
     """Compare each in a process of its own, all at once, for they compile; returns those that came to an end."""
     command = [sys.executable, "-m", __spec__.name, "compare"]
     running = {name: Popen([*command, name], stdout=PIPE, stderr=STDOUT, text=True) for name in cases}

@@ -27,7 +27,7 @@ from tilewise_tools.benchmarks.turns import in_turns, medians
 HEADS, DIM = 16, 64
 
 
-class Call:
+class ToeplitzCall:
     """A call and its backward; form: of the backward, see FORMS."""
 
     def __init__(self, name: str, batch: int, length: int, causal: bool, form: str = ""):
@@ -128,10 +128,10 @@ def formed(form: str) -> Any:
     return config
 
 
-def timed(clock: Clock, calls: dict[str, Call], what: str) -> dict[str, float]:
+def timed(clock: Clock, calls: dict[str, ToeplitzCall], what: str) -> dict[str, float]:
     usual = backward_launch.backward_config
 
-    def take(call: Call) -> float:
+    def take(call: ToeplitzCall) -> float:
         if what == "forward":
             return clock.time(call.forward).median_s
         if call.form:
@@ -146,7 +146,7 @@ def timed(clock: Clock, calls: dict[str, Call], what: str) -> dict[str, float]:
     return medians(in_turns({name: lambda call=call: take(call) for name, call in calls.items()}, 3, 1))
 
 
-def parts(call: Call) -> None:
+def parts(call: ToeplitzCall) -> None:
     """The kernels of a forward and a backward."""
     for step in (call.forward, call.backward):
         step()
@@ -179,11 +179,11 @@ def main() -> None:
     product, copy = found.matmul_flops["bfloat16"], found.copy_bytes_per_second
     print(f"cuBLAS {product / 1e12:.0f} TFLOP/s, copy {copy / 1e12:.2f} TB/s")
     for batch, length, causal in ((4, 2048, False), (1, 8192, False), *[(1, 8192, True)] * options.causal):
-        calls = {name: Call(name, batch, length, causal) for name in ("none", "t5", "alibi")}
+        calls = {name: ToeplitzCall(name, batch, length, causal) for name in ("none", "t5", "alibi")}
         many = dict(calls)
         if options.kernels:
             for form in [form for form in FORMS if form]:
-                many |= {f"{name}, {form}": Call(name, batch, length, causal, form) for name in ("t5", "alibi")}
+                many |= {f"{name}, {form}": ToeplitzCall(name, batch, length, causal, form) for name in ("t5", "alibi")}
         for what in ("forward", "backward"):
             times = timed(clock, calls if what == "forward" else many, what)
             for name, seconds in times.items():

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilewise.windows import autograd, config, launch
 from tilewise_tools.bench import windows
-from tilewise_tools.bench.operators import Inputs
+from tilewise_tools.bench.operators import OperatorInputs
 from tilewise_tools.bench.timing import Clock, host_seconds
 from tilewise_tools.benchmarks.turns import difference
 
@@ -35,7 +35,7 @@ TILES = [  # warps of forward and backward, and their registers
 ]
 
 
-def steps(case: windows.WindowCase, x: Inputs, provider: str) -> tuple[Step, Step]:
+def steps(case: windows.WindowCase, x: OperatorInputs, provider: str) -> tuple[Step, Step]:
     makers = {"einsum": windows.einsum, "einsum-compiled": windows.einsum_compiled, "flex": windows.flex}
     forward = makers[provider](case, x) if provider in makers else windows.tilewise_windows(case, x, provider)
     o = forward()
@@ -67,7 +67,7 @@ def report(name: str, step: Step, clock: Clock) -> None:
     )
 
 
-def check(case: windows.WindowCase, x: Inputs) -> None:
+def check(case: windows.WindowCase, x: OperatorInputs) -> None:
     exact = case.exact(x)
     o = windows.tilewise_windows(case, x, "auto")()
     found = (o, *torch.autograd.grad(o, x.leaves, x.do))

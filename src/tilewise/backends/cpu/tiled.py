@@ -75,7 +75,7 @@ def _parts(problem: Problem) -> int:
     return max(min(workers.count(), scores // SMALL), 1)
 
 
-class _Call(NamedTuple):
+class _TiledCall(NamedTuple):
     """What all heads of a call share. ``stream``: the words of dropout, (B, Hkv, G, 1, 1)."""
 
     problem: Problem
@@ -84,7 +84,7 @@ class _Call(NamedTuple):
     stream: dropout.Stream | None
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs) -> _Call:
+    def of(cls, problem: Problem, inputs: Inputs) -> _TiledCall:
         return cls(problem, inputs, tiling(problem), _stream(problem, inputs.seed))
 
     def all_heads(self) -> list[Heads]:
@@ -116,7 +116,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     lse = inputs.q.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
     outputs = Outputs(o, lse, empty_low_bits(o, problem))
     keep_freed_tiles()
-    call = _Call.of(problem, inputs)
+    call = _TiledCall.of(problem, inputs)
     every = call.all_heads()
     turns = jobs.turns(len(every), len(call.row_blocks()), 2 * _parts(problem))
     parts = [Job([kv], turn, turns) for kv in every for turn in range(turns)]
@@ -124,7 +124,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     return outputs
 
 
-def _forward_job(call: _Call, outputs: Outputs, job: Job) -> None:
+def _forward_job(call: _TiledCall, outputs: Outputs, job: Job) -> None:
     for kv in job.heads:
         heads = _Heads(call, kv)
         for rows in job.of(call.row_blocks()):
@@ -165,7 +165,7 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
 class _Backward(NamedTuple):
     """What the backward has besides, and where its gradients go."""
 
-    call: _Call
+    call: _TiledCall
     outputs: Outputs
     cotangents: Outputs
     want: Gradients
@@ -176,7 +176,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
     want = Gradients(dq, dk, dv, empty_dbias(problem, inputs) if needs.bias else None)
     keep_freed_tiles()
-    call = _Call.of(problem, inputs)
+    call = _TiledCall.of(problem, inputs)
     work = _Backward(call, outputs, cotangents, want, _part_sums(problem, inputs, needs))
     blocks = len(call.row_blocks())
     pieces = jobs.pieces(call.all_heads(), blocks, _parts(problem), want.bias, work.part_sums)
@@ -312,7 +312,7 @@ class _Heads:
     or do is (T, R, D), one of k or v (T, cols, D).
     """
 
-    def __init__(self, call: _Call, kv: Heads) -> None:
+    def __init__(self, call: _TiledCall, kv: Heads) -> None:
         problem, inputs, size, stream = call
         batches, heads = kv
         self.problem, self.inputs = problem, inputs

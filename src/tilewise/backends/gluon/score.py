@@ -25,7 +25,7 @@ key_tiles = gluon.jit(tiles.key_tiles)
 query_tiles = gluon.jit(tiles.query_tiles)
 
 
-class Terms(NamedTuple):
+class GluonScoreArgs(NamedTuple):
     """The numbers of the score pipeline; fields in capitals are gl.constexpr."""
 
     exponent: float  # of 2: log2(e), times the scale where no softcap applies it
@@ -37,7 +37,7 @@ class Terms(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
-    threshold: float | None = None  # of dropout, as in Triton's `Terms`
+    threshold: float | None = None  # of dropout, as in Triton's `GluonScoreArgs`
     weight: float | None = None
     origin: Any = None
     bound: Any = None  # of two numbers at once, see `dropout_bounds`
@@ -54,9 +54,9 @@ class Terms(NamedTuple):
     far_hi: Any = gl.constexpr(0)
 
 
-def score_terms(problem: Problem) -> Terms:
+def score_terms(problem: Problem) -> GluonScoreArgs:
     score, capped = problem.score, problem.score.transformed
-    return Terms(
+    return GluonScoreArgs(
         exponent=LOG2E if capped else score.scale * LOG2E,
         inverse=1.0 if capped else 1.0 / score.scale,
         **score_numbers(score),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import address
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.relative import sheared
 from tilewise.spec.score import Distances
@@ -71,7 +71,7 @@ def as_matrix(problem: Problem) -> Problem:
     if parts is None or parts.query is None:
         return problem
     values = parts.query
-    bias = Operand(values.dtype, values.batch, values.heads, problem.queries, problem.keys)
+    bias = TensorSpec(values.dtype, values.batch, values.heads, problem.queries, problem.keys)
     return replace(problem, bias=bias, parts=None, bias_grad="query" in parts.grads)
 
 

@@ -15,7 +15,7 @@ from triton import knobs
 _INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter knows no PTX
 
 
-class Stream(NamedTuple):
+class StreamArgs(NamedTuple):
     """The words of a (sequence, query head), uint32; built inside a kernel."""
 
     key: Any
@@ -59,7 +59,7 @@ def stream(seed, sequence, head, terms):
     w0, w1, w2, _ = philox4x32(
         high.to(tl.uint32), (high >> 32).to(tl.uint32), sequence, head, low.to(tl.uint32), (low >> 32).to(tl.uint32)
     )
-    return Stream(w0, w1, w2)
+    return StreamArgs(w0, w1, w2)
 
 
 @triton.jit

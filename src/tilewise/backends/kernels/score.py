@@ -30,7 +30,7 @@ query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
 split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
 
 
-class Terms(NamedTuple):
+class ScoreArgs(NamedTuple):
     """What kernels in Triton are told of a score: numbers and switches; one that is off compiles its term away."""
 
     exponent: float  # logits to base-2 exponents: log2(e), times the scale where neither bias nor softcap applies it
@@ -43,15 +43,15 @@ class Terms(NamedTuple):
     HAS_CAP: Any
     threshold: float | None = None  # of dropout, see `tilewise.spec.dropout`; None compiles it away
     weight: float | None = None
-    origin: Origin | None = None  # of dropout's places; None where they are counted from 0
+    origin: OriginArgs | None = None  # of dropout's places; None where they are counted from 0
     query: Any = None  # numbers of a bias by distance: how a backend has them is its own
     key: Any = None
     toeplitz: Any = None
 
 
-class Origin(NamedTuple):
-    """`tilewise.spec.dropout.Origin`, of queries and keys the last multiple of 16 and the rest. RESTS: some is not 0;
-    a kernel that knows of none makes the words of a group once."""
+class OriginArgs(NamedTuple):
+    """Kernel arguments of `tilewise.spec.dropout.Origin`: of queries and keys the last multiple of 16 and the rest.
+    RESTS: True if a rest is not 0; without rests a kernel makes the words of a group once."""
 
     query: int
     query_rest: int
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
     RESTS: Any
 
     @classmethod
-    def of(cls, score: Score) -> Origin | None:
+    def of(cls, score: Score) -> OriginArgs | None:
         if score.origin == START:
             return None
         query, key, head = score.origin
@@ -69,23 +69,23 @@ class Origin(NamedTuple):
         return cls(query - rests[0], rests[0], key - rests[1], rests[1], head, tl.constexpr(any(rests)))
 
 
-def score_terms(score: Score, *, scaled: bool) -> Terms:
+def score_terms(score: Score, *, scaled: bool) -> ScoreArgs:
     """scaled: `score_tile` applies the scale, which otherwise waits for the exponent."""
     exponent = LOG2E if scaled else score.scale * LOG2E
-    return Terms(exponent=exponent, **score_numbers(score), **dropout_numbers(score))
+    return ScoreArgs(exponent=exponent, **score_numbers(score), **dropout_numbers(score))
 
 
 def dropout_numbers(score: Score) -> dict[str, Any]:
-    """What kernels are told of dropout: fields of their `Terms`; nothing where there is none."""
+    """What kernels are told of dropout: fields of their `ScoreArgs`; nothing where there is none."""
     if not score.dropout:
         return {}
     # All dropped, they are told by their weight, 0: a threshold of 32768 is more than 15 bits.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
-    return {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": Origin.of(score)}
+    return {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": OriginArgs.of(score)}
 
 
 def score_numbers(score: Score) -> dict[str, Any]:
-    """What kernels are told of a score, in Triton and in Gluon: fields of their `Terms`, beside their exponents. A
+    """What kernels are told of a score, in Triton and in Gluon: fields of their `ScoreArgs`, beside their exponents. A
     switch that is off compiles its term away. By HAS_CAP kernels ask whether anything stands between the product and
     the bias; `score_tile` knows what."""
     lo, hi = tiles.limits(score.band)
@@ -101,12 +101,12 @@ def score_numbers(score: Score) -> dict[str, Any]:
 
 
 def limited(terms: T, lo: int, hi: int) -> T:
-    """The `Terms` of a backend with other limits, as `tiles.clipped` gives them, of a band that has the same ends."""
+    """Return ``terms`` with other limits, from `tiles.clipped`, of a band that has the same ends."""
     return terms._replace(lo=lo, hi=hi)  # type: ignore[attr-defined]
 
 
 def varied_limits(terms: tuple, lo: int, hi: int) -> tuple[int | None, ...]:
-    """`launcher.Members` of the `Terms` of a backend whose limits stand at ``lo`` and ``hi``."""
+    """`launcher.Members` of the `ScoreArgs` of a backend whose limits stand at ``lo`` and ``hi``."""
     return tuple([{"lo": lo, "hi": hi}.get(name) for name in terms._fields])  # type: ignore[attr-defined]
 
 

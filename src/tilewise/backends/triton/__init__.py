@@ -60,8 +60,8 @@ def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
     from tilewise.backends.triton import launch
 
     if problem.dtype == torch.float32:
-        return _ByPrecision(lambda inputs: launch.Forward(problem, inputs))
-    return launch.Forward(problem, inputs)
+        return _ByPrecision(lambda inputs: launch.TritonForward(problem, inputs))
+    return launch.TritonForward(problem, inputs)
 
 
 def _prepare_backward(
@@ -70,8 +70,8 @@ def _prepare_backward(
     from tilewise.backends.triton import launch
 
     if problem.dtype == torch.float32:
-        return _ByPrecision(lambda inputs, o, do: launch.Backward(problem, inputs, o, do, needs))
-    return launch.Backward(problem, inputs, outputs, cotangents, needs)
+        return _ByPrecision(lambda inputs, o, do: launch.TritonBackward(problem, inputs, o, do, needs))
+    return launch.TritonBackward(problem, inputs, outputs, cotangents, needs)
 
 
 prepare = {"forward": _prepare_forward, "backward": _prepare_backward}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Inputs, Needs
-from tilewise.backends.kernels.score import Terms, score_terms
+from tilewise.backends.kernels.score import ScoreArgs, score_terms
 from tilewise.backends.launch.launcher import POINTER, Record, strided
 from tilewise.backends.triton.reductions import is_summed
 from tilewise.backends.triton.relative import by_distance, far_tiles_differ, numbers_of
@@ -61,7 +61,7 @@ def bias_first(problem: Problem, by_elements: bool = False) -> bool:
     return (problem.parts is not None or by_elements) and not problem.score.transformed
 
 
-def kernel_terms(problem: Problem, inputs: Inputs, first: bool) -> Terms:
+def kernel_terms(problem: Problem, inputs: Inputs, first: bool) -> ScoreArgs:
     """What kernels are told of a score. first: whether products start from what is added, see `bias_first`."""
     scaled = problem.score.transformed or (is_added(problem) and not first)
     terms = score_terms(problem.score, scaled=scaled)
@@ -90,7 +90,7 @@ def part_hows(problem: Problem, parts: Parts | None) -> PartHows | None:
 
 
 def part_numbers(problem: Problem, parts: Parts | None) -> dict[str, Any]:
-    """Fields of `Terms`."""
+    """Fields of `ScoreArgs`."""
     relatives = [] if parts is None else parts.relatives(problem.score, problem.queries)
     return {name: numbers_of(x) for name, x in relatives}
 

@@ -22,7 +22,7 @@ _MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 
 
 
 @dataclass(frozen=True)
-class Config:
+class TritonConfig:
     """Tile of block_m queries by block_n keys, warps a program, stages of the load pipeline.
 
     dq_tma: dQ is reduced by TMA, through shared memory, and not by pointers, from registers.
@@ -44,7 +44,7 @@ class Config:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
-    def smaller(self) -> Config | None:
+    def smaller(self) -> TritonConfig | None:
         """The same tiles in less shared memory; None where nothing is left to give up. No number depends on it."""
         if self.num_stages > 1:
             return replace(self, num_stages=self.num_stages - 1)
@@ -99,49 +99,49 @@ def precision(problem: Problem) -> str:
     return "tf32x3" if max(problem.head_dim, problem.value_dim) <= 128 else "ieee"
 
 
-def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> Config:
+def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
     """The tiles. bias_tma: a bias tile comes by TMA; tma: q, k and v do. Pointers to a tile take registers."""
     if problem.few_queries:
         return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
-        return Config(64, 32, 4, 2) if d <= 64 else Config(16 if by_distance(problem) else 32, 16, 4, 1)
+        return TritonConfig(64, 32, 4, 2) if d <= 64 else TritonConfig(16 if by_distance(problem) else 32, 16, 4, 1)
     added = problem.bias_itemsize or by_distance(problem)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(64, 32, 4, 2) if added else Config(128, 64, 4, 2)
-        return Config(64, 32, 8, 2) if d <= 128 else Config(64, 16, 4, 1)
+            return TritonConfig(64, 32, 4, 2) if added else TritonConfig(128, 64, 4, 2)
+        return TritonConfig(64, 32, 8, 2) if d <= 128 else TritonConfig(64, 16, 4, 1)
     bias_tile = problem.bias_itemsize
     if by_distance(problem) and d <= 128:  # two programs share a multiprocessor, also at 128 dimensions
         if d > 64 and (problem.mask is not None or problem.score.transformed):  # else thousands of bytes spill
-            return Config(128, 32, 8, 3)
-        return Config(64, 64, 4, 3 if d <= 64 else 2)
+            return TritonConfig(128, 32, 8, 3)
+        return TritonConfig(64, 64, 4, 3 if d <= 64 else 2)
     if d <= 64:
         if _hopper(problem) and not tma:  # tiles that `widths` made wider
             # Elements of a bias come one by one, and nothing fetches them ahead: of three programs one computes while
             # others wait for theirs.
-            return Config(64, 64, 4, 2, maxnreg=168) if bias_tile == 2 else Config(64, 64, 8, 3)
+            return TritonConfig(64, 64, 4, 2, maxnreg=168) if bias_tile == 2 else TritonConfig(64, 64, 8, 3)
         if bias_tile:
-            return Config(128, 64, 4 if bias_tma else 8, 3)
+            return TritonConfig(128, 64, 4 if bias_tma else 8, 3)
         if every_pair_alike(problem):
-            return Config(64, 128, 4, 3)
+            return TritonConfig(64, 128, 4, 3)
         # With a mask ptxas takes 184 to 205 registers, and two programs fit; with 168 three do. Nothing spills: what
         # wants more is the second walk alone, past values that are not finite.
         masked = _hopper(problem) and problem.mask is not None
-        return Config(64, 64, 4, 3, maxnreg=168 if masked else None)
+        return TritonConfig(64, 64, 4, 3, maxnreg=168 if masked else None)
     if d <= 128:
         if bias_tile and not bias_tma:
-            return Config(128, 32, 8, 3)
+            return TritonConfig(128, 32, 8, 3)
         if bias_tile:
-            return Config(128, 64, 8, 3 if bias_tile == 2 else 2)
-        return Config(64, 64, 4, 3)
+            return TritonConfig(128, 64, 8, 3 if bias_tile == 2 else 2)
+        return TritonConfig(64, 64, 4, 3)
     block_n = 64 if bias_tile < 4 and not by_distance(problem) else 32
     if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
-        return Config(64, block_n, 4, 2)
-    return Config(128, block_n, 8, 2)
+        return TritonConfig(64, block_n, 4, 2)
+    return TritonConfig(128, block_n, 8, 2)
 
 
-def _few_queries_config(problem: Problem) -> Config:
+def _few_queries_config(problem: Problem) -> TritonConfig:
     """Tiles no taller than the queries need, and enough keys and values on the way to keep the memory busy.
 
     With 32 KiB a stage and four stages one program on each multiprocessor of a Hopper GPU does that. More than 16 rows
@@ -162,10 +162,10 @@ def _few_queries_config(problem: Problem) -> Config:
     # Queries stay; keys, values and the tiles of a bias and a mask are in all stages but one.
     pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
     most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
-    return Config(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), pack_gqa=True)
+    return TritonConfig(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), pack_gqa=True)
 
 
-def splits(problem: Problem, config: Config) -> int:
+def splits(problem: Problem, config: TritonConfig) -> int:
     """How many programs share the keys of one tile of queries: those that share them out best, of equals the fewest.
 
     A program takes the time of its key tiles and of some three more for what comes before and after them. Programs
@@ -175,7 +175,7 @@ def splits(problem: Problem, config: Config) -> int:
     return shared_by(problem, config, problem.queries, problem.keys, *limits(problem.score.band))
 
 
-def shared_by(problem: Problem, config: Config, queries: int, keys: int, lo: int, hi: int) -> int:
+def shared_by(problem: Problem, config: TritonConfig, queries: int, keys: int, lo: int, hi: int) -> int:
     """The same, but for so many queries and keys and a band of these limits."""
     if not config.pack_gqa:
         return 1
@@ -204,7 +204,7 @@ def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
     return min([1, *found], key=lambda splits: (time(splits), splits))
 
 
-def backward_config(problem: Problem, tma: bool) -> Config:
+def backward_config(problem: Problem, tma: bool) -> TritonConfig:
     """The backward's tiles; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers.
 
     tma: q, k, v and do come by TMA. Pointers take registers, and so does the masking of a band: where both meet large
@@ -213,38 +213,38 @@ def backward_config(problem: Problem, tma: bool) -> Config:
     """
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
-        return Config(32, 32, 4, 1) if d <= 64 else Config(16, 16, 4, 1)
+        return TritonConfig(32, 32, 4, 1) if d <= 64 else TritonConfig(16, 16, 4, 1)
     added = problem.bias_itemsize or by_distance(problem)
     if shared_memory(problem) < 200 * 1024:
         if d <= 64:
-            return Config(32, 64, 8, 2) if added else Config(32, 64, 4, 2)
-        return Config(16, 64, 4, 1) if d <= 128 else Config(16, 32, 4, 1)
+            return TritonConfig(32, 64, 8, 2) if added else TritonConfig(32, 64, 4, 2)
+        return TritonConfig(16, 64, 4, 1) if d <= 128 else TritonConfig(16, 32, 4, 1)
     bias_tile = problem.bias_itemsize
     if not tma:
         # Tiles of 32 queries that come by pointers gave wrong dQ on sm_90 (Triton 3.6; the cause is not known).
         if d <= 64:  # beside a bias that no pipeline brings a third stage of q and do only takes room
-            return Config(64, 64, 4, 2 if problem.totals is not None and bias_tile == 2 else 3)
-        return Config(64, 64, 8, 2) if d <= 128 else Config(64, 32, 8, 1)
+            return TritonConfig(64, 64, 4, 2 if problem.totals is not None and bias_tile == 2 else 3)
+        return TritonConfig(64, 64, 8, 2) if d <= 128 else TritonConfig(64, 32, 8, 1)
     if by_distance(problem) and d <= 128:
         # Values per query leave many tiles without an entry, and those like large tiles, as a backward without a bias
         # does. Others have values in every tile: those that spill least.
         often = problem.parts is not None and (problem.parts.toeplitz is not None or problem.parts.key is not None)
         if d <= 64:
-            return Config(32 if often else 64, 64, 4, 3)
+            return TritonConfig(32 if often else 64, 64, 4, 3)
         if often and not _blackwell(problem):
-            return Config(64, 64, 8, 2, dq_tma=True)
+            return TritonConfig(64, 64, 8, 2, dq_tma=True)
     if d <= 64:
         if not bias_tile:
-            return Config(64, 64, 4, 4)
-        return Config(32, 128, 4, 3) if problem.score.band.unlimited else Config(64, 64, 4, 3)
+            return TritonConfig(64, 64, 4, 4)
+        return TritonConfig(32, 128, 4, 3) if problem.score.band.unlimited else TritonConfig(64, 64, 4, 3)
     if d <= 128:
         if bias_tile:
-            return Config(32, 128, 8, 3)
+            return TritonConfig(32, 128, 8, 3)
         # On Blackwell dS takes shared memory where Hopper keeps it in registers; so do the sums of several heads.
-        return Config(64, 128, 8, (1 if problem.group > 1 else 2) if _blackwell(problem) else 3, dq_tma=True)
+        return TritonConfig(64, 128, 8, (1 if problem.group > 1 else 2) if _blackwell(problem) else 3, dq_tma=True)
     # The sums of several heads take more tensor memory than Blackwell has: tiles that are too small for it.
     small = bias_tile == 4 or (_blackwell(problem) and problem.group > 1)
-    return Config(16, 32, 4, 2, dq_tma=True) if small else Config(32, 64, 8, 2, dq_tma=True)
+    return TritonConfig(16, 32, 4, 2, dq_tma=True) if small else TritonConfig(32, 64, 8, 2, dq_tma=True)
 
 
 def every_pair_alike(problem: Problem) -> bool:

@@ -60,7 +60,7 @@ from tilewise.backends.triton.bias_components import (
     parts_layout,
 )
 from tilewise.backends.triton.config import (
-    Config,
+    TritonConfig,
     backward_config,
     every_pair_alike,
     forward_config,
@@ -103,7 +103,7 @@ from tilewise.backends.triton.tensors import (
 )
 from tilewise.backends.triton.varlen import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
 from tilewise.backends.triton.varlen_preprocess import packed_preprocess_kernel, programs
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.tma import tensor_fits_tma
 
@@ -133,7 +133,7 @@ class Constexprs(NamedTuple):
     STAGES_AGAIN: Any  # see config.second_walk_stages
     STAGES_MASKED: Any  # of the loops that read a mask; fewer where two programs then share a multiprocessor
     MARK: Any  # dtype that marks values that are not finite
-    PACK_GQA: Any  # see config.Config
+    PACK_GQA: Any  # see config.TritonConfig
     HAS_PARTS: Any  # there are parts of bias terms. Asked of the record itself, Triton 3.6 stumbles over what it lacks
     PARTS: Any  # how they are read, see parts.PartHows
     PACKED: Any  # a packed batch, see packed
@@ -152,7 +152,7 @@ class Constexprs(NamedTuple):
     WANT_V: Any = False
 
 
-class Forward:
+class TritonForward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
@@ -163,10 +163,10 @@ class Forward:
         # A tile of a packed batch has one head's queries, and all of their keys.
         self._prepare(config if problem.totals is None else replace(config, pack_gqa=False), inputs)
 
-    def _prepare(self, config: Config, inputs: Inputs) -> None:
+    def _prepare(self, config: TritonConfig, inputs: Inputs) -> None:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
-        self.other: Forward | None = None  # with smaller tiles, see `_smaller`
+        self.other: TritonForward | None = None  # with smaller tiles, see `_smaller`
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         shares = splits(problem, config)
         self.choices = ragged(problem, config)
@@ -252,7 +252,7 @@ class Forward:
         return Outputs(o, lse, o_low)
 
 
-class Backward:
+class TritonBackward:
     """A backward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
@@ -260,11 +260,11 @@ class Backward:
         config = backward_config(problem, _uses_tma(problem, *inputs[:3], cotangents.o))
         self._prepare(config, inputs, outputs, cotangents)
 
-    def _prepare(self, config: Config, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
+    def _prepare(self, config: TritonConfig, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
         problem, needs, (q, k, v, bias, mask, sink, parts, *_) = self.problem, self.needs, inputs
         do, dlse, _ = cotangents
         self.config = config
-        self.other: Backward | None = None
+        self.other: TritonBackward | None = None
         tma = _uses_tma(problem, q, k, v, do)
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
@@ -392,7 +392,7 @@ class Backward:
 
         def ordered(x: Tensor, name: str) -> Launch:
             operand = problem.bias if name == "bias" else getattr(problem.parts, name)
-            assert isinstance(operand, Operand)
+            assert isinstance(operand, TensorSpec)
             how = constants(broadcast(operand, problem.broadcast_group(operand), False, lies(problem, name)))
             matrices, axis = operand.batch * operand.heads, tuple[str, ...]()
             if name == "toeplitz":
@@ -414,7 +414,7 @@ class Backward:
     def resized(
         self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
         cotangents: Outputs, needs: Needs,
-    ) -> Backward | None:  # fmt: skip
+    ) -> TritonBackward | None:  # fmt: skip
         """The same."""
         if self.other is not None:
             return self.other.resized(structure, lo, hi, inputs, outputs, cotangents, needs)
@@ -501,7 +501,7 @@ def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> Problem
 
 def _compiled(
     problem: Problem,
-    config: Config,
+    config: TritonConfig,
     inputs: Inputs,
     tma: bool,
     columns: tuple[int, int],
@@ -560,7 +560,7 @@ def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
     return descriptor(x, block, cols.value) if tma else strided(x)
 
 
-def _input_layouts(inputs: Inputs, config: Config, c: Constexprs, tma: bool) -> tuple[Any, ...]:
+def _input_layouts(inputs: Inputs, config: TritonConfig, c: Constexprs, tma: bool) -> tuple[Any, ...]:
     return (
         _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma and not config.pack_gqa),
         _rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
@@ -578,7 +578,7 @@ def _stats_layout(x: Tensor, block: int, tma: bool) -> Any:
     return boxed(TensorDescriptor, x, x.stride(), [1, block])
 
 
-def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> Any:
+def _scores_layout(x: Tensor | None, how: Broadcast | None, config: TritonConfig) -> Any:
     """A bias or mask as its kernel argument."""
     if x is not None and how is not None and how.TMA.value:
         return descriptor(x, config.block_m, config.block_n)
@@ -586,7 +586,7 @@ def _scores_layout(x: Tensor | None, how: Broadcast | None, config: Config) -> A
 
 
 def _broadcast(
-    x: Tensor | None, operand: Operand | None, problem: Problem, config: Config, name: str, flat: bool = False
+    x: Tensor | None, operand: TensorSpec | None, problem: Problem, config: TritonConfig, name: str, flat: bool = False
 ) -> Broadcast | None:
     if x is None or operand is None:
         return None

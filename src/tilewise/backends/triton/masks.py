@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends import allocation
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided
-from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.config import TritonConfig
 from tilewise.backends.triton.tile_mask import tile_summary_kernel
 from tilewise.backends.triton.visibility import AROUND, Masking, list_kernel, summary_kernel
 from tilewise.spec.problem import Problem
@@ -30,7 +30,7 @@ class MaskTiles(NamedTuple):
 NO_LISTS = MaskTiles(None, None, None)
 
 
-def lists_pay(problem: Problem, config: Config) -> bool:
+def lists_pay(problem: Problem, config: TritonConfig) -> bool:
     """Whether a mask is read once before the kernel, for it to skip tiles.
 
     Not where there is one tile of keys, and not for few queries: their forward is over in the time of a launch or two,
@@ -50,7 +50,7 @@ class MaskLists:
     def __init__(
         self,
         problem: Problem,
-        config: Config,
+        config: TritonConfig,
         mask: Tensor | None,
         device: torch.device,
         *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 
 
@@ -31,7 +31,7 @@ def is_summed(problem: Problem, name: str) -> bool:
     if distances is None or problem.parts is None:  # along keys or queries, or along diagonals
         return True
     operand = getattr(problem.parts, name)
-    assert isinstance(operand, Operand)
+    assert isinstance(operand, TensorSpec)
     within_a_row = distances.outside == "clamp" or name in problem.parts.buckets
     return within_a_row or not problem.broadcast_group(operand).single
 

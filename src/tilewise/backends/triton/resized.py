@@ -13,21 +13,21 @@ from tilewise.backends.kernels.score import limited, varied_limits
 from tilewise.backends.launch.launcher import Launch, Varied, Whole, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.triton.bias_components import NO_PARTS
-from tilewise.backends.triton.config import Config, shared_by
+from tilewise.backends.triton.config import TritonConfig, shared_by
 from tilewise.backends.triton.masks import lists_pay
 from tilewise.backends.triton.varlen import NO_LENGTHS, tile_count
 from tilewise.spec import tiles
 from tilewise.spec.problem import Problem
 
 
-def forward_programs(problem: Problem, config: Config, shares: int) -> int:
+def forward_programs(problem: Problem, config: TritonConfig, shares: int) -> int:
     """Of a forward."""
     if problem.totals is not None:
         return tile_count(problem, problem.totals[0], config.block_m) * problem.heads
     return _programs(problem, problem.queries, config, shares)
 
 
-def _programs(problem: Problem, queries: int, config: Config, shares: int) -> int:
+def _programs(problem: Problem, queries: int, config: TritonConfig, shares: int) -> int:
     """The same of a call that is no packed batch, but for so many queries."""
     rows, heads = queries, problem.heads
     if config.pack_gqa:
@@ -35,7 +35,7 @@ def _programs(problem: Problem, queries: int, config: Config, shares: int) -> in
     return -(-rows // config.block_m) * problem.batch * shares * heads
 
 
-def ragged(problem: Problem, config: Config) -> tuple[bool, bool]:
+def ragged(problem: Problem, config: TritonConfig) -> tuple[bool, bool]:
     """What depends on lengths in `Constexprs`, of a problem without parts whose mask needs no lists: RAGGED_M and
     RAGGED_N."""
     if problem.totals is not None:
@@ -43,7 +43,7 @@ def ragged(problem: Problem, config: Config) -> tuple[bool, bool]:
     return _ragged(problem.queries, problem.keys, problem.group, config)
 
 
-def _ragged(queries: int, keys: int, group: int, config: Config) -> tuple[bool, bool]:
+def _ragged(queries: int, keys: int, group: int, config: TritonConfig) -> tuple[bool, bool]:
     rows = queries * group if config.pack_gqa else queries
     return rows % config.block_m != 0, keys % config.block_n != 0
 

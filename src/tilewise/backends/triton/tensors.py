@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.backends.kernels.products import product
 from tilewise.backends.launch.launcher import boxed, row_strides
-from tilewise.spec.operands import BroadcastGroup, Operand
+from tilewise.spec.operands import BroadcastGroup, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.tma import tensor_fits_tma
 
@@ -90,7 +90,7 @@ class ProblemSizes(NamedTuple):
     pairs: int | None = None  # of a ragged bias, those of all matrices
 
 
-def broadcast(x: Operand, group: BroadcastGroup, tma: bool, lies: str = "padded") -> Broadcast:
+def broadcast(x: TensorSpec, group: BroadcastGroup, tma: bool, lies: str = "padded") -> Broadcast:
     return Broadcast(x.batch > 1, group.heads, x.rows > 1, x.cols > 1, tma, lies)
 
 

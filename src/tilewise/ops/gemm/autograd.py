@@ -22,7 +22,7 @@ from tilewise.ops.gemm.problem import BACKENDS, broadcast, output_shape
 from tilewise.ops.gemm.run import run
 
 
-class _Call(NamedTuple):
+class _MatmulCall(NamedTuple):
     a: Tensor
     b: Tensor
     c: Tensor | None
@@ -32,11 +32,11 @@ class _Call(NamedTuple):
     backend: str
 
 
-def _real(call: _Call) -> Tensor:
+def _real(call: _MatmulCall) -> Tensor:
     return run(call.a, call.b, call.c, call.alpha, call.beta, tuple(call.summed), call.backend)
 
 
-def _fake(call: _Call) -> Tensor:
+def _fake(call: _MatmulCall) -> Tensor:
     return call.a.new_empty(output_shape(call.a, call.b, tuple(call.summed)))
 
 
@@ -92,11 +92,11 @@ def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype)
     return dy if dy.shape == shape else dy.reshape(shape)
 
 
-def _plain(call: _Call) -> Tensor:
+def _plain(call: _MatmulCall) -> Tensor:
     return plain.matmul(call.a, call.b, call.c, call.alpha, call.beta)
 
 
-MATMUL = Operator("matmul", (_Call,), 1, _real, _fake, setup=_setup, backward=_backward, plain=_plain)
+MATMUL = Operator("matmul", (_MatmulCall,), 1, _real, _fake, setup=_setup, backward=_backward, plain=_plain)
 announce("matmul")
 
 

@@ -17,7 +17,7 @@ from tilewise.quantities import count, number, quantity
 
 
 @dataclass(frozen=True)
-class Explanation(Lines):
+class MatmulExplanation(Lines):
     """What `explain` found; ``str()`` of it is the same in words.
 
     Attributes:
@@ -56,7 +56,7 @@ def explain(
     beta: float = 1.0,
     backend: str | None = None,
     device: str | None = None,
-) -> Explanation:
+) -> MatmulExplanation:
     """What `tilewise.matmul` would do with these arguments. Nothing is computed.
 
     Args:
@@ -64,7 +64,7 @@ def explain(
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
 
     Returns:
-        Explanation; print it.
+        MatmulExplanation; print it.
 
     Raises:
         ValueError, TypeError: as `tilewise.matmul`; for a device of another form; where there is nothing to compute;
@@ -82,7 +82,7 @@ def explain(
     choice = choose(product, "auto" if backend is None else backend)
     operands = sum(x.numel() * x.element_size() for x in (a, b, c) if x is not None)
     moved = operands + math.prod(output_shape(a, b, ())) * a.element_size()
-    return Explanation(choice, product, _tiles(product, choice.backend, alpha, beta), product.flops, moved)
+    return MatmulExplanation(choice, product, _tiles(product, choice.backend, alpha, beta), product.flops, moved)
 
 
 def _tiles(product: Product, backend: str, alpha: float, beta: float) -> str:

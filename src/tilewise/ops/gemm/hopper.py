@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.backends.gluon.tensors import DTYPES
 from tilewise.backends.launch.launcher import Launch, Strided, bound, constants
 from tilewise.ops.gemm.config import HopperConfig, c_first, c_spread, hopper_config, lies
-from tilewise.ops.gemm.hopper_kernel import Compiled, Sizes, Spread, matmul_kernel
+from tilewise.ops.gemm.hopper_kernel import HopperGemmConstants, HopperGemmSizes, TileSpread, matmul_kernel
 from tilewise.ops.gemm.problem import Product
 
 
@@ -38,7 +38,7 @@ def prepare(
     kept0, kept1 = p.kept
     m_tiles, n_tiles = -(-p.rows // (2 * k.rows)), -(-p.cols // k.block_n)
     tiles = m_tiles * n_tiles * kept0 * kept1
-    compiled = constants(Compiled(
+    compiled = constants(HopperGemmConstants(
         ROWS=k.rows, BLOCK_N=k.block_n, BLOCK_K=k.block_k, STAGES=k.stages, STORE_COLS=k.store_cols,
         STORE_BUFFERS=k.store_buffers, TURNS=k.turns, GROUP_M=k.group_m,
         COMPUTING_REGISTERS=k.registers[0], LOADING_REGISTERS=k.registers[1], A_BY_ROWS=a_by_rows, B_BY_ROWS=b_by_rows,
@@ -56,8 +56,8 @@ def prepare(
         (
             alpha,
             beta / alpha if first else beta,
-            Sizes(p.rows, p.cols, m_tiles, n_tiles, tiles, -(-p.inner // k.block_k), kept1, *p.summed),
-            Spread(*(int(stride > 0) for stride in (one.a, two.a, one.b, two.b, one.c, two.c))),
+            HopperGemmSizes(p.rows, p.cols, m_tiles, n_tiles, tiles, -(-p.inner // k.block_k), kept1, *p.summed),
+            TileSpread(*(int(stride > 0) for stride in (one.a, two.a, one.b, two.b, one.c, two.c))),
             compiled,
         ),
         num_warps=4,

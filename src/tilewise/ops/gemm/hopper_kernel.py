@@ -39,7 +39,7 @@ from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 WARPGROUPS = gl.constexpr(2)
 
 
-class Sizes(NamedTuple):
+class HopperGemmSizes(NamedTuple):
     rows: int  # M
     cols: int  # N
     m_tiles: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
     summed1: int
 
 
-class Spread(NamedTuple):
+class TileSpread(NamedTuple):
     """1 or 0 for each operand and batch axis: whether it has the axis, or one matrix for all of it."""
 
     a0: int
@@ -62,7 +62,7 @@ class Spread(NamedTuple):
     c1: int
 
 
-class Compiled(NamedTuple):
+class HopperGemmConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.HopperConfig for most."""
 
     ROWS: Any  # of a warpgroup
@@ -90,7 +90,7 @@ class Sources(NamedTuple):
     y: Any
 
 
-class Rings(NamedTuple):
+class GemmPipelines(NamedTuple):
     """A and B of a step have one pair of barriers, that of b; C has a slot for each warpgroup; y holds what leaves."""
 
     a: Any  # shared memory
@@ -282,7 +282,7 @@ def matmul_kernel(a, b, c, y, alpha, beta, sizes, spread, k):
     if k.C == "matrix":
         c_ring = new_ring(c, WARPGROUPS, k.ROWS, k.BLOCK_N, 1)
     stage = gl.allocate_shared_memory(y.dtype, [WARPGROUPS * k.STORE_BUFFERS, 1, 1, k.ROWS, k.STORE_COLS], y.layout)
-    rings = Rings(a_slots, b_ring, c_ring, stage)
+    rings = GemmPipelines(a_slots, b_ring, c_ring, stage)
     fence_async_shared()
     gl.warp_specialize(
         [

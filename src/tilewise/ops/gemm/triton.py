@@ -9,7 +9,7 @@ from tilewise.backends import float32_precision
 from tilewise.backends.launch.launcher import Launch, Strided, constants
 from tilewise.ops.gemm.config import c_spread, triton_config
 from tilewise.ops.gemm.problem import Product
-from tilewise.ops.gemm.triton_kernel import Compiled, Sizes, matmul_kernel
+from tilewise.ops.gemm.triton_kernel import TritonGemmConstants, TritonGemmSizes, matmul_kernel
 
 
 def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor, alpha: float, beta: float) -> Launch:
@@ -24,7 +24,7 @@ def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor,
         "c": (first.c, second.c, *(p.c_strides or (0, 0))),
         "y": (first.y, second.y, p.cols, 1),
     }
-    values = Compiled(
+    values = TritonGemmConstants(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -37,7 +37,7 @@ def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor,
     )
     kept0, kept1 = p.kept
     tiles = triton.cdiv(p.rows, config.block_m) * triton.cdiv(p.cols, config.block_n)
-    sizes = Sizes(p.rows, p.cols, p.inner, kept1, *p.summed)
+    sizes = TritonGemmSizes(p.rows, p.cols, p.inner, kept1, *p.summed)
     return Launch(
         matmul_kernel,
         tiles * kept0 * kept1,

@@ -10,7 +10,7 @@ import triton.language as tl
 from tilewise.backends.kernels.products import product
 
 
-class Sizes(NamedTuple):
+class TritonGemmSizes(NamedTuple):
     rows: int  # M
     cols: int  # N
     inner: int  # K
@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
     summed1: int
 
 
-class Compiled(NamedTuple):
+class TritonGemmConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a tl.constexpr."""
 
     BLOCK_M: Any

@@ -28,7 +28,7 @@ class BiasLike(NamedTuple):
     dtype: torch.dtype
 
 
-class Needs(NamedTuple):
+class SoftmaxNeeds(NamedTuple):
     """Which inputs want a gradient."""
 
     x: bool

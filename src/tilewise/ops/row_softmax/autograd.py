@@ -15,12 +15,12 @@ from tilewise.operator import onnx as plain
 from tilewise.operator.custom_op import Operator
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.operator.tools import recorded
-from tilewise.ops.row_softmax import BiasLike, Needs, cpu
+from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds, cpu
 
 Gradients = tuple[Tensor | None, Tensor | None]  # of x and of bias
 
 
-class _Call(NamedTuple):
+class _SoftmaxCall(NamedTuple):
     x: Tensor
     scale: float
     bias: Tensor | None
@@ -35,7 +35,7 @@ class _BackwardCall(NamedTuple):
     bias_shape: list[int] | None
     bias_dtype: torch.dtype | None
     dim: int
-    needs: list[bool]  # see `Needs`
+    needs: list[bool]  # see `SoftmaxNeeds`
 
 
 def _forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
@@ -48,7 +48,7 @@ def _forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, 
     return cpu.forward(x, scale, bias, mask, dim)
 
 
-def _gradients(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs) -> Gradients:
+def _gradients(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: SoftmaxNeeds) -> Gradients:
     if p.numel() == 0:
         dx = torch.empty_like(p) if needs.x else None
         dbias = p.new_zeros(bias.shape, dtype=bias.dtype) if needs.bias and bias is not None else None
@@ -71,7 +71,7 @@ def _backward(call: _BackwardCall) -> tuple[Tensor, ...]:
     dp, p, scale, shape, dtype, dim, needs = call
     bias = None if shape is None or dtype is None else BiasLike(tuple(shape), dtype)
     # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
-    return tuple(p.new_empty(0) if g is None else g for g in _gradients(dp, p, scale, bias, dim, Needs(*needs)))
+    return tuple(p.new_empty(0) if g is None else g for g in _gradients(dp, p, scale, bias, dim, SoftmaxNeeds(*needs)))
 
 
 def _backward_fake(call: _BackwardCall) -> tuple[Tensor, Tensor]:
@@ -93,19 +93,21 @@ def _differentiate(ctx: Any, dp: Tensor | None) -> tuple[Tensor | None, ...]:
     if dp is None:
         return None, None, None
     (p,) = ctx.saved_tensors
-    needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
+    needs = SoftmaxNeeds(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
     dx, dbias = _by_operator(dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, needs)
     return dx, None, dbias
 
 
-def _by_operator(dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs) -> Gradients:
+def _by_operator(
+    dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: SoftmaxNeeds
+) -> Gradients:
     shape, dtype = (None, None) if bias is None else (list(bias.shape), bias.dtype)
     dx, dbias = SOFTMAX_BACKWARD(dp, p, scale, shape, dtype, dim, list(needs))
     return dx if needs.x else None, dbias if needs.bias else None
 
 
 SOFTMAX = Operator(
-    "softmax", (_Call,), 1, lambda call: _forward(*call), lambda call: torch.empty_like(call.x),
+    "softmax", (_SoftmaxCall,), 1, lambda call: _forward(*call), lambda call: torch.empty_like(call.x),
     setup=_setup, backward=_differentiate, plain=lambda call: plain.softmax(*call),
 )  # fmt: skip
 SOFTMAX_BACKWARD = Operator(
@@ -132,7 +134,7 @@ class _EagerSoftmax(torch.autograd.Function):
         (p,) = ctx.saved_tensors
         x_needs, bias_needs, _ = ctx.needs_input_grad
         # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
-        arguments = dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, Needs(x_needs, bias_needs)
+        arguments = dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, SoftmaxNeeds(x_needs, bias_needs)
         if not is_eager_backward(dp):
             return *_by_operator(*arguments), None
         if profiler._is_profiler_enabled:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilewise.ops.row_softmax import BiasLike, Needs, statistics_dtype
+from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds, statistics_dtype
 
 AT_ONCE = 1 << 19  # elements of a piece; more where a single row has more
 # By this many float32 numbers for each element of a row PyTorch's 16-bit backward widens rows that are not contiguous.
@@ -88,7 +88,7 @@ def _has_nan(p: Tensor, dim: int) -> bool:
 
 
 def backward(
-    dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs
+    dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: SoftmaxNeeds
 ) -> tuple[Tensor | None, Tensor | None]:
     if bias is None or not needs.bias:
         return (_dx(dp, p, scale, dim) if needs.x else None), None

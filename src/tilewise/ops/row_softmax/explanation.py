@@ -13,12 +13,12 @@ from tilewise.explanation.shared import Lines, dtype_name
 from tilewise.ops.row_softmax import cpu
 from tilewise.ops.row_softmax.checks import check_arguments
 from tilewise.ops.row_softmax.triton.axes import broadcast_strides, collapse
-from tilewise.ops.row_softmax.triton.config import Config, softmax_config
+from tilewise.ops.row_softmax.triton.config import SoftmaxConfig, softmax_config
 from tilewise.quantities import count, quantity
 
 
 @dataclass(frozen=True)
-class Explanation(Lines):
+class SoftmaxExplanation(Lines):
     """What `explain` found; ``str()`` of it is the same in words.
 
     Attributes:
@@ -32,8 +32,8 @@ class Explanation(Lines):
     rows: int
     length: int
     dtype: torch.dtype
-    forward: Config | None
-    backward: Config | None
+    forward: SoftmaxConfig | None
+    backward: SoftmaxConfig | None
     forward_bytes: int
     backward_bytes: int
 
@@ -51,7 +51,7 @@ def explain(
     mask: Tensor | None = None,
     dim: int = -1,
     multiprocessors: int | None = None,
-) -> Explanation:
+) -> SoftmaxExplanation:
     """What `tilewise.softmax` would do with these arguments. Nothing is computed.
 
     Args:
@@ -59,7 +59,7 @@ def explain(
         multiprocessors: plan for a GPU that has so many. Default: the tensors' own device, which may be the CPU.
 
     Returns:
-        Explanation; print it.
+        SoftmaxExplanation; print it.
 
     Raises:
         ValueError, TypeError: as `tilewise.softmax`; for fewer multiprocessors than 1.
@@ -82,10 +82,10 @@ def explain(
             softmax_config(rows, axes.sizes[-1], length, axes.across, x.element_size(), which, multiprocessors, plain)
             for which, plain in ((False, bias is None and mask is None), (True, not dbias))
         )
-    return Explanation(rows, length, x.dtype, forward, backward, 2 * size + read, 3 * size + dbias)
+    return SoftmaxExplanation(rows, length, x.dtype, forward, backward, 2 * size + read, 3 * size + dbias)
 
 
-def _words(config: Config | None) -> str:
+def _words(config: SoftmaxConfig | None) -> str:
     if config is None:
         return f"PyTorch's kernels; beside them whole rows, about {cpu.AT_ONCE:,} elements at a time"
     warps = count(config.num_warps, "warp")

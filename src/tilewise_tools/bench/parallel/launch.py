@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tilewise_tools.bench.parallel.results import table
-from tilewise_tools.bench.parallel.run import Options, chosen, run
+from tilewise_tools.bench.parallel.run import ParallelRunOptions, chosen, run
 from tilewise_tools.bench.run import UsageError
 
 _TIMEOUT = timedelta(seconds=120)  # after which a rank that waits for another ends, and all with it
 
 
-def launch(ranks: int, device: str, options: Options) -> int:
+def launch(ranks: int, device: str, options: ParallelRunOptions) -> int:
     """The status of the run: 0, or 1 if a method of tilewise failed or was wrong. Started by torchrun, this is a rank
     of its; else ``ranks`` processes are started. Raise a UsageError for a mistake in the call."""
     if device == "cuda" and torch.cuda.device_count() < ranks:
@@ -44,7 +44,9 @@ def started_by_torchrun() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def rank_of(device: str, options: Options, init_method: str = "env://", rank: int = -1, size: int = -1) -> int:
+def rank_of(
+    device: str, options: ParallelRunOptions, init_method: str = "env://", rank: int = -1, size: int = -1
+) -> int:
     """One of the processes; what it is comes from the environment, as torchrun sets it, or from the arguments."""
     rank = int(os.environ["RANK"]) if rank < 0 else rank
     size = int(os.environ["WORLD_SIZE"]) if size < 0 else size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise_tools.bench.parallel.cases import ParallelCase
-from tilewise_tools.bench.parallel.results import ONE, Results
+from tilewise_tools.bench.parallel.results import ONE, ParallelResults
 from tilewise_tools.bench.parallel.scaling import Machine, Prediction, predict, predict_two_axes
 
 RANKS = (2, 4, 8, 64)
@@ -28,7 +28,7 @@ class Scaled:
     measured_s: float | None
 
 
-def machine_of(results: Results, case: ParallelCase, across: float | None = None) -> Machine | None:
+def machine_of(results: ParallelResults, case: ParallelCase, across: float | None = None) -> Machine | None:
     """What the run has measured on one process; None if it has not. across: bytes a second that a rank sends to another
     host, where that is less."""
     one = results.row(case.name, ONE)
@@ -44,7 +44,7 @@ def machine_of(results: Results, case: ParallelCase, across: float | None = None
     )  # fmt: skip
 
 
-def _efficiency(results: Results, case: ParallelCase) -> float:
+def _efficiency(results: ParallelResults, case: ParallelCase) -> float:
     """Of a rank's local calls without transfers beside one process's, the best method's; 1 where none was measured."""
     one = results.row(case.name, ONE)
     quiet = [row.silent.median_s for row in results.rows if row.case == case.name and row.silent is not None]
@@ -53,7 +53,7 @@ def _efficiency(results: Results, case: ParallelCase) -> float:
     return one.both.median_s / (results.ranks * min(quiet))
 
 
-def scaled(results: Results, across: float | None = None, within: int = 8) -> list[Scaled]:
+def scaled(results: ParallelResults, across: float | None = None, within: int = 8) -> list[Scaled]:
     """within: ranks of one host, beyond which ``across`` counts."""
     found = []
     for case in results.cases:
@@ -82,7 +82,7 @@ def scaled(results: Results, across: float | None = None, within: int = 8) -> li
     return found
 
 
-def table(results: Results, across: float | None = None) -> str:
+def table(results: ParallelResults, across: float | None = None) -> str:
     lines = [
         f"predicted from {results.ranks} × {results.devices[0]}, commit {results.commit[:12]}",
         f"{'case':16} {'method':12} {'ranks':>5} {'ms':>9} {'of ideal':>8} {'exposed':>8} {'measured ms':>12}",

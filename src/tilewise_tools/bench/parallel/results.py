@@ -20,7 +20,7 @@ ONE = "one process"
 
 
 @dataclass(frozen=True)
-class Row:
+class ParallelRow:
     """One provider on one case.
 
     Attributes:
@@ -56,8 +56,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Results:
-    """One run on one machine; commit to versions: as `tilewise_tools.bench.results.Results` has them."""
+class ParallelResults:
+    """One run on one machine; commit to versions: as `tilewise_tools.bench.results.ParallelResults` has them."""
 
     commit: str
     changed_files: list[str]
@@ -70,20 +70,20 @@ class Results:
     calibration: Calibration
     transfers: Transfers
     cases: list[ParallelCase]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ParallelRow] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
 
-    def row(self, case: str, provider: str) -> Row | None:
+    def row(self, case: str, provider: str) -> ParallelRow | None:
         return next((row for row in self.rows if (row.case, row.provider) == (case, provider)), None)
 
-    def ideal(self, row: Row) -> float | None:
+    def ideal(self, row: ParallelRow) -> float | None:
         """One process's time over N times this one's: 1 is N times as fast."""
         one = self.row(row.case, ONE)
         if one is None or one.both is None or row.both is None:
             return None
         return one.both.median_s / (self.ranks * row.both.median_s)
 
-    def memory_share(self, row: Row) -> float | None:
+    def memory_share(self, row: ParallelRow) -> float | None:
         one = self.row(row.case, ONE)
         if one is None or not one.memory_bytes or row.memory_bytes is None:
             return None
@@ -96,14 +96,14 @@ def timings(samples: list[Sample]) -> dict[str, Timing]:
     return {name: summary(list(x)) for name, x in zip(("forward", "backward", "both"), columns, strict=True)}
 
 
-def write(results: Results, path: Path) -> None:
+def write(results: ParallelResults, path: Path) -> None:
     document = {"schema": SCHEMA, "kind": KIND, **asdict(results), "transfers": results.transfers._asdict()}
     for row in document["rows"]:  # a wrong answer may be NaN, which JSON has not
         row["errors"] = {name: error if math.isfinite(error) else None for name, error in row["errors"].items()}
     write_document(document, path)
 
 
-def read(path: Path) -> Results:
+def read(path: Path) -> ParallelResults:
     """The results in ``path``, of several runs the first. Raises OSError, or ResultsError for something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -116,14 +116,14 @@ def read(path: Path) -> Results:
     try:
         times = ("forward", "backward", "both", "silent")
         rows = [
-            Row(**{**row, **{name: row[name] and Timing(**row[name]) for name in times}})
+            ParallelRow(**{**row, **{name: row[name] and Timing(**row[name]) for name in times}})
             for row in document.pop("rows")
         ]
         lines = [
             Timeline(**{**x, "lanes": {lane: [(b, e) for b, e in y] for lane, y in x["lanes"].items()}})
             for x in document.pop("timelines")
         ]
-        return Results(
+        return ParallelResults(
             **{
                 **document,
                 "calibration": Calibration(**document["calibration"]),
@@ -147,7 +147,7 @@ cost, by a run without. alone: how long nothing ran beside a transfer, in one pr
 that a rank holds, over what one process does."""
 
 
-def line(results: Results, row: Row) -> str:
+def line(results: ParallelResults, row: ParallelRow) -> str:
     """One row of the table."""
     start = f"{row.case:16} {row.provider:26}"
     if row.both is None or row.forward is None or row.backward is None:
@@ -165,7 +165,7 @@ def line(results: Results, row: Row) -> str:
     return f"{start} {' '.join(words)}".rstrip()
 
 
-def table(results: Results) -> str:
+def table(results: ParallelResults) -> str:
     x = results.transfers
     rates = {"matmul TFLOP/s": max(results.calibration.matmul_flops.values()) / 1e12}
     rates["copy GB/s"] = results.calibration.copy_bytes_per_second / 1e9

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise_tools.bench.parallel import measure, timeline
 from tilewise_tools.bench.parallel.cases import ParallelCase, cases
-from tilewise_tools.bench.parallel.results import ONE, Results, Row, line, timings, write
-from tilewise_tools.bench.parallel.steps import BALANCER, Provider, alone, part_of, providers, sent_bytes
+from tilewise_tools.bench.parallel.results import ONE, ParallelResults, ParallelRow, line, timings, write
+from tilewise_tools.bench.parallel.steps import BALANCER, ParallelProvider, alone, part_of, providers, sent_bytes
 from tilewise_tools.bench.run import UsageError, origin, provider_errors
 from tilewise_tools.bench.timing import Clock, calibrate, summary
 
@@ -31,7 +31,7 @@ _FACTOR, _SLACK = 2.0, {"bfloat16": 1e-3, "float32": 1e-6}
 
 
 @dataclass(frozen=True)
-class Options:
+class ParallelRunOptions:
     """
     Attributes:
         cases, providers: parts of the names to take; empty takes all.
@@ -50,7 +50,7 @@ class Options:
     plot: Path | None = None
 
 
-def chosen(options: Options, device: str, ranks: int) -> tuple[list[ParallelCase], list[Provider]]:
+def chosen(options: ParallelRunOptions, device: str, ranks: int) -> tuple[list[ParallelCase], list[ParallelProvider]]:
     """Raise a UsageError for a name that there is not."""
 
     def choose(option: str, parts: tuple[str, ...], names: list[str]) -> set[str]:
@@ -69,30 +69,30 @@ def chosen(options: Options, device: str, ranks: int) -> tuple[list[ParallelCase
 class _Found:
     """Of one provider on one case, so far."""
 
-    row: Row
+    row: ParallelRow
     samples: list[measure.Sample] = field(default_factory=list)
     silent: list[measure.Sample] = field(default_factory=list)
 
 
-def run(options: Options, mesh: DeviceMesh, say: Callable[[str], None] = print) -> Results | None:
+def run(options: ParallelRunOptions, mesh: DeviceMesh, say: Callable[[str], None] = print) -> ParallelResults | None:
     """Measure; every rank of ``mesh`` calls it, and rank 0 gets the results, to which ``say`` is its line of each."""
-    found = _Run(options, mesh, say)
+    found = _ParallelRun(options, mesh, say)
     found.measure_all()
     return found.results if found.team.rank == 0 else None
 
 
-class _Run:
-    def __init__(self, options: Options, mesh: DeviceMesh, say: Callable[[str], None]) -> None:
+class _ParallelRun:
+    def __init__(self, options: ParallelRunOptions, mesh: DeviceMesh, say: Callable[[str], None]) -> None:
         self.began = time.monotonic()
         self.options, self.team = options, measure.Team(mesh)
         self.say = say if self.team.rank == 0 else lambda words: None
         self.device, kind = self.team.device, self.team.device.type
         self.todo, self.crew = chosen(options, kind, self.team.size)
         self.own_mesh, self.silent_mesh = measure.quick_lanes(mesh), measure.silent(mesh)
-        self.checked: dict[tuple[ParallelCase, str], Row] = {}
+        self.checked: dict[tuple[ParallelCase, str], ParallelRow] = {}
         name = torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
         self.say(f"calibration on {self.team.size} × {name}")
-        self.results = Results(
+        self.results = ParallelResults(
             **origin(self.device, options.commit),
             settings={"cases": list(options.cases), "providers": list(options.providers), "budget": options.budget,
                       "quick": options.quick, "rounds": _ROUNDS[kind], "load_balancer": BALANCER,
@@ -110,13 +110,13 @@ class _Run:
 
     def measure_all(self) -> None:
         """Tilewise on every case before PyTorch on any, so that what runs out of time is PyTorch."""
-        one = Provider(ONE, lambda case, x, mesh: alone(case, x), lambda case, mesh: None)
+        one = ParallelProvider(ONE, lambda case, x, mesh: alone(case, x), lambda case, mesh: None)
         for stage in sorted({x.stage for x in self.crew} | {one.stage}):
             crew = [x for x in (one, *self.crew) if x.stage == stage]
             for case in self.todo:
                 self._case(case, crew)
 
-    def _case(self, case: ParallelCase, crew: list[Provider]) -> None:
+    def _case(self, case: ParallelCase, crew: list[ParallelProvider]) -> None:
         found = {x.name: self._prepared(case, x) for x in crew}
         for turn in range(_ROUNDS[self.device.type]):
             for provider in crew:
@@ -166,19 +166,19 @@ class _Run:
 
     # --- one provider on one case ---
 
-    def _mesh(self, provider: Provider) -> DeviceMesh:
+    def _mesh(self, provider: ParallelProvider) -> DeviceMesh:
         return self.own_mesh if provider.ours else self.team.mesh
 
-    def _prepared(self, case: ParallelCase, provider: Provider) -> _Found:
+    def _prepared(self, case: ParallelCase, provider: ParallelProvider) -> _Found:
         """Declined, or right on a short sequence."""
         reason = provider.declines(case, self.team.mesh)
         if reason is not None:
-            return _Found(Row(case.name, provider.name, "declined", reason))
+            return _Found(ParallelRow(case.name, provider.name, "declined", reason))
         short = case.small(self.team.size)
         known = self.checked.get((short, provider.name))
         if known is not None:  # of a longer sequence
             return _Found(replace(known, case=case.name))
-        now = _Found(Row(case.name, provider.name, "measured"))
+        now = _Found(ParallelRow(case.name, provider.name, "measured"))
         if self.spent():
             now.row = replace(now.row, outcome="not run", reason="the budget was spent")
             return now
@@ -186,7 +186,7 @@ class _Run:
         self.checked[short, provider.name] = now.row
         return now
 
-    def _check(self, case: ParallelCase, provider: Provider, now: _Found) -> None:
+    def _check(self, case: ParallelCase, provider: ParallelProvider, now: _Found) -> None:
         whole, do = case.draw(self.device, 0)
         right = _results(measure.step_of(lambda x: alone(case, x, "reference"), _double(whole), do.double()))
         near = _results(measure.step_of(lambda x: alone(case, x), _copies(whole), do))
@@ -202,13 +202,13 @@ class _Run:
         if wrong:
             raise ValueError("wrong: " + ", ".join(f"{name} {error:.2g}" for name, error in wrong.items()))
 
-    def _part(self, case: ParallelCase, provider: Provider, x: Tensor) -> Tensor:
+    def _part(self, case: ParallelCase, provider: ParallelProvider, x: Tensor) -> Tensor:
         return x.detach() if provider.name == ONE else part_of(case, x.detach(), self.team.mesh)
 
-    def _shards(self, case: ParallelCase, provider: Provider, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _shards(self, case: ParallelCase, provider: ParallelProvider, x: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._part(case, provider, t).clone() for name, t in x.items()}
 
-    def _measure(self, case: ParallelCase, provider: Provider, now: _Found, first: bool) -> None:
+    def _measure(self, case: ParallelCase, provider: ParallelProvider, now: _Found, first: bool) -> None:
         team, one = self.team, provider.name == ONE
         if one:
             words: str | None = None
@@ -248,7 +248,7 @@ class _Run:
             if first:
                 now.row = replace(now.row, sent_bytes=sent_bytes(case, x, team.mesh, provider.name))
 
-    def _alone(self, case: ParallelCase, row: Row, first: bool) -> tuple[Row, list[measure.Sample]]:
+    def _alone(self, case: ParallelCase, row: ParallelRow, first: bool) -> tuple[ParallelRow, list[measure.Sample]]:
         before = measure.held(self.device)
         step = measure.step_of(lambda x: alone(case, x), *case.draw(self.device, 1))
         taken = measure.samples(step, self.device, _SECONDS[self.device.type])
@@ -256,7 +256,7 @@ class _Run:
             row = replace(row, memory_bytes=measure.peak_bytes(step, self.device, before))
         return row, taken
 
-    def _profile(self, case: ParallelCase, provider: Provider, step: measure.Step, now: _Found) -> None:
+    def _profile(self, case: ParallelCase, provider: ParallelProvider, step: measure.Step, now: _Found) -> None:
         self.team.meet()
         if self.team.rank > 0:
             step()

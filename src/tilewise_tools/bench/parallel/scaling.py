@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.distributed.head_groups import groups_of
 from tilewise.distributed.layout import LoadBalancer, Ranks, Split
-from tilewise.distributed.operands import Options, read
+from tilewise.distributed.operands import CallOptions, read
 from tilewise.distributed.plan import make_plan
 
 
@@ -68,7 +68,7 @@ def predict(
     """
     split = Split(ranks, 1 if load_balancer is None else 2)
     shards = [torch.empty(_part(x, ranks), dtype=x.dtype, device="meta").requires_grad_() for x in (q, k, v)]
-    options = Options(causal=causal, window=None, scale=None, softcap=None, deterministic=None, backend=None)
+    options = CallOptions(causal=causal, window=None, scale=None, softcap=None, deterministic=None, backend=None)
     call, tensors = read((shards[0], shards[1], shards[2]), None, None, None, Ranks(None, 0, split, "meta"), options)
     plan = make_plan(call, tensors, "auto")
     stages = groups_of(call, tensors) if stages is None else stages

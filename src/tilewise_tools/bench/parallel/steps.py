@@ -29,7 +29,7 @@ Forward = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Provider:
+class ParallelProvider:
     """
     Attributes:
         name: as the table has it.
@@ -225,15 +225,15 @@ def _block_mask(order: Tensor, mesh: DeviceMesh, create_block_mask: Callable[...
     return make(visible, None, None, rows.numel(), order.numel(), device=str(order.device))
 
 
-def providers() -> list[Provider]:
+def providers() -> list[ParallelProvider]:
     """In the order in which they take turns; PyTorch's last."""
     found = [
-        Provider("all_gather", _ours("all_gather"), lambda case, mesh: None, ours=True),
-        Provider("ring", _ours("ring"), _no_packed, ours=True),
-        Provider("all_to_all", _ours("all_to_all"), _heads_divide, ours=True),
-        Provider("two axes", _two_axes, _two_axes_decline),
+        ParallelProvider("all_gather", _ours("all_gather"), lambda case, mesh: None, ours=True),
+        ParallelProvider("ring", _ours("ring"), _no_packed, ours=True),
+        ParallelProvider("all_to_all", _ours("all_to_all"), _heads_divide, ours=True),
+        ParallelProvider("two axes", _two_axes, _two_axes_decline),
     ]
     for name, backend in (("torch-flash", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
-        usual = Provider(name, _torch(False), _torch_declines, _torch_context(backend), stage=1)
+        usual = ParallelProvider(name, _torch(False), _torch_declines, _torch_context(backend), stage=1)
         found += [usual, replace(usual, name=f"{name}, heads repeated", prepare=_torch(True))]
-    return [*found, Provider("torch-flex", _flex, _flex_declines, stage=2, once=True)]
+    return [*found, ParallelProvider("torch-flex", _flex, _flex_declines, stage=2, once=True)]

@@ -22,7 +22,7 @@ from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.quantities import count, quantity
-from tilewise.spec.operands import PART_WORDS, Operand, PartOperands
+from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 
 
@@ -129,7 +129,7 @@ def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     return None
 
 
-def _declines_toeplitz(problem: Problem, vector: Operand) -> str | None:
+def _declines_toeplitz(problem: Problem, vector: TensorSpec) -> str | None:
     name = PART_WORDS["toeplitz"]
     if problem.score.toeplitz is None:
         return f"reads {name} where it is known what far distances have"
@@ -188,7 +188,7 @@ def _declines_backward(problem: Problem) -> str | None:
     return None
 
 
-def _declines_values_backward(problem: Problem, values: Operand) -> str | None:
+def _declines_values_backward(problem: Problem, values: TensorSpec) -> str | None:
     name = PART_WORDS["query"]
     if values.dtype != problem.dtype:
         return f"differentiates {name} in q's dtype {problem.dtype}, not {values.dtype}"
@@ -236,8 +236,8 @@ def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
     from tilewise.backends.gluon.sm90.forward import launch
 
     if not is_copied(problem):
-        return launch.Forward(problem, inputs)
-    run = launch.Forward(problem, _with_copy(inputs))
+        return launch.HopperForward(problem, inputs)
+    run = launch.HopperForward(problem, _with_copy(inputs))
     return lambda inputs: run(_with_copy(inputs))
 
 
@@ -247,8 +247,8 @@ def _prepare_backward(
     from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 
     if not is_copied(problem):
-        return backward_launch.Backward(problem, inputs, outputs, cotangents, needs)
-    run = backward_launch.Backward(problem, _with_copy(inputs), outputs, cotangents, needs)
+        return backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)
+    run = backward_launch.HopperBackward(problem, _with_copy(inputs), outputs, cotangents, needs)
     return lambda inputs, outputs, cotangents: run(_with_copy(inputs), outputs, cotangents)
 
 

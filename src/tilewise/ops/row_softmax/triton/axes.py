@@ -10,7 +10,7 @@ from torch import Tensor
 Strides = tuple[int, ...]
 
 
-class Axes(NamedTuple):
+class SoftmaxAxes(NamedTuple):
     """The axes of a tensor but the softmax's: as few as several tensors' strides allow, the last one innermost."""
 
     sizes: tuple[int, ...]
@@ -28,7 +28,7 @@ class Axes(NamedTuple):
         return 0 < strides[-1] < self.cols[0]
 
 
-def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ...]) -> Axes:
+def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ...]) -> SoftmaxAxes:
     """Order the axes by the first tensor's strides and join those that every tensor runs through in one stride."""
     first = tensors[0]
     assert first is not None
@@ -46,7 +46,7 @@ def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ..
         joined.append((1, [None if t is None else 0 for t in tensors]))
     sizes = tuple(size for size, _ in joined)
     columns = zip(*(strides for _, strides in joined), strict=True)
-    return Axes(
+    return SoftmaxAxes(
         sizes,
         tuple(None if t is None else tuple(column) for t, column in zip(tensors, columns, strict=True)),
         tuple(0 if t is None or shape[dim] == 1 else t[dim] for t in tensors),

@@ -15,7 +15,7 @@ import triton.language as tl
 from tilewise.ops.row_softmax.triton.backward import score_gradient
 
 
-class Compiled(NamedTuple):
+class BiasGradientConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a tl.constexpr."""
 
     KEPT: Any  # of the axes

@@ -27,7 +27,7 @@ PACKED = {
 
 
 @dataclass(frozen=True)
-class Config:
+class SoftmaxConfig:
     """A tile of ``rows`` by ``block`` elements, ``parts`` programs for each row.
 
     on_chip: each element is read once; else rows are walked twice, ``span`` columns by each program.
@@ -59,7 +59,7 @@ def softmax_config(
     backward: bool,
     processors: int,
     plain: bool = True,
-) -> Config:
+) -> SoftmaxConfig:
     """
     Args:
         rows: in all.
@@ -83,7 +83,7 @@ def softmax_config(
         part, warps, registers = PACKED[backward, block]
         parts = block // part
         if run_together(parts):
-            return Config(True, 1, part, parts, part, warps, True, registers)
+            return SoftmaxConfig(True, 1, part, parts, part, warps, True, registers)
     if block * together <= TILE:
         together = max(together, min(SMALL_TILE // block, power_of_two(neighbours), 128))
         return _tile(together, block, 1, itemsize, backward)
@@ -97,13 +97,13 @@ def softmax_config(
     splits = power_of_two(max(4 * processors * together // rows, 1))
     splits = max(min(splits, power_of_two(length) // (4 * block), 512), 1)
     span = -(-length // (splits * block)) * block
-    return Config(False, together, block, splits, span, 8)
+    return SoftmaxConfig(False, together, block, splits, span, 8)
 
 
-def _tile(rows: int, block: int, parts: int, itemsize: int, backward: bool) -> Config:
+def _tile(rows: int, block: int, parts: int, itemsize: int, backward: bool) -> SoftmaxConfig:
     elements = rows * block
     if parts > 1:
-        return Config(True, rows, block, parts, block, elements // 1024, pack=itemsize == 2 and backward)
+        return SoftmaxConfig(True, rows, block, parts, block, elements // 1024, pack=itemsize == 2 and backward)
     if itemsize == 2 and elements == (8192 if backward else 16384):  # packed, one more program fits
-        return Config(True, rows, block, 1, block, 8, pack=True)
-    return Config(True, rows, block, 1, block, min(max(elements // 512, 1), 16))
+        return SoftmaxConfig(True, rows, block, 1, block, 8, pack=True)
+    return SoftmaxConfig(True, rows, block, 1, block, min(max(elements // 512, 1), 16))

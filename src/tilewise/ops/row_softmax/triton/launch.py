@@ -10,18 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.ops.row_softmax import BiasLike, Needs
+from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds
 from tilewise.ops.row_softmax.triton import backward as backward_kernels
 from tilewise.ops.row_softmax.triton import bias_gradient
 from tilewise.ops.row_softmax.triton import forward as forward_kernels
-from tilewise.ops.row_softmax.triton.axes import Axes, Strides, broadcast_strides, collapse
-from tilewise.ops.row_softmax.triton.config import LOOP_TILE, Config, power_of_two, softmax_config
-from tilewise.ops.row_softmax.triton.rows import Compiled
+from tilewise.ops.row_softmax.triton.axes import SoftmaxAxes, Strides, broadcast_strides, collapse
+from tilewise.ops.row_softmax.triton.config import LOOP_TILE, SoftmaxConfig, power_of_two, softmax_config
+from tilewise.ops.row_softmax.triton.rows import SoftmaxConstants
 
 LOG2E = math.log2(math.e)
 
 
-def _strided(x: Tensor | None, axes: Axes, n: int) -> tuple:
+def _strided(x: Tensor | None, axes: SoftmaxAxes, n: int) -> tuple:
     """Tensor ``n`` of those that were collapsed, as its kernel argument, see `rows`."""
     return (x, axes.cols[n], *(axes.strides[n] or [0] * len(axes.sizes)))
 
@@ -35,7 +35,7 @@ def _prepare(
     backward: bool,
     processors: int,
     plain: bool,
-) -> tuple[Axes, Config, bool]:
+) -> tuple[SoftmaxAxes, SoftmaxConfig, bool]:
     """The axes, the tiles, and whether offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
     axes = collapse(shape, dim, tensors)
     config = softmax_config(axes.rows, axes.sizes[-1], shape[dim], axes.across, itemsize, backward, processors, plain)
@@ -53,25 +53,25 @@ def _processors(x: Tensor) -> int:
     return device.multi_processor_count
 
 
-def _compiled(axes: Axes, config: Config, wide: bool, **switches: bool) -> Compiled:
+def _compiled(axes: SoftmaxAxes, config: SoftmaxConfig, wide: bool, **switches: bool) -> SoftmaxConstants:
     values = {"BIAS": False, "MASK": False, **switches}
     pack = config.pack and not values["BIAS"] and not values["MASK"]
-    c = Compiled(len(axes.sizes), config.rows, config.block, config.parts, WIDE=wide, PACK=pack, **values)
-    return Compiled(*(tl.constexpr(value) for value in c))
+    c = SoftmaxConstants(len(axes.sizes), config.rows, config.block, config.parts, WIDE=wide, PACK=pack, **values)
+    return SoftmaxConstants(*(tl.constexpr(value) for value in c))
 
 
-def _programs(axes: Axes, config: Config) -> tuple[int]:
+def _programs(axes: SoftmaxAxes, config: SoftmaxConfig) -> tuple[int]:
     return (math.prod(axes.sizes[:-1]) * triton.cdiv(axes.sizes[-1], config.rows) * config.parts,)
 
 
-def _options(config: Config, c: Compiled) -> dict[str, int | None]:
+def _options(config: SoftmaxConfig, c: SoftmaxConstants) -> dict[str, int | None]:
     # what is not packed takes more registers than a bound for packed tiles has room for
     registers = config.registers if c.PACK.value else None
     # sums and products in one instruction, for which Triton 3.9 wants to be asked
     return {"num_warps": config.num_warps, "maxnreg": registers, "enable_fp_fusion": True}
 
 
-def _slots(x: Tensor, axes: Axes, config: Config) -> Tensor | None:
+def _slots(x: Tensor, axes: SoftmaxAxes, config: SoftmaxConfig) -> Tensor | None:
     """Where programs leave the statistics of their part of a row, see `rows.publish`."""
     if config.parts == 1:
         return None
@@ -102,7 +102,7 @@ def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, d
 
 
 def backward(
-    dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: Needs
+    dp: Tensor, p: Tensor, scale: float, bias: BiasLike | None, dim: int, needs: SoftmaxNeeds
 ) -> tuple[Tensor | None, Tensor | None]:
     shape = tuple(p.shape)
     dx = torch.empty_like(p) if needs.x else None
@@ -162,7 +162,7 @@ def _summed_bias_gradient(dp: Tensor, p: Tensor, delta: Tensor, bias: BiasLike, 
         for x, a, b, col in zip((p, dp, delta, partial), kept.strides, rest.strides, kept.cols, strict=True)
     ]
     wide = any((length + block) * col >= 2**31 for col in kept.cols)
-    c = bias_gradient.Compiled(
+    c = bias_gradient.BiasGradientConstants(
         *map(tl.constexpr, (len(kept.sizes), len(sizes), rows, kept_rows, block, splits, has_cols, wide))
     )
     bias_gradient.bias_gradient_kernel[(places * splits * tiles,)](

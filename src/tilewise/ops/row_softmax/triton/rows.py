@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-class Compiled(NamedTuple):
+class SoftmaxConstants(NamedTuple):
     """What a kernel knows when it is compiled; every field is a tl.constexpr."""
 
     AXES: Any  # of ``sizes``

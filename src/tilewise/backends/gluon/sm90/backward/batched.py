@@ -41,8 +41,8 @@ from tilewise.backends.gluon.pipeline import (
 from tilewise.backends.gluon.scheduler import hand_out_tile_index, next_tile_index
 from tilewise.backends.gluon.score import widened
 from tilewise.backends.gluon.sm90.backward.dq import finish_earlier_heads, new_dq_ring, wait_zeroed
-from tilewise.backends.gluon.sm90.backward.kernel import Operands, Shared, TileIndices, differentiate
-from tilewise.backends.gluon.sm90.backward.m_subtiles import Rows
+from tilewise.backends.gluon.sm90.backward.kernel import BackwardOperands, BackwardShared, TileIndices, differentiate
+from tilewise.backends.gluon.sm90.backward.m_subtiles import QueryRows
 from tilewise.backends.gluon.sm90.backward.scheduler import (
     counters_at,
     head_of,
@@ -80,11 +80,11 @@ def new_lane(q, k, v, do, stats, dq_accum, bias_ring, ones, c):
     ds_slots = gl.allocate_shared_memory(q.dtype, [2, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     ds_ring = with_barriers(ds_slots, 2, 1)
     no_ring = Ring(ABSENT, ABSENT, ABSENT)
-    rows = Rows(ring, do_slots, stats_slots, bias_ring.slots, ABSENT, no_ring, bias_ring)
+    rows = QueryRows(ring, do_slots, stats_slots, bias_ring.slots, ABSENT, no_ring, bias_ring)
     hiding = ABSENT
     if c.HIDES_KEYS:
         hiding = (new_step_tiles(q.dtype, 1, c.BLOCK_N).index(0), ones)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ds_ring, hiding)
+    shared = BackwardShared(keys.slots, values.slots, 0, 0, 0, ABSENT, ds_slots, ABSENT, ABSENT, ds_ring, hiding)
     return Lane(rows, keys, values, new_dq_ring(dq_accum, c), shared)
 
 
@@ -272,7 +272,7 @@ def lanes_kernel(
     gl.static_assert(c.LANES == 3, "a lane has a partition of its own")
     gl.static_assert(c.DYNAMIC and c.STAGES == c.DO_STAGES and c.M_SUBTILES == 1 and c.WARPS == 4)
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq_accum, dk, dv, ABSENT, given.seed, bits, given.tile_list)
+    x = BackwardOperands(q, k, v, do, bias, stats, dq_accum, dk, dv, ABSENT, given.seed, bits, given.tile_list)
     bias_ring = new_ring(bias, c.STAGES, c.BLOCK_M, c.BLOCK_N, c.LANES)
     ones = ABSENT
     if c.HIDES_KEYS:

@@ -22,7 +22,7 @@ from tilewise.backends.gluon.sm90.common.traits import bias_axes
 from tilewise.spec.problem import Problem
 
 
-class BroadcastGroup(NamedTuple):
+class ProgramGroup(NamedTuple):
     """Who reads the same bias tile: batch elements, key/value heads, and of these the programs that form a group."""
 
     batch: int
@@ -46,16 +46,16 @@ def reduction(problem: Problem) -> str:
     return "accumulate" if dbias_sums(problem) else "reduce"
 
 
-def broadcast_group(problem: Problem) -> BroadcastGroup:
+def broadcast_group(problem: Problem) -> ProgramGroup:
     """Where a program has lanes, these are a group; the last lanes of a head may have no batch element."""
     bias = problem.bias
     if has_lanes(problem):
-        return BroadcastGroup(-(-problem.batch // LANES) * LANES, 1, LANES)
+        return ProgramGroup(-(-problem.batch // LANES) * LANES, 1, LANES)
     if bias is None or bias_axes(problem) != "matrix":
-        return BroadcastGroup(1, 1, 1)
+        return ProgramGroup(1, 1, 1)
     group = problem.broadcast_group(bias)
     most = heads_in_cache(problem, problem.queries) if longest_first(problem) else MOST_PROGRAMS
-    return BroadcastGroup(group.batch, group.kv_heads, math.gcd(group.batch * group.kv_heads, min(most, MOST_PROGRAMS)))
+    return ProgramGroup(group.batch, group.kv_heads, math.gcd(group.batch * group.kv_heads, min(most, MOST_PROGRAMS)))
 
 
 def adds(problem: Problem) -> bool:

@@ -61,7 +61,7 @@ from tilewise.backends.gluon.sm90.backward.dq import (
     wait_zeroed,
 )
 from tilewise.backends.gluon.sm90.backward.m_subtiles import (
-    Rows,
+    QueryRows,
     begin,
     begin_ahead,
     begin_dp,
@@ -181,13 +181,13 @@ class BackwardConstants(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Pointers that a call may have or not: of dropout's seed, and of a list of tiles, see `Operands`."""
+    """Pointers that a call may have or not: of dropout's seed, and of a list of tiles, see `BackwardOperands`."""
 
     seed: Any
     tile_list: Any
 
 
-class Operands(NamedTuple):
+class BackwardOperands(NamedTuple):
     """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
 
     dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA. With DQ_STORED of dQ itself.
@@ -217,7 +217,7 @@ class TileIndices(NamedTuple):
     tile_indices: Any
 
 
-class Shared(NamedTuple):
+class BackwardShared(NamedTuple):
     """K, V and a bias of the keys; and what leaves: P where warpgroups share the keys, dS where it has no slot of the
     bias to leave from, and dBias where a softcap makes it differ from dS."""
 
@@ -234,7 +234,7 @@ class Shared(NamedTuple):
     hiding: Any  # of a lane, keys and queries of the step that hides keys, see `key_mask`
 
 
-class State(NamedTuple):
+class BackwardState(NamedTuple):
     """What the tiles of queries hand on from one to the next."""
 
     dk: Any
@@ -250,7 +250,7 @@ def process_query_tile(
     state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
     toeplitz=None, NEAR: gl.constexpr = False, RANGE: gl.constexpr = ANY,
 ):  # fmt: skip
-    """One tile of queries: every gradient that it takes part in. Returns the `State` for the next.
+    """One tile of queries: every gradient that it takes part in. Returns the `BackwardState` for the next.
 
     words: the `Stream` of dropout, or None. toeplitz: of such a bias, NEAR its `diagonal_of`, else its `far_line`.
     RANGE: see `backward.relative.part_name`.
@@ -442,7 +442,7 @@ def process_query_tile(
         release(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
     if not c.AHEAD:
         s, lse = ABSENT, ABSENT
-    return State(dk, dv, s, start, lse, sums)
+    return BackwardState(dk, dv, s, start, lse, sums)
 
 
 @gluon.jit
@@ -475,8 +475,10 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         fence_async_shared()
     warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
-    shared = Shared(shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
-                    shared.ds_ring, shared.hiding)  # fmt: skip
+    shared = BackwardShared(
+        shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
+        shared.ds_ring, shared.hiding,
+    )  # fmt: skip
 
     steps = step + steps_of(x, work_tile, sizes, c)
     corner = corner_of(work_tile.end - 1, work_tile, c)
@@ -493,7 +495,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
         none = no_sums(c)
     else:
         none = gl.zeros([c.BLOCK_N], gl.float32, gl.SliceLayout(1, S))
-    state = State(dk, dv, s, start, lse, none)
+    state = BackwardState(dk, dv, s, start, lse, none)
     for g in range(sizes.group):
         h = work_tile.hk * sizes.group + g
         if c.BIAS == "cols":
@@ -521,7 +523,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                         step += 1
                     if c.DTOEPLITZ and part != 1:
                         add_sums(state.sums, x.dbias, work_tile.b, h, at, sizes, c)
-                        state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
+                        state = BackwardState(state.dk, state.dv, state.s, state.start, state.lse, none)
                     begin = end
         elif not c.PEELED:
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
@@ -541,7 +543,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                     step += 1
             end = work_tile.full_end
             if c.SORTED:  # beside a bias by distance: the queries that are beyond all entries come first
-                state = State(state.dk, state.dv, s, ABSENT, lse, state.sums)
+                state = BackwardState(state.dk, state.dv, s, ABSENT, lse, state.sums)
             for part in gl.static_range(3):
                 if part == 1 or c.SORTED:
                     begin = begin_of_part(part, work_tile, end, terms, c)
@@ -556,7 +558,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                 if part == 0 and c.SORTED:
                     corner = next_corner(end, work_tile, c)
                     start = first_start_of(rows, step, step < steps, corner, terms, c)
-                    state = State(state.dk, state.dv, s, start, lse, state.sums)
+                    state = BackwardState(state.dk, state.dv, s, start, lse, state.sums)
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
                 for i in range(work_tile.full_begin - work_tile.begin):
                     m = work_tile.full_begin - 1 - i
@@ -566,7 +568,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                     step += 1
         if c.DBIAS == "sum":
             store_sums(state.sums, x, work_tile, h, sizes, c)
-            state = State(state.dk, state.dv, state.s, state.start, state.lse, none)
+            state = BackwardState(state.dk, state.dv, state.s, state.start, state.lse, none)
 
     # dK and dV leave through the shared memory of K and V, or dV through that of dQ, when the last dQ has left it
     warps_barrier()  # the other warpgroup may still read them
@@ -600,13 +602,13 @@ def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms,
 def backward_kernel(
     q, k, v, do, bias, stats, dq, dk, dv, dbias, given, bits, pieces, shared_dbias, counts, lists, terms, sizes, c
 ):
-    """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `Operands`.
+    """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `BackwardOperands`.
 
     pieces, shared_dbias, lists: see `DbiasTiles`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
     counts: see `backward.scheduler.Counters`.
     """
     wait_for_previous()
-    x = Operands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
+    x = BackwardOperands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
     dbias_tiles = shared_dbias if c.ZEROES_DBIAS else pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
@@ -644,8 +646,8 @@ def backward_kernel(
     bits_slots = ABSENT
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = Rows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
-    shared = Shared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT, ABSENT)
+    rows = QueryRows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
+    shared = BackwardShared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT, ABSENT)
     index_ring = Ring(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         index_ring = new_ring_of_numbers(2, 3)

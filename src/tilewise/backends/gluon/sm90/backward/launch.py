@@ -68,7 +68,7 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.seqlens import Lengths
 
 
-class Backward:
+class HopperBackward:
     """A backward with everything but its tensors, for one problem and one layout of these.
 
     Every gradient is computed, also where nobody needs it.

@@ -19,7 +19,7 @@ from tilewise.backends.gluon.sm90.common.key_mask import without_nan
 from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
     fewer for dO."""
 

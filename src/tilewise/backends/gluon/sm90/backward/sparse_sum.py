@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 
 
@@ -63,7 +63,7 @@ class SparseSum:
         return found
 
 
-def sharers_of_sum(bias: Operand, mask: Operand) -> SharersOfSum:
+def sharers_of_sum(bias: TensorSpec, mask: TensorSpec) -> SharersOfSum:
     """The matrices of both are of all batch elements or one, and of query heads, key/value heads or one."""
     own_batch = bias.batch > 1 or mask.batch == 1
     most, least = max(bias.heads, mask.heads), min(bias.heads, mask.heads)

@@ -29,7 +29,7 @@ def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Config:
+class ForwardConfig:
     """How one program works. Its warpgroups take the tensor cores in turns: the softmax of one runs under the products
     of the others.
 
@@ -120,7 +120,7 @@ def comes_together(problem: Problem) -> bool:
     return backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
 
 
-def forward_config(problem: Problem) -> Config:
+def forward_config(problem: Problem) -> ForwardConfig:
     """The forward's tiles."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = problem.bias_itemsize
@@ -152,7 +152,7 @@ def forward_config(problem: Problem) -> Config:
     by_distance = problem.score.query is not None and problem.bias is not None and problem.bias.dtype == problem.dtype
     o_in_bias = fills and by_distance and block_n == padded(problem.value_dim)
     vanishes = toeplitz_constants(problem, 2 * block_n)["VANISHES"]
-    return Config(
+    return ForwardConfig(
         block_n=block_n,
         warpgroups=3 if three else 2,
         q_stages=1 if d == 256 or in_registers else 2,

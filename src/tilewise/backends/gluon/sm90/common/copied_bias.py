@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewise.spec.operands import Operand
+from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 
 SHARERS = 4  # query heads of all batch elements; of fewer nobody makes a second matrix
@@ -32,7 +32,7 @@ def is_copied(problem: Problem) -> bool:
     return "bias" in problem.irregular and is_shared(problem)
 
 
-def is_row_of_16_bytes(bias: Operand) -> bool:
+def is_row_of_16_bytes(bias: TensorSpec) -> bool:
     return bias.cols * bias.dtype.itemsize % 16 == 0
 
 

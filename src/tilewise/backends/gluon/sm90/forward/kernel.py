@@ -140,7 +140,7 @@ class ForwardConstants(NamedTuple):
     DOCUMENTS: Any  # the mask is of documents, and a packed batch may take its place, see documents
 
 
-class Operands(NamedTuple):
+class ForwardOperands(NamedTuple):
     """Descriptors; the bias may be a `Strided`. Built inside the kernel: descriptors can only be arguments of it."""
 
     q: Any
@@ -156,7 +156,7 @@ class Operands(NamedTuple):
     tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
 
 
-class Rings(NamedTuple):
+class ForwardPipelines(NamedTuple):
     q: Any
     k: Any
     v: Any
@@ -166,7 +166,7 @@ class Rings(NamedTuple):
     columns: Any  # see `common.toeplitz.new_columns`
 
 
-class State(NamedTuple):
+class ForwardState(NamedTuple):
     """What a warpgroup hands on from one tile of keys to the next."""
 
     m: Any  # running maximum of each row, in units of 1/scale
@@ -232,7 +232,7 @@ def attend(
     q, state, x, rings, words, step, tile, i, terms, sizes, c,
     WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, RANGE: gl.constexpr, toeplitz,
 ):  # fmt: skip
-    """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `State` after it.
+    """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `ForwardState` after it.
 
     words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
     `scores`. RANGE: how the tile lies to the distances with an entry, where the loop knows: "inside", or "outside", so
@@ -319,7 +319,7 @@ def attend(
     if words is not None and c.WORDS_LAST:
         dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     # rounded after PV has read the old P: one set of registers for both, and no copies
-    return State(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken)
+    return ForwardState(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken)
 
 
 @gluon.jit
@@ -418,7 +418,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
-        state = State(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
+        state = ForwardState(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
         words = None
         if x.seed is not None:
             words = stream(x.seed, tile.b, tile.h, terms)
@@ -535,7 +535,7 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
     """
-    x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
+    x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     OF_KEYS: gl.constexpr = c.BIAS == "cols"
     k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)
@@ -560,7 +560,7 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     columns = ABSENT
     if c.TOEPLITZ == "line" and (c.FAR_LO or c.FAR_HI):
         columns = new_columns(c)
-    rings = Rings(q_ring, k_ring, v_ring, bias_ring, stage, index_ring, columns)
+    rings = ForwardPipelines(q_ring, k_ring, v_ring, bias_ring, stage, index_ring, columns)
     fence_async_shared()
     FEW: gl.constexpr = c.LOADING_REGISTERS
     MANY: gl.constexpr = c.COMPUTING_REGISTERS

@@ -22,7 +22,7 @@ from tilewise.backends.gluon.scheduler import ForwardSizes
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.common.config import (
     L2_CACHE,
-    Config,
+    ForwardConfig,
     band_of,
     comes_together,
     forward_config,
@@ -68,7 +68,7 @@ MOST_TILED = 4096  # numbers of tiles that are remembered
 WAVES = 2  # tiles of queries for each program that differ in length and balance each other
 
 
-class Forward:
+class HopperForward:
     """A forward with everything but its tensors, for one problem and one layout of these."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
@@ -110,7 +110,9 @@ class Forward:
             if documents is None or inputs.tiles is None:
                 self.mask = KeptLists(summary, problem)
             else:
-                other = Forward(documents, inputs._replace(mask=None, tiles=None, lengths=offsets_of(inputs.tiles)))
+                other = HopperForward(
+                    documents, inputs._replace(mask=None, tiles=None, lengths=offsets_of(inputs.tiles))
+                )
                 both = DocumentSummary(problem, summary, config.block_m, other.block_m, sizes.tiles)
                 self.documents, self.as_packed = KeptLists(both, problem), other.main
         o = empty_output(q, problem.value_dim, "meta")
@@ -250,11 +252,11 @@ class Forward:
 
 
 class Resized:
-    """A `Forward` for other lengths, of a call without a mask, parts of a bias and lengths of sequences."""
+    """A `HopperForward` for other lengths, of a call without a mask, parts of a bias and lengths of sequences."""
 
     __slots__ = ("kept", "launches", "layout_o", "of", "varied")
 
-    def __init__(self, of: Forward, layout_o: Any, values: tuple[Any, ...], launches: Sequence[Whole]) -> None:
+    def __init__(self, of: HopperForward, layout_o: Any, values: tuple[Any, ...], launches: Sequence[Whole]) -> None:
         self.of, self.layout_o, self.varied, self.launches = of, layout_o, values, launches
         self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
 
@@ -274,7 +276,7 @@ class Resized:
         return Outputs(o, lse)
 
 
-def _sizes(problem: Problem, config: Config, programs: int) -> ForwardSizes:
+def _sizes(problem: Problem, config: ForwardConfig, programs: int) -> ForwardSizes:
     p = problem
     if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
         row_tiles = p.totals[0] // config.block_m + p.batch
@@ -301,7 +303,7 @@ def _tiled(
     return found, kinds(found)
 
 
-# Where in values of `Forward.resized` things stand: programs of both launches, the band's limits, sizes; then how
+# Where in values of `HopperForward.resized` things stand: programs of both launches, the band's limits, sizes; then how
 # tensors lie.
 _MAIN, _REPAIR, _LO, _HI, _SIZES, _FIRST = range(6)
 
@@ -324,7 +326,7 @@ def _looks(queries: int, block_m: int, heads: int, scan: int) -> int:
     return -(-(-(-queries // block_m) * heads) // scan)
 
 
-def _compiled(problem: Problem, config: Config, dynamic: bool, documents: bool = False) -> ForwardConstants:
+def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents: bool = False) -> ForwardConstants:
     bias, mask = problem.bias, problem.mask
     range_, far = range_constants(problem), toeplitz_constants(problem, 2 * config.block_n)
     loops = config.peeled or range_["RANGE_LO"] or far["FAR_LO"] or far["FAR_HI"]
@@ -401,7 +403,7 @@ def raster(problem: Problem) -> Raster:
     return Raster(order, p.batch * key_bytes, bias.batch * bias.heads * bias.dtype.itemsize)
 
 
-def _repair(problem: Problem, config: Config) -> RepairConstants:
+def _repair(problem: Problem, config: ForwardConfig) -> RepairConstants:
     toeplitz = None if problem.parts is None else problem.parts.toeplitz
     bias, mask = toeplitz or problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)

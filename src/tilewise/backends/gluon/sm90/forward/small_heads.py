@@ -51,7 +51,7 @@ from tilewise.backends.gluon.sm90.common.softmax import (
 )
 from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 from tilewise.backends.gluon.sm90.forward.bias import bias_box
-from tilewise.backends.gluon.sm90.forward.kernel import Operands, finish
+from tilewise.backends.gluon.sm90.forward.kernel import ForwardOperands, finish
 from tilewise.backends.gluon.varlen import box_of
 
 STAGES = gl.constexpr(3)  # of K and the bias; two programs on a multiprocessor have room for no more
@@ -62,7 +62,7 @@ LOWEST_BASE = gl.constexpr(-3.0e38)  # of `online_softmax`
 MOST_MAXIMUM = gl.constexpr(2.0e38)  # of `finish`: times log2(e) it is above LOWEST_BASE
 
 
-class Shared(NamedTuple):
+class SmallHeadShared(NamedTuple):
     """Tiles in shared memory."""
 
     q: Any  # a ring
@@ -75,7 +75,7 @@ class Shared(NamedTuple):
     o: Any
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """Of a tile in the rings."""
 
     slot: Any
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     v: Any  # the slot of V
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """What a warpgroup hands on from one tile of keys to the next."""
 
     m: Any  # what scores of each row are less, a maximum of some of them
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 def following(place):
     last = place.slot == STAGES - 1
     v = (place.v + 1) & (V_STAGES - 1)
-    return Place(gl.where(last, 0, place.slot + 1), gl.where(last, place.phase ^ 1, place.phase), v)
+    return StagePlace(gl.where(last, 0, place.slot + 1), gl.where(last, place.phase ^ 1, place.phase), v)
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def wait_left(slot, c):
 def load(x, shared, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K, V and the bias."""
     BYTES: gl.constexpr = x.k.block_type.nbytes + x.v.block_type.nbytes + c.WARPGROUPS * x.bias.block_type.nbytes
-    place = Place(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    place = StagePlace(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     t = 0
     tile_index = gl.program_id(0)
@@ -168,7 +168,7 @@ def with_maxima(s, rows, o, x, terms, c, FIRST: gl.constexpr):
         o = rescaled(o, alpha, 0, False)
     # -inf where a row has seen nothing so far: whatever comes exceeds it.
     base = gl.where(m_i == -float("inf"), m_i, gl.maximum(m_i * terms.exponent, LOWEST_BASE))
-    return Rows(m_i, base, l_i, o, rounded(p, None, x.q.dtype, terms, c))
+    return HeadRows(m_i, base, l_i, o, rounded(p, None, x.q.dtype, terms, c))
 
 
 @gluon.jit
@@ -201,7 +201,7 @@ def attend(q, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.const
         return with_maxima(s, rows, o, x, terms, c, True)
     p = gl.exp2(s * terms.exponent - rows.base[:, None])
     sums = sums_of_rows(p, True)
-    found = Rows(rows.m, rows.base, rows.l + sums, o, rounded(p, None, x.q.dtype, terms, c))
+    found = HeadRows(rows.m, rows.base, rows.l + sums, o, rounded(p, None, x.q.dtype, terms, c))
     if exceeds(sums) != 0:
         found = with_maxima(s, rows, o, x, terms, c, False)
     return found
@@ -212,7 +212,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
-    place = Place(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    place = StagePlace(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     t = 0
     tile_index = gl.program_id(0)
     while tile_index < sizes.tiles:
@@ -222,7 +222,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         wait_full(shared.q, slot, use_of(shared.q, t, c.WARPGROUPS))
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
-        rows = Rows(m_i, m_i, sums_of_rows(none, True), gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
+        rows = HeadRows(m_i, m_i, sums_of_rows(none, True), gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
         mbarrier.wait(shared.full.index(place.slot), place.phase)
         rows = attend(q, rows, x, shared, place, place, tile.count > 1, terms, c, WARPGROUP, True)
         for i in range(1, tile.count):
@@ -254,7 +254,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
     """O and the LSE; the arguments of `forward_kernel`, some of which are None."""
-    x = Operands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
+    x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     declare_exceeds()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -264,7 +264,7 @@ def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, t
         hidden = new_step_tiles(x.q.dtype, STAGES, c.BLOCK_N)
         ones = new_step_tiles(x.q.dtype, 1, 64).index(0)
         store_ones(ones)
-    shared = Shared(
+    shared = SmallHeadShared(
         new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
         new_tiles(k, STAGES, c.BLOCK_N, c.BLOCK_D),
         new_tiles(v, V_STAGES, c.BLOCK_N, c.BLOCK_DV),
