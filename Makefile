@@ -25,7 +25,7 @@ TORCHES := 2.11.0 2.15.0
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 VERSIONS := .versions
 AOT := tests/test_hopper_aot.py tests/test_hopper_relative_aot.py tests/test_hopper_toeplitz_aot.py \
-	tests/test_hopper_together.py tests/test_matmul_aot.py \
+	tests/test_hopper_small_heads.py tests/test_matmul_aot.py \
 	tests/test_triton_aot.py tests/test_softmax_triton.py tests/test_tile_mask_aot.py tests/test_varlen_aot.py \
 	tests/test_windows_aot.py
 ROOMS := tests/test_hopper_room.py tests/test_triton_room.py

@@ -212,7 +212,7 @@ def compile_case(
     element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    from tilewise.backends import Outputs, SoftmaxNeeds, empty_low_bits, empty_output
+    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
     from tilewise.backends.triton import config, launch
     from tilewise.spec.bias_components import DIFFERENTIABLE
     from tilewise.spec.dropout import Origin
@@ -227,7 +227,7 @@ def compile_case(
     if backward:
         outputs = Outputs(o, lse, empty_low_bits(o, problem))
         cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
-        needs = SoftmaxNeeds(
+        needs = Needs(
             True, True, True, inputs.bias is not None, case.sink is not None,
             **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
         )  # fmt: skip
@@ -258,21 +258,21 @@ def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
 def compile_kept_keys(shape: tuple[int, int, int, int], chunks: int) -> list[Kernel]:
     """The kernels of a dynamic mask that is causal, and of the gradients of its gathered keys (B, H, N, D)."""
     from tilewise.backends.kernels import interval_tiles
-    from tilewise.topk import kernels as kept_keys
+    from tilewise.topk import kernels as topk_kernels
 
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     B, H, N, D = shape
     _launched.clear()
-    begins, ends = kept_keys.kept_intervals(meta(B, H, N), N // 4, True, N)
+    begins, ends = topk_kernels.selected_intervals(meta(B, H, N), N // 4, True, N)
     interval_tiles.tiles_of_intervals(begins, ends, N, (128, 128))
     way = chunks, N // chunks, N // 2, True
-    keys, _ = kept_keys.keys_of_chunks(begins, ends, (-(2**30), 0), way, B)
-    places = kept_keys.places_of(keys, N)
+    keys, _ = topk_kernels.keys_of_chunks(begins, ends, (-(2**30), 0), way, B)
+    places = topk_kernels.places_of(keys, N)
     grad = meta(B * chunks, H, N // 2, D, dtype=torch.bfloat16)
-    kept_keys.sum_rows(grad, places, shape, torch.bfloat16, True)
-    kept_keys.take_rows(meta(*shape, dtype=torch.bfloat16), keys)
+    topk_kernels.sum_rows(grad, places, shape, torch.bfloat16, True)
+    topk_kernels.take_rows(meta(*shape, dtype=torch.bfloat16), keys)
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 
@@ -306,14 +306,14 @@ class WindowCase(NamedTuple):
 
 def compile_windows(case: WindowCase) -> list[Kernel]:
     """The forward of windows of keys, which keeps what a backward reads, and the backward with all gradients."""
-    from tilewise.windows import Geometry, SoftmaxNeeds
+    from tilewise.windows import Geometry, WindowNeeds
     from tilewise.windows.launch import Windowed
 
     tensors = case.tensors()
     _launched.clear()
     run = Windowed(*tensors, Geometry(case.q_block, case.k_block, case.shift), 0.1)
     o, stats = run.forward(*tensors, True)
-    run.backward(*tensors, o, stats, torch.empty_like(o), SoftmaxNeeds(True, True, True, True))
+    run.backward(*tensors, o, stats, torch.empty_like(o), WindowNeeds(True, True, True, True))
     return [_report(launched, 227 * 1024) for launched in _launched]
 
 
@@ -328,7 +328,7 @@ class Code(NamedTuple):
 def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> list[Code]:
     """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
     `compile_case`."""
-    from tilewise.backends import Outputs, SoftmaxNeeds, empty_low_bits, empty_output
+    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
     from tilewise.backends.gluon.sm90.backward import launch as backward_launch
     from tilewise.backends.gluon.sm90.common import config
     from tilewise.backends.gluon.sm90.forward import launch
@@ -338,7 +338,7 @@ def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> 
     if backward:
         o = empty_output(inputs.q, case.value_dim)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
-        needs = SoftmaxNeeds(True, True, True, case.bias is not None, case.sink is not None)
+        needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
         outputs, cotangents = Outputs(o, lse, empty_low_bits(o, problem)), Outputs(o, lse)
         backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     else:

@@ -73,14 +73,14 @@ def _packed_cases(size: int) -> list[Case]:
         ]
     # Each sequence is one rank's, and nothing is sent; of four ranks two have no part of what others send each other;
     # heads in one group.
-    at_home = [
+    is_local = [
         Case("all_gather", kind, "causal", "document", more=more)
         for kind, more in itertools.product(
             ("keys", "several"),
             ({"lengths": (8,) * 4}, {"lengths": (5, 5, 4, 4, 4, 4, 2, 2, 2)}, {"groups": 1}),
         )
     ]
-    return (found if size == 2 else found[::3]) + at_home
+    return (found if size == 2 else found[::3]) + is_local
 
 
 def check_packed(case: Case, mesh: DeviceMesh) -> None:

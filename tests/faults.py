@@ -437,7 +437,7 @@ FAULTS = [
     ),
     Fault(
         "tilewise/spec/relative.py", "        and (values.stride(-2) >= values.shape[-1] or values.shape[-2] == 1)\n", "",
-        "rows of values that are one in memory are sheared",
+        "rows of values that are one in memory are skewed",
         "test_bias_attention.py::test_tile_by_tile",
     ),
     Fault(

@@ -26,7 +26,7 @@ DISTRIBUTED = [
         "test_distributed.py",
     ),
     Fault(
-        "tilewise/distributed/head_groups.py", "0 if call.at_home(query) else call.keys", "0",
+        "tilewise/distributed/head_groups.py", "0 if call.is_local(query) else call.keys", "0",
         "the gradient of a bias along the keys, of what several ranks have, goes to what is a rank's alone",
         "test_distributed.py",
     ),

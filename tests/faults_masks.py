@@ -89,12 +89,12 @@ MASKS = [
         "tilewise/backends/kernels/tile_lists.py", "return (*(None if x is None else x._version for x in tiles), stream)",
         "return (stream,)",
         "the lists of a mask that has changed are those of before",
-        "test_kept_lists.py::test_a_changed_mask_is_read_again",
+        "test_tile_lists.py::test_a_changed_mask_is_read_again",
     ),
     Fault(
         "tilewise/backends/kernels/tile_lists.py", "any(x is not None and x.is_inference() for x in tiles)", "tiles.tiles is None",
         "a mask is kept whose changes nobody counts",
-        "test_kept_lists.py::test_what_may_not_be_kept",
+        "test_tile_lists.py::test_what_may_not_be_kept",
     ),
     Fault(
         "tilewise/topk/selection.py", "torch.full_like(place, w - 1)", "torch.full_like(place, w)",

@@ -78,7 +78,7 @@ PACKED = [
     Fault(
         "tilewise/backends/gluon/sm90/common/key_mask.py", "(cols // 8 * 2 + cols % 2)", "(cols // 4 + cols % 2)",
         "beside a pair bias other keys are hidden than the mask says",
-        "test_hopper_together.py::test_hidden_keys_have_the_bits_of_the_mask",
+        "test_hopper_small_heads.py::test_hidden_keys_have_the_bits_of_the_mask",
     ),
     Fault(
         "tilewise/backends/gluon/mask_kernels.py", "4 * n + 2 * hidden + cut, mask=listed != 0", "4 * n + cut, mask=listed != 0",
@@ -87,17 +87,17 @@ PACKED = [
     Fault(
         "tilewise/backends/gluon/sm90/common/config.py", "mask.rows == 1 and mask.heads == 1", "mask.heads == 1",
         "a mask of pairs hides keys of the first query from all",
-        "test_hopper_together.py::test_which_do_not",
+        "test_hopper_small_heads.py::test_which_do_not",
     ),
     Fault(
         "tilewise/backends/gluon/sm90/forward/launch.py", "(mask is not None or problem.keys % config.block_n != 0)", "mask is not None",
         "keys past the end are seen as the bias has them",
-        "test_hopper_together.py::test_hidden_keys_are_one_more_step",
+        "test_hopper_small_heads.py::test_hidden_keys_are_one_more_step",
     ),
     Fault(
         "tilewise/backends/gluon/sm90/forward/small_heads.py", "full, shared.v.index(place.v))", "full, shared.v.index(place.slot))",
         "V of a tile comes where the product with P reads that of another",
-        "test_hopper_together.py::test_tiles_are_handed_on",
+        "test_hopper_small_heads.py::test_tiles_are_handed_on",
     ),
     Fault(
         "tilewise/backends/gluon/sm90/forward/small_heads.py", "with_maxima(s, rows, o, x, terms, c, False)",

@@ -22,8 +22,8 @@ def forget() -> None:
     for kept in (
         dispatch.forwards,
         dispatch.structures,
-        call_cache.usual_calls,
-        call_cache.usual_packed,
+        call_cache.cached_calls,
+        call_cache.cached_packed,
         call_cache.structures,
     ):
         kept.clear()

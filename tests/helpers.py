@@ -525,7 +525,7 @@ def compute_by(monkeypatch, backend, **passes) -> None:
     monkeypatch.setattr(backend, "prepare", {**backend.prepare, **{name: at_once(f) for name, f in passes.items()}})
     kept = {
         dispatch: ("forwards", "backwards", "structures"),
-        call_cache: ("usual_calls", "structures", "usual_packed"),
+        call_cache: ("cached_calls", "structures", "cached_packed"),
     }
     for module, names in kept.items():
         for name in names:

@@ -161,11 +161,11 @@ def reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | Non
     here, and not in what this process runs next."""
     from tilewise.backends.gluon import toeplitz
 
-    usual, toeplitz.VANISHING_FROM = toeplitz.VANISHING_FROM, 1024
+    usual, toeplitz.UNDERFLOW_FROM = toeplitz.UNDERFLOW_FROM, 1024
     try:
         return _reaches(problem, inputs, do)
     finally:
-        toeplitz.VANISHING_FROM = usual
+        toeplitz.UNDERFLOW_FROM = usual
 
 
 def _reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | None:
@@ -183,7 +183,7 @@ def _reaches(problem: Problem, inputs: Inputs, do: Tensor | None) -> Tensor | No
     else:
         chosen = config.backward_config(problem)
         c = backward_launch._compiled(problem, chosen, config.backward_width(problem), False)
-    if not c.VANISHES.value:
+    if not c.UNDERFLOWS.value:
         return None
     pairs = Pairs(problem, vector, 1.0 / problem.score.scale, 1 if do is None else -1)(vector)
     return Reach(problem, inputs, c, do)(*inputs[:3], pairs, do)

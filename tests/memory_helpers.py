@@ -77,7 +77,7 @@ def _tiles(c: Call) -> Tensor:
     return attention(*c.qkv(), mask=mask, **c.backend)
 
 
-def _kept_keys(c: Call) -> Tensor:
+def _selected_keys(c: Call) -> Tensor:
     return attention(*c.qkv(), mask=tilewise.dynamic_mask(c.normal(1, 1, 1, c.n), keep=5), **c.backend)
 
 
@@ -154,7 +154,7 @@ OF_BACKENDS: dict[str, Callable[[Call], Any]] = {
     "attention, RelativeBias": _of_distance,
     "attention, low_rank_bias": _low_rank,
     "attention, TileMask": _tiles,
-    "attention, dynamic_mask": _kept_keys,
+    "attention, dynamic_mask": _selected_keys,
     "varlen_attention": lambda c: tilewise.varlen_attention(
         *c.rows(), bias=c.normal(1, H, c.n + 1, c.n + 1), causal=True, return_lse=True, **c.backend
     ),

@@ -10,7 +10,7 @@ import tilewise
 KERNELS = Path(tilewise.__file__).parent
 HANDS_OUT = "gl.warp_specialize("
 _RACE = "Race reported between"
-_ACCESS = re.compile(r"access at (?:\w+\+0x[0-9a-f]+ in (\S+):(\d+))?")
+_ACCESS = re.compile(r"access at (?:(\w+)\+0x[0-9a-f]+ in (\S+):(\d+))?")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 
 
@@ -29,11 +29,14 @@ def hazards(report: str) -> list[str]:
     return [race for race in races if not all(_hands_out(*place) for place in _ACCESS.findall(race))]
 
 
-def _hands_out(file: str, line: str) -> bool:
-    """Whether a line hands out roles, or begins a kernel that does, whichever of the files of that name it is in."""
+def _hands_out(kernel: str, file: str, line: str) -> bool:
+    """True if a line hands out roles, or begins a kernel that does. Of several files of one name the one that defines
+    the kernel counts, or else all of them."""
     if not file:
         return False
-    sources = [path.read_text(encoding="utf-8").splitlines() for path in KERNELS.rglob(file)]
+    texts = [path.read_text(encoding="utf-8") for path in KERNELS.rglob(file)]
+    texts = [text for text in texts if f"def {kernel}(" in text] or texts
+    sources = [text.splitlines() for text in texts]
     sources = [lines for lines in sources if int(line) <= len(lines)]
     return bool(sources) and all(_hands_out_in(lines, int(line) - 1) for lines in sources)
 

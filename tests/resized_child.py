@@ -102,7 +102,7 @@ def resized_arguments(
             dispatch.forwards,
             dispatch.backwards,
             dispatch.structures,
-            call_cache.usual_calls,
+            call_cache.cached_calls,
             call_cache.structures,
         ):
             prepared.clear()
@@ -132,7 +132,7 @@ def resized_arguments(
             step(x, options)
         for name in ("forwards", "backwards"):  # structures stay, with what was prepared first
             getattr(dispatch, name).clear()
-        call_cache.usual_calls.clear()
+        call_cache.cached_calls.clear()
         whole.reset_mock()
         after = [step(x, options) for x, options in made]
         # Of those that hooks see, how many the launcher in C has launched before.

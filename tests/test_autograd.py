@@ -571,7 +571,7 @@ def test_errors_after_a_usual_call():
 
 
 def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(call_cache, "usual_calls", Prepared())
+    monkeypatch.setattr(call_cache, "cached_calls", Prepared())
     q, k, v = (x.detach() for x in tensors())
     attention(q, k, v)
     torch.use_deterministic_algorithms(True)
@@ -579,7 +579,7 @@ def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
         attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [key[-1] for key in call_cache.usual_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
+    assert [key[-1] for key in call_cache.cached_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
 
 
 # --- nothing to compute ---

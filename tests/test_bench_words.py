@@ -1,4 +1,5 @@
-"""What the bench says: folded reasons, numbers without exponents, spellings of names, mistakes that name the option."""
+"""What the bench says: flattened reasons, numbers without exponents, spellings of names, mistakes that name the
+option."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tilewise.bias import (
     t5_buckets,
 )
 from tilewise.bias.canonical import canonical, dense
-from tilewise.spec.relative import add_gradient, hidden_band, sheared, tile
+from tilewise.spec.relative import add_gradient, hidden_band, skewed, tile
 from tilewise.spec.score import Band
 
 
@@ -289,7 +289,7 @@ def test_logits_lie_where_tma_reads_them(outside, dtype):
             for reverse in (False, True):
                 term = relative_logits(states, proj, lo=-2, reverse=reverse, outside=outside)
                 assert not term.reverse
-                view = sheared(term.values)
+                view = skewed(term.values)
                 assert all(stride * dtype.itemsize % 16 == 0 for stride in view.stride()[:-1])
                 assert term.values.stride(3) == 1
                 assert outside == -INF or term.values.shape[3] < R + 8
@@ -308,12 +308,12 @@ def test_logits_have_the_gradients_of_the_product():
 
 def test_a_sheared_view_holds_the_bias_and_stays_inside():
     for values in (normal(B, H, 6, 4), normal(B, H, 6, 9)[..., 2:6], normal(B, 6, H, 4).transpose(1, 2)):
-        view = sheared(values)
+        view = skewed(values)
         assert view.shape == (B, H, 6, 9)
         for r in range(6):
             assert torch.equal(view[:, :, r, r : r + 4], values[:, :, r])
     with pytest.raises(ValueError, match=r"^values: expected rows of contiguous elements, got strides \(0, 1\)"):
-        sheared(normal(1, 1, 1, 4).expand(1, 1, 6, 4))
+        skewed(normal(1, 1, 1, 4).expand(1, 1, 6, 4))
 
 
 def test_swin():

@@ -438,10 +438,10 @@ def test_the_door_of_pytorch():
     o = tilewise.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
     torch.manual_seed(9)
     torch.testing.assert_close(o, attention(q, k, v, dropout_p=0.3, backend="reference"))
-    folded = tilewise.scaled_dot_product_attention(
+    flattened = tilewise.scaled_dot_product_attention(
         *(x.detach().unflatten(0, (1, 2)) for x in (q, k, v)), None, 0.3, True
     )
-    assert folded.shape == (1, *o.shape)
+    assert flattened.shape == (1, *o.shape)
     for p in (1.0, 1):
         found, expected = (
             f(q, k, v, dropout_p=p)

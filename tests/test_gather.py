@@ -6,8 +6,8 @@ import importlib.util
 import math
 from dataclasses import replace
 
-import kept_keys_child
 import pytest
+import topk_child
 import torch
 from helpers import Case, Tensors, hold, run, tensors
 from torch import Tensor
@@ -147,10 +147,10 @@ def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
     (found,) = gather_rows(keys, 6, x)
     grad = torch.randn(found.shape, generator=generator)
     (expected,) = torch.autograd.grad(found, x, grad)
-    total = interpreter(kept_keys_child.summed, grad, keys, x.shape, torch.float32, by_heads)
+    total = interpreter(topk_child.summed, grad, keys, x.shape, torch.float32, by_heads)
     assert torch.equal(total, expected)
     assert total.transpose(1, 2).is_contiguous() == by_heads
-    taken = interpreter(kept_keys_child.taken, x.detach(), keys)
+    taken = interpreter(topk_child.taken, x.detach(), keys)
     named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 6, 7).transpose(1, 2).flatten(0, 1)
     assert torch.equal(taken, found.detach() * named[..., None])
 
@@ -176,7 +176,7 @@ def test_the_kernels_of_chunks_are_their_twins(interpreter, shape, N, way, band)
     for batch in {2, shape[0]}:
         own = 1 if way.chunks == shape[0] == 1 else batch
         one = gather.of_chunks(begins, ends, band, way, batch)
-        other = interpreter(kept_keys_child.chunks, begins, ends, band, way, own)
+        other = interpreter(topk_child.chunks, begins, ends, band, way, own)
         assert torch.equal(one[0].int(), other[0])
         assert (other[1] is None) == (not way.masked)
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(one[1] or (), other[1] or (), strict=True))

@@ -237,7 +237,7 @@ def test_compiled_kernels(compilers, triton, case, designed, spilled, again):
     if case.mask == "b11n":  # the same for all queries
         mask = ["key_summary_kernel"]
     names = [*mask, "forward_kernel"]
-    assert [code.kernel.name for code in codes] == [*names, *(["repair_kernel"] if hides else [])]
+    assert [code.kernel.name for code in codes] == [*names, *(["nan_fixup_kernel"] if hides else [])]
     hold_hopper(codes, spilled)
     assert {code.wgmma for code in codes if code.kernel.name == "forward_kernel"} == {designed}
 
@@ -274,16 +274,16 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
     ("triton", "mask", "spilled"), [("3.6.0", None, 0), ("3.6.0", "b11n", 8), ("installed", None, 0)]
 )
 def test_batch_elements_side_by_side(compilers, triton, mask, spilled):
-    """A program of the pair bias has three: no ring of dS, and no sum of dQ for all heads."""
+    """A program of the pair bias has three: no dS buffer, and no sum of dQ for all heads."""
     case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn", mask=mask)
     codes = compilers.compile(compile_hopper_case, triton, 90, case, True)
     lists = ["summary_kernel", "tile_list_kernel"] if mask else []
-    assert [code.kernel.name for code in codes] == ["preprocess_kernel", *lists, "lanes_kernel", "last_heads_kernel"]
+    assert [code.kernel.name for code in codes] == ["preprocess_kernel", *lists, "batched_kernel", "last_heads_kernel"]
     hold_hopper(codes, spilled)
-    lanes = codes[-2]
-    assert lanes.wgmma == 3 * (2 * 2 + 2 * 4 + 4 + bool(mask))
-    assert lanes.kernel.registers == 128  # of all 512 threads, before they are handed out
-    assert lanes.kernel.instructions["added in fours"] == 3 * 4 + 2 * 4  # of dS in a loop, another for fewer
+    elements = codes[-2]
+    assert elements.wgmma == 3 * (2 * 2 + 2 * 4 + 4 + bool(mask))
+    assert elements.kernel.registers == 128  # of all 512 threads, before they are handed out
+    assert elements.kernel.instructions["added in fours"] == 3 * 4 + 2 * 4  # of dS in a loop, another for fewer
 
 
 def test_dbias_is_added_in_fours(compilers):

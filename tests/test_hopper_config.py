@@ -306,7 +306,7 @@ def test_order_of_the_forward(length, head_dim, changes, order):
 
 
 @pytest.mark.parametrize(
-    ("changes", "lanes"),
+    ("changes", "elements"),
     [
         ({}, 3),
         ({"batch": 32, "keys": 1024}, 3),
@@ -329,30 +329,30 @@ def test_order_of_the_forward(length, head_dim, changes, order):
     ],
     ids=str,
 )
-def test_batch_elements_side_by_side(changes, lanes):
+def test_batch_elements_side_by_side(changes, elements):
     sizes = {"batch": 768, "heads": 4, "kv_heads": 4, "queries": 768, "keys": 768, "head_dim": 32, "value_dim": 32}
     sizes |= {"bias_grad": True, **changes}
     problem = of(0.1, torch.bfloat16, bias=TensorSpec(torch.bfloat16, 1, 4, sizes["queries"], sizes["keys"]))
     problem = dataclasses.replace(problem, **sizes)
-    assert backward_config(problem).lanes == lanes
+    assert backward_config(problem).elements == elements
     for bias in (
         TensorSpec(torch.float32, 1, 4, sizes["queries"], sizes["keys"]),
         TensorSpec(torch.bfloat16, sizes["batch"], 4, sizes["queries"], sizes["keys"]),
         TensorSpec(torch.bfloat16, 1, 4, 1, sizes["keys"]),
     ):
-        assert backward_config(dataclasses.replace(problem, bias=bias)).lanes == 1
+        assert backward_config(dataclasses.replace(problem, bias=bias)).elements == 1
 
 
 @pytest.mark.parametrize(
     ("batch", "changes", "parts"),
     [
-        (768, {}, {"statistics of rows": 18, "dq_accum": 10.125, "float32 dBias": 9}),  # three lanes
-        (768, {"deterministic": True}, {"dq_accum": 288, "ring of dS": 76.5, "float32 dBias": 9}),
+        (768, {}, {"statistics of rows": 18, "dq_accum": 10.125, "float32 dBias": 9}),  # three elements
+        (768, {"deterministic": True}, {"dq_accum": 288, "dS buffer": 76.5, "float32 dBias": 9}),
         (768, {"mask": TensorSpec(torch.bool, 768, 1, 1, 768)}, {"dq_accum": 10.125, "float32 dBias": 9}),
-        (768, {"mask": TensorSpec(torch.bool, 768, 1, 768, 768)}, {"dq_accum": 288, "ring of dS": 76.5}),
-        (4, {}, {"dq_accum": 1.5, "ring of dS": 0, "float32 dBias": 0}),
-        (4, {"deterministic": True}, {"dq_accum": 1.5, "ring of dS": 18, "float32 dBias": 0}),
-        (8, {"bias": TensorSpec(torch.bfloat16, 8, 4, 768, 768)}, {"dq_accum": 3, "ring of dS": 0, "float32 dBias": 0}),
+        (768, {"mask": TensorSpec(torch.bool, 768, 1, 768, 768)}, {"dq_accum": 288, "dS buffer": 76.5}),
+        (4, {}, {"dq_accum": 1.5, "dS buffer": 0, "float32 dBias": 0}),
+        (4, {"deterministic": True}, {"dq_accum": 1.5, "dS buffer": 18, "float32 dBias": 0}),
+        (8, {"bias": TensorSpec(torch.bfloat16, 8, 4, 768, 768)}, {"dq_accum": 3, "dS buffer": 0, "float32 dBias": 0}),
     ],
     ids=str,
 )
@@ -373,17 +373,19 @@ def test_working_memory_is_what_is_allocated(batch, changes, parts):
     stats, _, rows_of_sum = made.sizes
     assert found["statistics of rows"] == 4 * stats
     assert found["dq_accum"] == 4 * backward_launch.DQ_COLS.value * rows_of_sum
-    assert found.get("ring of dS", 0) == (made.empty_ring().nbytes if made.empty_ring else 0)
+    assert found.get("dS buffer", 0) == (made.empty_ds_buffer().nbytes if made.empty_ds_buffer else 0)
     dbias = made.empty_dbias(device="meta")
     assert found.get("float32 dBias", 0) == (dbias.nbytes if dbias.dtype == torch.float32 else 0)
     assert {name: found.get(name, 0) / 2**20 for name in parts} == parts
-    if made.lanes:  # zeroed by the preprocess, behind the counters
+    if made.elements:  # zeroed by the preprocess, behind the counters
         shape, strides, first = made.dbias_layout
         assert (shape, strides) == (dbias.shape, dbias.stride())
         assert first > 2 * batch * 4
         assert first % 32 == 0
         assert made.sizes[1] == first + dbias.untyped_storage().nbytes() // 4
-        assert made.after.programs == rows_of_sum // 64 // 2 + 4 * 768 // 8 * 768 // 128  # half of the ring, and dBias
+        assert (
+            made.after.programs == rows_of_sum // 64 // 2 + 4 * 768 // 8 * 768 // 128
+        )  # half of the pipeline, and dBias
     else:
         assert made.dbias_layout is None
 
@@ -399,7 +401,7 @@ def test_a_dbias_with_more_elements_than_an_int32_counts_has_zeros_of_its_own(n,
     made = backward_launch.HopperBackward(
         problem, Inputs(q, q, q, bias, None), outputs, Outputs(q, None), Needs(True, True, True, True, False)
     )
-    assert made.lanes
+    assert made.elements
     assert (made.dbias_layout is None) == own
     assert made.sizes[1] + 128 * made.before.programs < 2**31
     assert made.empty_dbias(device="meta").dtype == torch.float32

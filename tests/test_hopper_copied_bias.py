@@ -18,7 +18,7 @@ from tilewise.backends.gluon.sm90 import prepare, tiles
 from tilewise.backends.gluon.sm90.backward import dbias
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 from tilewise.backends.gluon.sm90.common import copied_bias
-from tilewise.backends.gluon.sm90.common.config import has_lanes
+from tilewise.backends.gluon.sm90.common.config import is_batched
 from tilewise.backends.gluon.sm90.forward import launch
 from tilewise.spec.operands import TensorSpec
 from tilewise.spec.tma import tensor_fits_tma
@@ -43,10 +43,10 @@ def test_who_shares_it(shape, batch):
     if shape[0] > batch:
         return
     problem = replace(PROBLEM, batch=batch, bias=TensorSpec(torch.bfloat16, *shape, 239, 433), keys=433)
-    sharers = batch * 8 // (shape[0] * shape[1])
-    assert copied_bias.is_shared(problem) == (sharers >= 4) == copied_bias.pads_gradient(problem)
+    broadcast_size = batch * 8 // (shape[0] * shape[1])
+    assert copied_bias.is_shared(problem) == (broadcast_size >= 4) == copied_bias.pads_gradient(problem)
     assert not copied_bias.is_copied(problem)
-    assert copied_bias.is_copied(replace(problem, irregular=("bias",))) == (sharers >= 4)
+    assert copied_bias.is_copied(replace(problem, irregular=("bias",))) == (broadcast_size >= 4)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_who_shares_it(shape, batch):
         {"batch": 40},
         {"batch": 256, "heads": 4, "kv_heads": 4, "queries": 520, "keys": 517, "head_dim": 32, "value_dim": 32},
     ],
-    ids=["accumulated", "eight", "two sums", "a ring", "lanes"],
+    ids=["accumulated", "eight", "two sums", "a pipeline", "elements"],
 )
 def test_rows_of_its_gradient_are_longer_until_it_is_done(changes):
     problem = replace(PROBLEM, **{"batch": 4, "keys": 433, "bias_grad": True, **changes})
@@ -75,7 +75,7 @@ def test_rows_of_its_gradient_are_longer_until_it_is_done(changes):
     assert done.is_contiguous()
     assert done.shape == leaf.shape
     assert done.dtype == torch.bfloat16
-    assert has_lanes(problem) == (problem.head_dim == 32)
+    assert is_batched(problem) == (problem.head_dim == 32)
 
 
 def test_the_plan_says_so():
@@ -98,8 +98,8 @@ def test_each_call_reads_a_copy_of_its_own_bias(monkeypatch, irregular):
         def __call__(self, inputs, *_):
             given.append(inputs.bias)
 
-    monkeypatch.setattr(launch, "Forward", Spy)
-    monkeypatch.setattr(backward_launch, "Backward", Spy)
+    monkeypatch.setattr(launch, "HopperForward", Spy)
+    monkeypatch.setattr(backward_launch, "HopperBackward", Spy)
     problem = replace(PROBLEM, batch=4, bias=TensorSpec(torch.float32, 1, 8, 40, 67), irregular=irregular)
     x = torch.empty(1)
     first, later = (Inputs(x, x, x, bias, None) for bias in (ODD, ODD + 1))

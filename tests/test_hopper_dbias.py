@@ -145,7 +145,7 @@ def masked(**changes):
         (masked(queries=16384, tile_mask=TileOperand(128, 128, "intervals", True)), 0),
         (masked(queries=16384, deterministic=True), 0),
         (masked(queries=16384, deterministic=True, bias_grad=False), 0),  # dQ has an order of its own
-        (masked(queries=16384, batch=2), 0),  # the ring has an order of its own
+        (masked(queries=16384, batch=2), 0),  # the pipeline has an order of its own
         (masked(queries=16384, bias=TensorSpec(torch.bfloat16, 1, 16, 16384, 4096)), 0),  # nobody shares it
     ],
 )

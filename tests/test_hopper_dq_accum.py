@@ -30,12 +30,12 @@ def plain(monkeypatch):
     monkeypatch.setattr(dq_accum, "accumulator", lambda *_: None)
 
 
-def held(lane, warp, register, rows, columns, warps):
+def held(element, warp, register, rows, columns, warps):
     """Row and column of what a thread holds of wgmma's result: 16 rows to a warp, and of 64 rows a half of the columns
     to each of two warpgroups."""
     halves = 16 * warps // rows
-    row = 16 * (warp % (rows // 16)) + 8 * (register // 2 % 2) + lane // 4
-    return row, warp // (rows // 16) * (columns // halves) + 8 * (register // 4) + 2 * (lane % 4) + register % 2
+    row = 16 * (warp % (rows // 16)) + 8 * (register // 2 % 2) + element // 4
+    return row, warp // (rows // 16) * (columns // halves) + 8 * (register // 4) + 2 * (element % 4) + register % 2
 
 
 @pytest.mark.parametrize(("rows", "columns", "warps"), TILES)
@@ -46,9 +46,9 @@ def test_neighbours_are_registers_then_lanes_then_warps(rows, columns, warps):
     order = flat.flatten().tolist()
     for register in range(rows * columns // (32 * warps)):
         for warp in range(warps):
-            for lane in range(32):
-                place = 128 * (register // 4 * warps + warp) + 4 * lane + register % 4
-                row, column = held(lane, warp, register, rows, columns, warps)
+            for element in range(32):
+                place = 128 * (register // 4 * warps + warp) + 4 * element + register % 4
+                row, column = held(element, warp, register, rows, columns, warps)
                 assert order[place] == row * columns + column
 
 
@@ -59,7 +59,7 @@ def test_rows_come_back(rows, columns, warps):
 
 
 def passes(rows, columns, places, width):
-    """Of a warp's store of ``width`` elements a lane into a float32 tile as TMA has it in shared memory."""
+    """Of a warp's store of ``width`` elements an element into a float32 tile as TMA has it in shared memory."""
     offset_of = nvmma_shared_layout([rows, columns], "float32", 128).invert()
     return wavefronts([4 * offset_of(dim0=row, dim1=column)[0] for row, column in places], 4 * width)
 
@@ -71,20 +71,22 @@ def test_no_bank_twice(rows, columns, warps):
         for quad in range(rows * columns // (128 * warps)):
             first = 128 * (quad * warps + warp)
             stored = passes(
-                rows * columns // 32, 32, [divmod(first + 4 * lane, 32) for lane in range(32)], 4
+                rows * columns // 32, 32, [divmod(first + 4 * element, 32) for element in range(32)], 4
             )  # fmt: skip
             assert (stored.wavefronts, stored.ideal) == (4, 4)
-            in_rows = passes(rows, columns, [held(lane, warp, 4 * quad, rows, columns, warps) for lane in range(32)], 2)
+            in_rows = passes(
+                rows, columns, [held(element, warp, 4 * quad, rows, columns, warps) for element in range(32)], 2
+            )
             assert (in_rows.wavefronts, in_rows.ideal) == (4, 2)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("parts", [1, 3, 5, 17])
 def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, heads):
-    """dQ of the heads that a group's programs finish, from a ring of the sum: rows and columns past the end of a head
-    are not written, and nothing of other heads is."""
+    """dQ of the heads that a group's programs finish, from a pipeline of the sum: rows and columns past the end of a
+    head are not written, and nothing of other heads is."""
     B, H, group, M, D, scale = 4, 4, 2, 150, 24, 0.5
-    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, LANES=2)
+    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, ELEMENTS=2)
     sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=6)
     expected = torch.randn(B, H, M, D, generator=torch.Generator().manual_seed(0))
     given = torch.zeros(B, H, 192, 32)
@@ -142,7 +144,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
         found = []
         sums, left = torch.ones(places, 64 * 32), torch.ones(places, 64 * 32)
         for nth in range(first, first + heads):
-            b, hk = nth // 2 // sizes.kv_heads * 2 + nth % 2, nth // 2 % sizes.kv_heads  # two lanes
+            b, hk = nth // 2 // sizes.kv_heads * 2 + nth % 2, nth // 2 % sizes.kv_heads  # two elements
             found.append((b, slice(hk * group, (hk + 1) * group)))
             tiles = given[found[-1]].reshape(-1, 64, 32)
             at = nth % sizes.zeroed * len(tiles)
@@ -155,7 +157,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
             )
         assert torch.equal(sums, left.flatten())
         for b, of in found:
-            if b < B - 1:  # of a lane without a batch element nothing leaves
+            if b < B - 1:  # of an element without a batch element nothing leaves
                 written += group
                 assert torch.equal(dq[b, of], expected[b, of] * scale)
         assert (dq != 0).all((2, 3)).sum() == written

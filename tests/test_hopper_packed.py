@@ -317,8 +317,8 @@ def test_a_bias_of_the_keys_is_that_of_the_sequence(monkeypatch):
     assert shared.added.tolist() == expected
     slots = [torch.zeros(64).as_subclass(Places) for _ in range(2)]
     index = [SimpleNamespace(index=lambda slot, of=of: of[slot]) for of in (slots, "ab")]
-    rings = SimpleNamespace(bias=SimpleNamespace(slots=index[0]), k=SimpleNamespace(full=index[1]))
-    key_bias.load_bias_of_keys.fn(x, rings, 1, work, 64, SimpleNamespace(inverse=2.0), c)
+    pipelines = SimpleNamespace(bias=SimpleNamespace(slots=index[0]), k=SimpleNamespace(full=index[1]))
+    key_bias.load_bias_of_keys.fn(x, pipelines, 1, work, 64, SimpleNamespace(inverse=2.0), c)
     assert [slot.tolist() for slot in slots] == [[0] * 64, [2 * place for place in expected]]
     assert full == [("b", 1)]
     sums = torch.tensor([2.0, 3.0, 4.0, -8.0]) * torch.arange(64.0)[:, None]  # of four threads each

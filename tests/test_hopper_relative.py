@@ -17,7 +17,7 @@ from tilewise.spec import relative as distances_of
 from tilewise.spec import tiles
 from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
-from tilewise.spec.relative import Relative, gather, scatter, sheared, tile_kind
+from tilewise.spec.relative import Relative, gather, scatter, skewed, tile_kind
 from tilewise.spec.score import Band, Distances, Score
 
 if importlib.util.find_spec("triton") is None:
@@ -189,23 +189,25 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     for module in (bias_tiles, forward_kernel):
         monkeypatch.setattr(module, "next_tile_index", lambda tile_index, *_: tile_index + 1)
     for name in ("slot_of", "use_of"):
-        monkeypatch.setattr(bias_tiles, name, lambda ring, n, *_: n)
-    monkeypatch.setattr(bias_tiles, "fill_at", lambda ring, n, use, source, at: filled.append((n, tuple(at))))
-    monkeypatch.setattr(bias_tiles, "hand_out_slot", lambda ring, n, c, warpgroup: filled.append((n, None)))
+        monkeypatch.setattr(bias_tiles, name, lambda pipeline, n, *_: n)
+    monkeypatch.setattr(bias_tiles, "fill_at", lambda pipeline, n, use, source, at: filled.append((n, tuple(at))))
+    monkeypatch.setattr(bias_tiles, "hand_out_slot", lambda pipeline, n, c, warpgroup: filled.append((n, None)))
     # of what computes, all but the loops
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
     for name in (*names.split(), "fence_async_shared", "warp_scheduler_barrier_arrive"):
         monkeypatch.setattr(forward_kernel, name, MagicMock())
     monkeypatch.setattr(forward_kernel, "warpgroup_mma_wait", lambda *_, deps: deps)
     monkeypatch.setattr(
-        forward_kernel, "slot_for_o", lambda rings, n, *_: events.append(("take", n, None)) or MagicMock()
+        forward_kernel, "slot_for_o", lambda pipelines, n, *_: events.append(("take", n, None)) or MagicMock()
     )
 
-    def skip_tile(rings, step, *_):
+    def skip_tile(pipelines, step, *_):
         if not ranged:
             events.extend([("take", step, "skipped"), ("release", step)])
 
-    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz):
+    def mma_one_n_block(
+        q, state, x, pipelines, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz
+    ):
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         found = relative.range_state(row, 64, n0, c.BLOCK_N, terms) if ranged else distances_of.CUT
@@ -225,7 +227,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
 
     monkeypatch.setattr(forward_kernel, "box_of", lambda first, count, b, h, row, c: [b, h, row, 0])
     monkeypatch.setattr(forward_kernel, "skip_tile", skip_tile)
-    monkeypatch.setattr(forward_kernel, "attend", attend)
+    monkeypatch.setattr(forward_kernel, "mma_one_n_block", mma_one_n_block)
     for warpgroup in range(c.WARPGROUPS):
         for found in (filled, events, visited):
             found.clear()
@@ -246,7 +248,8 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
 
 
 def check_ring(filled, events, stages):
-    """One warp fills a ring's slots, in order, when they are free; others take them in that order and release them."""
+    """One warp fills a pipeline's slots, in order, when they are free; others take them in that order and release
+    them."""
     taken = [event[1:] for event in events if event[0] == "take"]
     assert [n for n, _ in filled] == [n for n, _ in taken] == list(range(len(filled)))
     assert all(at in (where, "skipped") for (_, where), (_, at) in zip(filled, taken, strict=True))
@@ -306,8 +309,8 @@ def test_the_backwards_loops(monkeypatch, p, dim):
     def start(step, corner, how="any"):
         return step, corner, how
 
-    def process_query_tile(
-        state, x, rows, dq_ring, shared, words, step, steps, work, h, m, kind, terms, sizes, c, *_, RANGE="any"
+    def bwd_one_m_block(
+        state, x, rows, dq_pipeline, shared, words, step, steps, work, h, m, kind, terms, sizes, c, *_, RANGE="any"
     ):
         corner = work.n0 - m * c.BLOCK_M
         found = range_tiles.tile_state(corner, terms, c) if c.RANGE_LO or c.RANGE_HI else distances_of.INSIDE
@@ -327,13 +330,13 @@ def test_the_backwards_loops(monkeypatch, p, dim):
 
     first_start_of = MagicMock(side_effect=lambda rows, step, needed, corner, *_: start(step, corner))
     monkeypatch.setattr(backward_kernel, "first_start_of", first_start_of)
-    monkeypatch.setattr(backward_kernel, "process_query_tile", process_query_tile)
+    monkeypatch.setattr(backward_kernel, "bwd_one_m_block", bwd_one_m_block)
     monkeypatch.setattr(backward_kernel, "begin_ahead", MagicMock())
     for program in range(sizes.key_tiles):
         work = backward_scheduler.work_tile_of.fn(program, 0, terms, sizes, c)
         monkeypatch.setattr(backward_kernel, "work_tile_at", lambda *_, work=work: work)
         visited, x = [], SimpleNamespace(k=MagicMock(), seed=None, tile_list=None)
-        steps = backward_kernel.differentiate.fn(
+        steps = backward_kernel.compute_work_tile.fn(
             program, 0, 5, x, None, None, None, None, MagicMock(), None, terms, sizes, c
         )
         assert visited == [(h, m) for h in range(2) for m in reversed(range(work.begin, work.end))]
@@ -390,7 +393,7 @@ def seen_of(p):
 def test_a_tile_of_the_forward(p):
     terms, _, c = forward_arguments(p)
     laid, by_distance = drawn(p)
-    view, expected, seen = sheared(laid)[0, 0], gather(by_distance, p.queries, p.keys)[0, 0], seen_of(p)
+    view, expected, seen = skewed(laid)[0, 0], gather(by_distance, p.queries, p.keys)[0, 0], seen_of(p)
     assert terms.column % 8 == c.BLOCK_N % 8 == 0, "TMA's boxes begin at multiples of 16 bytes"
     for row, n0 in itertools.product(range(0, p.queries, 64), range(0, p.keys, c.BLOCK_N)):
         found = box(view, row, n0 + terms.column, 64, c.BLOCK_N)
@@ -414,7 +417,7 @@ def test_tiles_of_the_backward(interpreter, p, dim):
     p = replace(p, head_dim=dim, value_dim=dim)
     terms, _, c = backward_arguments(p)
     laid, by_distance = drawn(p)
-    view, expected, seen = sheared(laid)[0, 0], gather(by_distance, p.queries, p.keys)[0, 0], seen_of(p)
+    view, expected, seen = skewed(laid)[0, 0], gather(by_distance, p.queries, p.keys)[0, 0], seen_of(p)
     assert terms.column % 8 == c.BLOCK_N % 8 == 0, "TMA's boxes begin at multiples of 16 bytes"
     stored = 0
     ds = torch.randint(1, 999, (p.queries, p.keys), generator=torch.Generator().manual_seed(1)).float()
@@ -444,22 +447,22 @@ def test_tiles_of_the_backward(interpreter, p, dim):
             assert torch.equal(found[visible[part]], want[part][visible[part]])
         if gradient_state == distances_of.INSIDE:
             assert visible.any(), "a tile that no program visits"
-            store_box(sheared(sums)[0, 0], m0, n0 + terms.column, tile)
+            store_box(skewed(sums)[0, 0], m0, n0 + terms.column, tile)
             stored += 1
         elif visible.any() and gradient_state == distances_of.CUT:
             rest = torch.signbit(tile)  # nothing else is negative here
             assert (tile[rest] == 0).all()
             assert not tile.isnan().any()
-            add_box(sheared(sums)[0, 0], m0, n0 + terms.column, tile)
+            add_box(skewed(sums)[0, 0], m0, n0 + terms.column, tile)
         if visible.any() and gradient_state >= distances_of.CUT:
-            add_box(sheared(touched)[0, 0], m0, n0 + terms.column, (tile != 0).float())
+            add_box(skewed(touched)[0, 0], m0, n0 + terms.column, (tile != 0).float())
     assert touched.max() <= 1
     assert bool(stored) == before.isnan().any()
     assert torch.equal(sums[..., front:], scatter(by_distance, ds.nan_to_num()[None, None]))
 
 
 class Slots:
-    """A ring of tiles in shared memory, as tensors that remember nothing but what is stored."""
+    """A pipeline of tiles in shared memory, as tensors that remember nothing but what is stored."""
 
     def __init__(self, slots, rows, cols):
         self.of, self.dtype = torch.full((slots, rows * cols), torch.nan), torch.float32
@@ -490,7 +493,7 @@ class Slot:
 @pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
 def test_how_a_gradient_leaves(monkeypatch, p, dim):
     """Pair by pair: a tile is stored where all pairs are visible and have an entry, and where some do what they have is
-    added, from the slot behind the ring, once all of it is there."""
+    added, from the slot behind the pipeline, once all of it is there."""
     p = replace(p, head_dim=dim, value_dim=dim)
     terms, _, c = backward_arguments(p)
     left, waits = [], []
@@ -502,26 +505,26 @@ def test_how_a_gradient_leaves(monkeypatch, p, dim):
     lo, hi = max(lo, distances.lo), min(hi, distances.hi)
     ds = torch.arange(1.0, c.BLOCK_M * c.BLOCK_N + 1).view(c.BLOCK_M, c.BLOCK_N)
     for m0, n0 in itertools.product(range(0, p.queries, c.BLOCK_M), range(0, p.keys, c.BLOCK_N)):
-        ring = Slots(c.STAGES + 1, c.BLOCK_M, c.BLOCK_N)
+        pipeline = Slots(c.STAGES + 1, c.BLOCK_M, c.BLOCK_N)
         left.clear()
         waits.clear()
         distance = n0 - m0 + torch.arange(c.BLOCK_N) - torch.arange(c.BLOCK_M)[:, None]
         has = (distance >= lo) & (distance <= hi)
         for i in range(c.M_SUBTILES):
             tile = ds[i * c.SUBTILE_M : (i + 1) * c.SUBTILE_M].T.as_subclass(Tile)
-            range_tiles.keep_entries.fn(tile, ring, n0 - m0, i, terms, c)
+            range_tiles.keep_entries.fn(tile, pipeline, n0 - m0, i, terms, c)
         work = SimpleNamespace(n0=n0, seq=packed.SeqInfo(0, 0, p.queries, p.keys, 0))
-        range_tiles.let_out.fn("dvalues", ring, 0, 1, 2, m0 // c.BLOCK_M, work, terms, c)
+        range_tiles.let_out.fn("dvalues", pipeline, 0, 1, 2, m0 // c.BLOCK_M, work, terms, c)
         at = [1, 2, m0, n0 + terms.column]
         if has.all():
             assert left == [("tma_store", "dvalues", at, 0)]
         elif has.any():
             assert left == [("tma_add", "dvalues", at, c.STAGES)]
             assert waits == [1]
-            assert torch.equal(ring.of[c.STAGES].view_as(ds), torch.where(has, ds, 0.0))
+            assert torch.equal(pipeline.of[c.STAGES].view_as(ds), torch.where(has, ds, 0.0))
         else:
             assert left == waits == []
-        assert ring.of[: c.STAGES].isnan().all()
+        assert pipeline.of[: c.STAGES].isnan().all()
 
 
 @pytest.mark.parametrize(("queries", "keys", "lo"), [(300, 300, -90), (70, 400, -5), (400, 70, 3), (70, 400, -1000)])

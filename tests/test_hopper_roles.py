@@ -14,7 +14,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from tilewise.backends.gluon.pipeline import Ring
+from tilewise.backends.gluon.pipeline import Pipeline
 from tilewise.backends.gluon.sm90.backward import dq as dq_accum
 from tilewise.backends.gluon.sm90.backward import warps as producers
 from tilewise.backends.gluon.varlen import SeqInfo
@@ -33,7 +33,7 @@ class Barrier:
 
 
 class Barriers:
-    """Of the slots of a ring."""
+    """Of the slots of a pipeline."""
 
     def __init__(self, slots):
         self.barriers = [Barrier() for _ in range(slots)]
@@ -146,15 +146,15 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
     work_tiles, key_stages = work_tiles if dynamic else 1, 2 if "ahead" in programs else 1
     value_stages = 1 if programs == "stay, K ahead" else key_stages
     roles, added, counted, stored, kept, left, left_from = Roles(late), [], [], [], [], [], []
-    keys, values = (Ring(None, Barriers(stages), Barriers(stages)) for stages in (key_stages, value_stages))
+    keys, values = (Pipeline(None, Barriers(stages), Barriers(stages)) for stages in (key_stages, value_stages))
     seq = SeqInfo(0, 0, 64 * entries, 64, 0)
     gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x,
                          static_assert=lambda *_: None)  # fmt: skip
 
-    def fill_at(ring, slot, use, source, place):
-        roles.wait(ring.empty.index(slot), (use & 1) ^ 1)
-        kept.append((source, use * len(ring.full.barriers) + slot))
-        roles.arrive(ring.full.index(slot), 1)
+    def fill_at(pipeline, slot, use, source, place):
+        roles.wait(pipeline.empty.index(slot), (use & 1) ^ 1)
+        kept.append((source, use * len(pipeline.full.barriers) + slot))
+        roles.arrive(pipeline.full.index(slot), 1)
 
     def tma_store(to, place, slot):
         left.append((to, place[1], len(stored)))
@@ -167,10 +167,10 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
         "fill_at": fill_at,
         "box_of": lambda first, count, b, h, row, c: [b, h, row, 0],
         "row_tile": lambda work_tile, h, m, sizes: h * sizes.row_tiles + m,
-        "slot_of": lambda ring, n: n % len(ring.full.barriers),
-        "use_of": lambda ring, n: n // len(ring.full.barriers),
-        "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
-        "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use % 2),
+        "slot_of": lambda pipeline, n: n % len(pipeline.full.barriers),
+        "use_of": lambda pipeline, n: n // len(pipeline.full.barriers),
+        "release": lambda pipeline, slot: roles.arrive(pipeline.empty.index(slot), 1),
+        "wait_full": lambda pipeline, slot, use: roles.wait(pipeline.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
         "tma_add": lambda _, place, slot: added.append((place[0], slot.value)),
         "tma_store": tma_store,
@@ -188,7 +188,7 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
         "count_up": lambda at: counted.append((at, len(left))),
         "count_stored": lambda at: counted.append((at, len(left))),
         "steps_of": lambda *_: group * entries,
-        "dv_tile": lambda x, dq_ring, c: dq_ring.slots,
+        "dv_tile": lambda x, dq_pipeline, c: dq_pipeline.slots,
         "add_dq": dq_accum.add_dq.fn,
         **{
             name: getattr(producers, name).fn
@@ -205,11 +205,11 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
         "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, VALUE_STAGES=value_stages, GROUP_PROGRAMS=1, MASK=False,
-        BLOCK_M=64, BLOCK_N=64, WARPS=8, PACKED=False, DQ_STORED=False, ZEROES_DBIAS=False, VANISHES=False,
+        BLOCK_M=64, BLOCK_N=64, WARPS=8, PACKED=False, DQ_STORED=False, ZEROES_DBIAS=False, UNDERFLOWS=False,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)
-    queries = dq_accum.DqRing(Slot(), Barrier(), Barrier(), Ring(None, Barriers(key_stages), None))
+    queries = dq_accum.DqPipeline(Slot(), Barrier(), Barrier(), Pipeline(None, Barriers(key_stages), None))
     x = SimpleNamespace(dq=None, tile_list=None, k="k", v="v", dk="dk", dv="dv")
     shared = SimpleNamespace(k=Slot(), v=Slot())
     tiles = [
@@ -227,8 +227,8 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
                 mine = [n for kind, n in kept if kind == name and n % stages == work_tile % stages]
                 return mine[-1] == work_tile
 
-            for ring, name, stages in ((keys, "k", key_stages), (values, "v", value_stages)):
-                roles.wait(ring.full.index(work_tile % stages), work_tile // stages % 2)
+            for pipeline, name, stages in ((keys, "k", key_stages), (values, "v", value_stages)):
+                roles.wait(pipeline.full.index(work_tile % stages), work_tile // stages % 2)
                 assert has(name, stages)
             for tile in tiles[work_tile] if by_tma else []:  # from registers they are atomic additions of their own
                 assert has("v", value_stages)

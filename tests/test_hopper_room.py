@@ -1,4 +1,4 @@
-"""The Hopper kernels have room in shared memory: their rings and tiles are added up for every structure that the
+"""The Hopper kernels have room in shared memory: their pipelines and tiles are added up for every structure that the
 backend takes, and what compilers make of some of them is held to the sum."""
 
 from __future__ import annotations

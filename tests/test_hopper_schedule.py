@@ -119,7 +119,7 @@ def test_a_packed_tile_counts_from_the_ends_of_its_sequence(monkeypatch, M, N, b
     monkeypatch.setattr(tile_scheduler, "listed_tile_and_head", lambda tiles, t, heads, block, by_keys: (seq, t, 1, 5))
     lo, hi = tiles.limits(band)
     terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
-    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, PACKED=True, VANISHES=False, MASK=False)
+    c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, PACKED=True, UNDERFLOWS=False, MASK=False)
     sizes = SimpleNamespace(row_tiles=99, heads=4)
     row, col = torch.arange(M)[:, None] + N - M, torch.arange(N)
     seen = (col - row <= hi) & (col - row >= lo)

@@ -27,7 +27,7 @@ from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 from tilewise.backends.gluon.sm90.backward import m_subtiles
 from tilewise.backends.gluon.sm90.common import config, softmax
 from tilewise.backends.gluon.sm90.forward import launch
-from tilewise.backends.gluon.sm90.forward import small_heads as together_kernel
+from tilewise.backends.gluon.sm90.forward import small_heads as small_heads_kernel
 
 B, H, KV_HEADS, M, N = 2, 6, 2, 130, 140
 BROADCASTS = list(itertools.product((1, B), (1, KV_HEADS, H), (1, M), (1, N)))
@@ -125,7 +125,7 @@ def test_tiles_of_a_row_add_up_to_its_softmax(lazy):
 
 @pytest.fixture
 def tiles_together(monkeypatch):
-    """`together_kernel.attend` of all tiles of keys of 64 queries: ``(rows, O, P of each, times of maxima)``."""
+    """`mma_one_n_block` of all tiles of keys of 64 queries: ``(rows, O, P of each, times of maxima)``."""
 
     def least(x, y):
         return torch.maximum(x, torch.as_tensor(y, dtype=x.dtype))
@@ -133,7 +133,7 @@ def tiles_together(monkeypatch):
     def exceeds(sums):
         return int(not (sums <= 2.0**14).all())
 
-    taken, takes = [], together_kernel.with_maxima.fn
+    taken, takes = [], small_heads_kernel.with_maxima.fn
 
     def with_maxima(*arguments):
         taken.append(1)
@@ -141,7 +141,8 @@ def tiles_together(monkeypatch):
 
     gl = SimpleNamespace(exp2=torch.exp2, maximum=least, where=torch.where, zeros=lambda *_: None, float32=None)
     stubs = {
-        "gl": gl, "LOWEST_BASE": together_kernel.LOWEST_BASE.value, "accumulator": lambda *_: None, "exceeds": exceeds,
+        "gl": gl, "LOWEST_BASE": small_heads_kernel.LOWEST_BASE.value, "accumulator": lambda *_: None,
+        "exceeds": exceeds,
         "online_softmax": softmax.online_softmax.fn, "sums_of_rows": lambda x, _: x.sum(1), "leave": lambda *_: None,
         "rounded": lambda p, *_: p, "rescaled": lambda o, alpha, *_: o * alpha[:, None], "following": lambda x: x,
         "times_v": lambda p, v, o, _: o + p @ v, "warpgroup_mma": lambda q, k, start, **_: k, "widened": lambda x: x,
@@ -149,11 +150,11 @@ def tiles_together(monkeypatch):
         "mbarrier": SimpleNamespace(wait=lambda *_, **__: None),
     }  # fmt: skip
     for name, stub in stubs.items():
-        monkeypatch.setattr(together_kernel, name, stub)
+        monkeypatch.setattr(small_heads_kernel, name, stub)
     monkeypatch.setattr(softmax.gl, "maximum", least)
 
     def run(products, biases, v, scale):
-        def ring(tiles):  # of what is read of a slot: its tile
+        def pipeline(tiles):  # of what is read of a slot: its tile
             return SimpleNamespace(
                 index=lambda n: SimpleNamespace(
                     reshape=lambda _: SimpleNamespace(permute=lambda _: tiles[n], load=lambda _: tiles[n])
@@ -161,15 +162,15 @@ def tiles_together(monkeypatch):
             )
 
         of_v = SimpleNamespace(index=lambda n: SimpleNamespace(reshape=lambda _: v[n]))
-        shared = SimpleNamespace(k=ring(products), bias=ring(biases), v=of_v, full=ring(biases))
+        shared = SimpleNamespace(k=pipeline(products), bias=pipeline(biases), v=of_v, full=pipeline(biases))
         terms = SimpleNamespace(scale=scale, exponent=1 / math.log(2))
         c = SimpleNamespace(BLOCK_N=64, BLOCK_D=32, BLOCK_DV=8, WARPGROUPS=1, HIDES_KEYS=False)
         x, before, probabilities = SimpleNamespace(q=SimpleNamespace(dtype=None)), None, []
         nothing = torch.full((64,), -math.inf)
-        rows = together_kernel.HeadRows(nothing, nothing, torch.zeros(64), torch.zeros(64, 8), None)
+        rows = small_heads_kernel.HeadRows(nothing, nothing, torch.zeros(64), torch.zeros(64, 8), None)
         for n in range(len(v)):
             here = SimpleNamespace(slot=n, v=n, phase=0)
-            rows = together_kernel.attend.fn(None, rows, x, shared, before, here, True, terms, c, 0, n == 0)
+            rows = small_heads_kernel.mma_one_n_block.fn(None, rows, x, shared, before, here, True, terms, c, 0, n == 0)
             probabilities.append(rows.p)
             before = here
         return rows, rows.o + rows.p @ v[-1], torch.stack(probabilities), len(taken)
@@ -212,7 +213,7 @@ def test_a_row_that_begins_hidden(tiles_together, first, last):
         assert not o[5].any()
         seen.remove(5)
     elif last == LEAST:
-        assert -math.inf < rows.m[5] < -together_kernel.MOST_MAXIMUM.value
+        assert -math.inf < rows.m[5] < -small_heads_kernel.MOST_MAXIMUM.value
         seen.remove(5)
     exact = bias.double().permute(1, 0, 2).flatten(1)[seen]
     torch.testing.assert_close((rows.m + rows.l.log())[seen].double(), exact.logsumexp(1), rtol=1e-6, atol=1e-5)

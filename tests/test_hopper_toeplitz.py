@@ -176,7 +176,9 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     monkeypatch.setattr(forward_kernel, "box_of", lambda first, count, b, h, row, c: [b, h, row, 0])
     visited, far = [], 0
 
-    def attend(q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz):
+    def mma_one_n_block(
+        q, state, x, pipelines, words, step, tile, i, terms, sizes, c, WARPGROUP, FIRST, BAND, RANGE, toeplitz
+    ):
         nonlocal far
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
@@ -186,7 +188,7 @@ def test_the_forwards_loops(monkeypatch, p, dim):
         visited.append((tile.h, row, n0))
         return state
 
-    monkeypatch.setattr(forward_kernel, "attend", attend)
+    monkeypatch.setattr(forward_kernel, "mma_one_n_block", mma_one_n_block)
     for warpgroup in range(c.WARPGROUPS):
         x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None, o_low=None)
         forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
@@ -346,16 +348,16 @@ def test_sums_of_far_tiles():
     assert torch.equal(torch.Tensor(sums.weighted), of_lanes)
 
 
-def from_lane(x, lane):
+def from_lane(x, element):
     """Of [w, g, n, t, ...], whose elements of one warp are those of equal w and one n, four threads a g."""
     index = torch.meshgrid(*(torch.arange(size) for size in x.shape), indexing="ij")
-    return torch.Tensor(x)[(index[0], lane // 4, index[2], lane % 4, *index[4:])].as_subclass(Tile)
+    return torch.Tensor(x)[(index[0], element // 4, index[2], element % 4, *index[4:])].as_subclass(Tile)
 
 
 def test_diagonals_of_near_tiles(monkeypatch):
     M, N, pad = 256, 384, toeplitz_tiles.PAD
     found, ds = torch.zeros(M + N - 1 + 2 * pad), torch.randint(-9, 9, (M, N)).float()
-    monkeypatch.setattr(toeplitz_gradient, "_from_lane", from_lane)
+    monkeypatch.setattr(toeplitz_gradient, "_from_element", from_lane)
     gl, added = toeplitz_gradient.gl, []
 
     def add(at, x, mask=True, **_):

@@ -52,7 +52,7 @@ def by_triton(runs):
 @pytest.mark.parametrize(("triton", "x", "designed", "spilled"), by_triton(FORWARDS), ids=str)
 def test_forward(compilers, triton, x, designed, spilled):
     codes = compilers.compile(compile_toeplitz, triton, 90, x)
-    names = ["pairs_kernel", "forward_kernel", "repair_kernel"]
+    names = ["pairs_kernel", "forward_kernel", "nan_fixup_kernel"]
     assert [code.kernel.name for code in codes if code.kernel.name in names] == names
     held(codes, designed, spilled)
 
@@ -60,11 +60,11 @@ def test_forward(compilers, triton, x, designed, spilled):
 @pytest.mark.parametrize(("triton", "x", "designed", "spilled"), by_triton(BACKWARDS), ids=str)
 def test_backward(compilers, triton, x, designed, spilled):
     codes = compilers.compile(compile_toeplitz, triton, 90, x, True)
-    vanishes = ["norms_kernel", "reach_kernel"] if x.linear else []
+    underflows = ["norms_kernel", "reach_kernel"] if x.linear else []
     names = [
         "pairs_kernel",
         "far_stats_kernel",
-        *vanishes,
+        *underflows,
         "preprocess_kernel",
         "backward_kernel",
         "postprocess_kernel",

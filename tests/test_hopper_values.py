@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.spec.relative import sheared
+from tilewise.spec.relative import skewed
 from tilewise.spec.score import Distances
 
 if importlib.util.find_spec("triton") is None:
@@ -54,7 +54,7 @@ def test_values_that_tma_reads_are_not_copied(x, reverse, fits):
 
 
 def check_layout(x, distances, fits):
-    laid, reverse, upright = values.Sheared(x, distances), distances.reverse, replace(distances, reverse=False, lo=-8)
+    laid, reverse, upright = values.Skewed(x, distances), distances.reverse, replace(distances, reverse=False, lo=-8)
     front = values.front_of(distances, x.dtype)
     assert front % values.step_of(x.dtype) == distances.lo % values.step_of(x.dtype)
     assert laid.copies == (not fits)
@@ -64,11 +64,11 @@ def check_layout(x, distances, fits):
     assert torch.equal(found[..., front:], x.flip(3) if reverse else x)
     assert (found is x) == fits
     assert values.fits(found, upright)
-    assert (laid.like.shape, laid.like.stride()) == (sheared(found).shape, sheared(found).stride())
+    assert (laid.like.shape, laid.like.stride()) == (skewed(found).shape, skewed(found).stride())
     sums = laid.empty_gradient(x)
     assert values.fits(sums, upright)
     assert (sums[..., front:].shape, sums.stride()) == (laid.gradient_plain.shape, laid.gradient_plain.stride())
-    assert laid.gradient_like.stride() == sheared(sums).stride()
+    assert laid.gradient_like.stride() == skewed(sums).stride()
     sums[..., front:] = found[..., front:]
     gradient, like = laid.gradient(sums, x), torch.empty_like(x)
     assert torch.equal(gradient, x)
@@ -78,6 +78,6 @@ def check_layout(x, distances, fits):
 def test_the_view_stays_in_the_memory_of_the_values():
     for M, R in [(16, 1025), (15, 3), (7, 1)]:
         laid = values.empty_values(of(2, 3, M, R), Distances("query", -3, R))
-        view, room = sheared(laid), laid._base.numel()
+        view, room = skewed(laid), laid._base.numel()
         last = view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
         assert last < room

@@ -184,7 +184,7 @@ def test_sums_are_zeroed_by_programs_that_begin_before():
 
 @pytest.mark.parametrize("mask", ["b11n", "111n"])
 def test_work_tiles_whose_keys_all_lanes_hide_have_no_step(monkeypatch, mask):
-    """One lane that sees a key is enough; lanes without a batch element see none, and read no list."""
+    """One element that sees a key is enough; elements without a batch element see none, and read no list."""
     B, Hkv = 43, 2
     terms, sizes, c = kernel_arguments(problem(B, 2 * Hkv, Hkv, 780, 400, "1hmn", mask=mask, D=32))
     assert c.HIDES_KEYS
@@ -205,8 +205,8 @@ def test_work_tiles_whose_keys_all_lanes_hide_have_no_step(monkeypatch, mask):
     for n in range(sizes.key_tiles * sizes.batch * Hkv):
         whole = scheduler.work_tile_of.fn(n // c.GROUP_PROGRAMS, n % c.GROUP_PROGRAMS, terms, sizes, c)
         cut = scheduler.unless_hidden.fn(whole, x, sizes, c)
-        lanes = [b for b in range(whole.b // 3 * 3, whole.b // 3 * 3 + 3) if b < B]
-        seen = any(counts[b % masks, whole.n0 // 64] for b in lanes)
+        elements = [b for b in range(whole.b // 3 * 3, whole.b // 3 * 3 + 3) if b < B]
+        seen = any(counts[b % masks, whole.n0 // 64] for b in elements)
         assert cut == whole._replace(end=whole.end if seen else whole.begin)
         found.add(seen)
     assert found == {True, False}
@@ -226,8 +226,8 @@ def test_work_tiles_whose_keys_all_lanes_hide_have_no_step(monkeypatch, mask):
     ],
 )
 def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
-    """A head's place in the ring is zero when its programs add to it: those of lower numbers have finished the dQ of
-    the head that had it, which programs of yet lower numbers have added up."""
+    """A head's place in the pipeline is zero when its programs add to it: those of lower numbers have finished the dQ
+    of the head that had it, which programs of yet lower numbers have added up."""
     finished: dict[int, list] = {}  # by head, which program finished which part
     waited, counted, cast = [], [], []
     monkeypatch.setattr(dq_accum, "cast_piece", lambda piece, *_: cast.append(piece))
@@ -246,11 +246,11 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     p = problem(B, 2 * Hkv, Hkv, 780, N, "1hmn", D=32)
     terms, sizes, c = kernel_arguments(p)
     heads, tiles = sizes.batch * Hkv, sizes.key_tiles
-    assert c.LANES == 3
+    assert c.ELEMENTS == 3
     assert sizes.zeroed <= B * Hkv  # places, which the preprocess zeroes, of heads that there are
-    assert sizes.zeroed % (2 * c.LANES) == 0
-    short = sizes.zeroed // c.LANES * tiles <= 3 * 132  # all heads have less than the programs that run at once need
-    assert not short or sizes.zeroed > B * Hkv - 2 * Hkv - 2 * c.LANES
+    assert sizes.zeroed % (2 * c.ELEMENTS) == 0
+    short = sizes.zeroed // c.ELEMENTS * tiles <= 3 * 132  # all heads have less than the programs that run at once need
+    assert not short or sizes.zeroed > B * Hkv - 2 * Hkv - 2 * c.ELEMENTS
     seen = set()
     added: dict[int, list[int]] = {}  # by head, the programs that add to it
     zeroed: dict[int, list[int]] = {}  # by head, those that zero its place
@@ -260,18 +260,18 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
         first = head % sizes.zeroed * sizes.group * sizes.row_tiles
         assert scheduler.tile_of_sum.fn(w, w.hk * sizes.group + 1, 2, sizes, c) == first + sizes.row_tiles + 2
         added.setdefault(head, []).append(n)
-        if w.b < B:  # of a lane without a batch element nothing is stored
+        if w.b < B:  # of an element without a batch element nothing is stored
             seen.add((w.b, w.hk, w.n0))
-        if n % c.LANES:
+        if n % c.ELEMENTS:
             continue
-        dq_accum.finish_earlier_heads.fn(n // c.LANES, x, None, 0, terms, sizes, c)
+        dq_accum.finish_earlier_heads.fn(n // c.ELEMENTS, x, None, 0, terms, sizes, c)
         if waited:
             ((at, count),) = waited
-            assert (at - heads) % c.LANES == 0
-            for done in range(at - heads, at - heads + c.LANES):
+            assert (at - heads) % c.ELEMENTS == 0
+            for done in range(at - heads, at - heads + c.ELEMENTS):
                 assert count == len(added[done]) == tiles
                 assert finished[done][-1][0] == n
-                assert short or max(added[done]) // c.LANES < n // c.LANES - 132  # programs that run at once
+                assert short or max(added[done]) // c.ELEMENTS < n // c.ELEMENTS - 132  # programs that run at once
         for at in counted:
             zeroed.setdefault(at, []).append(n)
         waited.clear()
@@ -280,9 +280,9 @@ def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     assert seen == {*itertools.product(range(B), range(Hkv), range(0, N, c.BLOCK_N))}
     for head, programs in added.items():
         if head >= sizes.zeroed:
-            of_group = zeroed[head // c.LANES * c.LANES]
+            of_group = zeroed[head // c.ELEMENTS * c.ELEMENTS]
             assert len(of_group) == tiles
-            assert max(of_group) // c.LANES < min(programs) // c.LANES
+            assert max(of_group) // c.ELEMENTS < min(programs) // c.ELEMENTS
             assert [program for program, *_ in finished[head - sizes.zeroed]] == of_group
     for n in range(sizes.zeroed // 2 * sizes.group * sizes.row_tiles):  # noqa: B007
         dq_accum.last_heads_kernel.fn(None, None, None, None, None, None, terms, sizes, c)
@@ -354,15 +354,16 @@ def test_turns_count_the_tiles_of_keys_before():
 
 
 def test_no_program_waits_for_a_later_one():
-    """A group's place in the ring is free when earlier groups have been added up; the last groups are the kernel's."""
+    """A group's place in the pipeline is free when earlier groups have been added up; the last groups are the
+    kernel's."""
     for p in PROBLEMS:
         _, sizes, c = kernel_arguments(p)
         count = scheduler.groups(sizes, c)
         last = min(sizes.lag, count)
         for group in range(count):
-            if group >= sizes.ring:
-                assert group - sizes.ring + sizes.lag < group
-                assert group - sizes.ring < count - last
+            if group >= sizes.ds_slots:
+                assert group - sizes.ds_slots + sizes.lag < group
+                assert group - sizes.ds_slots < count - last
         assert dbias.broadcast_group(p).programs == c.GROUP_PROGRAMS
 
 

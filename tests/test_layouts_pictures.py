@@ -281,7 +281,7 @@ def test_the_slider_moves_the_share(chromium, tmp_path):
 
 def test_the_command_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; sys.argv = ['tilewise', 'layout', '--shape', '64x64']\n"
-    code += "from tilewise import cli; cli.main()"
+    code += "from tilewise_tools import cli; cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("64 x 64, 16-bit, K-major")

@@ -61,7 +61,7 @@ def count_calls(monkeypatch):
         return read(q, *args, **kwargs)
 
     monkeypatch.setattr(api, "read_call", counted)
-    monkeypatch.setattr(api, "usual_call", lambda *_: None)
+    monkeypatch.setattr(api, "cached_call", lambda *_: None)
     return calls
 
 
@@ -235,7 +235,7 @@ def test_causal_bias():
 
 
 def test_dropout_counts_sequences_in_order():
-    """Whatever the memory's order: the same as with the leading dimensions folded by hand."""
+    """Whatever the memory's order: the same as with the leading dimensions flattened by hand."""
     q, k, v = qkv()
     options = {"dropout_p": 0.5, "dropout_seed": (7, 8)}
     flat = attention(*(x.flatten(0, 1) for x in (q, k, v)), **options).unflatten(0, (B, N))

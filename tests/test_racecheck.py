@@ -7,13 +7,13 @@ from racecheck import KERNELS, hazards
 
 REPORT = """========= COMPUTE-SANITIZER
   hopper B1, Hkv 2, N131, D64, bfloat16, padded
-========= Error: Race reported between Read access at backward_kernel+0x110 in backward_kernel.py:{begin}
-=========     and Write access at backward_kernel+0x10d0 in backward_kernel.py:{begin} [6 hazards]
-=========     and Write access at backward_kernel+0x5c40 in backward_kernel.py:{roles} [11 hazards]
+========= Error: Race reported between Read access at backward_kernel+0x110 in kernel.py:{begin}
+=========     and Write access at backward_kernel+0x10d0 in kernel.py:{begin} [6 hazards]
+=========     and Write access at backward_kernel+0x5c40 in kernel.py:{roles} [11 hazards]
 =========
-========= Error: Race reported between Read access at forward_kernel+0x210 in forward_kernel.py:{read}
-=========     and Write access at forward_kernel+0xb7d0 in forward_kernel.py:{other} [5 hazards]
-=========     and Write access at forward_kernel+0x139d0 in forward_kernel.py:{choice} [7 hazards]
+========= Error: Race reported between Read access at forward_kernel+0x210 in kernel.py:{read}
+=========     and Write access at forward_kernel+0xb7d0 in kernel.py:{other} [5 hazards]
+=========     and Write access at forward_kernel+0x139d0 in kernel.py:{choice} [7 hazards]
 =========
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
@@ -26,10 +26,10 @@ def line(file, text):
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_hazards_of_our_own_show(ours):
-    file, name = "forward_kernel.py", "def forward_kernel("
+    file, name = "forward/kernel.py", "def forward_kernel("
     report = REPORT.format(
-        begin=line("backward_kernel.py", "def backward_kernel(") - 1,
-        roles=line("backward_kernel.py", "gl.warp_specialize("),
+        begin=line("backward/kernel.py", "def backward_kernel(") - 1,
+        roles=line("backward/kernel.py", "gl.warp_specialize("),
         read=line(file, name),
         choice=line(file, 'if c.WARPGROUPS == 2 and c.BIAS != "matrix":'),
         other=line(file, "def compute(") if ours else line(file, "gl.warp_specialize("),

@@ -108,7 +108,7 @@ def test_what_is_prepared_is_bounded(monkeypatch):
 def remembered(monkeypatch):
     """What `call` remembers, nothing yet."""
     kept = Prepared()
-    monkeypatch.setattr(call_cache, "usual_calls", kept)
+    monkeypatch.setattr(call_cache, "cached_calls", kept)
     return kept
 
 
@@ -145,7 +145,7 @@ def test_sdpa_does_not_read_a_usual_call_again(remembered, monkeypatch, mask, op
 @pytest.mark.parametrize(
     ("tensors", "options"),
     [
-        (qkv(lead=(3,)), {}),  # folded
+        (qkv(lead=(3,)), {}),  # flattened
         (qkv(lead=(2, 2, 2)), {}),
         ([qkv()[0], *qkv(lead=(2, 1))[1:]], {}),  # broadcast
         (qkv(), {"attn_mask": torch.randn(5, 5)}),

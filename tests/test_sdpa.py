@@ -271,7 +271,7 @@ def test_no_queries_or_no_keys(L, S):
 
 
 @pytest.fixture
-def folded(monkeypatch):
+def flattened(monkeypatch):
     """The inputs that reach the operator."""
     seen = []
     run = tilewise.scaled_dot_product.attention_op
@@ -282,32 +282,32 @@ def folded(monkeypatch):
 
     monkeypatch.setattr(tilewise.scaled_dot_product, "attention_op", spy)
     monkeypatch.setattr(
-        tilewise.frontend.call_cache, "usual_calls", Prepared()
+        tilewise.frontend.call_cache, "cached_calls", Prepared()
     )  # or a call like an earlier one is not read
     return seen
 
 
 @pytest.mark.parametrize("lead", LEADS)
-def test_views_where_strides_allow(folded, lead):
+def test_views_where_strides_allow(flattened, lead):
     qkv = tensors(lead)
     o = scaled_dot_product_attention(*qkv)
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(folded[0][:3], qkv, strict=True))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(flattened[0][:3], qkv, strict=True))
     assert o.shape == (*lead, L, EV)
 
 
-def test_transposed_data_is_not_copied(folded):
+def test_transposed_data_is_not_copied(flattened):
     qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors((2, 3))]
     o = scaled_dot_product_attention(*qkv)
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(folded[0][:3], qkv, strict=True))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(flattened[0][:3], qkv, strict=True))
     assert o.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("lead", "mask_lead"), BROADCASTS)
-def test_a_mask_is_never_expanded(folded, lead, mask_lead):
+def test_a_mask_is_never_expanded(flattened, lead, mask_lead):
     mask = make_mask((*mask_lead, L, S), "float")
     scaled_dot_product_attention(*tensors(lead), attn_mask=mask)
-    assert folded[0].bias.numel() == mask.numel()
-    assert folded[0].bias.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
+    assert flattened[0].bias.numel() == mask.numel()
+    assert flattened[0].bias.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
 
 
 def _q(*shape, dtype=torch.float32):

@@ -218,7 +218,7 @@ def prepared_by(monkeypatch):
 
     for module, names in (
         (dispatch, ("forwards", "backwards", "structures")),
-        (call_cache, ("usual_calls", "structures")),
+        (call_cache, ("cached_calls", "structures")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Prepared())
@@ -283,7 +283,7 @@ def test_a_new_length_is_what_it_would_be_without_others(prepared_by, door, oper
             dispatch.forwards,
             dispatch.backwards,
             dispatch.structures,
-            call_cache.usual_calls,
+            call_cache.cached_calls,
             call_cache.structures,
         ):
             kept.clear()

@@ -71,7 +71,7 @@ def test_compiled_kernels_of_documents(compilers):
     names = [code.kernel.name for code in codes]
     assert names == [
         "tile_summary_kernel", "tile_list_kernel", "documents_kernel", "forward_kernel", "forward_kernel",
-        "repair_kernel",
+        "nan_fixup_kernel",
     ]  # fmt: skip
     for kernel, _, hazards in codes:
         print(kernel)
@@ -119,7 +119,7 @@ def test_compiled_kernels_of_dynamic_masks(compilers, shape, chunks):
     assert [kernel.name for kernel in kernels] == [
         "smallest_start_kernel",
         *levels,
-        "kept_intervals_kernel",
+        "selected_intervals_kernel",
         "interval_tiles_kernel",
         "chosen_keys_kernel",
         "ordered_keys_kernel",

@@ -181,7 +181,7 @@ def stays(case: Case) -> dict[str, set[str]]:
 
 def test_a_pass_that_does_not_fit_leaves_other_threads_theirs(interpreter):
     """They may be in the middle of it: another is made, and takes its place in later calls."""
-    assert interpreter(stays, Case(M=37, N=50, D=16)) == {"Forward": {"other"}, "Backward": {"other"}}
+    assert interpreter(stays, Case(M=37, N=50, D=16)) == {"TritonForward": {"other"}, "TritonBackward": {"other"}}
 
 
 @pytest.mark.parametrize("case", [Case(M=37, N=50, D=16, bias="1hmn"), Case(M=2, N=70, D=16, Hkv=1)], ids=str)

@@ -29,9 +29,10 @@ from varlen_helpers import (
     tensors,
 )
 
-from tilewise import attention, varlen, varlen_attention
+from tilewise import attention, varlen_attention
 from tilewise.backends import sequences
 from tilewise.bias import RaggedBias, alibi
+from tilewise.frontend import varlen
 from tilewise.spec.score import ScoreNumbers
 
 INF = math.inf

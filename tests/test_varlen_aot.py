@@ -81,6 +81,6 @@ def test_hopper_kernels(compilers, triton, x, backward, designed, spilled):
     else:
         main = "forward_kernel"
         laid_out = ["move_kernel"] * (x.bias == "relative")
-        assert names == ["tiles_kernel", *laid_out, main] + ["packed_repair_kernel"] * (x.causal or bool(x.bias))
+        assert names == ["tiles_kernel", *laid_out, main] + ["packed_nan_fixup_kernel"] * (x.causal or bool(x.bias))
     hold_hopper(codes, spilled)
     assert [code.wgmma for code in codes if code.kernel.name == main] == [designed]

@@ -176,7 +176,7 @@ def test_no_dtensors(tmp_path):
 def test_no_onnx(monkeypatch):
     qkv, _, _ = tensors(SQUARE)
     monkeypatch.setattr(operator, "exports_onnx", lambda: True)
-    for name in ("autograd", "call"):
+    for name in ("operator.autograd", "frontend.call_cache"):
         monkeypatch.setattr(f"tilewise.{name}.is_eager", lambda tensors: False)
     with pytest.raises(NotImplementedError, match=r"varlen_attention: packed batches have no form in ONNX"):
         call(qkv, SQUARE)

@@ -94,10 +94,10 @@ def check_wrong(case: Case, backend: str, device: str = "cpu") -> None:
 
 def check_kept(case: Case, backend: str, device: str = "cpu") -> None:
     """Lists that are kept give the same bits, and those of a mask that has changed are not kept."""
-    from tilewise.backends.kernels.tile_lists import KeptLists
+    from tilewise.backends.kernels.tile_lists import TileListCache
 
     made = []
-    make = KeptLists._made
+    make = TileListCache._made
 
     def counted(self, mask, tiles):
         made.append(self)
@@ -108,7 +108,7 @@ def check_kept(case: Case, backend: str, device: str = "cpu") -> None:
 
     inputs = tensors(case, device)
     mask = pattern("bits", case)[0].to(device)
-    KeptLists._made = counted
+    TileListCache._made = counted
     try:
         first, *others = (results(mask) for _ in range(4))
         assert len(made) == 4, "twice for the forward, twice for the backward"
@@ -117,7 +117,7 @@ def check_kept(case: Case, backend: str, device: str = "cpu") -> None:
         turned = results(mask)
         assert len(made) == 6
     finally:
-        KeptLists._made = make
+        TileListCache._made = make
     again = results(TileMask(case.M, case.N, mask.tensors._replace(tiles=mask.tensors.tiles.clone())))
     assert all(torch.equal(x, y) for x, y in zip(turned, again, strict=True))
     assert not torch.equal(turned[0], first[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.backends import Inputs
 from tilewise.frontend.arguments import Bias, Mask, Seed, Window, cast, check_inputs, read_call, with_seed
 from tilewise.frontend.autocast import autocast_somewhere
-from tilewise.frontend.call_cache import remember_call, usual_call
+from tilewise.frontend.call_cache import cache_call, cached_call
 from tilewise.frontend.jagged import are_jagged, jagged_attention
 from tilewise.frontend.keywords import named_only, too_many, unexpected
 from tilewise.frontend.leading import attention_of_leading
@@ -19,7 +19,7 @@ from tilewise.operator.autograd import attention_op
 from tilewise.operator.tools import is_symbolic, symbolic
 from tilewise.spec.checks import check_flag
 from tilewise.spec.tensors import PLAIN, is_dtensor
-from tilewise.topk.gather import attention_of_kept
+from tilewise.topk.gather import attention_of_selected
 
 
 @overload
@@ -163,7 +163,7 @@ def attention(
             q, k, v = cast(q, k, v)
         try:
             # One with a bias term is no call's inputs yet.
-            found = usual_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)  # type: ignore[arg-type]
+            found = cached_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)  # type: ignore[arg-type]
         except RuntimeError:
             check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look a call up by
             raise
@@ -189,13 +189,13 @@ def attention(
             return symbolic(attention, q, k, v, **options, return_lse=return_lse)
         raise
     if isinstance(mask, TileMask) and mask.kept is not None:
-        gathered = attention_of_kept(call, mask.kept, return_lse)
+        gathered = attention_of_selected(call, mask.kept, return_lse)
         if gathered is not None:
             return gathered if return_lse else gathered[0]  # type: ignore[return-value]
     o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
     if arguments is not None:
         given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
-        remember_call(given, arguments, *call[1:], parts=call.inputs.parts)
+        cache_call(given, arguments, *call[1:], parts=call.inputs.parts)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tilewise.backends import Inputs
 from tilewise.frontend.arguments import cast, with_seed
 from tilewise.frontend.autocast import autocast, autocast_on, autocast_somewhere
-from tilewise.frontend.call_cache import remember_call, usual_call
+from tilewise.frontend.call_cache import cache_call, cached_call
 from tilewise.frontend.jagged import are_jagged, jagged_attention
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.operator.autograd import attention_op
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     which PyTorch's kernel for CPUs computed in 2.13 and its others refuse. A scale that is a bool, infinite or NaN is
     an error.
 
-    Copies: 4-dimensional arguments are never copied, nor is a mask expanded. More leading dimensions are folded into
+    Copies: 4-dimensional arguments are never copied, nor is a mask expanded. More leading dimensions are flattened into
     two by views; query, key and value are copied where their strides do not allow that: where sizes of 1 were
     broadcast, and where attn_mask has some of the leading dimensions before the heads and broadcasts along others. Key
     and value heads of different numbers are repeated to query's. The result is copied where it would not be contiguous.
@@ -108,7 +108,7 @@ def scaled_dot_product_attention(
             query, key, value = cast(query, key, value)
         given = Inputs(query, key, value, *_bias_and_mask(attn_mask))
         try:
-            found = usual_call(given, arguments, return_lse=False)
+            found = cached_call(given, arguments, return_lse=False)
         except RuntimeError:
             _check_tensors(query, key, value, attn_mask)  # a nested tensor has no shape to look a call up by
             raise
@@ -136,7 +136,7 @@ def scaled_dot_product_attention(
     read = score, torch.are_deterministic_algorithms_enabled(), "auto"
     o, _ = attention_op(with_seed(inputs, score), *read, return_lse=False, exact=True)
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
-        remember_call(given, arguments, *read, exact=True, aligned=False)
+        cache_call(given, arguments, *read, exact=True, aligned=False)
     return fold.unfold(o)
 
 
@@ -302,7 +302,7 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
 
 
 def _same(inputs: Inputs, given: Inputs) -> bool:
-    """Nothing was folded, expanded or negated: what the caller gave reaches the operator."""
+    """Nothing was flattened, expanded or negated: what the caller gave reaches the operator."""
     return all(x is y for x, y in zip(inputs, given, strict=True))
 
 
@@ -378,7 +378,7 @@ def _with_leading(attn_mask: Tensor, lead: tuple[int, ...], L: int, S: int) -> T
 
 
 def _groups(lead: tuple[int, ...], mask: torch.Size | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which leading dimensions are folded into B and which, with the heads, into H.
+    """Which leading dimensions are flattened into B and which, with the heads, into H.
 
     A mask that is broadcast along some of the leading dimensions stays unexpanded if the dimensions that it has and
     those that it lacks go to different sides. Folding a dimension into H keeps groups of heads together, since the key

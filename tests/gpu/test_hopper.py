@@ -153,9 +153,9 @@ def test_gradients_without_a_bias_tile(terms):
 @pytest.mark.parametrize(
     "terms",
     [
-        {"B": 8, "H": 8, "Hkv": 8, "M": 1023, "N": 1024},  # more groups of programs than their ring has places
+        {"B": 8, "H": 8, "Hkv": 8, "M": 1023, "N": 1024},  # more groups of programs than their pipeline has places
         {"B": 16, "H": 8, "Hkv": 8, "M": 500, "N": 512, "deterministic": True},  # two groups share an element
-        {"B": 3, "H": 4, "Hkv": 2, "causal": True},  # as many as sharers
+        {"B": 3, "H": 4, "Hkv": 2, "causal": True},  # as many as broadcast_size
         {"B": 2, "H": 8, "Hkv": 2, "bias": "11mn", "window": (100, 30), "deterministic": True},
         {"B": 2, "H": 8, "Hkv": 2, "bias": "bkmn", "causal": True},
         {"B": 4, "D": 32, "causal": True},
@@ -304,7 +304,7 @@ def test_masks(case):
 )
 def test_tiles_of_keys_at_a_band(terms):
     """What a band without a lower limit cuts has a loop of its own, and a warpgroup leaves out what it sees nothing of:
-    many tiles of queries a program, so that the warpgroups' rings and turns go on from one to the next."""
+    many tiles of queries a program, so that the warpgroups' pipelines and turns go on from one to the next."""
     case = replace(USUAL, **{"causal": True, **terms})
     x = tensors(case, "cuda")
     assert forward_config(problem_of(case, x)).peeled

@@ -62,7 +62,7 @@ def test_lengths_after_others(backend, terms):
 
     after_others = [run(x) for x in inputs]
     for x, found in zip(inputs, after_others, strict=True):
-        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call_cache.usual_calls,
+        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call_cache.cached_calls,
                      call_cache.structures):  # fmt: skip
             kept.clear()
         alone = run(x)

@@ -12,7 +12,7 @@ from helpers import Case, check, run, tensors
 
 import tilewise
 from tilewise.backends.gluon.sm90.forward import launch
-from tilewise.backends.gluon.sm90.forward.small_heads import together_kernel
+from tilewise.backends.gluon.sm90.forward.small_heads import small_heads_kernel
 
 PAIR = Case(B=45, H=4, M=768, N=768, D=32, bias="1hmn", dtype=torch.bfloat16)
 
@@ -45,17 +45,17 @@ if torch.cuda.get_device_capability() != (9, 0):
 )
 def test_batch_elements_side_by_side(hopper_backwards, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
-    assert [made.config.lanes for made in hopper_backwards] == [3]
+    assert [made.config.elements for made in hopper_backwards] == [3]
 
 
 @pytest.mark.parametrize("terms", [{"deterministic": True}, {"B": 16}, {"N": 120}, {"mask": "b1mn"}], ids=str)
 def test_others_have_a_sum_each(hopper_backwards, terms):
     check(replace(PAIR, **terms), "hopper", "cuda")
-    assert [made.config.lanes for made in hopper_backwards] == [1]
+    assert [made.config.elements for made in hopper_backwards] == [1]
 
 
 @pytest.mark.parametrize(
-    ("terms", "lanes"),
+    ("terms", "elements"),
     [
         ({"N": 767, "M": 515}, 3),
         ({"N": 761, "layout": "heads_last"}, 3),
@@ -70,10 +70,10 @@ def test_others_have_a_sum_each(hopper_backwards, terms):
     ],
     ids=str,
 )
-def test_a_bias_that_is_copied(hopper_backwards, terms, lanes):
+def test_a_bias_that_is_copied(hopper_backwards, terms, elements):
     """Rows of any length, and heads last, of a bias that many share."""
     check(replace(PAIR, **terms), "hopper", "cuda")
-    assert [made.config.lanes for made in hopper_backwards] == [lanes]
+    assert [made.config.elements for made in hopper_backwards] == [elements]
 
 
 @pytest.mark.parametrize("shown", [64, 300, 767])
@@ -86,7 +86,7 @@ def test_work_tiles_that_are_hidden(hopper_backwards, shown):
     q, k, v, bias = leaves
     do = torch.randn_like(q)
     found = torch.autograd.grad(tilewise.attention(q, k, v, bias=bias, mask=mask, backend="hopper"), leaves, do)
-    assert [made.config.lanes for made in hopper_backwards] == [3]
+    assert [made.config.elements for made in hopper_backwards] == [3]
 
     def plain(dtype):
         q, k, v, bias = (t.detach().to(dtype).requires_grad_() for t in leaves)
@@ -155,13 +155,13 @@ SMALL = replace(PAIR, B=5, H=3, M=200, N=320)
 )
 def test_tiles_that_come_together(forwards, terms):
     check(replace(SMALL, **terms), "hopper", "cuda")
-    assert together_kernel in forwards
+    assert small_heads_kernel in forwards
 
 
 @pytest.mark.parametrize("terms", [{"mask": "b1mn"}, {"mask": "bh1n"}, {"causal": True}, {"sink": "h"}], ids=str)
 def test_tiles_that_come_apart(forwards, terms):
     check(replace(SMALL, **terms), "hopper", "cuda")
-    assert together_kernel not in forwards
+    assert small_heads_kernel not in forwards
 
 
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.bfloat16).min, -float("inf")])

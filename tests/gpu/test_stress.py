@@ -151,7 +151,7 @@ REPEATED = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_forward_repeats_bit_by_bit(case, backend):
-    """A ring whose slot is filled too early shows here, and at small sizes it may not."""
+    """A pipeline whose slot is filled too early shows here, and at small sizes it may not."""
     inputs = tensors(case, "cuda")
     first = run(case, backend, "cuda", inputs)
     for _ in range(200):

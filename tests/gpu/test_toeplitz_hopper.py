@@ -325,7 +325,7 @@ def test_again_and_in_a_graph(monkeypatch, kind, dtype):
 @pytest.mark.parametrize(("M", "D"), [(2048, 64), (4096, 64), (4096, 128)])
 def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
     """Beside steep and flat slopes: of causal attention O, the LSE, dK and dV have the bits that they have if nothing
-    is left out. In full attention a lazy maximum may start elsewhere, see `vanishing`: O and the LSE are as near to
+    is left out. In full attention a lazy maximum may start elsewhere, see `underflow`: O and the LSE are as near to
     float64 then, gradients near to the others."""
     generator = torch.Generator("cuda").manual_seed(M + D)
     shapes = (2, 8, M, D), (2, 2, M, D), (2, 2, M, D), (2, 8, M, D)
@@ -338,7 +338,7 @@ def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
         return found[-1]
 
     def run():
-        for kept in (dispatch.forwards, dispatch.backwards, call_cache.usual_calls):
+        for kept in (dispatch.forwards, dispatch.backwards, call_cache.cached_calls):
             kept.clear()
         leaves = [x.detach().requires_grad_() for x in (q, k, v, b)]
         with poisoned_memory("cuda"):
@@ -347,14 +347,14 @@ def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
             return o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)
 
     monkeypatch.setattr(Reach, "__call__", spy)
-    monkeypatch.setattr(toeplitz, "VANISHING_FROM", 1024)
+    monkeypatch.setattr(toeplitz, "UNDERFLOW_FROM", 1024)
     ours = run()
     of_heads, of_keys = found
     assert (of_heads[:, :4, 0] > -300).all()
     assert (of_keys[:, 0, 0] > -300).all()
     assert (of_heads[:, 7, 0] <= -M).all()
     assert (of_keys[:, 1, 0] <= -M).all()
-    monkeypatch.setattr(toeplitz, "VANISHING_FROM", 1 << 60)
+    monkeypatch.setattr(toeplitz, "UNDERFLOW_FROM", 1 << 60)
     other = run()
     assert len(found) == 2
     for name, x, y in zip(("o", "lse", "dq", "dk", "dv", "db"), ours, other, strict=True):
@@ -368,5 +368,5 @@ def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
         for x, y, right in zip(ours, other, (s.softmax(-1) @ v[0, h // 4].double(), s.logsumexp(-1)), strict=False):
             mine, others = ((z[0, h].double() - right).abs().max() for z in (x, y))
             assert mine <= 1.5 * others + 1e-6
-    for kept in (dispatch.forwards, dispatch.backwards, call_cache.usual_calls):
+    for kept in (dispatch.forwards, dispatch.backwards, call_cache.cached_calls):
         kept.clear()

@@ -286,7 +286,7 @@ def test_pair_bias_is_not_repeated(monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 def test_pair_bias_of_a_call_like_an_earlier_one(lead, masked, monkeypatch):
     """Other numbers in tensors that lie as earlier ones did: nobody is asked again, until something differs."""
-    monkeypatch.setattr(tilewise.frontend.call_cache, "usual_calls", Prepared())
+    monkeypatch.setattr(tilewise.frontend.call_cache, "cached_calls", Prepared())
     shape = (*lead, H, S, D)
     inputs, others = (tensors(shape, shape, shape, (lead[0], H, S, S), seed=seed) for seed in (3, 4))
     mask = torch.arange(S) < S - 1 if masked else None

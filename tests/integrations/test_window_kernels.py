@@ -64,7 +64,7 @@ def held(size, edges, bias, programs):
     mask[0, :k_block] = False  # the first queries see nothing
     was, launch.PROGRAMS = launch.PROGRAMS, programs
     autograd._prepared.clear()
-    evoformer._usual_windows.clear()
+    evoformer._cached_windows.clear()
     names, stop = launches()
     try:
         ours = value_and_gradients(door(mask, q_block, k_block, edges, scale=0.7), inputs)
@@ -217,7 +217,7 @@ def one_after_the_other():
         ([q, k, v, torch.stack([pair, pair], 3)[:, :, :, 0]], {}),  # rows of blocks that do not follow each other
         ([x[:, :, :4] for x in (q, k, v)] + [pair[:, :, :1]], {}),
     ]
-    known = len(evoformer._usual_windows)
+    known = len(evoformer._cached_windows)
     for turn in range(2):
         for inputs, options in calls:
             leaves = [torch.empty_strided(x.shape, x.stride()).copy_(x).requires_grad_() for x in inputs]
@@ -231,7 +231,7 @@ def one_after_the_other():
             check(
                 [o, *torch.autograd.grad(loss, leaves, do)], [theirs, *torch.autograd.grad(theirs.sum(), exact)], 1e-5
             )
-    assert len(evoformer._usual_windows) == known + len(calls) - 1  # all but that whose bias is copied
+    assert len(evoformer._cached_windows) == known + len(calls) - 1  # all but that whose bias is copied
 
 
 def test_calls_that_differ_in_one_thing(interpreter):

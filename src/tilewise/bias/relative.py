@@ -174,7 +174,7 @@ def relative_logits(
 ) -> RelativeBias:
     """``RelativeBias(states @ proj, ...)`` per query, whose values the product leaves where TMA reads tiles of it.
 
-    Such a tile is a tile of the values seen with rows that are one element shorter, `tilewise.spec.relative.sheared`.
+    Such a tile is a tile of the values seen with rows that are one element shorter, `tilewise.spec.relative.skewed`.
     TMA takes that view where those rows are a multiple of 16 bytes and entries ascend with the key. So ``proj``, which
     is small, is turned around where ``reverse`` asks for it, and gets up to 7 more columns: copies of the end with
     ``outside="clamp"``, else zeros. Nothing of the size of the values is copied, forward or backward, but where

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.distributed.layout import Chunk, LoadBalancer, Ranks
-from tilewise.distributed.load_balance import deal
+from tilewise.distributed.load_balance import assign
 from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import stream_of
 
@@ -43,14 +43,14 @@ class Spans(NamedTuple):
 class Part(NamedTuple):
     """Rows of a shard that one local call computes: ``chunk`` of the shard, and what these are of each sequence.
 
-    at_home: the sequences that are the rank's alone, with its own keys as they lie; of all its rows, of which the last
+    is_local: the sequences that are the rank's alone, with its own keys as they lie; of all its rows, of which the last
     ones belong to no sequence of this call.
     """
 
     chunk: Chunk
     lengths: Lengths  # of the local call
     longest: tuple[int, int]
-    at_home: bool = False
+    is_local: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +140,12 @@ class Documents:
             rows = self.offsets[-1] // self.size
             at = rank * rows - self.cu[:-1]
             return (Spans(at.clamp(min=0).minimum(lengths), (at + rows).clamp(min=0).minimum(lengths)),)
-        ends, (head, tail) = self._dealt.cumsum(0), (rank, 2 * self.size - 1 - rank)
-        return tuple(Spans(ends[n] - self._dealt[n], ends[n]) for n in (head, tail))
+        ends, (head, tail) = self._assigned.cumsum(0), (rank, 2 * self.size - 1 - rank)
+        return tuple(Spans(ends[n] - self._assigned[n], ends[n]) for n in (head, tail))
 
     @cached_property
-    def _dealt(self) -> Tensor:
-        return deal(self.cu.diff().tolist(), self.size)
+    def _assigned(self) -> Tensor:
+        return assign(self.cu.diff().tolist(), self.size)
 
     def rows(self, rank: int) -> Tensor:
         """Of that rank's shard, the places of its rows among all tokens, int64, on the CPU."""
@@ -184,7 +184,7 @@ class Documents:
         if local:
             cu, longest = _sent(_offsets(alone), device), int(alone.max())
             rows = self.offsets[-1] // self.size
-            found.append(Part(Chunk(0, 0, rows), Lengths(cu, cu), (longest, longest), at_home=True))
+            found.append(Part(Chunk(0, 0, rows), Lengths(cu, cu), (longest, longest), is_local=True))
         cu_k = _offsets(seen)
         for span in self._shared_spans(rank):
             lengths = span.lengths

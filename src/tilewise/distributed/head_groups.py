@@ -119,8 +119,8 @@ class _Keys:
         """Chunks of queries, and the call's tensors with the group's heads and the keys of these."""
         call = self.call
         found = [group.part(x, slot.heads) for x, slot in zip(self.tensors, call.slots, strict=True)]
-        here = [query for query in call.row_chunks if call.at_home(query)]
-        rest = [query for query in call.row_chunks if not call.at_home(query)]
+        here = [query for query in call.row_chunks if call.is_local(query)]
+        rest = [query for query in call.row_chunks if not call.is_local(query)]
         if here:
             yield here, list(found)
         if self.late:
@@ -292,7 +292,7 @@ def _backward(
     """The gradients of ``tensors``; ``outputs`` are those of whole rows, the sink included."""
     # Gradients of q, k and v by a call of all rows are the tensors to which those of other calls come.
     first = call.row_chunks[0]
-    taken = [groups == 1 and call.at_home(first) and n < 3 for n in range(len(tensors))]
+    taken = [groups == 1 and call.is_local(first) and n < 3 for n in range(len(tensors))]
     totals = [_total(call, n, x, groups) if needs[n] and not taken[n] else None for n, x in enumerate(tensors)]
     keys = _Keys(call, tensors, groups)
     leaving = _Gradients(call, [n for n in keys.by_heads if needs[n]], totals)
@@ -311,7 +311,7 @@ def _backward(
                         continue
                     if taken[n] and query == first:
                         totals[n] = grad
-                    elif n in leaving.moving and not call.at_home(query):
+                    elif n in leaving.moving and not call.is_local(query):
                         leaving.add(n, grad, at[1])
                     else:
                         to = _place(call, n, totals[n], group, at)
@@ -336,7 +336,7 @@ def _place(
     total = group.part(total, slot.heads)
     if call.seen is None or slot.keys is None:
         return call.cut_one(n, total, query, key)
-    return total.narrow(slot.keys, 0 if call.at_home(query) else call.keys, key.length)
+    return total.narrow(slot.keys, 0 if call.is_local(query) else call.keys, key.length)
 
 
 def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:

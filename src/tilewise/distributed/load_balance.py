@@ -22,7 +22,7 @@ from torch import Tensor
 UNEVEN = 0.02  # by which the busiest rank may have more pairs than the mean
 
 
-def deal(lengths: Sequence[int], size: int) -> Tensor:
+def assign(lengths: Sequence[int], size: int) -> Tensor:
     """(2 size, B), int64, on the CPU: how many tokens of each sequence the ranks have, from its start to its end: heads
     of rank 0, 1, .., then tails of the last rank, of the one before, .. `lengths` come to a multiple of ``size``."""
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
@@ -30,7 +30,7 @@ def deal(lengths: Sequence[int], size: int) -> Tensor:
     everybodys = sum(n * n > share for n in lengths)  # at least these, which are the first of the order
     best: tuple[int, Tensor] | None = None
     while True:
-        busiest, chunks = _deal(lengths, order, everybodys, size)
+        busiest, chunks = _assign(lengths, order, everybodys, size)
         if best is None or busiest < best[0]:
             best = busiest, chunks
         if busiest <= (1 + UNEVEN) * share or everybodys == len(order):
@@ -38,9 +38,9 @@ def deal(lengths: Sequence[int], size: int) -> Tensor:
         everybodys = min(2 * everybodys + 1, len(order))
 
 
-def _deal(lengths: Sequence[int], order: list[int], everybodys: int, size: int) -> tuple[int, Tensor]:
-    """Twice the pairs of the busiest rank under a causal mask, and what `deal` gives, where the first of the order are
-    everybody's."""
+def _assign(lengths: Sequence[int], order: list[int], everybodys: int, size: int) -> tuple[int, Tensor]:
+    """Twice the pairs of the busiest rank under a causal mask, and what `assign` gives, where the first of the order
+    are everybody's."""
     chunks = torch.zeros(2 * size, len(lengths), dtype=torch.int64, device="cpu")
     everybody = order[:everybodys]
     long = torch.tensor([lengths[n] for n in everybody], dtype=torch.int64, device="cpu")
@@ -79,10 +79,10 @@ def _deal(lengths: Sequence[int], order: list[int], everybodys: int, size: int) 
 
 
 def _heads_and_tails(lengths: Tensor, size: int) -> Tensor:
-    """`deal` of sequences that are everybody's. Tokens that are left over, fewer than 2R of a sequence, are dealt out
-    one by one, from rank to rank and through all sequences, so that ranks differ by one token at most."""
+    """`assign` of sequences that are everybody's. Tokens that are left over, fewer than 2R of a sequence, are assigned
+    out one by one, from rank to rank and through all sequences, so that ranks differ by one token at most."""
     chunk, left = lengths // (2 * size), lengths % (2 * size)
-    dealt = left.cumsum(0) - left  # to the sequences before
+    assigned = left.cumsum(0) - left  # to the sequences before
     ranks = torch.arange(size, device=lengths.device)[:, None]
-    mine = (dealt + left - 1 - ranks) // size - (dealt - 1 - ranks) // size  # 0, 1 or 2: head, then tail
+    mine = (assigned + left - 1 - ranks) // size - (assigned - 1 - ranks) // size  # 0, 1 or 2: head, then tail
     return torch.cat([chunk + (mine >= 1), (chunk + (mine >= 2)).flip(0)])

@@ -157,7 +157,7 @@ class ShardedCall:
         """Of a packed batch the keys that local calls have: not all."""
         return None
 
-    def at_home(self, query: Chunk) -> bool:
+    def is_local(self, query: Chunk) -> bool:
         """Whether these are all rows of the shard, with this rank's keys alone: of a packed batch the sequences that no
         other rank has, beside which the rows of others come to nothing."""
         return False

@@ -203,11 +203,11 @@ class PackedCall(ShardedCall):
     def sent_share(self) -> float:
         return self.documents.sent_share
 
-    def at_home(self, query: Chunk) -> bool:
-        return self._part(query).at_home
+    def is_local(self, query: Chunk) -> bool:
+        return self._part(query).is_local
 
     def seen_keys(self, query: Chunk) -> Chunk:
-        return Chunk(0, 0, self.keys if self.at_home(query) else self.seen.count)
+        return Chunk(0, 0, self.keys if self.is_local(query) else self.seen.count)
 
     def pairs(self, rank: int) -> int:
         """Without what a window hides."""

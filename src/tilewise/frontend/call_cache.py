@@ -15,7 +15,7 @@ from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.frontend.arguments import padded_mask, seed_tensor
 from tilewise.frontend.autocast import autocast_on, autocast_somewhere
 from tilewise.masks.block_sparse import TileMask
-from tilewise.operator.autograd import eager_attention, eager_folded, eager_packed, heads_first
+from tilewise.operator.autograd import eager_attention, eager_flattened, eager_packed, heads_first
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
 from tilewise.operator.eager import is_eager
 from tilewise.operator.prepared import Prepared
@@ -28,7 +28,7 @@ from tilewise.spec.seqlens import Lengths
 _STRIDED = torch.strided
 
 
-class Folded(NamedTuple):
+class Flattened(NamedTuple):
     """A call with more leading dimensions than a batch: what computes it takes views of these shapes."""
 
     terms: ScoreNumbers
@@ -38,18 +38,18 @@ class Folded(NamedTuple):
 
 # The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
 # and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
-usual_calls: Prepared[tuple[ScoreNumbers, Forward] | Folded] = Prepared()
+cached_calls: Prepared[tuple[ScoreNumbers, Forward] | Flattened] = Prepared()
 
 
 # Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
 vectors: Prepared[tuple[Rule, int, int]] = Prepared()
 
 
-# And one that differs in its lengths too: what the first of its structure was read as, and see `remember_call`.
+# And one that differs in its lengths too: what the first of its structure was read as, and see `cache_call`.
 structures: Prepared[tuple[ScoreNumbers, bool, Variants]] = Prepared()
 
 
-def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
@@ -62,10 +62,10 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
         inputs, arguments = inputs._replace(bias=None), (*arguments, settings)
     else:
         term = None
-    if not _is_usual(inputs, tiles):
+    if not _is_cacheable(inputs, tiles):
         return None
-    key = _usual_key(inputs, tiles, arguments)
-    known = usual_calls.get(key)
+    key = _key_of(inputs, tiles, arguments)
+    known = cached_calls.get(key)
     if known is None:
         if term is not None or tiles is not None:
             return None
@@ -76,9 +76,9 @@ def usual_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tens
         known = _of_structure(inputs, key)
         if known is None:
             return None
-        usual_calls.keep(key, known)
-    elif type(known) is Folded:
-        return eager_folded(inputs, *known, return_lse)
+        cached_calls.keep(key, known)
+    elif type(known) is Flattened:
+        return eager_flattened(inputs, *known, return_lse)
     elif inputs.sink is not None:
         inputs = _with_rows(inputs)
     assert len(known) == 2
@@ -102,7 +102,7 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
 
 
 def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | None:
-    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_usual_key`,
+    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_key_of`,
     which has read the tensors already."""
     sink, arguments = key[17], key[19]
     if inputs.sink is not None:  # in rows, as the key's may not be
@@ -122,25 +122,25 @@ def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | 
     return None if run is None else (terms, run)
 
 
-def remember_call(
+def cache_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
     aligned: bool = True, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """After a call that went well, with what it was read as; see `usual_call`. aligned: its band, if it has one, ends
+    """After a call that went well, with what it was read as; see `cached_call`. aligned: its band, if it has one, ends
     where the last query and the last key meet; else where the first ones do. parts: what a bias term was read as."""
     term: Any = inputs.bias
     if type(term) is T5Bias or type(term) is Alibi:
-        _remember_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
+        _cache_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
         return
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
-    if _is_usual(inputs, tiles):
+    if _is_cacheable(inputs, tiles):
         terms = ScoreNumbers.of(score, deterministic, backend, exact)
-        key, inputs = _usual_key(inputs, tiles, arguments), _with_rows(inputs)
+        key, inputs = _key_of(inputs, tiles, arguments), _with_rows(inputs)
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-        usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+        cached_calls.keep(key, (terms, forward_of(inputs, terms)))
         if tiles is None and inputs.seed is None:
             structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
             variants = None if structure is None else forward_variants(structure, terms)
@@ -148,7 +148,7 @@ def remember_call(
                 structures.keep((structure.key, arguments), (terms, aligned, variants))
 
 
-def _remember_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: Parts | None) -> None:
+def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: Parts | None) -> None:
     """The same of a call whose bias is a term of which a vector was made, ``parts``."""
     term: Any = inputs.bias
     settings = _settings(term)
@@ -157,27 +157,28 @@ def _remember_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, part
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
     M, N = inputs.q.shape[2], inputs.k.shape[2]
-    if settings is None or parts is None or M + N < 2 or not _is_usual(inputs, tiles):
+    if settings is None or parts is None or M + N < 2 or not _is_cacheable(inputs, tiles):
         return
-    key = _usual_key(inputs, tiles, (*arguments, settings))
+    key = _key_of(inputs, tiles, (*arguments, settings))
     inputs = _with_rows(inputs)._replace(parts=parts)
     if terms.dropout:
         inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-    usual_calls.keep(key, (terms, forward_of(inputs, terms)))
+    cached_calls.keep(key, (terms, forward_of(inputs, terms)))
     vectors.keep(key, (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
-def remember_folded(inputs: Inputs, folded: Inputs, arguments: tuple) -> None:
-    """After a call with more leading dimensions that went well; ``folded``: the views that a usual call was given."""
-    if _is_usual(inputs, None) and inputs.sink is None and _is_usual(folded, None):
-        known = usual_calls.get(_usual_key(folded, None, arguments))
+def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None:
+    """After a call with more leading dimensions that went well; ``flattened``: the views that a usual call was
+    given."""
+    if _is_cacheable(inputs, None) and inputs.sink is None and _is_cacheable(flattened, None):
+        known = cached_calls.get(_key_of(flattened, None, arguments))
         if known is not None and not known[0].dropout:
-            shapes = tuple([() if x is None else tuple(x.shape) for x in folded[:6]])
-            usual_calls.keep(_usual_key(inputs, None, arguments), Folded(*known[:2], shapes))
+            shapes = tuple([() if x is None else tuple(x.shape) for x in flattened[:6]])
+            cached_calls.keep(_key_of(inputs, None, arguments), Flattened(*known[:2], shapes))
 
 
-def usual_door(name: str, inputs: Inputs) -> tuple | None:
-    """The key, among those of `usual_calls`, of a call of ``attention`` by a door that changes the shapes of its bias
+def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
+    """The key, among those of `cached_calls`, of a call of ``attention`` by a door that changes the shapes of its bias
     and mask alone; None where such a call is read anew."""
     q, k, v, bias, mask = inputs[:5]
     if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
@@ -188,20 +189,22 @@ def usual_door(name: str, inputs: Inputs) -> tuple | None:
     return name, layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()
 
 
-def usual_door_call(key: tuple, inputs: Inputs) -> Tensor | None:
-    """o of a call like one that `remember_door` was told of."""
-    known = usual_calls.get(key)
-    return eager_folded(inputs, *known, False)[0] if type(known) is Folded else None
+def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
+    """o of a call like one that `cache_entry_point_call` was told of."""
+    known = cached_calls.get(key)
+    return eager_flattened(inputs, *known, False)[0] if type(known) is Flattened else None
 
 
-def remember_door(key: tuple, inputs: Inputs) -> None:
+def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
     """After a call of ``attention(q, k, v, bias=, mask=)`` that went well; inputs: what it was given."""
-    if _is_usual(inputs, None):
-        known = usual_calls.get(_usual_key(inputs, None, (False, key[2], None, 0.0)))
-        if type(known) is Folded:
-            usual_calls.keep(key, known)
+    if _is_cacheable(inputs, None):
+        known = cached_calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
+        if type(known) is Flattened:
+            cached_calls.keep(key, known)
         elif known is not None:
-            usual_calls.keep(key, Folded(*known[:2], tuple([() if x is None else tuple(x.shape) for x in inputs[:6]])))
+            cached_calls.keep(
+                key, Flattened(*known[:2], tuple([() if x is None else tuple(x.shape) for x in inputs[:6]]))
+            )
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
@@ -210,7 +213,7 @@ def _with_rows(inputs: Inputs) -> Inputs:
     return inputs if sink is None or sink.dim() == 3 else inputs._replace(sink=sink[None, :, None])
 
 
-def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
+def _is_cacheable(inputs: Inputs, tiles: TileMask | None) -> bool:
     q, k, v, bias, mask, sink, *_ = inputs
     return (
         q is not None and k is not None and v is not None
@@ -223,7 +226,7 @@ def _is_usual(inputs: Inputs, tiles: TileMask | None) -> bool:
     )  # fmt: skip
 
 
-def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
+def _key_of(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     q, k, v, bias, mask, sink, *_ = inputs
     if q.is_cuda:
         q_begin, k_begin, v_begin = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
@@ -241,10 +244,10 @@ def _usual_key(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tupl
 
 
 # Of a packed batch: the terms, what computes it, and the shape of its bias in `Inputs`.
-usual_packed: Prepared[tuple[ScoreNumbers, Forward, tuple[int, ...] | None]] = Prepared()
+cached_packed: Prepared[tuple[ScoreNumbers, Forward, tuple[int, ...] | None]] = Prepared()
 
 
-class UsualPacked(NamedTuple):
+class PackedKey(NamedTuple):
     """A call of a packed batch that may be like an earlier one: its tensors as the caller has them, with the values of
     a `RaggedBias` in the bias's place, and its key, all that its reading depends on."""
 
@@ -257,7 +260,7 @@ class UsualPacked(NamedTuple):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, longest: tuple[int, int], exact: bool,
         options: dict[str, Any],
-    ) -> UsualPacked | None:  # fmt: skip
+    ) -> PackedKey | None:  # fmt: skip
         """None of a call with other bias terms, a sink, dropout, or offsets to be validated."""
         bias, mask = options.get("bias"), options.get("mask")
         if type(bias) is RaggedBias:
@@ -277,7 +280,7 @@ class UsualPacked(NamedTuple):
     def again(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
         """(o, lse) as its caller has them, if it is like an earlier one. Nothing is read or checked again."""
         try:
-            known = usual_packed.get(self.key)
+            known = cached_packed.get(self.key)
         except TypeError:  # what has no hash is no setting that is allowed, and whoever reads it says so
             return None
         if known is None:
@@ -295,4 +298,4 @@ class UsualPacked(NamedTuple):
         """After it went well; ``inputs``: what it was read as."""
         if inputs.parts is None:
             shape = None if inputs.bias is None else tuple(inputs.bias.shape)
-            usual_packed.keep(self.key, (terms, forward_of(inputs, terms), shape))
+            cached_packed.keep(self.key, (terms, forward_of(inputs, terms), shape))

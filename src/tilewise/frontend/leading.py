@@ -1,4 +1,4 @@
-"""`tilewise.attention` of more leading dimensions than a batch: folded into one by views, or computed in parts."""
+"""`tilewise.attention` of more leading dimensions than a batch: flattened into one by views, or computed in parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias, Mask, Seed
-from tilewise.frontend.call_cache import remember_folded
+from tilewise.frontend.call_cache import cache_flattened
 from tilewise.masks.block_sparse import tile_mask_of
 from tilewise.spec.checks import check_broadcast, check_sink
 from tilewise.spec.operands import Sizes
@@ -58,8 +58,8 @@ def attention_of_leading(
             )
         )  # fmt: skip
     if arguments is not None and way.in_order and _are_tensors(bias, mask):
-        folded: Any = (q, k, v, terms[0], mask, sink)
-        remember_folded(Inputs(*whole), Inputs(*folded), arguments)
+        flattened: Any = (q, k, v, terms[0], mask, sink)
+        cache_flattened(Inputs(*whole), Inputs(*flattened), arguments)
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])

@@ -24,7 +24,7 @@ from tilewise.frontend.arguments import (
     with_slots,
 )
 from tilewise.frontend.autocast import autocast
-from tilewise.frontend.call_cache import UsualPacked
+from tilewise.frontend.call_cache import PackedKey
 from tilewise.masks.block_sparse import TileMask, is_block_mask
 from tilewise.operator.autograd import attention_op, heads_first
 from tilewise.planner import check_backend
@@ -51,7 +51,7 @@ def packed_attention(
     check_flag("return_lse", return_lse)
     if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # on a CPU they are checked
         longest = shared_longest(longest, **options)
-    usual = UsualPacked.of(q, k, v, lengths, longest, exact, options)
+    usual = PackedKey.of(q, k, v, lengths, longest, exact, options)
     found = None if usual is None else usual.again(return_lse)
     if found is not None:
         return found if return_lse else found[0]  # type: ignore[return-value]

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from tilewise import attention
 from tilewise.backends import Inputs
 from tilewise.frontend.autocast import autocast, autocast_somewhere
-from tilewise.frontend.call_cache import remember_door, usual_door, usual_door_call
+from tilewise.frontend.call_cache import cache_entry_point_call, cached_entry_point_call, entry_point_key
 from tilewise.operator.eager import is_eager
 from tilewise.operator.prepared import Prepared
 from tilewise.operator.tools import exports_onnx
@@ -199,8 +199,8 @@ def attention_pair_bias(
     `tilewise.attention`.
     """
     given = Inputs(q, k, v, pair_bias, mask)
-    key = usual_door("attention_pair_bias", given) if scale is None else None
-    found = None if key is None else usual_door_call(key, given)
+    key = entry_point_key("attention_pair_bias", given) if scale is None else None
+    found = None if key is None else cached_entry_point_call(key, given)
     if found is not None:
         return found
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -219,7 +219,7 @@ def attention_pair_bias(
         mask = _mask_of_keys(mask, lead)
     o = attention(q, k, v, bias=bias, mask=mask, scale=scale)
     if key is not None:
-        remember_door(key, Inputs(q, k, v, bias, mask))
+        cache_entry_point_call(key, Inputs(q, k, v, bias, mask))
     return o
 
 
@@ -295,8 +295,8 @@ def window_pair_attention(
     `tilewise.attention`.
     """
     tensors = (q, k, v, pair_bias, mask)
-    key = _usual_key(tensors, (q_block, k_block, edges, scale, backend))
-    known = None if key is None else _usual_windows.get(key)
+    key = _key_of(tensors, (q_block, k_block, edges, scale, backend))
+    known = None if key is None else _cached_windows.get(key)
     if known is not None:  # like an earlier one, which was checked
         return eager_windows(known[0], q, k, v, pair_bias, mask, known[1])
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -345,11 +345,11 @@ def window_pair_attention(
 
 # A call that differs from an earlier one in nothing but its numbers: its arguments that are no tensors, and the layouts
 # of those that are, lead to what computes it.
-_usual_windows: Prepared[tuple[Windowed, tuple]] = Prepared()
+_cached_windows: Prepared[tuple[Windowed, tuple]] = Prepared()
 _NUMBERS = (float, int, type(None))
 
 
-def _usual_key(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | None:
+def _key_of(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | None:
     """Of an eager call of plain tensors without autocast, all that decides how it is computed but the numbers."""
     q, k, v = tensors[:3]
     q_block, k_block, edges, scale, backend = arguments
@@ -377,7 +377,7 @@ def _windowed(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, geometry: Geometry,
     scale: float | None, key: tuple | None,
 ) -> Tensor:  # fmt: skip
-    """By one launch each way. key: under which to remember how, see `_usual_key`."""
+    """By one launch each way. key: under which to remember how, see `_key_of`."""
     numbers = (1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale), *geometry)
     if bias is not None and not rows_merge(bias):
         bias, key = bias.contiguous(), None
@@ -387,7 +387,7 @@ def _windowed(
         return o
     run = windowed(*tensors, *numbers)
     if key is not None:
-        _usual_windows.keep(key, (run, numbers))
+        _cached_windows.keep(key, (run, numbers))
     return eager_windows(run, *tensors, numbers)
 
 

@@ -180,7 +180,7 @@ class _EagerAttention(torch.autograd.Function):
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
 
-class _EagerFolded(torch.autograd.Function):
+class _EagerFlattened(torch.autograd.Function):
     """``q, k, v, bias, call -> o`` or ``o, lse`` of tensors with more leading dimensions than a batch. What computes
     them takes views, of which autograd need not know; call is (inputs, terms, what computes them, the views' shapes,
     return_lse)."""
@@ -188,18 +188,18 @@ class _EagerFolded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         inputs, terms, run, shapes, return_lse = arguments[-1]
-        o, lse = _run_folded(inputs, run, shapes)
+        o, lse = _run_flattened(inputs, run, shapes)
         ctx.terms, ctx.shapes = terms, shapes
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:6], o, lse, None)
-        return _unfolded(inputs.q, o, lse if return_lse else None)
+        return _unflattened(inputs.q, o, lse if return_lse else None)
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         if do is None and dlse is None:
             return (None,) * 5
         *given, o, lse, _ = ctx.saved_tensors
-        saved = *_folded(given, ctx.shapes), o, lse, None
+        saved = *_flattened(given, ctx.shapes), o, lse, None
         do = None if do is None else do.reshape(o.shape)
         dlse = None if dlse is None else dlse.reshape(lse.shape)
         grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
@@ -209,13 +209,13 @@ class _EagerFolded(torch.autograd.Function):
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
 
-def _folded(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
+def _flattened(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
     pairs = zip(tensors, shapes, strict=True)
     return [x if x is None or x.shape == shape else x.view(shape) for x, shape in pairs]
 
 
-def _run_folded(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
-    return _run(Inputs(*_folded(inputs[:6], shapes)), run)  # type: ignore[arg-type]
+def _run_flattened(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
+    return _run(Inputs(*_flattened(inputs[:6], shapes)), run)  # type: ignore[arg-type]
 
 
 def _run(inputs: Inputs, run: Forward) -> tuple[Tensor, Tensor | None]:
@@ -225,7 +225,7 @@ def _run(inputs: Inputs, run: Forward) -> tuple[Tensor, Tensor | None]:
     return run(inputs)[:2]
 
 
-def _unfolded(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
+def _unflattened(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
     """o with the leading dimensions of q, or o and the lse."""
     lead = q.shape[:-3]
     o = o.view(*lead, *o.shape[1:])
@@ -274,7 +274,7 @@ def _rows_of(o: Tensor, lse: Tensor | None) -> Any:
 
 
 _apply = apply_of(_EagerAttention)
-_apply_folded = apply_of(_EagerFolded)
+_apply_flattened = apply_of(_EagerFlattened)
 _apply_packed = apply_of(_EagerPacked)
 
 
@@ -318,16 +318,16 @@ def eager_attention(
     return found if return_lse else (found, None)
 
 
-def eager_folded(
+def eager_flattened(
     inputs: Inputs, terms: ScoreNumbers, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`eager_attention` of inputs with more leading dimensions: ``run`` takes their views of these ``shapes``."""
     q, k, v, bias = inputs[:4]
     if is_differentiated((q, k, v, bias)):
-        found = _apply_folded(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
+        found = _apply_flattened(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
     else:
-        o, lse = _run_folded(inputs, run, shapes)
-        found = _unfolded(q, o, lse if return_lse else None)
+        o, lse = _run_flattened(inputs, run, shapes)
+        found = _unflattened(q, o, lse if return_lse else None)
     return found if return_lse else (found, None)
 
 

@@ -9,7 +9,7 @@ between the two. That is ``j - i`` plus a constant, which is counted in ``lo`` w
     axis "none"     bias[i, j] = values[0, j - i + shift - lo]      T5, ALiBi: a Toeplitz matrix
 
 A tile of R rows and C columns meets R + C - 1 distances. `window` lays out what each row of values has for them,
-ascending; a tile is a sheared view of that, and its gradient is written through the same view:
+ascending; a tile is a skewed view of that, and its gradient is written through the same view:
 
     window of a query row, distances     -2 -1  0  1  2  3         tile of 3 x 4 scores, distances
     query 0                                     a  b  c  d          0  1  2  3        a b c d
@@ -35,7 +35,7 @@ Kind = Literal["inside", "cut", "zero", "hidden", "clamp"]
 # How the distances that a tile meets lie to those that have an entry; what `state` returns.
 BELOW, ABOVE, CUT, INSIDE = 0, 1, 2, 3
 
-FOLD = 32  # rows to which a tile is folded before it is summed along its diagonals
+FOLD = 32  # rows to which a tile is flattened before it is summed along its diagonals
 
 
 class Relative(NamedTuple):
@@ -215,7 +215,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
 # --- tiles ---
 
 
-def sheared(values: Tensor) -> Tensor:
+def skewed(values: Tensor) -> Tensor:
     """The view (..., rows, rows + R - 1) of values (..., rows, R) whose element (r, c) is entry ``c - r`` of row r.
 
     So entries stand at column ``c = j + shift - lo`` for axis "query", whatever the shift: an ordinary tile of this
@@ -250,14 +250,14 @@ def tile(relative: Relative, rows: slice, cols: slice) -> Tensor | None:
         end = own.values.narrow(-1, _end(relative, found == ABOVE), 1)
         return end.mT if distances.axis == "key" else end
     if found == INSIDE and _is_plain(relative):
-        return _part_of_sheared(own, rows, cols)
+        return _part_of_skewed(own, rows, cols)
     first = cols.start - (rows.stop - 1)
     laid = window(own, first, height + width - 1)
     if distances.axis == "query":
-        return _shear(laid, width)
+        return _skew(laid, width)
     # Columns descend with the distance: for a key as the queries ascend, for a Toeplitz matrix in its rows from below.
     if distances.axis == "key":
-        return _shear(laid.flip(-1), height).mT
+        return _skew(laid.flip(-1), height).mT
     laid = laid.contiguous()
     return laid.as_strided((*laid.shape[:-2], height, width), (*laid.stride()[:-2], 1, 1)).flip(-2)
 
@@ -266,7 +266,7 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
     """`tile` backwards: add dS (..., rows, cols) of a tile to ``accumulator``, which has the shape of the values.
 
     Both in float32 (float64 for float64 inputs). Leading axes along which the accumulator has size 1 are summed over. A
-    sum along diagonals: the tile is sheared, so that each distance has a column, and columns are what is added.
+    sum along diagonals: the tile is skewed, so that each distance has a column, and columns are what is added.
     """
     distances = relative.distances
     height, width = rows.stop - rows.start, cols.stop - cols.start
@@ -281,30 +281,30 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
         place.narrow(-1, _end(relative, found == ABOVE), 1).add_(summed.sum_to_size(*place.shape[:-1], 1))
         return
     if found == INSIDE and _is_plain(relative._replace(values=accumulator)):
-        view = _part_of_sheared(relative._replace(values=place), rows, cols)
+        view = _part_of_skewed(relative._replace(values=place), rows, cols)
         view.add_(gradient.sum_to_size(view.shape))
         return
     first = cols.start - (rows.stop - 1)
     if distances.axis == "none" and height > FOLD:
-        gradient = _folded(gradient)
+        gradient = _flattened(gradient)
         height, width = FOLD, gradient.shape[-1]
         first = cols.stop - width - (rows.start + FOLD - 1)
     lead = gradient.shape[:-2]
     if distances.axis == "key":
         laid = gradient.new_zeros(*lead, width, height + width - 1)
-        _shear(laid, height).copy_(gradient.mT)
+        _skew(laid, height).copy_(gradient.mT)
         laid = laid.flip(-1)
     else:
         laid = gradient.new_zeros(*lead, height, height + width - 1)
-        _shear(laid, width).copy_(gradient)
+        _skew(laid, width).copy_(gradient)
         if distances.axis == "none":
             laid = laid.sum(-2, keepdim=True)
     add_window(place, laid, relative, first)
 
 
-def _folded(gradient: Tensor) -> Tensor:
+def _flattened(gradient: Tensor) -> Tensor:
     """Return a gradient of ``FOLD`` rows with the same sums along diagonals: every block of rows is added to the first,
-    as many columns before it as its rows are below. To shear the whole tile takes seven times as long."""
+    as many columns before it as its rows are below. To skew the whole tile takes seven times as long."""
     width, blocks = gradient.shape[-1], gradient.split(FOLD, -2)
     found = gradient.new_zeros(*gradient.shape[:-2], FOLD, width + FOLD * (len(blocks) - 1))
     for n, block in enumerate(reversed(blocks)):
@@ -313,7 +313,7 @@ def _folded(gradient: Tensor) -> Tensor:
 
 
 def _is_plain(relative: Relative) -> bool:
-    """Whether `sheared` values are the bias: one ascending row a query, contiguous, and a shift that is known."""
+    """Whether `skewed` values are the bias: one ascending row a query, contiguous, and a shift that is known."""
     values, distances = relative.values, relative.distances
     return (
         distances.axis == "query" and not distances.reverse and relative.buckets is None
@@ -323,10 +323,10 @@ def _is_plain(relative: Relative) -> bool:
     )  # fmt: skip
 
 
-def _part_of_sheared(own: Relative, rows: slice, cols: slice) -> Tensor:
-    """The tile of `sheared` values of a tile of scores inside; no two of its elements share memory."""
+def _part_of_skewed(own: Relative, rows: slice, cols: slice) -> Tensor:
+    """The tile of `skewed` values of a tile of scores inside; no two of its elements share memory."""
     begin = cols.start - rows.start - own.distances.lo
-    return sheared(own.values)[..., begin : begin + cols.stop - cols.start]
+    return skewed(own.values)[..., begin : begin + cols.stop - cols.start]
 
 
 def _own(relative: Relative, rows: slice, cols: slice) -> Relative:
@@ -336,7 +336,7 @@ def _own(relative: Relative, rows: slice, cols: slice) -> Relative:
     return relative._replace(values=relative.values[..., part, :])
 
 
-def _shear(laid: Tensor, width: int) -> Tensor:
+def _skew(laid: Tensor, width: int) -> Tensor:
     """(..., rows, width) of windows (..., rows, rows + width - 1): each row begins one column before the row above.
 
     The view is written through too; elements of it never share memory.

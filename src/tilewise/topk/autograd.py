@@ -46,14 +46,14 @@ class _GatherRows(torch.autograd.Function):
             if not needed:
                 found.append(None)
             elif grad.is_cuda and like.dtype != torch.float64 and is_eager_backward(grad) and has_triton():
-                from tilewise.topk import kernels as kept_keys
+                from tilewise.topk import kernels as topk_kernels
 
                 N = like.shape[2]
                 # k and v have as many keys, those of one head likewise.
-                places = kept_keys.places_of(keys, N) if places is None else places
+                places = topk_kernels.places_of(keys, N) if places is None else places
                 shape = grad.shape[0] // ctx.chunks, grad.shape[1], N, grad.shape[3]
                 alike = like.shape == shape
-                total = kept_keys.sum_rows(
+                total = topk_kernels.sum_rows(
                     grad, places, shape, like.dtype if alike else torch.float32, like.by_heads and alike
                 )
                 found.append(total.sum_to_size(like.shape).to(like.dtype))

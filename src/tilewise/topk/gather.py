@@ -101,7 +101,7 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     return Gather(chunks, rows, cols, masked=kept.causal or not p.score.band.unlimited)
 
 
-def attention_of_kept(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors.
 
     DTensors and ONNX take no mask by tiles, forward AD no attention, and the operator says so.
@@ -145,11 +145,11 @@ def of_chunks(
     chunks, rows, _, masked = gather
     batch = 1 if chunks == 1 and begins.shape[0] == 1 else batch
     if begins.is_cuda and is_eager((begins, ends)) and has_triton():
-        from tilewise.topk import kernels as kept_keys
+        from tilewise.topk import kernels as topk_kernels
 
-        return kept_keys.keys_of_chunks(begins, ends, limits(band), gather, batch)
+        return topk_kernels.keys_of_chunks(begins, ends, limits(band), gather, batch)
     begins, ends = _in_band(begins, ends, band)
-    keys = _kept_keys(begins, ends, gather)
+    keys = _selected_keys(begins, ends, gather)
     if not masked:
         return keys, None
     keys, seen_from, seen_to = _in_order(keys, begins, ends, gather)
@@ -169,7 +169,7 @@ def _in_band(begins: Tensor, ends: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     return begins, ends
 
 
-def _kept_keys(begins: Tensor, ends: Tensor, gather: Gather) -> Tensor:
+def _selected_keys(begins: Tensor, ends: Tensor, gather: Gather) -> Tensor:
     """The keys that some query of a chunk keeps, ascending, (B|1, H|1, chunks, cols) int64; after the last one N."""
     chunks, rows, cols, _ = gather
     first = torch.arange(chunks, device=begins.device, dtype=begins.dtype)[:, None] * rows

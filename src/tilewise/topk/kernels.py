@@ -299,10 +299,10 @@ def smallest_level_kernel(
 def _intervals(device: torch.device, rows: int, n: int, queries: int, keep: int, causal: bool) -> Launch:
     blocks = triton.cdiv(n, _BLOCK)
     numbers = (n, queries, keep, causal, _BLOCK)
-    return Launch(kept_intervals_kernel, rows * blocks, (POINTER,) * 4, numbers, num_warps=4)
+    return Launch(selected_intervals_kernel, rows * blocks, (POINTER,) * 4, numbers, num_warps=4)
 
 
-def kept_intervals(order: Tensor, keep: int, causal: bool, queries: int) -> tuple[Tensor, Tensor]:
+def selected_intervals(order: Tensor, keep: int, causal: bool, queries: int) -> tuple[Tensor, Tensor]:
     """From and up to which query each key is kept, int32 (B, H, 1, N). order: int64 (B, H, N), keys, the best first."""
     b, h, n = order.shape
     with device_of(order):
@@ -314,7 +314,7 @@ def kept_intervals(order: Tensor, keep: int, causal: bool, queries: int) -> tupl
 
 
 @triton.jit
-def kept_intervals_kernel(
+def selected_intervals_kernel(
     order, gone, begins, ends, n, queries, keep, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program a block of places in the order. gone: with CAUSAL, when the key goes that is there, from place

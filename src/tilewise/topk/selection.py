@@ -68,10 +68,10 @@ def dynamic_mask(
     order = scores[:, :, 0].sort(dim=-1, descending=True, stable=True).indices
     if order.is_cuda and is_eager((order,)) and has_triton():
         from tilewise.backends.kernels import interval_tiles
-        from tilewise.topk import kernels as kept_keys
+        from tilewise.topk import kernels as topk_kernels
 
         size = checked_block(block)
-        begins, ends = kept_keys.kept_intervals(order, keep, causal, count)
+        begins, ends = topk_kernels.selected_intervals(order, keep, causal, count)
         tiles = interval_tiles.tiles_of_intervals(begins, ends, count, size)
         return TileMask(count, keys, TileTensors(tiles, no_bits(size, tiles.device), begins, ends), kept)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(keys, device=order.device).expand_as(order))
@@ -113,9 +113,9 @@ def running_smallest(order: Tensor, w: int) -> Tensor:
     whether the w-th smallest is among these. N log N steps, all places at once.
     """
     if order.is_cuda and is_eager((order,)) and has_triton():
-        from tilewise.topk import kernels as kept_keys
+        from tilewise.topk import kernels as topk_kernels
 
-        return kept_keys.running_smallest(order, w)
+        return topk_kernels.running_smallest(order, w)
     n = order.shape[-1]
     place = torch.arange(n, device=order.device).expand_as(order)
     begin, end = torch.zeros_like(place), place

@@ -42,7 +42,7 @@ def with_bits(on: bool) -> None:
     launch.empty_low_bits = empty_low_bits if on else lambda o, problem: None
     dispatch.forwards.clear()
     dispatch.backwards.clear()
-    call_cache.usual_calls.clear()
+    call_cache.cached_calls.clear()
 
 
 def milliseconds(step: Callable[[], object], calls: int) -> float:

@@ -58,9 +58,9 @@ def calls(
     backwards: dict[str, Callable[[], Any]] = {}
     for name, together in (
         ("a ring for each of K, V and the bias", lambda _: False),
-        ("together", launch.comes_together),
+        ("together", launch.has_small_heads),
     ):
-        with patched(launch, comes_together=together):
+        with patched(launch, has_small_heads=together):
             forwards[name] = partial(launch.HopperForward(problem, inputs), inputs)
     with patched(launch, raster=lambda _: launch.Raster("batch", 0, 0)):
         forwards["together, order of the batch"] = partial(launch.HopperForward(problem, inputs), inputs)
@@ -70,7 +70,7 @@ def calls(
     cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
 
     for name, least in (("a batch element in a program", 1 << 30), ("three", 0)):
-        with patched(config, LANES_FROM=least):
+        with patched(config, BATCHED_FROM=least):
             made = backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)
         backwards[name] = partial(made, inputs, outputs, cotangents)
     return forwards, backwards, problem, inputs

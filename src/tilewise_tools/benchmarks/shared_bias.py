@@ -125,11 +125,11 @@ def calls(
     if timed:
         add("no bias", None)
         add("no dBias", grad=False)
-    if config.has_lanes(problem):
-        add("three lanes")
+    if config.is_batched(problem):
+        add("three elements")
     if config.dbias_sums(problem):
         add("added to dBias")
-    add("ring of dS", has_lanes=no, dbias_sums=no)
+    add("ring of dS", is_batched=no, dbias_sums=no)
     return made, problem.backward_flops, (q, k, v, do, shared)
 
 

@@ -86,7 +86,7 @@ def forget() -> None:
     from tilewise.integrations import evoformer
 
     autograd._prepared.clear()
-    evoformer._usual_windows.clear()
+    evoformer._cached_windows.clear()
 
 
 def main() -> None:

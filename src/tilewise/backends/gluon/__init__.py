@@ -2,7 +2,7 @@
 
 score           the score pipeline in registers, and its numbers
 values          values by distance as TMA reads them; relative: which tiles do
-pipeline        rings of shared memory between warps, barriers, counters in global memory
+pipeline        pipelines of shared memory between warps, barriers, counters in global memory
 tile_scheduler  which tile a persistent program has next, and which tiles it visits
 mask_kernels    what a bool mask leaves of each tile; masks: their launches
 preprocess      the statistics of rows before a backward

@@ -15,14 +15,13 @@ FIRST_NAMED_BARRIER = gl.constexpr(8)
 ABSENT = gl.constexpr(0)  # in the place of what a kernel does without
 
 
-class Ring(NamedTuple):
+class Pipeline(NamedTuple):
     """Slots of shared memory that one warp fills and its readers empty, with a pair of barriers for each.
 
-    Numbers are stored there, all else comes by TMA. Whoever uses a ring counts its tiles: the n-th one lies in the slot
-    that `slot_of` names, and comes there for the `use_of`-th time, which waits for phase ``use & 1`` of `full` to read
-    it, and for the opposite of `empty` to fill it. A stage may have a slot for each of several LANES, as each warpgroup
-    has queries of its own.
-    """
+    Numbers are stored there, all else comes by TMA. Whoever uses a pipeline counts its tiles: the n-th one lies in the
+    slot that `slot_of` names, and comes there for the `use_of`-th time, which waits for phase ``use & 1`` of `full` to
+    read it, and for the opposite of `empty` to fill it. A stage may have a slot for each of several ELEMENTS, as each
+    warpgroup has queries of its own."""
 
     slots: Any
     full: Any
@@ -30,11 +29,11 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def new_ring(
+def new_pipeline(
     source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr,
     WRITERS: gl.constexpr = 1,
 ):  # fmt: skip
-    """A ring of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it, and full
+    """A pipeline of tiles [ROWS, COLS] of what ``source`` describes; a slot is free when READERS have left it, and full
     when WRITERS have arrived, of which TMA is one."""
     return with_barriers(new_tiles(source, SLOTS, ROWS, COLS), SLOTS, READERS, WRITERS)
 
@@ -49,8 +48,8 @@ def new_tiles(source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexp
 
 
 @gluon.jit
-def new_ring_of_numbers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """A ring of one int32 in each slot, which one warp stores."""
+def new_pipeline_of_numbers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """A pipeline of one int32 in each slot, which one warp stores."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return with_barriers(gl.allocate_shared_memory(gl.int32, [SLOTS, 1], LAYOUT), SLOTS, READERS)
 
@@ -62,55 +61,55 @@ def with_barriers(slots, SLOTS: gl.constexpr, READERS: gl.constexpr, WRITERS: gl
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=WRITERS)
         mbarrier.init(empty.index(slot), count=READERS)
-    return Ring(slots, full, empty)
+    return Pipeline(slots, full, empty)
 
 
 @gluon.jit
-def slot_of(ring, n, lane=0, LANES: gl.constexpr = 1):
-    STAGES: gl.constexpr = ring.full.shape[0] // LANES
-    return n % STAGES * LANES + lane
+def slot_of(pipeline, n, element=0, ELEMENTS: gl.constexpr = 1):
+    STAGES: gl.constexpr = pipeline.full.shape[0] // ELEMENTS
+    return n % STAGES * ELEMENTS + element
 
 
 @gluon.jit
-def use_of(ring, n, LANES: gl.constexpr = 1):
-    STAGES: gl.constexpr = ring.full.shape[0] // LANES
+def use_of(pipeline, n, ELEMENTS: gl.constexpr = 1):
+    STAGES: gl.constexpr = pipeline.full.shape[0] // ELEMENTS
     return n // STAGES
 
 
 @gluon.jit
-def fill(ring, slot, use, source, b, h, row, col):
+def fill(pipeline, slot, use, source, b, h, row, col):
     """Load a tile into a slot for the ``use``-th time, once the readers of the use before have left it."""
-    fill_at(ring, slot, use, source, [b, h, row, col])
+    fill_at(pipeline, slot, use, source, [b, h, row, col])
 
 
 @gluon.jit
-def fill_at(ring, slot, use, source, at):
+def fill_at(pipeline, slot, use, source, at):
     """`fill`, with all coordinates of the tile."""
-    mbarrier.wait(ring.empty.index(slot), (use & 1) ^ 1)
-    mbarrier.expect(ring.full.index(slot), source.block_type.nbytes)
-    tma_load(source, at, ring.full.index(slot), ring.slots.index(slot))
+    mbarrier.wait(pipeline.empty.index(slot), (use & 1) ^ 1)
+    mbarrier.expect(pipeline.full.index(slot), source.block_type.nbytes)
+    tma_load(source, at, pipeline.full.index(slot), pipeline.slots.index(slot))
 
 
 @gluon.jit
-def wait_full(ring, slot, use, needed=True):
-    mbarrier.wait(ring.full.index(slot), use & 1, pred=needed)
+def wait_full(pipeline, slot, use, needed=True):
+    mbarrier.wait(pipeline.full.index(slot), use & 1, pred=needed)
 
 
 @gluon.jit
-def release(ring, slot):
+def release(pipeline, slot):
     """Give a slot back that only wgmma has read, or that no TMA fills."""
-    mbarrier.arrive(ring.empty.index(slot), count=1)
+    mbarrier.arrive(pipeline.empty.index(slot), count=1)
 
 
 @gluon.jit
-def release_after_loads(ring, slot):
+def release_after_loads(pipeline, slot):
     """Give a slot back that ordinary loads have read.
 
     They read through the generic proxy and TMA writes through the async proxy: a barrier alone does not order the two.
     """
     fence_async_shared()
     warps_barrier()
-    mbarrier.arrive(ring.empty.index(slot), count=1)
+    mbarrier.arrive(pipeline.empty.index(slot), count=1)
 
 
 @gluon.jit
@@ -171,7 +170,7 @@ def warp_scheduler_barrier_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.conste
 def fetch_tile_index(at):
     """Count one up and return how much it was before, in a role of one warp."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
+        "{ .reg .pred p; .reg .u32 element; mov.u32 element, %laneid; setp.eq.u32 p, element, 0; mov.b32 $0, 0; "
         "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
         "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

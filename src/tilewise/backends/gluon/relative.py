@@ -1,4 +1,4 @@
-"""A bias by distance with values per query, in kernels in Gluon: a tile of it is a tile of `spec.relative.sheared`.
+"""A bias by distance with values per query, in kernels in Gluon: a tile of it is a tile of `spec.relative.skewed`.
 
 Key ``lo`` stands in column 0 of that view, or behind some columns without a use: the tile of queries ``row0 ..`` and
 keys ``col0 ..`` is its box at ``(row0, col0 - lo)``, which TMA reads, and to which it adds a gradient. Of pairs whose
@@ -29,7 +29,7 @@ def range_state(row0, rows, col0, cols, terms):
 
 @gluon.jit
 def column_of(col0, seq, terms, c):
-    """Where the tiles of the keys from ``col0`` on begin in a bias, or in `sheared` values."""
+    """Where the tiles of the keys from ``col0`` on begin in a bias, or in `skewed` values."""
     if c.RELATIVE and c.PACKED:
         return gl.maximum(col0 + first_column(seq, terms.first), 0)  # negative where a tile sees nothing
     elif c.RELATIVE:

@@ -48,40 +48,39 @@ class Entry(NamedTuple):
 
 
 @gluon.jit
-def next_tile_index(tile_index, t, rings, c):
+def next_tile_index(tile_index, t, pipelines, c):
     """Which tile follows this program's ``t``-th: with DYNAMIC whichever is left, as `load` has found out.
 
     In the backward: which is its ``t``-th, for the first is handed out, too.
     """
     if c.DYNAMIC:
-        slot = slot_of(rings.tile_indices, t)
-        wait_full(rings.tile_indices, slot, use_of(rings.tile_indices, t))
+        slot = slot_of(pipelines.tile_indices, t)
+        wait_full(pipelines.tile_indices, slot, use_of(pipelines.tile_indices, t))
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        tile_index = gl.max(rings.tile_indices.slots.index(slot).load(ONE), axis=0)
-        release(rings.tile_indices, slot)  # which is filled by an ordinary store: no fence
+        tile_index = gl.max(pipelines.tile_indices.slots.index(slot).load(ONE), axis=0)
+        release(pipelines.tile_indices, slot)  # which is filled by an ordinary store: no fence
     else:
         tile_index += gl.num_programs(0)
     return tile_index
 
 
 @gluon.jit
-def hand_out_tile_index(rings, t, tile_index):
+def hand_out_tile_index(pipelines, t, tile_index):
     """Tell the other roles which tile follows this program's ``t``-th; in a role of one warp."""
-    slot = slot_of(rings.tile_indices, t)
-    mbarrier.wait(rings.tile_indices.empty.index(slot), (use_of(rings.tile_indices, t) & 1) ^ 1)
+    slot = slot_of(pipelines.tile_indices, t)
+    mbarrier.wait(pipelines.tile_indices.empty.index(slot), (use_of(pipelines.tile_indices, t) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rings.tile_indices.slots.index(slot).store(gl.full([1], tile_index, gl.int32, ONE))
-    mbarrier.arrive(rings.tile_indices.full.index(slot), count=1)
+    pipelines.tile_indices.slots.index(slot).store(gl.full([1], tile_index, gl.int32, ONE))
+    mbarrier.arrive(pipelines.tile_indices.full.index(slot), count=1)
 
 
 @gluon.jit
 def head_at(n, sizes, c):
     """Batch element and query head of the ``n``-th of all heads.
 
-    With VANISHES the last heads come first, of all batch elements, those of one key/value head side by side: by ALiBi's
-    usual slopes they see most, and what is left in the end is short.
-    """
-    if c.VANISHES:
+    With UNDERFLOWS the last heads come first, of all batch elements, those of one key/value head side by side: by
+    ALiBi's usual slopes they see most, and what is left in the end is short."""
+    if c.UNDERFLOWS:
         n = sizes.heads * sizes.batch - 1 - n
         h = n // (sizes.group * sizes.batch) * sizes.group + n % sizes.group
         b = n // sizes.group % sizes.batch
@@ -142,7 +141,7 @@ def work_tile_at(t, x, terms, sizes, c):
         lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
         rows = gl.minimum(BLOCK_M, seq.queries - row0)
         begin, full_begin, full_end, end = key_tiles(row0, rows, seq.keys, lo, hi, c.BLOCK_N)
-        if c.VANISHES:
+        if c.UNDERFLOWS:
             begin, end = keys_within_reach(begin, end, row0, rows, b * sizes.heads + h, x.tile_list, c)
         end = gl.maximum(end, begin + 1)
         return QueryTile(seq, b, h, row0, end - begin, end - 1, full_begin, full_end, 0)

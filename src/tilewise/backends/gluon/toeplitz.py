@@ -12,7 +12,7 @@ from tilewise.spec.score import Far
 
 # Queries, and so keys: of fewer keys there is less to leave out than it takes to read all of them for their norms (one
 # H200, 16 heads of 64: of the speed without a bias 0.66 became 0.56 of the backward at 2,048, and 0.87 1.03 at 4,096).
-VANISHING_FROM = 4096
+UNDERFLOW_FROM = 4096
 
 
 def far_of(problem: Problem) -> Far | None:
@@ -26,7 +26,7 @@ def far_of(problem: Problem) -> Far | None:
 
 
 def far_numbers(problem: Problem) -> dict[str, Any]:
-    """Fields of `score.Terms`."""
+    """Fields of `GluonScoreArgs`."""
     far = far_of(problem)
     return {} if far is None else {"far_lo": far.lo, "far_hi": far.hi}
 
@@ -40,7 +40,7 @@ def toeplitz_constants(problem: Problem, block: int) -> dict[str, Any]:
     if far is None or problem.parts is None or problem.parts.toeplitz is None:
         return {
             "TOEPLITZ": "none", "TOEPLITZ_BATCH": False, "TOEPLITZ_GROUP": 1, "FAR_LO": False, "FAR_HI": False,
-            "VANISHES": False,
+            "UNDERFLOWS": False,
         }  # fmt: skip
     band, vector = problem.score.band, problem.parts.toeplitz
     least, most = 1 - problem.queries, problem.keys - 1
@@ -54,7 +54,7 @@ def toeplitz_constants(problem: Problem, block: int) -> dict[str, Any]:
         "TOEPLITZ_GROUP": problem.heads // vector.heads,
         "FAR_LO": far_lo,
         "FAR_HI": far_hi,
-        "VANISHES": far.linear and (far_lo or far_hi) and _may_vanish(problem),
+        "UNDERFLOWS": far.linear and (far_lo or far_hi) and _may_underflow(problem),
     }
 
 
@@ -68,6 +68,6 @@ def sure_distance(problem: Problem) -> int | None:
     return None if hidden else distance
 
 
-def _may_vanish(problem: Problem) -> bool:
+def _may_underflow(problem: Problem) -> bool:
     """Whether far tiles whose probabilities are 0 are looked for, see `common.underflow`."""
-    return problem.queries >= VANISHING_FROM and sure_distance(problem) is not None
+    return problem.queries >= UNDERFLOW_FROM and sure_distance(problem) is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.backends import address
 from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
-from tilewise.spec.relative import sheared
+from tilewise.spec.relative import skewed
 from tilewise.spec.score import Distances
 from tilewise.spec.tiles import NO_HI, NO_LO
 from tilewise.spec.tma import tensor_fits_tma
@@ -44,7 +44,7 @@ def ends(problem: Problem) -> Ends:
 
 
 def range_numbers(problem: Problem) -> dict[str, Any]:
-    """Of `score.Terms`, for a problem `as_matrix`; an end beyond which no visible pair lies is none."""
+    """Of `GluonScoreArgs`, for a problem `as_matrix`; an end beyond which no visible pair lies is none."""
     distances, band, found = problem.score.query, problem.score.band, ends(problem)
     if distances is None or problem.bias is None:
         return {}
@@ -96,7 +96,7 @@ def fits(values: Tensor, distances: Distances) -> bool:
         return False
     if not contiguous or values.stride(2) < values.shape[3]:
         return False
-    return tensor_fits_tma(sheared(values), address(values) % 16 == 0)
+    return tensor_fits_tma(skewed(values), address(values) % 16 == 0)
 
 
 def empty_values(values: Tensor, distances: Distances, device: torch.device | str | None = None) -> Tensor:
@@ -108,10 +108,10 @@ def empty_values(values: Tensor, distances: Distances, device: torch.device | st
     return values.new_empty(B, H, rows, row, device=device)[:, :, :M, :width]
 
 
-class Sheared:
+class Skewed:
     """The values of a layout, and their gradient, for TMA to read and add to.
 
-    like: `sheared` values, for a descriptor. gradient_like: the same of the gradient; gradient_laid, gradient_plain: as
+    like: `skewed` values, for a descriptor. gradient_like: the same of the gradient; gradient_laid, gradient_plain: as
     it comes together, with gradient_front columns in front, and its entries. None of them has memory: what is prepared
     is kept.
     """
@@ -119,12 +119,12 @@ class Sheared:
     def __init__(self, values: Tensor, distances: Distances):
         self.distances = distances
         self.copies = not fits(values, distances)
-        like = sheared(empty_values(values, distances, "meta") if self.copies else values)
+        like = skewed(empty_values(values, distances, "meta") if self.copies else values)
         self.like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         plain = torch.empty_like(values, device="meta")
         self.gradient_copies = not fits(plain, distances)
         laid = empty_values(values, distances, "meta") if self.gradient_copies else plain
-        self.gradient_laid, self.gradient_like = laid, sheared(laid)
+        self.gradient_laid, self.gradient_like = laid, skewed(laid)
         self.gradient_front = front_of(distances, laid.dtype)
         self.gradient_plain = self.entries(laid)
 

@@ -1,6 +1,6 @@
 """Values by distance of a packed batch, a row a query, as TMA reads tiles of them: a copy, and their gradient back.
 
-Distances count from each sequence's last query and key, so that the tile of keys ``col0 ..`` begins in the `sheared`
+Distances count from each sequence's last query and key, so that the tile of keys ``col0 ..`` begins in the `skewed`
 view at ``col0 + first query - (keys - queries) - lo``. That is no multiple of 16 bytes for most sequences, and TMA
 wants one: so the values are copied, with as many columns in front of a sequence's rows as are missing, 7 at most.
 Before the first row stand `FRONT` elements, because TMA takes no negative columns.
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends import address
-from tilewise.backends.gluon.values import WIDEST, Sheared, step_of
+from tilewise.backends.gluon.values import WIDEST, Skewed, step_of
 from tilewise.backends.gluon.varlen import listed_tile
 from tilewise.backends.launch.launcher import POINTER, Launch, strided
 from tilewise.spec.problem import Problem
@@ -131,9 +131,9 @@ def zero_tile(at, origin, stride, m0, queries, keys, diagonal, entries, lo, inne
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Zero the entries of a gradient that `backward.relative.let_out` adds to or never writes, of the rows of a tile of
     queries from ``m0`` on. origin: where from ``at`` on query 0 has its entry 0, int64. lo, inner_lo, inner_hi: see
-    `score.Terms`.
+    `GluonScoreArgs`.
 
-    In the sheared view tiles of keys that are stored are a rectangle. So in memory what is left between those of a row
+    In the skewed view tiles of keys that are stored are a rectangle. So in memory what is left between those of a row
     and those of the next is one run, of the same length for all rows, which begins and ends at a multiple of STEP, 16
     bytes; and it is zeroed as such. The first begins with the tile's rows, or up to STEP - 1 columns before them that
     have no use, and the last ends with them.
@@ -188,7 +188,7 @@ def in_pairs(values: Tensor, reverse: bool) -> bool:
 
 
 class PackedValues:
-    """The values of a layout, (1, H|Hkv|1, T, R), and their gradient, for TMA to read and add to; see `values.Sheared`.
+    """The values of a layout, (1, H|Hkv|1, T, R), and their gradient, for TMA to read and add to; see `values.Skewed`.
 
     block_m: queries of a tile of the list that calls are given.
     like: the view of a copy, for a descriptor. It has no memory.
@@ -249,7 +249,7 @@ class PackedValues:
         self.copy_back(found, laid, tile_list)
 
 
-def laid_out(values: Sheared | PackedValues | None, of: Tensor, tile_list: Tensor | None) -> Tensor:
+def laid_out(values: Skewed | PackedValues | None, of: Tensor, tile_list: Tensor | None) -> Tensor:
     """The values of a call where TMA reads them; ``tile_list``: of a packed batch."""
     if isinstance(values, PackedValues):
         assert tile_list is not None

@@ -28,7 +28,7 @@ class _Use(Generic[Lists]):
     made: tuple[Flat, Lists] | None = None
 
 
-class KeptLists(Generic[Lists]):
+class TileListCache(Generic[Lists]):
     """``make``, the maker of lists of one prepared call, which remembers.
 
     From the second call on that has the same mask by tiles, its lists are kept until one of its tensors dies. Not from
@@ -48,7 +48,7 @@ class KeptLists(Generic[Lists]):
 
     def __call__(self, mask: Tensor | None, tiles: TileTensors | None) -> tuple[Flat, Lists]:
         """``(flat_mask(mask, tiles), make of that)``."""
-        if tiles is None or not _may_be_kept(tiles):
+        if tiles is None or not _may_be_cached(tiles):
             return self._made(mask, tiles)
         state = _state(tiles)
         use = self._uses.get(id(tiles.tiles))
@@ -78,13 +78,13 @@ class KeptLists(Generic[Lists]):
 
 
 def flat_and_lists(
-    kept: KeptLists[Lists] | None, mask: Tensor | None, tiles: TileTensors | None, none: Lists
+    kept: TileListCache[Lists] | None, mask: Tensor | None, tiles: TileTensors | None, none: Lists
 ) -> tuple[Flat, Lists]:
     """The same of ``kept``; where no lists are made of the mask, or there is none, ``none`` in their place."""
     return (flat_mask(mask, tiles), none) if kept is None else kept(mask, tiles)
 
 
-def _may_be_kept(tiles: TileTensors) -> bool:
+def _may_be_cached(tiles: TileTensors) -> bool:
     """Its changes are counted, and nothing is being captured."""
     if any(x is not None and x.is_inference() for x in tiles):
         return False

@@ -122,8 +122,8 @@ def knows_launcher(compiled: CompiledKernel) -> bool:
 
     m = compiled.metadata
     has_scratch = m.global_scratch_size > 0 or m.profile_scratch_size > 0
-    is_usual = isinstance(driver.active, CudaDriver) and None not in (m.tensordesc_meta or ())
-    return is_usual and not has_scratch and not getattr(compiled.run, "gsan_enabled", False)
+    is_cacheable = isinstance(driver.active, CudaDriver) and None not in (m.tensordesc_meta or ())
+    return is_cacheable and not has_scratch and not getattr(compiled.run, "gsan_enabled", False)
 
 
 def _launcher(compiled: CompiledKernel, makes_descriptors: bool) -> tuple[Any, tuple[Any, ...]]:

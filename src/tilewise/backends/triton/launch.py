@@ -26,7 +26,7 @@ from tilewise.backends import (
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.kernels.score import INTERPRET
 from tilewise.backends.kernels.sinks import SinkGradient
-from tilewise.backends.kernels.tile_lists import KeptLists, flat_and_lists
+from tilewise.backends.kernels.tile_lists import TileListCache, flat_and_lists
 from tilewise.backends.launch.launcher import (
     POINTER,
     Launch,
@@ -173,7 +173,7 @@ class TritonForward:
         lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if lists:
-            self.masked = KeptLists(
+            self.masked = TileListCache(
                 MaskLists(problem, config, mask, q.device, by_rows=True, by_keys=False, even=False), problem
             )
         by_elements = comes_by_elements(problem, bias) and not config.pack_gqa
@@ -294,7 +294,7 @@ class TritonBackward:
         self.masked = None
         if lists:
             by_rows = needs.q and not summed
-            self.masked = KeptLists(
+            self.masked = TileListCache(
                 MaskLists(problem, config, mask, q.device, by_rows=by_rows, by_keys=by_keys, even=True), problem
             )
         dbias = empty_bias_gradient(problem, bias, reduction, torch.device("meta"))

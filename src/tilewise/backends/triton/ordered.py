@@ -142,7 +142,7 @@ def _visiting(x, n0, terms, sizes, c):
 
 
 @triton.jit
-def _sum_of_sharers(acc, call, seed, states, lengths, mb, mh, place, how, KIND: tl.constexpr, terms, sizes, c):
+def _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, place, how, KIND: tl.constexpr, terms, sizes, c):
     """``acc`` with what all batch elements and heads that share a matrix add to it, one after the other.
 
     call: `Reads` of the whole call. place, KIND: what of the matrix, see `_add_bias`, `_add_diagonals` and
@@ -211,7 +211,7 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, stat
     mb, mh = _matrix_of(pid // own_m // own_n, how, sizes)
     acc = tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32)
     call = Reads(q, k, v, do, lse2, delta, bias, mask, parts)
-    acc = _sum_of_sharers(acc, call, seed, states, lengths, mb, mh, (tm, tn), how, "bias", terms, sizes, c)
+    acc = _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, (tm, tn), how, "bias", terms, sizes, c)
     start, own = 0, sizes
     if how.LIES != "padded":
         start, own = own_sizes(lengths, mb, sizes, c)
@@ -278,7 +278,7 @@ def diagonal_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, 
     mb, mh = _matrix_of(pid // blocks, how, sizes)
     acc = tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32)
     call = Reads(q, k, v, do, lse2, delta, bias, mask, parts)
-    acc = _sum_of_sharers(acc, call, seed, states, lengths, mb, mh, e0, how, "toeplitz", terms, sizes, c)
+    acc = _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, e0, how, "toeplitz", terms, sizes, c)
     e = e0 + tl.arange(0, c.BLOCK_N)
     at = dvalues.pointer + tl.cast(mb, tl.int64) * dvalues.stride0 + tl.cast(mh, tl.int64) * dvalues.stride1
     tl.store(at + e.to(tl.int64) * dvalues.stride3, tl.sum(acc, 1), mask=e < entries)
@@ -368,13 +368,13 @@ def _sum_distances(call, seed, states, lengths, dvalues, how, rule, numbers, buc
     if rule.BUCKETS:
         for i in range(0, tl.cdiv(count, ENTRIES)):
             d0 = tl.cast(i, tl.int32) * ENTRIES
-            found = _sum_of_sharers(
+            found = _sum_over_broadcast(
                 tl.zeros([ENTRIES, ROWS], tl.float32), call, seed, states, lengths, mb, mh, (tile, d0, count), how,
                 rule.AXIS, terms, sizes, c,
             )  # fmt: skip
             total = _add_to_entries(total, found, buckets, d0, count, e0, entries, rule.REVERSE)
     else:
-        total = _sum_of_sharers(
+        total = _sum_over_broadcast(
             total, call, seed, states, lengths, mb, mh, (tile, e0, count), how, rule.AXIS, terms, sizes, c
         )  # fmt: skip
     at = dvalues.pointer + tl.cast(mb, tl.int64) * dvalues.stride0 + tl.cast(mh, tl.int64) * dvalues.stride1

@@ -57,7 +57,7 @@ _O, _SHARES, _Q, _K, _V, _MORE = range(_FIRST, _FIRST + 12, 2)
 
 
 def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
-    """The launches of a `launch.Forward`, and what of them differs with lengths; see `resized_launches`."""
+    """The launches of a `TritonForward`, and what of them differs with lengths; see `resized_launches`."""
     more = iter(range(_MORE, _MORE + 6, 2))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     merges = run.merge is not None
@@ -72,7 +72,7 @@ def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
 
 
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
-    """A `launch.Forward` for other lengths than ``run``'s; None where these ask for something else that is compiled
+    """A `TritonForward` for other lengths than ``run``'s; None where these ask for something else that is compiled
     in."""
     _, M, N, layouts = structure
     problem, config = run.problem, run.config
@@ -114,7 +114,7 @@ def _more(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
 
 
 class ResizedForward:
-    """A `launch.Forward` for other lengths."""
+    """A `TritonForward` for other lengths."""
 
     __slots__ = ("band", "kept", "launches", "layout_o", "of", "other", "shared", "structure", "varied")
 
@@ -173,7 +173,7 @@ def resized_backward(
     run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
     cotangents: Outputs,
 ) -> Any:  # fmt: skip
-    """The same of a `launch.Backward`."""
+    """The same of a `TritonBackward`."""
     p, config = resized_problem(run.problem, structure, lo, hi), run.config
     (q, k, v, *_), (do, dlse, _) = inputs, cotangents
     if ragged(p, config) != run.choices:

@@ -55,7 +55,7 @@ class HopperConfig:
         rows: of Y that a warpgroup holds; a tile has twice as many.
         block_n: columns of a tile.
         block_k: depth of a step: 64 elements of 16 bits are the 128 bytes that a swizzled row of shared memory has.
-        stages: steps in the ring of A and B.
+        stages: steps in the pipeline of A and B.
         store_cols: columns of Y that leave at a time.
         store_buffers: of as many columns, for each warpgroup.
         turns: warpgroups store in turns, so that one multiplies while the other stores.

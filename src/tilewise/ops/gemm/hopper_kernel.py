@@ -1,7 +1,7 @@
 """The product on Hopper: TMA loads, wgmma, persistent programs that walk over tiles, one warp that loads ahead.
 
 Two warpgroups share a tile of Y, one above the other: they read the same B. The loading warp runs ahead of them, over
-the border of tiles too, as far as the ring of A and B reaches. C comes into a slot of its own while the tile before
+the border of tiles too, as far as the pipeline of A and B reaches. C comes into a slot of its own while the tile before
 is computed, and the accumulator starts from it; Y leaves by TMA while the next tile is computed.
 """
 
@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.gluon.compat import tma_load, tma_store
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
-    Ring,
+    Pipeline,
     fill,
-    new_ring,
+    new_pipeline,
     release,
     release_after_loads,
     slot_of,
@@ -127,7 +127,7 @@ def work_count(sizes):
 
 
 @gluon.jit
-def load(x, rings, sizes, spread, k):
+def load(x, pipelines, sizes, spread, k):
     """The role of one warp: C of each tile, once the warpgroups have read the one before, and its steps of A and B."""
     BYTES: gl.constexpr = WARPGROUPS * x.a.block_type.nbytes + x.b.block_type.nbytes
     step = 0
@@ -135,51 +135,51 @@ def load(x, rings, sizes, spread, k):
         tile = tile_at(t, sizes, k)
         if k.C == "matrix":
             for w in gl.static_range(WARPGROUPS):
-                fill(rings.c, w, t, x.c, tile.g0 * spread.c0, tile.g1 * spread.c1, tile.m0 + w * k.ROWS, tile.n0)
+                fill(pipelines.c, w, t, x.c, tile.g0 * spread.c0, tile.g1 * spread.c1, tile.m0 + w * k.ROWS, tile.n0)
         for r in range(sizes.summed0 * sizes.summed1):
             b0 = tile.g0 + r // sizes.summed1
             b1 = tile.g1 + r % sizes.summed1
             for i in range(sizes.k_tiles):
-                slot = slot_of(rings.b, step)
+                slot = slot_of(pipelines.b, step)
                 k0 = i * k.BLOCK_K
-                full = rings.b.full.index(slot)
-                mbarrier.wait(rings.b.empty.index(slot), (use_of(rings.b, step) & 1) ^ 1)
+                full = pipelines.b.full.index(slot)
+                mbarrier.wait(pipelines.b.empty.index(slot), (use_of(pipelines.b, step) & 1) ^ 1)
                 mbarrier.expect(full, BYTES)
                 for w in gl.static_range(WARPGROUPS):
                     m0 = tile.m0 + w * k.ROWS
                     at = [b0 * spread.a0, b1 * spread.a1, m0, k0]
                     if not k.A_BY_ROWS:
                         at = [b0 * spread.a0, b1 * spread.a1, k0, m0]
-                    tma_load(x.a, at, full, rings.a.index(WARPGROUPS * slot + w))
+                    tma_load(x.a, at, full, pipelines.a.index(WARPGROUPS * slot + w))
                 at = [b0 * spread.b0, b1 * spread.b1, k0, tile.n0]
                 if not k.B_BY_ROWS:
                     at = [b0 * spread.b0, b1 * spread.b1, tile.n0, k0]
-                tma_load(x.b, at, full, rings.b.slots.index(slot))
+                tma_load(x.b, at, full, pipelines.b.slots.index(slot))
                 step += 1
 
 
 @gluon.jit
-def issue(acc, rings, step, k, USE_ACC: gl.constexpr, WARPGROUP: gl.constexpr):
+def issue(acc, pipelines, step, k, USE_ACC: gl.constexpr, WARPGROUP: gl.constexpr):
     """Begin the product of one step."""
-    slot = slot_of(rings.b, step)
-    wait_full(rings.b, slot, use_of(rings.b, step))
+    slot = slot_of(pipelines.b, step)
+    wait_full(pipelines.b, slot, use_of(pipelines.b, step))
     if k.A_BY_ROWS:
-        a = rings.a.index(WARPGROUPS * slot + WARPGROUP).reshape([k.ROWS, k.BLOCK_K])
+        a = pipelines.a.index(WARPGROUPS * slot + WARPGROUP).reshape([k.ROWS, k.BLOCK_K])
     else:
-        a = rings.a.index(WARPGROUPS * slot + WARPGROUP).reshape([k.BLOCK_K, k.ROWS]).permute((1, 0))
+        a = pipelines.a.index(WARPGROUPS * slot + WARPGROUP).reshape([k.BLOCK_K, k.ROWS]).permute((1, 0))
     if k.B_BY_ROWS:
-        b = rings.b.slots.index(slot).reshape([k.BLOCK_K, k.BLOCK_N])
+        b = pipelines.b.slots.index(slot).reshape([k.BLOCK_K, k.BLOCK_N])
     else:
-        b = rings.b.slots.index(slot).reshape([k.BLOCK_N, k.BLOCK_K]).permute((1, 0))
+        b = pipelines.b.slots.index(slot).reshape([k.BLOCK_N, k.BLOCK_K]).permute((1, 0))
     return warpgroup_mma(a, b, acc, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
-def addend(x, rings, tile, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
+def addend(x, pipelines, tile, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
     """COLS columns of C from the tile's COL0 on, float32, of a shape that broadcasts to [ROWS, COLS]."""
     ACC: gl.constexpr = accumulator(64, COLS)
     if k.C == "matrix":
-        slot = rings.c.slots.index(WARPGROUP).reshape([k.ROWS, k.BLOCK_N])
+        slot = pipelines.c.slots.index(WARPGROUP).reshape([k.ROWS, k.BLOCK_N])
         added = slot.slice(COL0, COLS, dim=1).load(ACC)
     else:
         at = x.c.pointer + gl.cast(tile.g0, gl.int64) * x.c.stride0 + gl.cast(tile.g1, gl.int64) * x.c.stride1
@@ -205,18 +205,18 @@ def halves(x):
 
 
 @gluon.jit
-def store(acc, x, rings, tile, alpha, beta, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr,
+def store(acc, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr,
           WARPGROUP: gl.constexpr):  # fmt: skip
     """Y of the tile's COLS columns from COL0 on, STORE_COLS at a time: through shared memory, then by TMA."""
     if COLS > k.STORE_COLS:
         left, right = halves(acc)
-        store(left, x, rings, tile, alpha, beta, sizes, spread, k, COL0, COLS // 2, WARPGROUP)
-        store(right, x, rings, tile, alpha, beta, sizes, spread, k, COL0 + COLS // 2, COLS // 2, WARPGROUP)
+        store(left, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0, COLS // 2, WARPGROUP)
+        store(right, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0 + COLS // 2, COLS // 2, WARPGROUP)
     else:
         y = acc * alpha
         if k.C != "none" and not k.C_FIRST:
-            y += addend(x, rings, tile, sizes, spread, k, COL0, COLS, WARPGROUP) * beta
-        stage = rings.y.index(WARPGROUP * k.STORE_BUFFERS + COL0 // COLS % k.STORE_BUFFERS)
+            y += addend(x, pipelines, tile, sizes, spread, k, COL0, COLS, WARPGROUP) * beta
+        stage = pipelines.y.index(WARPGROUP * k.STORE_BUFFERS + COL0 // COLS % k.STORE_BUFFERS)
         tma.store_wait(k.STORE_BUFFERS - 1)  # the last store from this buffer has read it
         stage.reshape([k.ROWS, COLS]).store(y.to(x.y.dtype))
         fence_async_shared()
@@ -224,7 +224,7 @@ def store(acc, x, rings, tile, alpha, beta, sizes, spread, k, COL0: gl.constexpr
 
 
 @gluon.jit
-def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
+def compute(x, pipelines, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: ROWS rows of each tile of Y. ``beta`` is beta / alpha where C comes first."""
     FIRST: gl.constexpr = k.C != "none" and k.C_FIRST
     ACC: gl.constexpr = accumulator(64, k.BLOCK_N)
@@ -237,31 +237,31 @@ def compute(x, rings, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
         acc = gl.zeros([k.ROWS, k.BLOCK_N], gl.float32, ACC)
         if FIRST:
             if k.C == "matrix":
-                wait_full(rings.c, WARPGROUP, t)
-            acc += addend(x, rings, tile, sizes, spread, k, 0, k.BLOCK_N, WARPGROUP) * beta
+                wait_full(pipelines.c, WARPGROUP, t)
+            acc += addend(x, pipelines, tile, sizes, spread, k, 0, k.BLOCK_N, WARPGROUP) * beta
             if k.C == "matrix":
-                release_after_loads(rings.c, WARPGROUP)
+                release_after_loads(pipelines.c, WARPGROUP)
 
         # Y += A B, one step always in flight
-        pending = issue(acc, rings, step, k, FIRST, WARPGROUP)
+        pending = issue(acc, pipelines, step, k, FIRST, WARPGROUP)
         acc = warpgroup_mma_wait(1, deps=(pending,))
         for _ in range(1, steps):
             step += 1
-            pending = issue(acc, rings, step, k, True, WARPGROUP)
+            pending = issue(acc, pipelines, step, k, True, WARPGROUP)
             acc = warpgroup_mma_wait(1, deps=(pending,))
-            release(rings.b, slot_of(rings.b, step - 1))
+            release(pipelines.b, slot_of(pipelines.b, step - 1))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        release(rings.b, slot_of(rings.b, step))
+        release(pipelines.b, slot_of(pipelines.b, step))
         step += 1
 
         # One warpgroup stores while the other multiplies: in turns, they come apart once and stay so
         if k.TURNS:
             warp_scheduler_barrier_sync(WARPGROUP)
         if k.C == "matrix" and not FIRST:
-            wait_full(rings.c, WARPGROUP, t)
-        store(acc, x, rings, tile, alpha, beta, sizes, spread, k, 0, k.BLOCK_N, WARPGROUP)
+            wait_full(pipelines.c, WARPGROUP, t)
+        store(acc, x, pipelines, tile, alpha, beta, sizes, spread, k, 0, k.BLOCK_N, WARPGROUP)
         if k.C == "matrix" and not FIRST:
-            release_after_loads(rings.c, WARPGROUP)
+            release_after_loads(pipelines.c, WARPGROUP)
         if k.TURNS:
             warp_scheduler_barrier_arrive(WARPGROUP, WARPGROUPS)
     tma.store_wait(0)
@@ -277,18 +277,18 @@ def matmul_kernel(a, b, c, y, alpha, beta, sizes, spread, k):
     b_slots = gl.allocate_shared_memory(
         b.dtype, [k.STAGES, 1, 1, b.block_type.shape[2], b.block_type.shape[3]], b.layout
     )
-    b_ring = with_barriers(b_slots, k.STAGES, WARPGROUPS)
-    c_ring = Ring(ABSENT, ABSENT, ABSENT)
+    b_pipeline = with_barriers(b_slots, k.STAGES, WARPGROUPS)
+    c_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if k.C == "matrix":
-        c_ring = new_ring(c, WARPGROUPS, k.ROWS, k.BLOCK_N, 1)
+        c_pipeline = new_pipeline(c, WARPGROUPS, k.ROWS, k.BLOCK_N, 1)
     stage = gl.allocate_shared_memory(y.dtype, [WARPGROUPS * k.STORE_BUFFERS, 1, 1, k.ROWS, k.STORE_COLS], y.layout)
-    rings = GemmPipelines(a_slots, b_ring, c_ring, stage)
+    pipelines = GemmPipelines(a_slots, b_pipeline, c_pipeline, stage)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (compute, (x, rings, alpha, beta, sizes, spread, k, 0)),
-            (compute, (x, rings, alpha, beta, sizes, spread, k, 1)),
-            (load, (x, rings, sizes, spread, k)),
+            (compute, (x, pipelines, alpha, beta, sizes, spread, k, 0)),
+            (compute, (x, pipelines, alpha, beta, sizes, spread, k, 1)),
+            (load, (x, pipelines, sizes, spread, k)),
         ],
         [4, 1],
         [k.COMPUTING_REGISTERS, k.LOADING_REGISTERS],

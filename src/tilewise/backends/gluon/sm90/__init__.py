@@ -213,8 +213,8 @@ def tiles(problem: Problem) -> str:
     if is_copied(problem):
         size = quantity(copied_bytes(problem), "B")
         forward += f"; the bias is copied, to rows that begin at multiples of 16 bytes, {size}"
-    if toeplitz_constants(problem, 2 * c.block_n)["VANISHES"]:
-        forward += "; tiles whose probabilities vanish are left out, and counted as FLOPs like all"
+    if toeplitz_constants(problem, 2 * c.block_n)["UNDERFLOWS"]:
+        forward += "; tiles whose probabilities underflow are left out, and counted as FLOPs like all"
     if (
         not problem.bias_grad
         or problem.totals is not None
@@ -227,8 +227,8 @@ def tiles(problem: Problem) -> str:
     device = torch.device(problem.device if torch.cuda.is_available() else "meta")  # or a plan for a GPU elsewhere
     parts = working_memory(problem, device)
     named = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in parts.items() if size)
-    lanes = backward_config(problem).lanes
-    beside = f" of {lanes} batch elements side by side" if lanes > 1 else ""
+    elements = backward_config(problem).elements
+    beside = f" of {elements} batch elements side by side" if elements > 1 else ""
     return f"{forward}; the backward's programs{beside} take {quantity(sum(parts.values()), 'B')} of memory: {named}"
 
 

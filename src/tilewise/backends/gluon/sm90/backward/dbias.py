@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.gluon.sm90.common.config import (
-    LANES,
+    ELEMENTS,
     MOST_PROGRAMS,
     dbias_sums,
-    has_lanes,
     heads_in_cache,
+    is_batched,
     longest_first,
 )
 from tilewise.backends.gluon.sm90.common.copied_bias import padded, pads_gradient
@@ -39,18 +39,18 @@ def reduction(problem: Problem) -> str:
         return "sum"
     if problem.score.query is not None:
         return "add"
-    if has_lanes(problem):
-        return "lanes"
+    if is_batched(problem):
+        return "elements"
     if problem.broadcast_group(bias).single:
         return "store"
     return "accumulate" if dbias_sums(problem) else "reduce"
 
 
 def broadcast_group(problem: Problem) -> ProgramGroup:
-    """Where a program has lanes, these are a group; the last lanes of a head may have no batch element."""
+    """Where a program has elements, these are a group; the last elements of a head may have no batch element."""
     bias = problem.bias
-    if has_lanes(problem):
-        return ProgramGroup(-(-problem.batch // LANES) * LANES, 1, LANES)
+    if is_batched(problem):
+        return ProgramGroup(-(-problem.batch // ELEMENTS) * ELEMENTS, 1, ELEMENTS)
     if bias is None or bias_axes(problem) != "matrix":
         return ProgramGroup(1, 1, 1)
     group = problem.broadcast_group(bias)
@@ -61,7 +61,7 @@ def broadcast_group(problem: Problem) -> ProgramGroup:
 def adds(problem: Problem) -> bool:
     """Whether more programs share an element of dBias than a group has: groups then add to a float32 sum."""
     found = broadcast_group(problem)
-    return reduction(problem) in ("reduce", "lanes") and found.batch * found.heads > found.programs
+    return reduction(problem) in ("reduce", "elements") and found.batch * found.heads > found.programs
 
 
 def zeroes_ahead(problem: Problem) -> bool:
@@ -77,7 +77,7 @@ def sums_sparsely(problem: Problem) -> bool:
     """Whether `sparse_sum` zeroes what programs add to, and makes dBias of it: a single sum in dBias's dtype is dBias
     itself."""
     bias = problem.bias
-    if problem.mask is None or bias is None or has_lanes(problem):
+    if problem.mask is None or bias is None or is_batched(problem):
         return False
     if reduction(problem) == "accumulate":
         return dbias_sums(problem) > 1
@@ -89,7 +89,7 @@ def bias_gradient_allocation(
 ) -> Callable[..., Tensor] | None:
     """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
     or `dbias_sums` of its shape one after the other, else a float32 sum of its shape; for a bias over the keys the sums
-    of each head, float32 (B, H, N), or (1, H, T) of a packed batch. Of a bias by distance `values.Sheared` does.
+    of each head, float32 (B, H, N), or (1, H, T) of a packed batch. Of a bias by distance `values.Skewed` does.
 
     ahead: persistent programs zero it, see `zeroes_ahead`.
     """

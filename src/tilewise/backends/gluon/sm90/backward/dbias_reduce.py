@@ -2,10 +2,10 @@
 
 The programs of up to eight that share a bias run side by side: a group. Where few share it (see `config.dbias_sums`)
 each adds its tiles of dS to dBias by TMA, while these are in the L2 cache; persistent programs zero it for groups to
-come. What follows is for many sharers, and for sums in a fixed order.
+come. What follows is for many broadcast_size, and for sums in a fixed order.
 
 Tiles of dS meet in memory, and spare warps add them up. Each program stores its tiles of dS, rounded like those
-that dK and dQ are made of, or in the dtype of a bias that has another, in a ring of such groups. When a group has
+that dK and dQ are made of, or in the dtype of a bias that has another, in a ds_slots of such groups. When a group has
 ended, idle warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `dbias_reduce_kernel`
 does so for the last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and
 keeps it all out of the way of the products. A tile that a mask hides from a program is not stored by it. Lists say
@@ -41,7 +41,7 @@ LISTED = gl.constexpr(128)  # tiles of queries that are looked at together
 class DbiasTiles(NamedTuple):
     """Where tiles of dS meet.
 
-    tiles: a descriptor of the ring (slots · programs of a group, steps, BLOCK_M, BLOCK_N) in boxes [these, 1, ROWS,
+    tiles: a descriptor of the ds_slots (slots · programs of a group, steps, BLOCK_M, BLOCK_N) in boxes [these, 1, ROWS,
     COLS].
     dbias: `Strided`, stride 0 along what broadcasts; float32 sums if more programs than a group has add to an element.
     lists: with a mask those of `group_list_kernel`.
@@ -201,7 +201,7 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
     WIDTH: gl.constexpr = 4 if c.ADDS else 8
     L: gl.constexpr = gl.BlockedLayout([8 // WIDTH, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
-    place = group % sizes.ring * c.GROUP_PROGRAMS
+    place = group % sizes.ds_slots * c.GROUP_PROGRAMS
     if c.MASK:
         listed = list_of_group(dbias_tiles.lists, group, sizes)
         count = gl.load(listed) * EACH

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gluon.compat import async_load, reinterpret, tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
-    Ring,
+    Pipeline,
     count_stored,
     count_up,
-    new_ring,
+    new_pipeline,
     wait_count,
     wait_for_previous,
     wait_full,
@@ -51,10 +51,10 @@ CAST_COLS = gl.constexpr(128)
 DQ_COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
 
 
-class DqRing(NamedTuple):
-    """How dQ leaves: a `Ring` of one slot, if it does by TMA. And a barrier for each slot of K and V which says, once a
-    work tile, that the program's other warps have stored all that counts; not one of the ring's, whose warp may be some
-    phases behind."""
+class DqPipeline(NamedTuple):
+    """How dQ leaves: a `Pipeline` of one slot, if it does by TMA. And a barrier for each slot of K and V which says,
+    once a work tile, that the program's other warps have stored all that counts; not one of the pipeline's, whose warp
+    may be some phases behind."""
 
     slots: Any
     full: Any
@@ -63,18 +63,18 @@ class DqRing(NamedTuple):
 
 
 @gluon.jit
-def new_dq_ring(dq, c):
-    """``dq``: as of `backward_kernel.Operands`."""
-    ring = Ring(ABSENT, ABSENT, ABSENT)
+def new_dq_pipeline(dq, c):
+    """``dq``: as of `BackwardOperands`."""
+    pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.DQ_STORED:
-        ring = new_ring(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
+        pipeline = new_pipeline(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
     elif c.DQ_BY_TMA:
         slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
-        ring = with_barriers(slots, 1, 1)
+        pipeline = with_barriers(slots, 1, 1)
     stored = gl.allocate_shared_memory(gl.int64, [c.KEY_STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(c.KEY_STAGES):
         mbarrier.init(stored.index(slot), count=1)
-    return DqRing(ring.slots, ring.full, ring.empty, Ring(ABSENT, stored, ABSENT))
+    return DqPipeline(pipeline.slots, pipeline.full, pipeline.empty, Pipeline(ABSENT, stored, ABSENT))
 
 
 @gluon.constexpr_function
@@ -156,15 +156,15 @@ def finish_heads(
     """One of some parts of dQ = scale · sum, of HEADS key/value heads from ``head`` on, see
     `backward.scheduler.head_of`, by one warp.
 
-    ZEROES: their places for the heads that have them next. dq: `Strided`; lanes past its ``batch`` elements have none.
-    """
+    ZEROES: their places for the heads that have them next. dq: `Strided`; elements past its ``batch`` elements have
+    none."""
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
     STRIP: gl.constexpr = 128  # elements that one warp has next to each other: 16 rows and 8 columns
     IN: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # what a warp has of wgmma's result
     STRIPS: gl.constexpr = c.BLOCK_D // 8
-    group = head // c.LANES
-    b0, hk = group // sizes.kv_heads * c.LANES + head % c.LANES, group % sizes.kv_heads
+    group = head // c.ELEMENTS
+    b0, hk = group // sizes.kv_heads * c.ELEMENTS + head % c.ELEMENTS, group % sizes.kv_heads
     nth = gl.arange(0, STRIPS, gl.SliceLayout(1, IN))[:, None]
     within = nth * (c.WARPS * STRIP) + gl.arange(0, STRIP, gl.SliceLayout(0, IN))[None, :]
     row = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
@@ -182,10 +182,10 @@ def finish_heads(
         apart = gl.cast(sizes.group * sizes.row_tiles, gl.int64) * (c.BLOCK_M * c.BLOCK_D)
         for i in gl.static_range(AHEAD):
             at = dq_accum + strips_at(place, g, gl.minimum(part + i * parts, last), STRIPS, sizes, c) * STRIP + within
-            for lane in gl.static_range(HEADS):
-                async_load(slots.index(i * HEADS + lane), at + lane * apart)
+            for element in gl.static_range(HEADS):
+                async_load(slots.index(i * HEADS + element), at + element * apart)
                 async_copy.commit_group()
-        # Rows of dQ are of a multiple of eight elements, or there are no lanes: said, to store two at a time.
+        # Rows of dQ are of a multiple of eight elements, or there are no elements: said, to store two at a time.
         to = dq.pointer + gl.cast(b0, gl.int64) * (dq.stride0 // 8 * 8)
         to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
         first_slot = 0
@@ -195,17 +195,17 @@ def finish_heads(
             ahead = dq_accum + strips_at(place, g, later, STRIPS, sizes, c) * STRIP + within
             to_rows = to + (row + rows * 16).to(gl.int64) * (dq.stride2 // 8 * 8) + col
             inside = (row < sizes.queries - rows * 16) & (col // 8 < dim // 8)
-            for lane in gl.static_range(HEADS):
-                slot = slots.index(first_slot + lane)
+            for element in gl.static_range(HEADS):
+                slot = slots.index(first_slot + element)
                 async_copy.wait_group(AHEAD * HEADS - 1)
                 found = slot.load(IN)
                 if ZEROES:
-                    gl.store(here + lane * apart, gl.zeros([STRIPS, STRIP], gl.float32, IN))
-                async_load(slot, ahead + lane * apart)
+                    gl.store(here + element * apart, gl.zeros([STRIPS, STRIP], gl.float32, IN))
+                async_load(slot, ahead + element * apart)
                 async_copy.commit_group()
                 value = in_rows((found * terms.scale).to(dq.pointer.dtype.element_ty))
                 value = gl.convert_layout(value, OUT, assert_trivial=True)
-                gl.store(to_rows + lane * (dq.stride0 // 8 * 8), value, mask=inside & (b0 + lane < batch))
+                gl.store(to_rows + element * (dq.stride0 // 8 * 8), value, mask=inside & (b0 + element < batch))
             first_slot = AHEAD * HEADS - HEADS - first_slot
         async_copy.wait_group(0)
 
@@ -219,17 +219,17 @@ def strips_at(place, g, rows, STRIPS: gl.constexpr, sizes, c):
 
 @gluon.jit
 def finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c):
-    """Where heads take turns in the sum of dQ, as those of lanes: a program's part of dQ of the heads of a group whose
-    programs have ended, or nearly, and zeros in their places. Half of the ring's heads are between the two, and half
-    have that time to be finished in. Of the heads of a group, which programs have together, the first has counters.
-    """
+    """Where heads take turns in the sum of dQ, as those of elements: a program's part of dQ of the heads of a group
+    whose programs have ended, or nearly, and zeros in their places. Half of the pipeline's heads are between the two,
+    and half have that time to be finished in. Of the heads of a group, which programs have together, the first has
+    counters."""
     head, tile = head_and_tile(tile_index, sizes, c)
-    earlier = head * c.LANES - sizes.zeroed // 2
+    earlier = head * c.ELEMENTS - sizes.zeroed // 2
     if earlier >= 0:
         counters = counters_at(counts, sizes, c)
         wait_count(counters.done + earlier, sizes.key_tiles)
         finish_heads(
-            earlier, c.LANES, tile, sizes.key_tiles, x.dq, dq, x.k.shape[0], x.k.shape[3], True, terms, sizes, c
+            earlier, c.ELEMENTS, tile, sizes.key_tiles, x.dq, dq, x.k.shape[0], x.k.shape[3], True, terms, sizes, c
         )
         if earlier + sizes.zeroed < sizes.batch * sizes.kv_heads:
             count_up(counters.zeroed + earlier + sizes.zeroed)
@@ -237,8 +237,8 @@ def finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c):
 
 @gluon.jit
 def last_heads_kernel(dq_accum, dq, total, dbias, batch, dim, terms, sizes, c):
-    """After lanes: dQ of the heads that no later program has finished, one program for each tile of queries; and dBias
-    from its float32 sum ``total``, a `Strided`, one for each piece. dbias: (1, H, M, N), contiguous."""
+    """After elements: dQ of the heads that no later program has finished, one program for each tile of queries; and
+    dBias from its float32 sum ``total``, a `Strided`, one for each piece. dbias: (1, H, M, N), contiguous."""
     tiles = sizes.group * sizes.row_tiles
     nth = gl.program_id(0) // tiles
     if nth < sizes.zeroed // 2:
@@ -300,10 +300,10 @@ def place_of_part(tile_of_head, part, c):
 
 
 @gluon.jit
-def dv_tile(x, dq_ring, c):
+def dv_tile(x, dq_pipeline, c):
     """The memory of dQ as a tile of dV."""
     gl.static_assert(c.DQ_BY_TMA and c.DQ_PARTS == 1 and not c.DQ_STORED, "dQ has no memory of the size of dV")
-    return reinterpret(dq_ring.slots.index(0), x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
+    return reinterpret(dq_pipeline.slots.index(0), x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
 
 
 @gluon.jit
@@ -318,16 +318,16 @@ def uses_of_slot(step, shared, c):
 
 
 @gluon.jit
-def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, terms, c):
+def release_part(dq, x, dq_pipeline, tile_of_head, step, PART: gl.constexpr, terms, c):
     """A part of dQ out of its registers: into shared memory, where the part before has been read; or straight onto the
     sum, 512 neighbouring bytes a warp and instruction."""
     if c.DQ_STORED:
-        mbarrier.wait(dq_ring.empty.index(0), (step & 1) ^ 1)
-        dq_ring.slots.index(0).reshape([c.BLOCK_M, c.BLOCK_D]).store((dq * terms.scale).to(x.dq.dtype))
+        mbarrier.wait(dq_pipeline.empty.index(0), (step & 1) ^ 1)
+        dq_pipeline.slots.index(0).reshape([c.BLOCK_M, c.BLOCK_D]).store((dq * terms.scale).to(x.dq.dtype))
     elif c.DQ_BY_TMA:
         flat = as_threads_hold_it(dq, c.WARPS)
-        mbarrier.wait(dq_ring.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
-        dq_ring.slots.index(0).store(flat)
+        mbarrier.wait(dq_pipeline.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
+        dq_pipeline.slots.index(0).store(flat)
     else:
         flat = as_threads_hold_it(dq, c.WARPS)
         part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
@@ -335,25 +335,25 @@ def release_part(dq, x, dq_ring, tile_of_head, step, PART: gl.constexpr, terms, 
 
 
 @gluon.jit
-def send_part(dq_ring, c):
+def send_part(dq_pipeline, c):
     """What is in shared memory to the warp that adds it; with the fence here all of these warps would wait for it."""
     if c.DQ_BY_TMA:
         warps_barrier()
-        mbarrier.arrive(dq_ring.full.index(0), count=1)
+        mbarrier.arrive(dq_pipeline.full.index(0), count=1)
 
 
 @gluon.jit
-def signal_stored(dq_ring, slot, c):
+def signal_stored(dq_pipeline, slot, c):
     """Tell the warp that adds dQ that dK and dV are in a slot of K and V, and dS and dQ stored and added, if not by
     it."""
     if c.DBIAS == "reduce":
         wait_stored(0)
     warps_barrier()
-    mbarrier.arrive(dq_ring.stored.full.index(slot), count=1)
+    mbarrier.arrive(dq_pipeline.stored.full.index(slot), count=1)
 
 
 @gluon.jit
-def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
+def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
     """Add dQ of one work tile to its sum by TMA, or store it; returns the steps done. Where order matters, each tile is
     added when the tiles of keys before have added theirs.
 
@@ -383,23 +383,23 @@ def add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c):
                         lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
                         count = gl.minimum(c.BLOCK_M, seq.queries - m0)
                         first, _, _, _ = key_tiles(m0, count, seq.keys, lo, hi, c.BLOCK_N)
-                        if c.VANISHES:
+                        if c.UNDERFLOWS:
                             first = first_within_reach(first, m0, work_tile, x.tile_list, sizes, c)
                         dq_order = work_tile.n0 // c.BLOCK_N - first
                     wait_count(counters.dq_semaphores + head + m, dq_order)
                 for part in gl.static_range(c.DQ_PARTS):
-                    wait_full(dq_ring, 0, step * c.DQ_PARTS + part)
+                    wait_full(dq_pipeline, 0, step * c.DQ_PARTS + part)
                     if c.VALUE_STAGES < c.KEY_STAGES:
                         mbarrier.arrive(values.empty.index(0), count=1, pred=step + 1 == end)
                     fence_async_shared()  # warps have stored, TMA reads
                     if c.DQ_STORED:
                         seq = work_tile.seq
                         at = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
-                        tma_store(x.dq, at, dq_ring.slots.index(0))
+                        tma_store(x.dq, at, dq_pipeline.slots.index(0))
                     else:
-                        tma_add(x.dq, [place_of_part(head + m, part, c), 0], dq_ring.slots.index(0))
+                        tma_add(x.dq, [place_of_part(head + m, part, c), 0], dq_pipeline.slots.index(0))
                     tma.store_wait(0)
-                    mbarrier.arrive(dq_ring.empty.index(0), count=1)
+                    mbarrier.arrive(dq_pipeline.empty.index(0), count=1)
                 if c.DEFERRED_RELEASE:
                     if step > begun:  # what was added a step ago is there by now: no wait for what has just begun
                         wait_stored(c.DQ_PARTS)

@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
-    Ring,
+    Pipeline,
     border,
-    new_ring,
-    new_ring_of_numbers,
+    new_pipeline,
+    new_pipeline_of_numbers,
     new_tiles,
     only_slot,
     release,
@@ -53,7 +53,7 @@ from tilewise.backends.gluon.sm90.backward.dbias_reduce import (
 from tilewise.backends.gluon.sm90.backward.dq import (
     begin_dq,
     dv_tile,
-    new_dq_ring,
+    new_dq_pipeline,
     release_part,
     send_part,
     signal_stored,
@@ -134,10 +134,10 @@ class BackwardConstants(NamedTuple):
     K_IN_REGISTERS: Any
     V_IN_REGISTERS: Any
     WARPS: Any  # that compute
-    LANES: Any  # batch elements of a program, see backward_lanes; else 1
+    ELEMENTS: Any  # batch elements of a program, see batched; else 1
     SHARES_KEYS: Any  # both warpgroups have the same keys
     LOADING_REGISTERS: Any
-    COMPUTING_REGISTERS: Any  # of lanes
+    COMPUTING_REGISTERS: Any  # of elements
     BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
     BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
     BIAS_BATCH: Any  # a bias for each batch element, or one for all
@@ -151,14 +151,14 @@ class BackwardConstants(NamedTuple):
     TOEPLITZ_GROUP: Any
     FAR_LO: Any
     FAR_HI: Any
-    VANISHES: Any
+    UNDERFLOWS: Any
     DTOEPLITZ: Any  # its gradient is wanted
     DBIAS_SUMS: Any  # to which tiles of dS are added with "accumulate", see config.dbias_sums
     ZEROES_DBIAS: Any  # programs do, for groups to come
     GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", "accumulate", "reduce" or "lanes"; of cols "sum"; by distance "add"
+    DBIAS: Any  # "none"; of a matrix "store", "accumulate", "reduce" or "elements"; of cols "sum"; by distance "add"
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
-    HIDES_KEYS: Any  # of lanes, in the place of MASK: it is the same for all queries, see `key_mask`
+    HIDES_KEYS: Any  # of elements, in the place of MASK: it is the same for all queries, see `key_mask`
     MASK_BATCH: Any  # as of the bias
     MASK_GROUP: Any
     LONGEST_FIRST: Any  # work tiles come in the order that `mask_kernels.longest_first_kernel` finds
@@ -192,9 +192,9 @@ class BackwardOperands(NamedTuple):
 
     dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA. With DQ_STORED of dQ itself.
     bias: None where `BackwardConstants.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N), and
-    where DBIAS is "reduce" the ring of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one. tile_list:
-    likewise, or of a packed batch, see packed; with VANISHES the reach of each key/value head, see vanishing.
-    """
+    where DBIAS is "reduce" the pipeline of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one.
+    tile_list: likewise, or of a packed batch, see packed; with UNDERFLOWS the reach of each key/value head, see
+    underflow."""
 
     q: Any
     k: Any
@@ -230,8 +230,8 @@ class BackwardShared(NamedTuple):
     ds: Any
     dbias: Any
     added: Any
-    ds_ring: Any  # barriers of dS of a lane, which others read too
-    hiding: Any  # of a lane, keys and queries of the step that hides keys, see `key_mask`
+    ds_pipeline: Any  # barriers of dS of an element, which others read too
+    hiding: Any  # of an element, keys and queries of the step that hides keys, see `key_mask`
 
 
 class BackwardState(NamedTuple):
@@ -246,8 +246,8 @@ class BackwardState(NamedTuple):
 
 
 @gluon.jit
-def process_query_tile(
-    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
+def bwd_one_m_block(
+    state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
     toeplitz=None, NEAR: gl.constexpr = False, RANGE: gl.constexpr = ANY,
 ):  # fmt: skip
     """One tile of queries: every gradient that it takes part in. Returns the `BackwardState` for the next.
@@ -265,19 +265,19 @@ def process_query_tile(
     gl.static_assert(c.AHEAD or c.DQ_PARTS == 1, "two parts of dQ leave around the next QK")
     gl.static_assert(c.DQ_BY_TMA or not c.ORDERED, "additions from registers have no order")
     gl.static_assert(c.M_SUBTILES == 1 or not (c.SHARES_KEYS or c.MASK), "one subtile has their P, or its bits")
-    slot = slot_of(rows.ring, step)
+    slot = slot_of(rows.pipeline, step)
     if not DO_APART:
         do_slot = slot
     elif c.DO_STAGES == 1:
         do_slot = only_slot(c)
     else:
-        do_slot = slot_of(rows.do_ring, step)
+        do_slot = slot_of(rows.do_pipeline, step)
     m0 = m * c.BLOCK_M
     tile_of_head = tile_of_sum(work_tile, h, m, sizes, c)
-    q = rows.ring.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    q = rows.pipeline.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
     do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    if c.LANES > 1:
-        ds_slot = slot_of(shared.ds_ring, step)
+    if c.ELEMENTS > 1:
+        ds_slot = slot_of(shared.ds_pipeline, step)
         tile = shared.ds.index(ds_slot)
     elif c.BIAS == "matrix" and not c.BIAS_APART:
         tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
@@ -305,7 +305,7 @@ def process_query_tile(
         first_start = start_of_words(toeplitz, corner, c) if READS else start
         s_pending = begin(first_start, rows, shared, step, 0, terms, c, READS or (BIASED and not terms.HAS_CAP))
     if DO_APART:
-        wait_full(rows.do_ring, do_slot, use_of(rows.do_ring, step))
+        wait_full(rows.do_pipeline, do_slot, use_of(rows.do_pipeline, step))
     dp_pending = begin_dp(rows, shared, do_slot, 0, terms, c)
     if not c.AHEAD:
         lse = lse_of(rows, step, 0, c)
@@ -365,8 +365,8 @@ def process_query_tile(
         if ADDS and RANGE != "inside":
             keep_entries(ds, rows.bias, corner, i, terms, c)
         ds_rounded = score_tile_gradient(ds, slope, terms).to(DTYPE)
-        if c.LANES > 1:
-            mbarrier.wait(shared.ds_ring.empty.index(ds_slot), (use_of(shared.ds_ring, step) & 1) ^ 1)
+        if c.ELEMENTS > 1:
+            mbarrier.wait(shared.ds_pipeline.empty.index(ds_slot), (use_of(shared.ds_pipeline, step) & 1) ^ 1)
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
@@ -385,9 +385,9 @@ def process_query_tile(
     # step before) before the refill of their slot.
     warps_barrier()
     fence_async_shared()
-    if c.LANES > 1:  # dS is there, and all warps have read the bias
-        mbarrier.arrive(shared.ds_ring.full.index(ds_slot), count=1)
-        release(rows.bias_ring, slot_of(rows.bias_ring, step))
+    if c.ELEMENTS > 1:  # dS is there, and all warps have read the bias
+        mbarrier.arrive(shared.ds_pipeline.full.index(ds_slot), count=1)
+        release(rows.bias_pipeline, slot_of(rows.bias_pipeline, step))
     bias_b = work_tile.b if c.BIAS_BATCH else 0
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
@@ -412,21 +412,21 @@ def process_query_tile(
     BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
     if DO_APART:  # the next dO is to come under what is left of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv,))
-        release(rows.do_ring, do_slot)
+        release(rows.do_pipeline, do_slot)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
-    release_part(dq, x, dq_ring, tile_of_head, uses_of_slot(step, shared, c), 0, terms, c)
+    release_part(dq, x, dq_pipeline, tile_of_head, uses_of_slot(step, shared, c), 0, terms, c)
     if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
-    send_part(dq_ring, c)
+    send_part(dq_pipeline, c)
     if c.DQ_PARTS == 2:
         dk, dq = warpgroup_mma_wait(1, deps=(dk, rest_pending))
         if LEAVES:
             tma.store_wait(0)  # dBias has left shared memory
-        release(rows.ring, slot)
-        release_part(dq, x, dq_ring, tile_of_head, step, 1, terms, c)
-        send_part(dq_ring, c)
+        release(rows.pipeline, slot)
+        release_part(dq, x, dq_pipeline, tile_of_head, step, 1, terms, c)
+        send_part(dq_pipeline, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
     else:
         if c.AHEAD:
@@ -439,14 +439,14 @@ def process_query_tile(
             dk = warpgroup_mma_wait(0, deps=(dk,))
         if LEAVES:
             tma.store_wait(0)  # dBias has left
-        release(rows.ring, slot)  # all warps come here first: dS's tile has been read, too, where only one is
+        release(rows.pipeline, slot)  # all warps come here first: dS's tile has been read, too, where only one is
     if not c.AHEAD:
         s, lse = ABSENT, ABSENT
     return BackwardState(dk, dv, s, start, lse, sums)
 
 
 @gluon.jit
-def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c):
+def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline, shared, counts, terms, sizes, c):
     """The program's ``nth`` work tile: dK and dV of a tile of keys, its share of dQ, and dBias. Returns the steps
     done."""
     DTYPE: gl.constexpr = x.k.dtype
@@ -458,10 +458,10 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     v_slot = slot_of(values, nth)
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    if not c.DQ_BY_TMA and c.LANES == 1:  # else who loads has waited
+    if not c.DQ_BY_TMA and c.ELEMENTS == 1:  # else who loads has waited
         wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
-        earlier = tile_index // c.GROUP_PROGRAMS - sizes.ring
+        earlier = tile_index // c.GROUP_PROGRAMS - sizes.ds_slots
         if earlier >= 0:  # it had this program's place
             wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
     elif c.ZEROES_DBIAS:
@@ -477,7 +477,7 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
     shared = BackwardShared(
         shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
-        shared.ds_ring, shared.hiding,
+        shared.ds_pipeline, shared.hiding,
     )  # fmt: skip
 
     steps = step + steps_of(x, work_tile, sizes, c)
@@ -516,9 +516,9 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                     end = end_of_part(part, count, work_tile, near_begin, near_end, c)
                     for i in range(begin, end):
                         m, kind = entry_at(i, listed, work_tile, c)
-                        state = process_query_tile(
-                            state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
-                            at, part == 1,
+                        state = bwd_one_m_block(
+                            state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, kind, terms,
+                            sizes, c, at, part == 1,
                         )  # fmt: skip
                         step += 1
                     if c.DTOEPLITZ and part != 1:
@@ -529,16 +529,16 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             for i in range(count):
                 m, kind = entry_at(i, listed, work_tile, c)
-                state = process_query_tile(
-                    state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c
+                state = bwd_one_m_block(
+                    state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c
                 )
                 step += 1
         else:  # what cuts a tile is known when it is compiled
             if terms.HAS_LO:
                 for i in range(work_tile.end - work_tile.full_end):
                     m = work_tile.end - 1 - i
-                    state = process_query_tile(
-                        state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
+                    state = bwd_one_m_block(
+                        state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
                     )
                     step += 1
             end = work_tile.full_end
@@ -549,9 +549,9 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
                     begin = begin_of_part(part, work_tile, end, terms, c)
                     for i in range(end - begin):
                         m = end - 1 - i
-                        state = process_query_tile(
-                            state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 0, terms, sizes, c,
-                            RANGE=part_name(part, c.SORTED),
+                        state = bwd_one_m_block(
+                            state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, 0, terms, sizes,
+                            c, RANGE=part_name(part, c.SORTED),
                         )  # fmt: skip
                         step += 1
                     end = begin
@@ -562,8 +562,8 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
             if terms.HAS_HI or terms.HAS_LO or c.RAGGED:
                 for i in range(work_tile.full_begin - work_tile.begin):
                     m = work_tile.full_begin - 1 - i
-                    state = process_query_tile(
-                        state, x, rows, dq_ring, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
+                    state = bwd_one_m_block(
+                        state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, 1, terms, sizes, c
                     )
                     step += 1
         if c.DBIAS == "sum":
@@ -574,28 +574,30 @@ def differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared,
     warps_barrier()  # the other warpgroup may still read them
     if c.VALUE_STAGES < c.KEY_STAGES:
         k_tile.store((state.dk * terms.scale).to(DTYPE))
-        mbarrier.wait(dq_ring.empty.index(0), (uses_of_slot(step, shared, c) & 1) ^ 1)
-        dv_tile(x, dq_ring, c).reshape([c.BLOCK_N, c.BLOCK_D]).store(state.dv.to(DTYPE))
+        mbarrier.wait(dq_pipeline.empty.index(0), (uses_of_slot(step, shared, c) & 1) ^ 1)
+        dv_tile(x, dq_pipeline, c).reshape([c.BLOCK_N, c.BLOCK_D]).store(state.dv.to(DTYPE))
     else:
         v_tile.store(state.dv.to(DTYPE))
         k_tile.store((state.dk * terms.scale).to(DTYPE))
-    signal_stored(dq_ring, slot, c)
+    signal_stored(dq_pipeline, slot, c)
     return step
 
 
 @gluon.jit
-def compute(x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c):
+def compute(x, rows, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c):
     """The role of the two warpgroups: all products."""
     step, nth = gl.to_tensor(0), gl.to_tensor(0)
     if c.DYNAMIC:
         tile_index = next_tile_index(0, nth, tile_indices, c)
         while tile_index < work_tile_count(x, sizes, c):
-            step = differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c)
+            step = compute_work_tile(
+                tile_index, nth, step, x, rows, keys, values, dq_pipeline, shared, counts, terms, sizes, c
+            )
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
     else:
         tile_index = gl.program_id(0)
-        differentiate(tile_index, nth, step, x, rows, keys, values, dq_ring, shared, counts, terms, sizes, c)
+        compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline, shared, counts, terms, sizes, c)
 
 
 @gluon.jit
@@ -612,18 +614,18 @@ def backward_kernel(
     dbias_tiles = shared_dbias if c.ZEROES_DBIAS else pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
-    keys = new_ring(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
-    values = new_ring(v, c.VALUE_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
+    keys = new_pipeline(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
+    values = new_pipeline(v, c.VALUE_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
-    ring = new_ring(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
+    pipeline = new_pipeline(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
     if c.DO_STAGES != c.STAGES:
-        do_ring = new_ring(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D, 1)
-        do_slots = do_ring.slots
+        do_pipeline = new_pipeline(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D, 1)
+        do_slots = do_pipeline.slots
     else:
-        do_ring = Ring(ABSENT, ABSENT, ABSENT)
+        do_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
         do_slots = new_tiles(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
-    dq_ring = new_dq_ring(dq, c)
+    dq_pipeline = new_dq_pipeline(dq, c)
     BEHIND: gl.constexpr = 1 if c.DBIAS == "add" else 0  # see `backward.relative`
     DS_SLOTS: gl.constexpr = c.STAGES + BEHIND if c.BIAS == "matrix" and not c.BIAS_APART else 1
     if c.BIAS == "matrix" and not c.BIAS_APART:
@@ -646,12 +648,12 @@ def backward_kernel(
     bits_slots = ABSENT
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = QueryRows(ring, do_slots, stats_slots, bias_slots, bits_slots, do_ring, ABSENT)
+    rows = QueryRows(pipeline, do_slots, stats_slots, bias_slots, bits_slots, do_pipeline, ABSENT)
     shared = BackwardShared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT, ABSENT)
-    index_ring = Ring(ABSENT, ABSENT, ABSENT)
+    index_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
-        index_ring = new_ring_of_numbers(2, 3)
-    tile_indices = TileIndices(index_ring)
+        index_pipeline = new_pipeline_of_numbers(2, 3)
+    tile_indices = TileIndices(index_pipeline)
     FEW: gl.constexpr = c.LOADING_REGISTERS
     if c.DBIAS == "reduce":
         slots, arrived = new_slots(dbias_tiles, c)
@@ -662,9 +664,9 @@ def backward_kernel(
     # costs none.
     gl.warp_specialize(
         [
-            (compute, (x, rows, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)),
+            (compute, (x, rows, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c)),
             (load, (x, rows, tile_indices, counts, terms, sizes, c)),
-            (add, (x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)),
+            (add, (x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c)),
             (background, (x, keys, values, dbias_tiles, slots, arrived, tile_indices, counts, terms, sizes, c)),
         ],
         [1, 1, 2],

@@ -11,7 +11,7 @@ from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, dev
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.preprocess import ZEROED_AT_ONCE, Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
-from tilewise.backends.gluon.sm90.backward.batched import lanes_kernel
+from tilewise.backends.gluon.sm90.backward.batched import batched_kernel
 from tilewise.backends.gluon.sm90.backward.dbias import (
     adds,
     bias_gradient,
@@ -57,11 +57,11 @@ from tilewise.backends.gluon.sm90.common.traits import always_hides, bias_axes, 
 from tilewise.backends.gluon.sm90.common.underflow import Reach
 from tilewise.backends.gluon.tensors import boxes, descriptor, ragged, vector
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
-from tilewise.backends.gluon.values import Sheared, as_matrix, ends, range_constants
+from tilewise.backends.gluon.values import Skewed, as_matrix, ends, range_constants
 from tilewise.backends.gluon.varlen import BothLists
 from tilewise.backends.gluon.varlen_values import PackedValues, laid_out
 from tilewise.backends.kernels.sinks import SinkGradient
-from tilewise.backends.kernels.tile_lists import Flat, KeptLists, flat_and_lists
+from tilewise.backends.kernels.tile_lists import Flat, TileListCache, flat_and_lists
 from tilewise.backends.launch.launcher import POINTER, Launch, Record, constants, strided, strided_if_any, strided_rows
 from tilewise.backends.protocol import Structure
 from tilewise.spec.problem import Problem
@@ -78,11 +78,11 @@ class HopperBackward:
         q, k, v, bias, mask, sink, parts, *_ = inputs
         problem = as_matrix(problem)
         self.config = config = backward_config(problem)
-        self.values: Sheared | PackedValues | None = None
+        self.values: Skewed | PackedValues | None = None
         self.dvalues: Tensor | None = None  # of a packed batch, what the gradient of its values is like
         if parts is not None and parts.query is not None and problem.score.query is not None:
             if problem.totals is None:
-                self.values = Sheared(parts.query, problem.score.query)
+                self.values = Skewed(parts.query, problem.score.query)
             else:
                 self.values = PackedValues(problem, parts.query, config.block_m)
             bias = self.values.like
@@ -90,7 +90,7 @@ class HopperBackward:
         self.width = width = backward_width(problem)
         block_m, block_n = config.block_m, config.block_n
         self.multiprocessors = multiprocessors(q.device)
-        self.block_m, self.dq_stored, self.lanes = block_m, config.dq_stored, config.lanes > 1
+        self.block_m, self.dq_stored, self.elements = block_m, config.dq_stored, config.elements > 1
         self.zeroes_dq = self.dq_stored and problem.totals is None and leaves_queries_out(*band_of(problem))
         row_warps = 8 if width == 256 else 4  # of the kernels before and after
         p = problem
@@ -119,22 +119,28 @@ class HopperBackward:
         self.empty_dbias = bias_gradient_allocation(problem, bias, ahead)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
         self.adds = reduction(problem) == "add"
-        if self.adds and isinstance(self.values, Sheared):
+        if self.adds and isinstance(self.values, Skewed):
             dbias = self.values.gradient_like
         elif self.adds:
             dbias = bias  # a copy like that of the values
-        # the ring of dS of a bias that is shared
-        ring = None
+        # the dS buffer of a bias that is shared
+        ds_buffer = None
         if bias is not None and reduction(problem) == "reduce":
-            places = sizes.ring * broadcast_group(problem).programs
-            ring = torch.empty(places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta")
-        self.empty_ring = None if ring is None else allocation(ring, q.device)
-        counted = counters(sizes, groups, p.deterministic, ring is not None, ahead, packed)
-        # The float32 dBias of lanes lies behind the counters, and is zeroed with them: where an int32 counts both, and
-        # the step past them that all programs of the preprocess make together.
+            places = sizes.ds_slots * broadcast_group(problem).programs
+            ds_buffer = torch.empty(
+                places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta"
+            )
+        self.empty_ds_buffer = None if ds_buffer is None else allocation(ds_buffer, q.device)
+        counted = counters(sizes, groups, p.deterministic, ds_buffer is not None, ahead, packed)
+        # The float32 dBias of elements lies behind the counters, and is zeroed with them: where an int32 counts both,
+        # and the step past them that all programs of the preprocess make together.
         self.dbias_layout: tuple[Any, ...] | None = None
         first = -(-counted // 32) * 32
-        if self.lanes and dbias is not None and first + dbias.stride(0) + ZEROED_AT_ONCE.value * row_programs < 2**31:
+        if (
+            self.elements
+            and dbias is not None
+            and first + dbias.stride(0) + ZEROED_AT_ONCE.value * row_programs < 2**31
+        ):
             self.dbias_layout, counted = (dbias.shape, dbias.stride(), first), first + dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
@@ -142,11 +148,11 @@ class HopperBackward:
         if p.mask is not None:
             sorts = longest_first(problem)
             self.summary = MaskSummary(problem, mask, q.device, block_n, 1, by_keys=True, longest_first=sorts)
-            self.mask = KeptLists(self._known_mask, problem)
+            self.mask = TileListCache(self._known_mask, problem)
         dlse_rows = None if dlse is None else dlse[..., None]
         weight = kept_weight(problem)
         terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic, ahead), bias_axes(problem)
-        if self.adds and isinstance(self.values, Sheared):
+        if self.adds and isinstance(self.values, Skewed):
             self.zeros = zeros_launch(self.values, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
@@ -165,7 +171,7 @@ class HopperBackward:
         if toeplitz is not None:
             self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
             self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
-        self.reach = Reach(problem, inputs, c, do) if c.VANISHES.value else None
+        self.reach = Reach(problem, inputs, c, do) if c.UNDERFLOWS.value else None
         self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
         along_rows = bias if self.of_rows else None
         tiled: tuple[Any, ...] = (block_m, width, block_n) if packed else (self.of_rows, block_m, width)
@@ -187,11 +193,16 @@ class HopperBackward:
             (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, *tiled),
             num_warps=row_warps,
         )
-        dbias_tiles = [POINTER, strided(dbias if self.lanes or ring is not None or ahead else None), POINTER, POINTER]
-        if ring is not None:
-            dbias_tiles[0] = boxes(ring, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ring.stride())
+        dbias_tiles = [
+            POINTER,
+            strided(dbias if self.elements or ds_buffer is not None or ahead else None),
+            POINTER,
+            POINTER,
+        ]
+        if ds_buffer is not None:
+            dbias_tiles[0] = boxes(ds_buffer, [c.GROUP_PROGRAMS.value, 1, ROWS.value, COLS.value], ds_buffer.stride())
         self.main = Launch(
-            lanes_kernel if self.lanes else backward_kernel,
+            batched_kernel if self.elements else backward_kernel,
             min(programs, work_tiles) if dynamic else work_tiles,
             (
                 box(q, block_m, width),
@@ -204,28 +215,28 @@ class HopperBackward:
                 box(dk, block_n, width),
                 box(dv, block_n, width),
                 strided(dq)
-                if self.lanes
+                if self.elements
                 else POINTER
                 if c.DBIAS.value == "sum" or toeplitz is not None
-                else box(dbias if ring is None else ring, block_m, block_n),
+                else box(dbias if ds_buffer is None else ds_buffer, block_m, block_n),
                 Record(Given, (POINTER, POINTER)),
-                POINTER if self.summary is None or self.lanes else vector(self.summary.bits_like, 2 * block_n),
+                POINTER if self.summary is None or self.elements else vector(self.summary.bits_like, 2 * block_n),
                 *dbias_tiles,
             ),
             (terms, sizes, c),
             num_warps=4 * config.warpgroups,
             launch_pdl=True,
-            **most_registers(config.programs, config.lanes * config.warpgroups + 1),
+            **most_registers(config.programs, config.elements * config.warpgroups + 1),
         )
         self.list_groups = self.reduce_group = None
-        if ring is not None and p.mask is not None:  # which of its tiles are stored
+        if ds_buffer is not None and p.mask is not None:  # which of its tiles are stored
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
         self.sparse_sum = None
         if bias is not None and dbias is not None and sums_sparsely(p):
             self.sparse_sum = SparseSum(p, bias, dbias, block_n)
-        if ring is not None:
+        if ds_buffer is not None:
             last, pieces = min(sizes.lag, groups), pieces_of_tile(block_m, block_n)
             self.reduce_group = Launch(
                 dbias_reduce_kernel, last * pieces, dbias_tiles, (groups - last, pieces, terms, sizes, c), num_warps=2
@@ -243,7 +254,7 @@ class HopperBackward:
                 launch_pdl=beside,
             )
         )
-        if self.lanes and dbias is not None:
+        if self.elements and dbias is not None:
             pieces = dbias.shape[1] * -(-p.queries // CAST_ROWS.value) * -(-p.keys // CAST_COLS.value)
             self.after = Launch(
                 last_heads_kernel,
@@ -325,7 +336,7 @@ class HopperBackward:
             if self.values is not None and parts is not None and parts.query is not None:
                 values = parts.query
                 bias = laid_out(self.values, values, *rows_listed or (None,))
-                if self.adds and isinstance(self.values, Sheared):
+                if self.adds and isinstance(self.values, Skewed):
                     dbias = self.values.empty_gradient(values)
                     self.zeros(dbias)
                 elif self.adds and isinstance(self.values, PackedValues):
@@ -341,7 +352,7 @@ class HopperBackward:
             of_rows = bias if self.of_rows else None
             both_lists = (*rows_listed, key_list) if rows_listed else ()
             self.before(o, o_low, do, lse, dlse, of_rows, stats, sums, counts, *both_lists)
-            ring = None if self.empty_ring is None else self.empty_ring()
+            ds_buffer = None if self.empty_ds_buffer is None else self.empty_ds_buffer()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
                 self.sparse_sum.zero(known.states, dbias)
@@ -350,17 +361,17 @@ class HopperBackward:
                 tile_list = key_list
             elif reach is not None:
                 tile_list = reach
-            by_pointer = self.lanes or ring is not None or self.zeroed_heads
+            by_pointer = self.elements or ds_buffer is not None or self.zeroed_heads
             dbias_tiles = (
-                dq_accum if ring is None else ring, dbias if by_pointer else None, counts, known.group_lists,
+                dq_accum if ds_buffer is None else ds_buffer, dbias if by_pointer else None, counts, known.group_lists,
             )  # fmt: skip
             of_pairs = bias if self.of_pairs else pairs
-            found = (dbias if ring is None else ring) if self.pairs is None else dtoeplitz
-            if self.lanes:
+            found = (dbias if ds_buffer is None else ds_buffer) if self.pairs is None else dtoeplitz
+            if self.elements:
                 found = dq
             leaves = dq if self.dq_stored else dq_accum
             self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
-            if self.lanes and bias is not None and self.after is not None:
+            if self.elements and bias is not None and self.after is not None:
                 total, dbias = dbias, torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
                 self.after(dq_accum, dq, total, dbias)
             elif self.after is not None:  # next, because it begins while `main` still runs
@@ -370,7 +381,7 @@ class HopperBackward:
             if self.adds and values is not None and dbias is not None:
                 if isinstance(self.values, PackedValues) and dquery is not None:
                     self.values.gradient(dbias, rows_listed[0], dquery)
-                elif isinstance(self.values, Sheared):
+                elif isinstance(self.values, Skewed):
                     dquery = self.values.gradient(dbias, values)
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
                 dbias = self.sparse_sum.result(known.states, dbias)
@@ -403,14 +414,14 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
         if config.dq_stored or not config.dq_by_tma:
             zeroed = 1 << 29
         return BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, zeroed), 0
-    batch = broadcast.batch if config.lanes > 1 else p.batch
+    batch = broadcast.batch if config.elements > 1 else p.batch
     shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
     return sized(config, shape, p.queries, p.keys, multiprocessors(device))
 
 
 def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> int:
     """How many key/value heads the sum of dQ has room for."""
-    if config.lanes > 1:
+    if config.elements > 1:
         return sizes.zeroed
     if config.dq_stored:
         return 0
@@ -428,7 +439,7 @@ def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
     }
     if p.bias is not None and reduction(p) == "reduce":
         tile = config.block_m * config.block_n * p.bias.dtype.itemsize
-        found["ring of dS"] = sizes.ring * broadcast_group(p).programs * tiles * tile
+        found["dS buffer"] = sizes.ds_slots * broadcast_group(p).programs * tiles * tile
     if p.bias is not None and adds(p) and p.bias.dtype != torch.float32:
         found["float32 dBias"] = p.bias.batch * p.bias.heads * p.bias.rows * p.bias.cols * 4
     return found
@@ -476,7 +487,7 @@ def _compiled(
         K_IN_REGISTERS=config.k_in_registers,
         V_IN_REGISTERS=config.v_in_registers,
         WARPS=4 * config.warpgroups,
-        LANES=config.lanes,
+        ELEMENTS=config.elements,
         SHARES_KEYS=config.shares_keys,
         LOADING_REGISTERS=config.loading_registers,
         COMPUTING_REGISTERS=config.computing_registers,
@@ -492,8 +503,8 @@ def _compiled(
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
         DBIAS=reduction(problem),
         DBIAS_SUMS=max(1, dbias_sums(problem)),
-        MASK=mask is not None and config.lanes == 1,
-        HIDES_KEYS=mask is not None and config.lanes > 1,
+        MASK=mask is not None and config.elements == 1,
+        HIDES_KEYS=mask is not None and config.elements > 1,
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         LONGEST_FIRST=longest_first(problem),

@@ -20,16 +20,16 @@ from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 
 
 class QueryRows(NamedTuple):
-    """A ring of what one tile of queries brings: its slots have one pair of barriers for everything, unless there are
-    fewer for dO."""
+    """A pipeline of what one tile of queries brings: its slots have one pair of barriers for everything, unless there
+    are fewer for dO."""
 
-    ring: Any  # of Q, and the barriers
+    pipeline: Any  # of Q, and the barriers
     do: Any
     stats: Any
     bias: Any
     bits: Any
-    do_ring: Any  # barriers of dO and delta
-    bias_ring: Any  # barriers of the bias, where lanes share it
+    do_pipeline: Any  # barriers of dO and delta
+    bias_pipeline: Any  # barriers of the bias, where elements share it
 
 
 @gluon.jit
@@ -51,14 +51,14 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.cons
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
         found = tile_state(corner, terms, c)
         if found >= CUT:
-            tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
+            tile = subtile_of(rows.bias.index(slot_of(rows.pipeline, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
             bias = tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
             start = in_units(bias, terms.inverse)
             if found == CUT:
                 start = without_range(start, corner, SUBTILE, terms, c)
         return start
     elif c.BIAS == "matrix":
-        tile = subtile_of(rows.bias.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
+        tile = subtile_of(rows.bias.index(slot_of(rows.pipeline, step)).reshape([c.BLOCK_M, c.BLOCK_N]), SUBTILE, c)
         bias = tile.permute((1, 0)).load(accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
         if c.HIDES_KEYS:
             bias = without_nan(bias)
@@ -74,9 +74,9 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.cons
 @gluon.jit
 def first_start_of(rows, step, needed, corner, terms, c, RANGE: gl.constexpr = ANY):
     """Wait for the tiles of a step; `start_of` its first subtile."""
-    wait_full(rows.ring, slot_of(rows.ring, step), use_of(rows.ring, step), needed)
-    if c.LANES > 1:
-        wait_full(rows.bias_ring, slot_of(rows.bias_ring, step), use_of(rows.bias_ring, step), needed)
+    wait_full(rows.pipeline, slot_of(rows.pipeline, step), use_of(rows.pipeline, step), needed)
+    if c.ELEMENTS > 1:
+        wait_full(rows.bias_pipeline, slot_of(rows.bias_pipeline, step), use_of(rows.bias_pipeline, step), needed)
     return start_of(rows, step, corner, 0, terms, c, RANGE)
 
 
@@ -88,7 +88,7 @@ def statistics(stats, SUBTILE: gl.constexpr, c):
 
 @gluon.jit
 def lse_of(rows, step, SUBTILE: gl.constexpr, c):
-    return statistics(rows.stats.index(2 * (slot_of(rows.ring, step))), SUBTILE, c)
+    return statistics(rows.stats.index(2 * (slot_of(rows.pipeline, step))), SUBTILE, c)
 
 
 @gluon.jit
@@ -142,7 +142,7 @@ def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl
 def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl.constexpr):
     """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is). STARTS: from
     ``start``."""
-    q = subtile_of(rows.ring.slots.index(slot_of(rows.ring, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
+    q = subtile_of(rows.pipeline.slots.index(slot_of(rows.pipeline, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     s = times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)

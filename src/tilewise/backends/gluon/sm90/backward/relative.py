@@ -1,6 +1,6 @@
 """A bias by distance in the backward: what a tile of its scores, transposed, takes from it, and where its dS goes.
 
-dS leaves through the view by which the bias came, `spec.relative.sheared`. Where all pairs of a tile are visible and
+dS leaves through the view by which the bias came, `spec.relative.skewed`. Where all pairs of a tile are visible and
 have an entry its dS is stored. A tile of which some do is added, and the rest of it, which may be visible and have a dS
 of its own, must not reach the entries that the view shows there: a second tile has -0 in its place, which changes no
 number, not even the sign of a zero. It leaves from a slot behind those of the bias. So each entry gets one number, in
@@ -100,7 +100,7 @@ def of_entries(ds, corner, SUBTILE: gl.constexpr, terms, c):
 
 @gluon.jit
 def keep_entries(ds, tiles, corner, SUBTILE: gl.constexpr, terms, c):
-    """dS of a subtile, [keys, queries], into the slot behind the ring, if some of its tile has entries."""
+    """dS of a subtile, [keys, queries], into the slot behind the pipeline, if some of its tile has entries."""
     if gradient_state(corner, terms, c) == CUT:
         if SUBTILE == 0:
             warps_barrier()  # the warp that has waited for TMA to read what was there before comes here, too

@@ -22,7 +22,7 @@ _STATS, _ACCUM, _DQ, _DK, _DV, _Q, _K, _V, _O, _LSE, _DO, _DLSE = range(_FIRST, 
 
 
 def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
-    """The launches of a `backward_launch.Backward`, and what of them differs with lengths; see `resized_launches`."""
+    """The launches of a `HopperBackward`, and what of them differs with lengths; see `resized_launches`."""
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
     before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
     main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 5)
@@ -44,7 +44,7 @@ _MOST = 4096  # pairs of numbers of tiles that are remembered
 class _Tiled(NamedTuple):
     """What so many tiles of queries and of keys make of a backward: sizes, programs, and lengths of buffers."""
 
-    ring: int
+    ds_slots: int
     zeroed: int
     counted: int
     row_programs: int
@@ -68,22 +68,22 @@ def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
         if len(run.tiled) >= _MOST:
             run.tiled.clear()
         run.tiled[row_tiles, key_tiles] = found = _Tiled(
-            sizes.ring, sizes.zeroed, counted, row_programs, work_tiles,
+            sizes.ds_slots, sizes.zeroed, counted, row_programs, work_tiles,
             min(run.programs, work_tiles) if run.dynamic else work_tiles, 2 * config.block_m * row_programs, accum,
-            kinds((row_tiles, key_tiles, sizes.ring, sizes.zeroed, counted)),
+            kinds((row_tiles, key_tiles, sizes.ds_slots, sizes.zeroed, counted)),
         )  # fmt: skip
     return found
 
 
 def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | None) -> ResizedBackward | None:
-    """A `backward_launch.Backward` for other lengths than ``run``'s; None where these ask for something else that is
+    """A `HopperBackward` for other lengths than ``run``'s; None where these ask for something else that is
     compiled in."""
     _, M, N, layouts = structure
     q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *_ = layouts
     config = run.config
     row_tiles, key_tiles = -(-M // config.block_m), -(-N // config.block_n)
     tiled = _tiled(run, row_tiles, key_tiles)
-    ring, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
+    ds_slots, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
     if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, run.programs) != run.choices:
         return None
     dv_strides = gradient_strides(v_shape, v_strides)
@@ -95,7 +95,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     batch, kv_heads, group, lag = run.shape
     values = (
         row_programs, programs, first, last, counted,
-        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ring, lag, zeroed), (stats,), (1,),
+        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ds_slots, lag, zeroed), (stats,), (1,),
         (accum, DQ_COLS.value), (DQ_COLS.value, 1), q_shape, dq_strides, k_shape, dk_strides, v_shape, dv_strides,
         *layouts,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
 
 
 class ResizedBackward:
-    """A `backward_launch.Backward` for other lengths."""
+    """A `HopperBackward` for other lengths."""
 
     __slots__ = ("band", "kept", "launches", "of", "sizes", "structure", "varied", "zeroes_dq")
 

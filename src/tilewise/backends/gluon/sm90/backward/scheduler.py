@@ -21,7 +21,7 @@ class BackwardSizes(NamedTuple):
     key_tiles: int
     broadcast_batch: int  # batch elements, and key/value heads, that share a bias
     broadcast_heads: int
-    ring: int  # groups of programs whose dS is kept for `dbias_reduce`
+    ds_slots: int  # groups of programs whose dS is kept for `dbias_reduce`
     lag: int  # groups back that one adds up
     # Key/value heads whose sum of dQ is zeroed before; of others the head so many before does it. Of a packed batch,
     # whose heads are of different lengths, work tiles.
@@ -178,15 +178,15 @@ def work_tile_of(group, member, terms, sizes, c, tile_list=None):
         head, tile = listed_head_and_tile(group, parts, tile_list, sizes, c)
     else:
         head, tile = head_and_tile(group, sizes, c)
-    if c.LANES > 1:  # all heads of their batch elements, next to each other in a line of the cache
-        b, hk = head // sizes.kv_heads * c.LANES + member, head % sizes.kv_heads
+    if c.ELEMENTS > 1:  # all heads of their batch elements, next to each other in a line of the cache
+        b, hk = head // sizes.kv_heads * c.ELEMENTS + member, head % sizes.kv_heads
     else:
         member = head % parts * c.GROUP_PROGRAMS + member
         alone = sizes.kv_heads // sizes.broadcast_heads
         b = member % sizes.broadcast_batch + head // parts // alone
         hk = member // sizes.broadcast_batch + head // parts % alone
     work_tile = key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
-    if c.VANISHES:
+    if c.UNDERFLOWS:
         work_tile = within_reach(work_tile, tile_list, sizes, c)
     return work_tile
 
@@ -232,8 +232,8 @@ def row_tile(work_tile, h, m, sizes):
 @gluon.jit
 def head_of(work_tile, sizes, c):
     """The number of a work tile's key/value head among all: of their counters, and of their place in the sum of dQ."""
-    if c.LANES > 1:  # in the order in which they come, see `work_tile_of`
-        return (work_tile.b // c.LANES * sizes.kv_heads + work_tile.hk) * c.LANES + work_tile.b % c.LANES
+    if c.ELEMENTS > 1:  # in the order in which they come, see `work_tile_of`
+        return (work_tile.b // c.ELEMENTS * sizes.kv_heads + work_tile.hk) * c.ELEMENTS + work_tile.b % c.ELEMENTS
     else:
         return work_tile.b * sizes.kv_heads + work_tile.hk
 
@@ -241,7 +241,7 @@ def head_of(work_tile, sizes, c):
 @gluon.jit
 def tile_of_sum(work_tile, h, m, sizes, c):
     """The place of a tile of queries in the sum of dQ."""
-    if c.LANES > 1:  # heads take turns in it
+    if c.ELEMENTS > 1:  # heads take turns in it
         head = head_of(work_tile, sizes, c) % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
         return head * sizes.row_tiles + m
     else:
@@ -272,10 +272,10 @@ def work_tile_at(tile_index, x, terms, sizes, c):
 
 @gluon.jit
 def unless_hidden(work_tile, x, sizes, c):
-    """A lane's work tile, without tiles of queries where a mask hides its keys from all lanes of the program."""
+    """An element's work tile, without tiles of queries where a mask hides its keys from all elements of the program."""
     seen = 0
-    for lane in gl.static_range(c.LANES):
-        b = work_tile.b // c.LANES * c.LANES + lane
+    for element in gl.static_range(c.ELEMENTS):
+        b = work_tile.b // c.ELEMENTS * c.ELEMENTS + element
         nth = tile_of_mask(b, work_tile.hk * sizes.group, work_tile.n0, sizes, c)
         # as `tile_list_of`; the sum of 1 and row_tiles would be made for all roles where the kernel begins, and spill
         seen |= gl.load(x.tile_list + nth * sizes.row_tiles + nth, mask=b < x.k.shape[0], other=0)
@@ -287,10 +287,10 @@ def unless_hidden(work_tile, x, sizes, c):
 
 
 @gluon.jit
-def of_lane(first, lane):
-    """The work tile of a lane, of that of the program's first."""
+def of_element(first, element):
+    """The work tile of an element, of that of the program's first."""
     return KeyTile(
-        first.b + lane, first.hk, first.n0, first.begin, first.full_begin, first.full_end, first.end, first.seq,
+        first.b + element, first.hk, first.n0, first.begin, first.full_begin, first.full_end, first.end, first.seq,
         first.first_tile,
     )  # fmt: skip
 
@@ -311,8 +311,10 @@ def step_of(m, g, work_tile):
 
 @gluon.jit
 def place_of(sizes, c):
-    """This program's place in the ring of dS; with a shared dBias it has one work tile."""
-    return gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ring * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
+    """This program's place in the dS buffer; with a shared dBias it has one work tile."""
+    return (
+        gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ds_slots * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
+    )
 
 
 @gluon.jit

@@ -16,28 +16,28 @@ def sized(
     """Sizes, and how many groups of programs there are.
 
     shape: batch, key/value heads, query heads of each; of a bias that is shared the batch elements, key/value heads and
-    programs of a group, or 1. With lanes, which are a group, the batch is filled up to a multiple of them.
+    programs of a group, or 1. With elements, which are a group, the batch is filled up to a multiple of them.
     """
     batch, kv_heads, group, broadcast_batch, broadcast_heads, broadcast_programs = shape
     row_tiles, key_tiles, heads = -(-queries // config.block_m), -(-keys // config.block_n), batch * kv_heads
     groups = key_tiles * heads // broadcast_programs
     # A group has about ended when one starts that is as many groups later as a GPU runs at once.
-    lag = -(-multiprocessors * config.programs * config.lanes // broadcast_programs)
-    ring = min(2 * lag + 2, groups)
+    lag = -(-multiprocessors * config.programs * config.elements // broadcast_programs)
+    ds_slots = min(2 * lag + 2, groups)
     # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
     # start that is as much later as a GPU runs at once, and one more; `backward.scheduler.head_and_tile` may mix some
     # heads.
     none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
-    # Lanes' heads take turns: those of a group have ended when half as many groups again have begun, and one more.
-    # What the preprocess zeroes is a place for each head that there is, and each half of the ring has whole groups.
-    if config.lanes > 1:
-        zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.lanes
-        there = heads - (config.lanes - 1) * kv_heads  # at least
-        zeroed = min(zeroed, there) // (2 * config.lanes) * (2 * config.lanes)
+    # Elements' heads take turns: those of a group have ended when half as many groups again have begun, and one more.
+    # What the preprocess zeroes is a place for each head that there is, and each half of the ds_slots has whole groups.
+    if config.elements > 1:
+        zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.elements
+        there = heads - (config.elements - 1) * kv_heads  # at least
+        zeroed = min(zeroed, there) // (2 * config.elements) * (2 * config.elements)
     found = (
-        batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ring, lag,
+        batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ds_slots, lag,
         min(zeroed, heads),
     )  # fmt: skip
     return tuple.__new__(BackwardSizes, found), groups

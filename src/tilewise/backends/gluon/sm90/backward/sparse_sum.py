@@ -18,7 +18,7 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 
 
-class SharersOfSum(NamedTuple):
+class BroadcastOfSum(NamedTuple):
     """Which matrices of a mask belong to one matrix of the bias: BATCHES·HEADS of them, from batch element BATCH·b and
     head MULTIPLE·h // DIVISOR on; every field is a tl.constexpr."""
 
@@ -44,10 +44,10 @@ class SparseSum:
         assert mask is not None
         tiles = -(-problem.queries // 64) * -(-problem.keys // block_n)
         self._like = torch.empty_like(bias, device="meta")
-        sharers, sums = constants(sharers_of_sum(of, mask)), total.shape[0] // of.batch
+        broadcast_size, sums = constants(broadcast_of_sum(of, mask)), total.shape[0] // of.batch
 
         def launch(casts: bool) -> Launch:
-            numbers = (of.batch, of.heads, problem.queries, problem.keys, sharers, sums, block_n, casts)
+            numbers = (of.batch, of.heads, problem.queries, problem.keys, broadcast_size, sums, block_n, casts)
             layouts = (POINTER, strided(total), strided(self._like))
             return Launch(sparse_sum_kernel, of.batch * of.heads * tiles, layouts, numbers, num_warps=4)
 
@@ -63,7 +63,7 @@ class SparseSum:
         return found
 
 
-def sharers_of_sum(bias: TensorSpec, mask: TensorSpec) -> SharersOfSum:
+def broadcast_of_sum(bias: TensorSpec, mask: TensorSpec) -> BroadcastOfSum:
     """The matrices of both are of all batch elements or one, and of query heads, key/value heads or one."""
     own_batch = bias.batch > 1 or mask.batch == 1
     most, least = max(bias.heads, mask.heads), min(bias.heads, mask.heads)
@@ -74,13 +74,13 @@ def sharers_of_sum(bias: TensorSpec, mask: TensorSpec) -> SharersOfSum:
     batches = 1 if own_batch else mask.batch
     span = triton.next_power_of_2(batches * heads)
     both = bias.batch > 1 and mask.batch > 1
-    return SharersOfSum(int(both), batches, multiple, divisor, heads, mask.heads, span, mask.rows > 1)
+    return BroadcastOfSum(int(both), batches, multiple, divisor, heads, mask.heads, span, mask.rows > 1)
 
 
 @triton.jit
 def sparse_sum_kernel(states, total, dbias, batch, heads, queries, keys, s, SUMS: tl.constexpr, BLOCK_N: tl.constexpr,
                       CASTS: tl.constexpr):  # fmt: skip
-    """One tile of 64 queries by BLOCK_N keys. total, dbias: `Strided`; s: `SharersOfSum`."""
+    """One tile of 64 queries by BLOCK_N keys. total, dbias: `Strided`; s: `BroadcastOfSum`."""
     row_tiles, key_tiles = tl.cdiv(queries, 64), tl.cdiv(keys, BLOCK_N)
     pid = tl.program_id(0)
     n, m, bh = pid % key_tiles, pid // key_tiles % row_tiles, pid // key_tiles // row_tiles

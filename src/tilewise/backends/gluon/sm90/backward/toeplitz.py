@@ -325,8 +325,8 @@ def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     w, g, n, t = _index(later, 0), _index(later, 1), _index(later, 2), _index(later, 3)
     gl.atomic_add(at + (16 * w + g - 8 * t - 8) + (0 - 32 * n), later, sem="relaxed", scope="gpu")
     ends = _exchanged(_of_neighbours(head), _of_neighbours(first), 1)
-    lane = 4 * _index(ends, 1) + _index(ends, 3)
-    ends += _from_lane(ends, (lane ^ 2) + gl.zeros_like(ends).to(gl.int32))
+    element = 4 * _index(ends, 1) + _index(ends, 3)
+    ends += _from_element(ends, (element ^ 2) + gl.zeros_like(ends).to(gl.int32))
     w, g, t = _index(ends, 0), _index(ends, 1), _index(ends, 3)
     places = at + (16 * w + g + 8 * t) + gl.zeros_like(ends).to(gl.int32)
     gl.atomic_add(places, ends, mask=t + gl.zeros_like(ends).to(gl.int32) < 2, sem="relaxed", scope="gpu")
@@ -336,8 +336,8 @@ def add_diagonals(ds, dvector, b, h, corner, sizes, c):
 def _turned(x):
     """Of [w, g, n, t, b], of the distances g - 2 t - b - 8 n, those that are equal modulo 8 in one place of g."""
     turn = 2 * _index(x, 3) + _index(x, 4)
-    lane = (_index(x, 1) + turn) % 8 * 4 + _index(x, 3)
-    return _from_lane(x, lane + gl.zeros_like(x).to(gl.int32))
+    element = (_index(x, 1) + turn) % 8 * 4 + _index(x, 3)
+    return _from_element(x, element + gl.zeros_like(x).to(gl.int32))
 
 
 @gluon.jit
@@ -364,15 +364,15 @@ def _shared(x, BIT: gl.constexpr):
 def _exchanged(x, y, BIT: gl.constexpr):
     """x, and in threads that have this bit of t y, summed over those that differ in it."""
     has = (_index(x, 3) & BIT) + gl.zeros_like(x).to(gl.int32) != 0
-    lane = (4 * _index(x, 1) + _index(x, 3)) ^ BIT
-    return gl.where(has, y, x) + _from_lane(gl.where(has, x, y), lane + gl.zeros_like(x).to(gl.int32))
+    element = (4 * _index(x, 1) + _index(x, 3)) ^ BIT
+    return gl.where(has, y, x) + _from_element(gl.where(has, x, y), element + gl.zeros_like(x).to(gl.int32))
 
 
 @gluon.jit
-def _from_lane(x, lane):
+def _from_element(x, element):
     """Each element as another thread of the warp has it."""
     return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=False, pack=1
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [x, element], dtype=gl.float32, is_pure=False, pack=1
     )
 
 

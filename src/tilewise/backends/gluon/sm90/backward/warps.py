@@ -56,9 +56,9 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
             if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not before: others may be done sooner
                 next_index = fetch_tile_index(counters_at(counts, sizes, c).tile_count_semaphore)
             m, kind = entry_at(i, listed, work_tile, c)
-            slot = slot_of(rows.ring, step)
-            full = rows.ring.full.index(slot)
-            mbarrier.wait(rows.ring.empty.index(slot), (use_of(rows.ring, step) & 1) ^ 1)
+            slot = slot_of(rows.pipeline, step)
+            full = rows.pipeline.full.index(slot)
+            mbarrier.wait(rows.pipeline.empty.index(slot), (use_of(rows.pipeline, step) & 1) ^ 1)
             BYTES: gl.constexpr = Q_BYTES + BIAS_BYTES + (0 if DO_APART else DO_BYTES)
             if c.MASK:
                 load_bits(x, kind, full, rows.bits.index(slot), work_tile, h, m, BYTES, sizes, c)
@@ -75,14 +75,14 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
                 else:
                     tma_load(x.bias, at, full, rows.bias.index(slot))
             at_rows = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
-            tma_load(x.q, at_rows, full, rows.ring.slots.index(slot))
+            tma_load(x.q, at_rows, full, rows.pipeline.slots.index(slot))
             at_stats = row_tile(work_tile, h, m, sizes) * (2 * c.BLOCK_M)
             at_lse = place_of_lse(at_stats, m, near_begin, near_end, sizes, c)
             tma_load(x.stats, [at_lse], full, rows.stats.index(2 * slot))
             if DO_APART:
-                slot = slot_of(rows.do_ring, step)
-                full = rows.do_ring.full.index(slot)
-                mbarrier.wait(rows.do_ring.empty.index(slot), (use_of(rows.do_ring, step) & 1) ^ 1)
+                slot = slot_of(rows.do_pipeline, step)
+                full = rows.do_pipeline.full.index(slot)
+                mbarrier.wait(rows.do_pipeline.empty.index(slot), (use_of(rows.do_pipeline, step) & 1) ^ 1)
                 mbarrier.expect(full, DO_BYTES)
             tma_load(x.do, at_rows, full, rows.do.index(slot))
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
@@ -128,19 +128,19 @@ def fetch_keys_of(work_tile, nth, x, keys, values, c):
 
 
 @gluon.jit
-def store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c):
+def store_keys(tile_index, nth, x, dq_pipeline, shared, terms, sizes, c):
     """dK and dV of a program's ``nth`` work tile, when they are in shared memory."""
-    store_keys_of(work_tile_at(tile_index, x, terms, sizes, c), nth, x, dq_ring, shared, c)
+    store_keys_of(work_tile_at(tile_index, x, terms, sizes, c), nth, x, dq_pipeline, shared, c)
 
 
 @gluon.jit
-def store_keys_of(work_tile, nth, x, dq_ring, shared, c):
-    slot = slot_of(dq_ring.stored, nth)
-    wait_full(dq_ring.stored, slot, use_of(dq_ring.stored, nth))
+def store_keys_of(work_tile, nth, x, dq_pipeline, shared, c):
+    slot = slot_of(dq_pipeline.stored, nth)
+    wait_full(dq_pipeline.stored, slot, use_of(dq_pipeline.stored, nth))
     fence_async_shared()  # warps have stored, TMA reads
     at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
     if c.VALUE_STAGES < c.KEY_STAGES:
-        tma_store(x.dv, at, dv_tile(x, dq_ring, c))
+        tma_store(x.dv, at, dv_tile(x, dq_pipeline, c))
     else:
         tma_store(x.dv, at, shared.v.index(slot))
     tma_store(x.dk, at, shared.k.index(slot))
@@ -157,7 +157,7 @@ def signal_done(tile_index, x, counts, terms, sizes, c):
 
 
 @gluon.jit
-def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c):
+def add(x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c):
     """The role of one warp: adds dQ, stores dK and dV, and says when all of it is there."""
     step = gl.to_tensor(0)
     if c.DYNAMIC:
@@ -165,12 +165,12 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
         tile_index = next_tile_index(0, nth, tile_indices, c)
         while tile_index < work_tile_count(x, sizes, c):
             begun = step
-            step = add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c)
-            store_keys(tile_index, nth, x, dq_ring, shared, terms, sizes, c)
+            step = add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c)
+            store_keys(tile_index, nth, x, dq_pipeline, shared, terms, sizes, c)
             tma.store_wait(0)  # they have left shared memory
             release(keys, slot_of(keys, nth))
             if c.VALUE_STAGES < c.KEY_STAGES:
-                mbarrier.arrive(dq_ring.empty.index(0), count=1)  # of dV
+                mbarrier.arrive(dq_pipeline.empty.index(0), count=1)  # of dV
                 mbarrier.arrive(values.empty.index(0), count=1, pred=step == begun)
             else:
                 release(values, slot_of(values, nth))
@@ -181,8 +181,8 @@ def add(x, keys, values, dq_ring, shared, tile_indices, counts, terms, sizes, c)
     else:
         tile_index = gl.program_id(0)
         fetch_keys(tile_index, gl.to_tensor(0), x, keys, values, terms, sizes, c)
-        add_dq(tile_index, step, x, values, dq_ring, counts, terms, sizes, c)
-        store_keys(tile_index, gl.to_tensor(0), x, dq_ring, shared, terms, sizes, c)
+        add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c)
+        store_keys(tile_index, gl.to_tensor(0), x, dq_pipeline, shared, terms, sizes, c)
         signal_done(tile_index, x, counts, terms, sizes, c)
 
 

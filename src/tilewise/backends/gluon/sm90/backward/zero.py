@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tilewise.backends.gluon.values import Sheared, step_of
+from tilewise.backends.gluon.values import Skewed, step_of
 from tilewise.backends.gluon.varlen_values import zero_tile
 from tilewise.backends.launch.launcher import Launch, strided
 
@@ -21,7 +21,7 @@ from tilewise.backends.launch.launcher import Launch, strided
 def zero_kernel(dvalues, front, heads, queries, keys, entries, lo, inner_lo, inner_hi, STEP: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """One tile of queries of a head. dvalues: a `Strided`, of rows with ``front`` columns before their entries; lo,
-    inner_lo, inner_hi: see `score.Terms`."""
+    inner_lo, inner_hi: see `GluonScoreArgs`."""
     count = tl.cdiv(queries, BLOCK_M)
     m0 = tl.program_id(0) % count * BLOCK_M
     bh = tl.program_id(0) // count
@@ -30,8 +30,8 @@ def zero_kernel(dvalues, front, heads, queries, keys, entries, lo, inner_lo, inn
               BLOCK_M, BLOCK_N, ROWS, COLS)  # fmt: skip
 
 
-def zeros_launch(values: Sheared, keys: int, terms: Any, block_m: int, block_n: int) -> Launch:
-    """What zeroes the gradient of these, as `values.Sheared.empty_gradient` has made it."""
+def zeros_launch(values: Skewed, keys: int, terms: Any, block_m: int, block_n: int) -> Launch:
+    """What zeroes the gradient of these, as `values.Skewed.empty_gradient` has made it."""
     B, H, M, R = values.gradient_plain.shape
     numbers = (values.gradient_front, H, M, keys, R, terms.first, terms.inner_lo, terms.inner_hi)
     step = step_of(values.gradient_plain.dtype)

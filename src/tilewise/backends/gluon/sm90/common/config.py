@@ -1,4 +1,4 @@
-"""Tile sizes, warpgroups and rings of the Hopper kernel, with the reason for the numbers."""
+"""Tile sizes, warpgroups and pipelines of the Hopper kernel, with the reason for the numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tilewise.spec.tiles import visible_pairs
 
 ROWS = 64  # queries of a warpgroup: the height of a wgmma
 SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
-LANES = 3  # batch elements of a program of the backward, see `has_lanes`
-LANES_FROM = 128  # queries, and keys
+ELEMENTS = 3  # batch elements of a program of the backward, see `is_batched`
+BATCHED_FROM = 128  # queries, and keys
 MOST_PROGRAMS = 8  # of a group that shares a bias, see dbias_reduce
 L2_CACHE = 32 * 1024**2  # of 50 MiB, what is there again when the next program wants it
 
@@ -36,9 +36,9 @@ class ForwardConfig:
     Attributes:
         block_n: keys of a tile.
         warpgroups: that compute, `ROWS` queries each; one more warp loads Q, K and V, one for each loads its bias.
-        q_stages: tiles in the ring of Q.
-        stages: tiles in the rings of K and V.
-        bias_stages: tiles in the ring of the bias, for each warpgroup.
+        q_stages: tiles in the pipeline of Q.
+        stages: tiles in the pipelines of K and V.
+        bias_stages: tiles in the pipeline of the bias, for each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         lazy: O is rescaled only where a row's maximum has grown by more than `softmax.SLACK` powers of two.
         sums_by_thread: each thread sums up what it has of a row, and threads of a row meet at its end only.
@@ -46,7 +46,7 @@ class ForwardConfig:
         skips_hidden: a warpgroup leaves tiles out of which it sees nothing, and another something.
         dynamic: a program takes whichever tile of queries is left; else those at a stride of the number of programs.
         o_in_q: O leaves through the shared memory of Q.
-        o_in_bias: through a slot of the bias's ring, in its turn: Q and K of the next tile need not wait for that.
+        o_in_bias: through a slot of the bias's pipeline, in its turn: Q and K of the next tile need not wait for that.
         q_in_registers: Q is read once, not by every wgmma.
         words_last: those of dropout are made after P·V, whose registers are then free; else among the exponentials.
         scale_in_q: Q is scaled when it is read; the units of the scores are 1, and a bias needs no multiplication.
@@ -110,8 +110,8 @@ def hides_keys(problem: Problem) -> bool:
     return mask is not None and problem.tile_mask is None and mask.rows == 1 and mask.heads == 1 and mask.cols > 1
 
 
-def comes_together(problem: Problem) -> bool:
-    """Whether K, V and the bias of a tile of keys come together, see `together_kernel`."""
+def has_small_heads(problem: Problem) -> bool:
+    """Whether K, V and the bias of a tile of keys come together, see `small_heads_kernel`."""
     p, score = problem, problem.score
     if (p.mask is not None and not hides_keys(p)) or p.parts is not None or p.totals is not None or p.sink is not None:
         return False
@@ -135,7 +135,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     crowded = capped and (bias > 0 or along_keys)
     # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
     # computes while the other waits for its bias.
-    small = d == 32 and bias > 0 and not capped and (not masked or comes_together(problem))
+    small = d == 32 and bias > 0 and not capped and (not masked or has_small_heads(problem))
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
     # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
@@ -151,7 +151,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     fills = d == 256 or (bias > 0 and d == 128)  # no room for O beside everything else
     by_distance = problem.score.query is not None and problem.bias is not None and problem.bias.dtype == problem.dtype
     o_in_bias = fills and by_distance and block_n == padded(problem.value_dim)
-    vanishes = toeplitz_constants(problem, 2 * block_n)["VANISHES"]
+    underflows = toeplitz_constants(problem, 2 * block_n)["UNDERFLOWS"]
     return ForwardConfig(
         block_n=block_n,
         warpgroups=3 if three else 2,
@@ -162,7 +162,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
         # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
         lazy=(not bias or ends_below) if d >= 128 else not small,
         # whose tiles the host does not count
-        dynamic=vanishes or band or (masked and not small) or problem.totals is not None,
+        dynamic=underflows or band or (masked and not small) or problem.totals is not None,
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
         o_in_q=fills and not o_in_bias and padded(problem.head_dim) == padded(problem.value_dim),
@@ -186,15 +186,16 @@ class BackwardConfig:
         m_subtiles: a tile is computed in so many, the softmax of one under products of the other.
         block_n: keys of a program: `ROWS` for each warpgroup, or for both, which then share the columns.
         warpgroups: that compute.
-        stages: tiles in the ring of Q and the bias.
-        do_stages: tiles in the ring of dO.
+        stages: tiles in the pipeline of Q and the bias.
+        do_stages: tiles in the pipeline of dO.
         dq_parts: dQ leaves in so many parts, one after the other; two only if `ahead`.
         dq_by_tma: they leave through shared memory, and a warp of its own adds them, in a fixed order if need be; else
             straight from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         peeled: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
-        key_stages: tiles in the ring of K; that of the next work tile comes before dK of one has left.
-        value_stages: tiles in the ring of V, as many; or one beside two of K, where dV leaves through the memory of dQ
+        key_stages: tiles in the pipeline of K; that of the next work tile comes before dK of one has left.
+        value_stages: tiles in the pipeline of V, as many; or one beside two of K, where dV leaves through the memory of
+        dQ
             and the next V comes as soon as the last step has read this one.
         dynamic: a program stays and takes whichever tile of keys is left, if some are; else there is one for each.
         head_swizzle: key/value heads whose tiles of keys alternate.
@@ -205,8 +206,8 @@ class BackwardConfig:
         sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
         programs: that share a multiprocessor.
         loading_registers: of a thread of the loading warp.
-        lanes: batch elements of a program, which has so many times `warpgroups`, see backward_lanes; else 1.
-        computing_registers: of a thread of a lane.
+        elements: batch elements of a program, which has so many times `warpgroups`, see batched; else 1.
+        computing_registers: of a thread of an element.
     """
 
     block_m: int
@@ -230,7 +231,7 @@ class BackwardConfig:
     k_in_registers: bool = False
     v_in_registers: bool = False
     dq_stored: bool = False
-    lanes: int = 1
+    elements: int = 1
     computing_registers: int = 0
 
     @property
@@ -296,7 +297,7 @@ def _dense_stores(problem: Problem) -> bool:
     return bias is None or problem.bias_itemsize == 0 or problem.broadcast_group(bias).single
 
 
-def has_lanes(problem: Problem) -> bool:
+def is_batched(problem: Problem) -> bool:
     """Whether a program of the backward has several batch elements, which share a bias that has a gradient: of heads of
     32, where there are enough of them for all programs (H200, H = 4, of the speed of one in a program: 1.14 to 1.43 for
     32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for 16 batch elements)."""
@@ -308,7 +309,7 @@ def has_lanes(problem: Problem) -> bool:
     if score.query is not None or score.toeplitz is not None or score.transformed or score.dropout:
         return False
     enough = p.batch >= 32 and p.batch * p.kv_heads * -(-p.keys // ROWS) >= 512
-    long = min(p.queries, p.keys) >= LANES_FROM
+    long = min(p.queries, p.keys) >= BATCHED_FROM
     rows = backward_width(p) == 32 and p.head_dim % 8 == 0  # see `dq_accum.finish_heads`
     return rows and score.band.unlimited and bias.batch == 1 and enough and long
 
@@ -324,14 +325,14 @@ def dbias_sums(problem: Problem) -> int:
     if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != "matrix":
         return 0
     group = problem.broadcast_group(bias)
-    sharers = group.batch * group.heads
-    if group.single or has_lanes(problem):
+    broadcast_size = group.batch * group.heads
+    if group.single or is_batched(problem):
         return 0
     if bias.dtype not in (torch.float32, problem.dtype):
         return 0
-    if bias.dtype == torch.float32 or sharers <= MOST_PROGRAMS:
+    if bias.dtype == torch.float32 or broadcast_size <= MOST_PROGRAMS:
         return 1
-    return 2 if sharers <= 2 * MOST_PROGRAMS and group.batch * group.kv_heads % 2 == 0 else 0
+    return 2 if broadcast_size <= 2 * MOST_PROGRAMS and group.batch * group.kv_heads % 2 == 0 else 0
 
 
 def backward_config(problem: Problem) -> BackwardConfig:
@@ -353,10 +354,10 @@ def backward_config(problem: Problem) -> BackwardConfig:
             dynamic=not (along_keys or (tile and problem.score.transformed)),  # these would spill
             head_swizzle=swizzle, deferred_release=later,
         )  # fmt: skip
-    if has_lanes(problem):
+    if is_batched(problem):
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=1, stages=3, do_stages=3, dq_parts=1, dq_by_tma=False, ahead=False,
-            sum_bytes=0, loading_registers=72, key_stages=2, value_stages=2, dynamic=True, lanes=LANES,
+            sum_bytes=0, loading_registers=72, key_stages=2, value_stages=2, dynamic=True, elements=ELEMENTS,
             computing_registers=144,
         )  # fmt: skip
     # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half

@@ -24,15 +24,17 @@ def bias_of_keys(x, b, h, seq, n0, cols, c):
 
 
 @gluon.jit
-def load_bias_of_keys(x, rings, slot, tile, n0, terms, c):
+def load_bias_of_keys(x, pipelines, slot, tile, n0, terms, c):
     """In the forward, by the warp that loads K: the bias of a tile's keys, in the units of the scores, beside their K
     in ``slot``, which is free for both, and whose barrier is full when both are there.
 
     Its way from memory is under that of K: before K it would delay it, where the slots of K have been free for long.
     """
     cols = gl.arange(0, c.BLOCK_N, gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0]))
-    rings.bias.slots.index(slot).store(in_units(bias_of_keys(x, tile.b, tile.h, tile.seq, n0, cols, c), terms.inverse))
-    mbarrier.arrive(rings.k.full.index(slot), count=1)
+    pipelines.bias.slots.index(slot).store(
+        in_units(bias_of_keys(x, tile.b, tile.h, tile.seq, n0, cols, c), terms.inverse)
+    )
+    mbarrier.arrive(pipelines.k.full.index(slot), count=1)
 
 
 @gluon.jit

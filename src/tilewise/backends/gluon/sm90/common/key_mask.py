@@ -42,9 +42,9 @@ def store_ones(tile):
 
 
 @gluon.jit
-def hidden_keys_of_lane(x, work_tile, sizes, c):
-    """In the backward's lanes, in a role of four warps: 0 for keys of a work tile that are visible, -inf for others; of
-    the bits that `mask_kernels.summary_kernel` has written BY_KEYS, of which those of a key are alike."""
+def hidden_keys_of_element(x, work_tile, sizes, c):
+    """In the backward's elements, in a role of four warps: 0 for keys of a work tile that are visible, -inf for others;
+    of the bits that `mask_kernels.summary_kernel` has written BY_KEYS, of which those of a key are alike."""
     L: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
     keys = gl.arange(0, c.BLOCK_N, L)
     nth = mask_of(work_tile.b, work_tile.hk * sizes.group, sizes.kv_heads * sizes.group, c) * sizes.key_tiles
@@ -56,9 +56,10 @@ def hidden_keys_of_lane(x, work_tile, sizes, c):
 
 @gluon.jit
 def hide_keys(x, shared, work_tile, sizes, c):
-    """In the backward, before the fence behind which K is read: the step of a lane's keys, where a mask hides some."""
+    """In the backward, before the fence behind which K is read: the step of an element's keys, where a mask hides
+    some."""
     if c.HIDES_KEYS:
-        store_step(shared.hiding[0], hidden_keys_of_lane(x, work_tile, sizes, c))
+        store_step(shared.hiding[0], hidden_keys_of_element(x, work_tile, sizes, c))
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """The bias in the forward: the warps that load its tiles, and what the scores of a tile take from one.
 
 A bias by distance has its range: tiles of keys that lie outside are not loaded, so that its tiles are counted apart.
-Whoever fills and whoever empties the ring finds by the same arithmetic which tiles these are.
+Whoever fills and whoever empties the pipeline finds by the same arithmetic which tiles these are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilewise.backends.gluon.varlen import box_of
 
 
 @gluon.jit
-def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
+def load_bias(x, pipelines, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of one warp for each warpgroup: the tiles of its bias."""
     step = 0
     t = 0
@@ -32,22 +32,22 @@ def load_bias(x, rings, terms, sizes, c, WARPGROUP: gl.constexpr):
                 n0 = entry_at(i, tile, c).n * c.BLOCK_N
                 row = tile.row0 + 64 * WARPGROUP
                 if range_state(row + tile.seq.diagonal, 64, n0, c.BLOCK_N, terms) >= CUT:
-                    slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-                    use = use_of(rings.bias, step, c.WARPGROUPS)
-                    fill_at(rings.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
+                    slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)
+                    use = use_of(pipelines.bias, step, c.WARPGROUPS)
+                    fill_at(pipelines.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
                     step += 1
         else:
             for i in range(tile.count):
-                slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
+                slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)
                 n0 = entry_at(i, tile, c).n * c.BLOCK_N
                 row = tile.row0 + 64 * WARPGROUP
-                use = use_of(rings.bias, step, c.WARPGROUPS)
-                fill_at(rings.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
+                use = use_of(pipelines.bias, step, c.WARPGROUPS)
+                fill_at(pipelines.bias, slot, use, x.bias, bias_box(tile, b, row, n0, terms, c))
                 step += 1
         if c.O_IN_BIAS:
-            hand_out_slot(rings.bias, step, c, WARPGROUP)
+            hand_out_slot(pipelines.bias, step, c, WARPGROUP)
             step += 1
-        tile_index = next_tile_index(tile_index, t, rings, c)
+        tile_index = next_tile_index(tile_index, t, pipelines, c)
         t += 1
 
 
@@ -59,59 +59,59 @@ def bias_box(tile, b, row, n0, terms, c):
 
 
 @gluon.jit
-def hand_out_slot(ring, n, c, WARPGROUP: gl.constexpr):
+def hand_out_slot(pipeline, n, c, WARPGROUP: gl.constexpr):
     """Give the ``n``-th slot of a warpgroup to it without a tile, once it is free: O takes its turn after the bias."""
-    slot = slot_of(ring, n, WARPGROUP, c.WARPGROUPS)
-    mbarrier.wait(ring.empty.index(slot), (use_of(ring, n, c.WARPGROUPS) & 1) ^ 1)
-    mbarrier.arrive(ring.full.index(slot), count=1)
+    slot = slot_of(pipeline, n, WARPGROUP, c.WARPGROUPS)
+    mbarrier.wait(pipeline.empty.index(slot), (use_of(pipeline, n, c.WARPGROUPS) & 1) ^ 1)
+    mbarrier.arrive(pipeline.full.index(slot), count=1)
 
 
 @gluon.jit
-def slot_for_o(rings, n, c, WARPGROUP: gl.constexpr):
+def slot_for_o(pipelines, n, c, WARPGROUP: gl.constexpr):
     """Through which O leaves, the ``n``-th that the warpgroup takes."""
     gl.static_assert(c.BIAS_STAGES > 1, "the first bias of a tile of queries comes while O of the tile before leaves")
-    slot = slot_of(rings.bias, n, WARPGROUP, c.WARPGROUPS)
-    wait_full(rings.bias, slot, use_of(rings.bias, n, c.WARPGROUPS))
-    return rings.bias.slots.index(slot)
+    slot = slot_of(pipelines.bias, n, WARPGROUP, c.WARPGROUPS)
+    wait_full(pipelines.bias, slot, use_of(pipelines.bias, n, c.WARPGROUPS))
+    return pipelines.bias.slots.index(slot)
 
 
 @gluon.jit
-def release_o(rings, n, c, WARPGROUP: gl.constexpr):
+def release_o(pipelines, n, c, WARPGROUP: gl.constexpr):
     """Give back the slot of O of the tile of queries before, if there was one, when it has left."""
     if n >= 0:
         tma.store_wait(0)
-        release(rings.bias, slot_of(rings.bias, n, WARPGROUP, c.WARPGROUPS))
+        release(pipelines.bias, slot_of(pipelines.bias, n, WARPGROUP, c.WARPGROUPS))
 
 
 @gluon.jit
-def bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
+def bias_scores(x, pipelines, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The bias of one tile of scores, of a shape that broadcasts to [64, BLOCK_N], as it is stored; of keys, whose K
     has come, in the units of the scores; 0 for none."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
-        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
-        bias = rings.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
+        slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)
+        wait_full(pipelines.bias, slot, use_of(pipelines.bias, step, c.WARPGROUPS))
+        bias = pipelines.bias.slots.index(slot).reshape([64, c.BLOCK_N]).load(S)
     elif c.BIAS == "cols":
-        bias = rings.bias.slots.index(slot_of(rings.k, step)).load(gl.SliceLayout(0, S))[None, :]
+        bias = pipelines.bias.slots.index(slot_of(pipelines.k, step)).load(gl.SliceLayout(0, S))[None, :]
     else:
         bias = gl.zeros([1, c.BLOCK_N], gl.float32, S)
     return bias
 
 
 @gluon.jit
-def release_bias(rings, step, c, WARPGROUP: gl.constexpr):
+def release_bias(pipelines, step, c, WARPGROUP: gl.constexpr):
     if c.BIAS == "matrix":
-        release_after_loads(rings.bias, slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS))
+        release_after_loads(pipelines.bias, slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS))
 
 
 @gluon.jit
-def skip_bias(rings, step, c, WARPGROUP: gl.constexpr):
+def skip_bias(pipelines, step, c, WARPGROUP: gl.constexpr):
     """Leave out the bias of a tile of keys that the warpgroup leaves out."""
     if c.BIAS == "matrix" and not (c.RANGE_LO or c.RANGE_HI):
-        slot = slot_of(rings.bias, step, WARPGROUP, c.WARPGROUPS)
-        wait_full(rings.bias, slot, use_of(rings.bias, step, c.WARPGROUPS))
-        release(rings.bias, slot)
+        slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)
+        wait_full(pipelines.bias, slot, use_of(pipelines.bias, step, c.WARPGROUPS))
+        release(pipelines.bias, slot)
 
 
 @gluon.jit
@@ -130,14 +130,14 @@ def start_of(bias, terms, c):
 
 
 @gluon.jit
-def start_in_range(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The same of a bias by distance, whose tile may have none, or some; and whether it has taken a tile of the ring,
-    its ``taken``-th."""
+def start_in_range(x, pipelines, taken, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """The same of a bias by distance, whose tile may have none, or some; and whether it has taken a tile of the
+    pipeline, its ``taken``-th."""
     start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     row, n0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP, entry.n * c.BLOCK_N
     found = range_state(row, 64, n0, c.BLOCK_N, terms)
     if found >= CUT:
-        start = start_of(bias_scores(x, rings, taken, tile, entry, terms, sizes, c, WARPGROUP), terms, c)
+        start = start_of(bias_scores(x, pipelines, taken, tile, entry, terms, sizes, c, WARPGROUP), terms, c)
         if found == CUT:
             start = without_range(start, row - n0, terms, c)
     return start, found >= CUT

@@ -1,4 +1,4 @@
-"""Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a bias tile of its own ring.
+"""Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a bias tile of its own pipeline.
 
 One warp loads Q, K and V by TMA; one warp for each computing warpgroup loads its bias. A computing warpgroup holds 64
 queries: it issues Q·Kᵀ of one tile of keys together with P·V of the tile before, and the softmax of the one runs under
@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.gluon.compat import reinterpret, tma_store
 from tilewise.backends.gluon.pipeline import (
     ABSENT,
-    Ring,
+    Pipeline,
     fetch_tile_index,
     fill_at,
-    new_ring,
-    new_ring_of_numbers,
+    new_pipeline,
+    new_pipeline_of_numbers,
     new_tiles,
     release,
     release_after_loads,
@@ -126,7 +126,7 @@ class ForwardConstants(NamedTuple):
     TOEPLITZ_GROUP: Any
     FAR_LO: Any  # some tiles lie below the near distances as a whole
     FAR_HI: Any  # or above
-    VANISHES: Any  # some of these may be left out, see vanishing
+    UNDERFLOWS: Any  # some of these may be left out, see underflow
     MASK: Any  # there is a bool mask: `mask_kernels` has read it
     HIDES_KEYS: Any  # a step of the product does, see `key_mask`
     MASK_BATCH: Any  # as of the bias
@@ -150,7 +150,7 @@ class ForwardOperands(NamedTuple):
     sink: Any  # a `Strided` or None
     seed: Any  # of dropout, or None
     bits: Any  # of the mask, see mask_kernels
-    tile_list: Any  # with VANISHES the reach of each head, which has its place
+    tile_list: Any  # with UNDERFLOWS the reach of each head, which has its place
     o: Any
     o_low: Any  # or None, see `low_bits`
     tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
@@ -173,13 +173,11 @@ class ForwardState(NamedTuple):
     l: Any  # noqa: E741  (running sum of each row, or of each thread of one)
     o: Any  # all but the last tile of keys have been added
     p: Any  # of the last
-    taken: (
-        Any  # slots of the bias's ring that the program has taken, where not each tile takes one and nothing else does
-    )
+    taken: Any  # slots of the bias's pipeline that the program has taken, if not every tile takes one
 
 
 @gluon.jit
-def load(x, rings, terms, sizes, c):
+def load(x, pipelines, terms, sizes, c):
     """The role of one warp: Q, and the tiles of K and V."""
     step = 0
     t = 0
@@ -190,19 +188,23 @@ def load(x, rings, terms, sizes, c):
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
             at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
-            fill_at(rings.q, slot_of(rings.q, t, w, c.WARPGROUPS), use_of(rings.q, t, c.WARPGROUPS), x.q, at)
+            fill_at(
+                pipelines.q, slot_of(pipelines.q, t, w, c.WARPGROUPS), use_of(pipelines.q, t, c.WARPGROUPS), x.q, at
+            )
         for i in range(tile.count):
-            if c.DYNAMIC and i == tile.count - 1:  # while the ring is full, but not before: others may be done sooner
+            if (
+                c.DYNAMIC and i == tile.count - 1
+            ):  # while the pipeline is full, but not before: others may be done sooner
                 next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
             at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
-            fill_at(rings.k, slot_of(rings.k, step), use_of(rings.k, step), x.k, at)
+            fill_at(pipelines.k, slot_of(pipelines.k, step), use_of(pipelines.k, step), x.k, at)
             if c.BIAS == "cols":
-                load_bias_of_keys(x, rings, slot_of(rings.k, step), tile, n0, terms, c)
-            fill_at(rings.v, slot_of(rings.v, step), use_of(rings.v, step), x.v, at)
+                load_bias_of_keys(x, pipelines, slot_of(pipelines.k, step), tile, n0, terms, c)
+            fill_at(pipelines.v, slot_of(pipelines.v, step), use_of(pipelines.v, step), x.v, at)
             step += 1
         if c.DYNAMIC:
-            hand_out_tile_index(rings, t, next_index)
+            hand_out_tile_index(pipelines, t, next_index)
         tile_index = next_index
         t += 1
 
@@ -228,8 +230,8 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def attend(
-    q, state, x, rings, words, step, tile, i, terms, sizes, c,
+def mma_one_n_block(
+    q, state, x, pipelines, words, step, tile, i, terms, sizes, c,
     WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, RANGE: gl.constexpr, toeplitz,
 ):  # fmt: skip
     """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `ForwardState` after it.
@@ -242,7 +244,7 @@ def attend(
     ASKS: gl.constexpr = RANGE == "any" and (c.RANGE_LO or c.RANGE_HI)
     TOEPLITZ: gl.constexpr = c.TOEPLITZ != "none"
     STARTS: gl.constexpr = (BIASED and (c.BIAS_FIRST or TOEPLITZ)) or (not BIASED and c.TOEPLITZ == "line")
-    k_slot, v_slot = slot_of(rings.k, step), slot_of(rings.v, step - 1)
+    k_slot, v_slot = slot_of(pipelines.k, step), slot_of(pipelines.v, step - 1)
     entry = entry_at(i, tile, c)
     bits = mask_words(x, entry, tile, sizes, c, WARPGROUP)
     taken = state.taken
@@ -250,52 +252,52 @@ def attend(
     nth = taken if COUNTED else step
     shift = None
     if FIRST and c.BIAS == "cols":
-        wait_full(rings.k, k_slot, use_of(rings.k, step))
+        wait_full(pipelines.k, k_slot, use_of(pipelines.k, step))
     if TOEPLITZ and BIASED:
         start = near_start(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
     elif TOEPLITZ:
         shift = far_shift(toeplitz, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, c)
     elif STARTS and ASKS:
-        start, takes = start_in_range(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
+        start, takes = start_in_range(x, pipelines, nth, tile, entry, terms, sizes, c, WARPGROUP)
     elif STARTS:
-        bias = bias_scores(x, rings, nth, tile, entry, terms, sizes, c, WARPGROUP)
+        bias = bias_scores(x, pipelines, nth, tile, entry, terms, sizes, c, WARPGROUP)
         start = start_of(bias, terms, c)
     if not STARTS:
         start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     if FIRST and c.BIAS != "cols":
-        wait_full(rings.k, k_slot, use_of(rings.k, step))
+        wait_full(pipelines.k, k_slot, use_of(pipelines.k, step))
 
     # QK, and PV of the tile before
     warp_scheduler_barrier_sync(WARPGROUP)
     if c.TOEPLITZ == "line" and not BIASED:
-        start = far_start(toeplitz, rings.columns, c)
-    k = rings.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
+        start = far_start(toeplitz, pipelines.columns, c)
+    k = pipelines.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
     s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
     if not FIRST:
-        wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
-        v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+        wait_full(pipelines.v, v_slot, use_of(pipelines.v, step - 1))
+        v = pipelines.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
     warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
     if not c.BIAS_FIRST:
-        bias = bias_scores(x, rings, step, tile, entry, terms, sizes, c, WARPGROUP)
+        bias = bias_scores(x, pipelines, step, tile, entry, terms, sizes, c, WARPGROUP)
     # its fence and barrier cost least where the warpgroup waits anyway
     if STARTS and ASKS:
         if takes:
-            release_bias(rings, nth, c, WARPGROUP)
+            release_bias(pipelines, nth, c, WARPGROUP)
             taken += 1
     elif BIASED:
-        release_bias(rings, nth, c, WARPGROUP)
+        release_bias(pipelines, nth, c, WARPGROUP)
         if COUNTED:
             taken += 1
     if FIRST and c.O_IN_BIAS:
-        release_o(rings, nth - 1, c, WARPGROUP)
+        release_o(pipelines, nth - 1, c, WARPGROUP)
     dropped = None
     if (
         words is not None and not c.WORDS_LAST
     ):  # no border behind it: among the exponentials ptxas finds room for most of it
         dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
-    release(rings.k, k_slot)
+    release(pipelines.k, k_slot)
 
     # softmax
     HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols" or TOEPLITZ
@@ -306,13 +308,13 @@ def attend(
         changed = changed_rows_once_summed(alpha, l_i)
     # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
     # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
-    wait_full(rings.k, slot_of(rings.k, step + 1), use_of(rings.k, step + 1), i + 1 < tile.count)
+    wait_full(pipelines.k, slot_of(pipelines.k, step + 1), use_of(pipelines.k, step + 1), i + 1 < tile.count)
 
     # the end of PV
     o = state.o
     if not FIRST:
         o, p_next, l_i = warpgroup_mma_wait(0, deps=(o_pending, p_next, l_i))
-        release(rings.v, v_slot)
+        release(pipelines.v, v_slot)
         if c.LAZY and not c.SUMS_BY_THREAD:
             changed = changed_rows(alpha)
         o = rescaled(o, alpha, changed, c.LAZY)
@@ -323,15 +325,15 @@ def attend(
 
 
 @gluon.jit
-def skip_tile(rings, step, c, WARPGROUP: gl.constexpr):
+def skip_tile(pipelines, step, c, WARPGROUP: gl.constexpr):
     """Leave a tile of keys to the other warpgroups."""
     warp_scheduler_barrier_sync(WARPGROUP)
     warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
-    wait_full(rings.k, slot_of(rings.k, step), use_of(rings.k, step))
-    release(rings.k, slot_of(rings.k, step))
-    wait_full(rings.v, slot_of(rings.v, step), use_of(rings.v, step))
-    release(rings.v, slot_of(rings.v, step))
-    skip_bias(rings, step, c, WARPGROUP)
+    wait_full(pipelines.k, slot_of(pipelines.k, step), use_of(pipelines.k, step))
+    release(pipelines.k, slot_of(pipelines.k, step))
+    wait_full(pipelines.v, slot_of(pipelines.v, step), use_of(pipelines.v, step))
+    release(pipelines.v, slot_of(pipelines.v, step))
+    skip_bias(pipelines, step, c, WARPGROUP)
 
 
 @gluon.jit
@@ -392,7 +394,7 @@ def finish(
 
 
 @gluon.jit
-def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
+def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
@@ -404,15 +406,15 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     tile_index = gl.program_id(0)
     while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
-        slot = slot_of(rings.q, t, WARPGROUP, c.WARPGROUPS)
-        q_shared = rings.q.slots.index(slot).reshape([64, c.BLOCK_D])
-        wait_full(rings.q, slot, use_of(rings.q, t, c.WARPGROUPS))
+        slot = slot_of(pipelines.q, t, WARPGROUP, c.WARPGROUPS)
+        q_shared = pipelines.q.slots.index(slot).reshape([64, c.BLOCK_D])
+        wait_full(pipelines.q, slot, use_of(pipelines.q, t, c.WARPGROUPS))
         if c.Q_IN_REGISTERS:
             q = q_shared.load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
             if c.SCALE_IN_Q:
                 q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
             if not c.O_IN_Q:
-                release_after_loads(rings.q, slot)
+                release_after_loads(pipelines.q, slot)
         else:
             q = q_shared
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
@@ -424,7 +426,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             words = stream(x.seed, tile.b, tile.h, terms)
         first = first_entry(tile, terms, c, WARPGROUP)
         for _ in range(first):
-            skip_tile(rings, step, c, WARPGROUP)
+            skip_tile(pipelines, step, c, WARPGROUP)
             step += 1
         HAS_BAND: gl.constexpr = terms.HAS_LO or terms.HAS_HI
         ENDS: gl.constexpr = HAS_BAND or c.RAGGED
@@ -433,16 +435,16 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
         if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and not HAS_BAND:  # where it spills nothing
             prefetch_near(near, 64, 4, terms, sizes, c)
-        state = attend(
-            q, state, x, rings, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, "any", near
+        state = mma_one_n_block(
+            q, state, x, pipelines, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, "any", near
         )
         step += 1
         rest = first + 1
         if c.PEELED:
             rest = first_full(tile, first)
             for i in range(first + 1, rest):
-                state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, "any", near
+                state = mma_one_n_block(
+                    q, state, x, pipelines, words, step, tile, i, terms, sizes, c, WARPGROUP, False, True, "any", near
                 )
                 step += 1
         REST: gl.constexpr = HAS_BAND and not c.PEELED
@@ -452,8 +454,23 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         if c.FAR_HI:
             begin = first_not_above(tile, rest, terms, c, WARPGROUP)
             for i in range(rest, begin):
-                state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "outside", above
+                state = mma_one_n_block(
+                    q,
+                    state,
+                    x,
+                    pipelines,
+                    words,
+                    step,
+                    tile,
+                    i,
+                    terms,
+                    sizes,
+                    c,
+                    WARPGROUP,
+                    False,
+                    REST,
+                    "outside",
+                    above,
                 )
                 step += 1
         if c.RANGE_LO:
@@ -463,35 +480,65 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         if c.SORTED:
             begin = first_not_inside(tile, rest, end, terms, c, WARPGROUP)
             for i in range(rest, begin):
-                state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "inside", near
+                state = mma_one_n_block(
+                    q,
+                    state,
+                    x,
+                    pipelines,
+                    words,
+                    step,
+                    tile,
+                    i,
+                    terms,
+                    sizes,
+                    c,
+                    WARPGROUP,
+                    False,
+                    REST,
+                    "inside",
+                    near,
                 )
                 step += 1
         for i in range(begin, end):
-            state = attend(
-                q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "any", near
+            state = mma_one_n_block(
+                q, state, x, pipelines, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "any", near
             )
             step += 1
         if c.RANGE_LO or c.FAR_LO:  # a loop of their own: nothing of a bias is left in it
             for i in range(end, tile.count):
-                state = attend(
-                    q, state, x, rings, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "outside", below
+                state = mma_one_n_block(
+                    q,
+                    state,
+                    x,
+                    pipelines,
+                    words,
+                    step,
+                    tile,
+                    i,
+                    terms,
+                    sizes,
+                    c,
+                    WARPGROUP,
+                    False,
+                    REST,
+                    "outside",
+                    below,
                 )
                 step += 1
         taken = state.taken
 
         # PV of the first tile of keys
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
-            release(rings.q, slot)
-        v_slot = slot_of(rings.v, step - 1)
-        wait_full(rings.v, v_slot, use_of(rings.v, step - 1))
-        v = rings.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
+            release(pipelines.q, slot)
+        v_slot = slot_of(pipelines.v, step - 1)
+        wait_full(pipelines.v, v_slot, use_of(pipelines.v, step - 1))
+        v = pipelines.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
-        tile_index = next_tile_index(tile_index, t, rings, c)
+        tile_index = next_tile_index(tile_index, t, pipelines, c)
         if x.sink is not None:  # its way from memory is under the product
             sink = load_sink(x, tile, sizes, c, WARPGROUP) / (terms.exponent * LN2)
         o = warpgroup_mma_wait(0, deps=(o_pending,))
-        release(rings.v, v_slot)
+        release(pipelines.v, v_slot)
         m_i, l_i = state.m, state.l
         if c.SUMS_BY_THREAD:
             l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
@@ -502,10 +549,10 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
         # O leaves by TMA, through shared memory
         if c.O_IN_BIAS:
-            stage = slot_for_o(rings, taken, c, WARPGROUP)
+            stage = slot_for_o(pipelines, taken, c, WARPGROUP)
             taken += 1
         else:
-            stage = rings.o.index(slot if c.O_IN_Q else WARPGROUP)
+            stage = pipelines.o.index(slot if c.O_IN_Q else WARPGROUP)
         if not (c.O_IN_Q or c.O_IN_BIAS):
             tma.store_wait(0)  # of the tile before
         leaving = o.to(x.q.dtype)
@@ -522,7 +569,7 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             tma_store(x.o_low, box, low_stage)
         if c.O_IN_Q:
             tma.store_wait(0)
-            release(rings.q, slot)
+            release(pipelines.q, slot)
         t += 1
     tma.store_wait(0)
 
@@ -531,45 +578,45 @@ def compute(x, rings, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
     """O and the LSE. q, k, v, o, o_low: descriptors, with dropout alone the last; bias: a descriptor, or a `Strided`;
     sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
-    packed batch packed, with VANISHES vanishing.
+    packed batch packed, with UNDERFLOWS underflow.
 
     tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
     """
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
-    q_ring = new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
+    q_pipeline = new_pipeline(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
     OF_KEYS: gl.constexpr = c.BIAS == "cols"
-    k_ring = new_ring(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)
-    v_ring = new_ring(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
-    bias_ring = Ring(ABSENT, ABSENT, ABSENT)
+    k_pipeline = new_pipeline(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)
+    v_pipeline = new_pipeline(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
+    bias_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.BIAS == "matrix":
-        bias_ring = new_ring(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
+        bias_pipeline = new_pipeline(bias, c.WARPGROUPS * c.BIAS_STAGES, 64, c.BLOCK_N, 1)
     elif OF_KEYS:
         BIAS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         of_keys = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.BLOCK_N], BIAS_LAYOUT)
-        bias_ring = Ring(of_keys, ABSENT, ABSENT)
+        bias_pipeline = Pipeline(of_keys, ABSENT, ABSENT)
     if c.O_IN_Q:
-        stage = q_ring.slots
+        stage = q_pipeline.slots
     elif c.O_IN_BIAS:
-        stage = bias_ring.slots
+        stage = bias_pipeline.slots
     else:
         stage = new_tiles(o, c.WARPGROUPS, 64, c.BLOCK_DV)
-    index_ring = Ring(ABSENT, ABSENT, ABSENT)
+    index_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:
         READERS: gl.constexpr = c.WARPGROUPS * (2 if c.BIAS == "matrix" else 1)
-        index_ring = new_ring_of_numbers(2, READERS)
+        index_pipeline = new_pipeline_of_numbers(2, READERS)
     columns = ABSENT
     if c.TOEPLITZ == "line" and (c.FAR_LO or c.FAR_HI):
         columns = new_columns(c)
-    rings = ForwardPipelines(q_ring, k_ring, v_ring, bias_ring, stage, index_ring, columns)
+    pipelines = ForwardPipelines(q_pipeline, k_pipeline, v_pipeline, bias_pipeline, stage, index_pipeline, columns)
     fence_async_shared()
     FEW: gl.constexpr = c.LOADING_REGISTERS
     MANY: gl.constexpr = c.COMPUTING_REGISTERS
     if c.WARPGROUPS == 2 and c.BIAS != "matrix":
         gl.warp_specialize(
             [
-                (compute, (x, rings, lse, terms, sizes, c, 0)),
-                (compute, (x, rings, lse, terms, sizes, c, 1)),
-                (load, (x, rings, terms, sizes, c)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 0)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 1)),
+                (load, (x, pipelines, terms, sizes, c)),
             ],
             [4, 1],
             [MANY, FEW],
@@ -577,11 +624,11 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     elif c.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (compute, (x, rings, lse, terms, sizes, c, 0)),
-                (compute, (x, rings, lse, terms, sizes, c, 1)),
-                (load, (x, rings, terms, sizes, c)),
-                (load_bias, (x, rings, terms, sizes, c, 0)),
-                (load_bias, (x, rings, terms, sizes, c, 1)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 0)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 1)),
+                (load, (x, pipelines, terms, sizes, c)),
+                (load_bias, (x, pipelines, terms, sizes, c, 0)),
+                (load_bias, (x, pipelines, terms, sizes, c, 1)),
             ],
             [4, 1, 1, 1],
             [MANY, FEW, FEW, FEW],
@@ -589,10 +636,10 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     else:
         gl.warp_specialize(
             [
-                (compute, (x, rings, lse, terms, sizes, c, 0)),
-                (compute, (x, rings, lse, terms, sizes, c, 1)),
-                (compute, (x, rings, lse, terms, sizes, c, 2)),
-                (load, (x, rings, terms, sizes, c)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 0)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 1)),
+                (compute, (x, pipelines, lse, terms, sizes, c, 2)),
+                (load, (x, pipelines, terms, sizes, c)),
             ],
             [4, 4, 1],
             [MANY, MANY, FEW],

@@ -24,8 +24,8 @@ from tilewise.backends.gluon.sm90.common.config import (
     L2_CACHE,
     ForwardConfig,
     band_of,
-    comes_together,
     forward_config,
+    has_small_heads,
     most_registers,
     padded,
     scatters,
@@ -36,16 +36,16 @@ from tilewise.backends.gluon.sm90.common.traits import always_hides, bias_axes, 
 from tilewise.backends.gluon.sm90.common.underflow import Reach
 from tilewise.backends.gluon.sm90.forward.documents import DocumentLists, DocumentSummary, as_packed, offsets_of
 from tilewise.backends.gluon.sm90.forward.kernel import ForwardConstants, forward_kernel
-from tilewise.backends.gluon.sm90.forward.nan_fixup import RepairConstants, packed_repair_kernel, repair_kernel
-from tilewise.backends.gluon.sm90.forward.small_heads import together_kernel
+from tilewise.backends.gluon.sm90.forward.nan_fixup import NanFixupConstants, nan_fixup_kernel, packed_nan_fixup_kernel
+from tilewise.backends.gluon.sm90.forward.small_heads import small_heads_kernel
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
-from tilewise.backends.gluon.values import Sheared, as_matrix, range_constants
+from tilewise.backends.gluon.values import Skewed, as_matrix, range_constants
 from tilewise.backends.gluon.varlen import SEMAPHORE, TileList
 from tilewise.backends.gluon.varlen_values import PackedValues, laid_out
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.kernels.score import varied_limits
-from tilewise.backends.kernels.tile_lists import KeptLists, flat_and_lists
+from tilewise.backends.kernels.tile_lists import TileListCache, flat_and_lists
 from tilewise.backends.launch.launcher import (
     POINTER,
     Launch,
@@ -75,10 +75,10 @@ class HopperForward:
         q, k, v, bias, mask, sink, parts, *_ = inputs
         problem = as_matrix(problem)
         self.config, self.raster = (config := forward_config(problem)), raster(problem)
-        self.values: Sheared | PackedValues | None = None
+        self.values: Skewed | PackedValues | None = None
         if parts is not None and parts.query is not None and problem.score.query is not None:
             if problem.totals is None:
-                self.values = Sheared(parts.query, problem.score.query)
+                self.values = Skewed(parts.query, problem.score.query)
             else:
                 self.values = PackedValues(problem, parts.query, config.block_m)
             bias = self.values.like
@@ -94,27 +94,27 @@ class HopperForward:
         # Where a program has one tile, or some have none, there is nothing to gain.
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
-        self.reach = Reach(problem, inputs, c) if c.VANISHES.value else None
-        together = comes_together(problem)
+        self.reach = Reach(problem, inputs, c) if c.UNDERFLOWS.value else None
+        together = has_small_heads(problem)
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.order = "" if self.raster.key_bytes else self.raster.order  # "" where lengths decide
         self.block_n = config.block_n
         self.tiled: dict[int, tuple[Any, ...]] = {}
         self.choices = self._choices(*band_of(problem), sizes.tiles > programs)
         box = ragged if packed else descriptor
-        self.mask: KeptLists[KnownMask] | None = None
-        self.documents: KeptLists[DocumentLists] | None = None
+        self.mask: TileListCache[KnownMask] | None = None
+        self.documents: TileListCache[DocumentLists] | None = None
         self.as_packed: Launch | None = None
         if problem.mask is not None:
             summary = MaskSummary(problem, mask, q.device, config.block_n, config.warpgroups)
             if documents is None or inputs.tiles is None:
-                self.mask = KeptLists(summary, problem)
+                self.mask = TileListCache(summary, problem)
             else:
                 other = HopperForward(
                     documents, inputs._replace(mask=None, tiles=None, lengths=offsets_of(inputs.tiles))
                 )
                 both = DocumentSummary(problem, summary, config.block_m, other.block_m, sizes.tiles)
-                self.documents, self.as_packed = KeptLists(both, problem), other.main
+                self.documents, self.as_packed = TileListCache(both, problem), other.main
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
@@ -122,7 +122,7 @@ class HopperForward:
         is_matrix = c.BIAS.value == "matrix"
         self.dynamic = c.DYNAMIC.value
         self.main: Launch = Launch(
-            together_kernel if together else forward_kernel,
+            small_heads_kernel if together else forward_kernel,
             min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
             (
                 box(q, 64, c.BLOCK_D.value),
@@ -149,7 +149,7 @@ class HopperForward:
             tile_list = (POINTER,) if packed else ()
             pairs = strided(mask) if inputs.tiles is None else tile_layout()
             self.repair = Launch(
-                packed_repair_kernel if packed else repair_kernel,
+                packed_nan_fixup_kernel if packed else nan_fixup_kernel,
                 min(_looks(sizes.queries, *self.looks), programs),
                 (
                     *(strided_rows(x) for x in (q, k, v)),
@@ -265,14 +265,14 @@ class Resized:
         if is_elsewhere(q):
             with torch.cuda.device(q.device):
                 return self(inputs)
-        values, launches, (kept, repair_kept) = self.varied, self.launches, self.kept
+        values, launches, (kept, fixup_cached) = self.varied, self.launches, self.kept
         shape, strides = self.layout_o
         o = q.new_empty_strided(shape, strides)
         lse = q.new_empty(shape[:3], dtype=torch.float32)
         count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
         launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
         if len(launches) > 1:
-            launches[1].run(values, repair_kept, q, k, v, bias, None, sink, seed, o, None, lse)
+            launches[1].run(values, fixup_cached, q, k, v, bias, None, sink, seed, o, None, lse)
         return Outputs(o, lse)
 
 
@@ -343,7 +343,7 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
         SUMS_BY_THREAD=config.sums_by_thread,
         PEELED=config.peeled,
         SKIPS_HIDDEN=config.skips_hidden,
-        PAIRS=loops or bool(problem.score.dropout) or comes_together(problem),
+        PAIRS=loops or bool(problem.score.dropout) or has_small_heads(problem),
         WORDS_LAST=config.words_last,
         O_IN_Q=config.o_in_q,
         O_IN_BIAS=config.o_in_bias,
@@ -361,7 +361,7 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
         MASK_BATCH=mask is not None and mask.batch > 1,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         MASK_ROWS=mask is not None and mask.rows > 1,
-        HIDES_KEYS=comes_together(problem) and (mask is not None or problem.keys % config.block_n != 0),
+        HIDES_KEYS=has_small_heads(problem) and (mask is not None or problem.keys % config.block_n != 0),
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
         ORDER=raster(problem).at(problem.queries, problem.keys),
@@ -403,12 +403,12 @@ def raster(problem: Problem) -> Raster:
     return Raster(order, p.batch * key_bytes, bias.batch * bias.heads * bias.dtype.itemsize)
 
 
-def _repair(problem: Problem, config: ForwardConfig) -> RepairConstants:
+def _repair(problem: Problem, config: ForwardConfig) -> NanFixupConstants:
     toeplitz = None if problem.parts is None else problem.parts.toeplitz
     bias, mask = toeplitz or problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
     block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
-    values = RepairConstants(
+    values = NanFixupConstants(
         BLOCK_M=block_m,
         BLOCK_N=32,
         BLOCK_D=block_d,

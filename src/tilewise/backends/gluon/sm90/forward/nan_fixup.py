@@ -25,7 +25,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MARK = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
 
 
-class RepairConstants(NamedTuple):
+class NanFixupConstants(NamedTuple):
     """What the kernel knows when it is compiled; every field is a tl.constexpr."""
 
     BLOCK_M: Any
@@ -36,7 +36,7 @@ class RepairConstants(NamedTuple):
     BIAS: Any
     BIAS_GROUP: Any
     BIAS_COLS: Any  # the bias differs between keys
-    RELATIVE: Any  # it is a bias by distance: `spec.relative.sheared` values
+    RELATIVE: Any  # it is a bias by distance: `spec.relative.skewed` values
     TOEPLITZ: Any  # it is a vector of distances
     MASK: Any
     MASK_GROUP: Any
@@ -198,9 +198,10 @@ def sizes_of(seq, sizes):
 
 
 @triton.jit
-def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, o_low, lse, head_dim, value_dim, terms, sizes,
-                         r):  # fmt: skip
-    """`repair_kernel` of a packed batch: looks through the LSE without regard to sequences, and through the list of
+def packed_nan_fixup_kernel(
+    q, k, v, bias, mask, sink, seed, tile_list, o, o_low, lse, head_dim, value_dim, terms, sizes, r
+):  # fmt: skip
+    """`nan_fixup_kernel` of a packed batch: looks through the LSE without regard to sequences, and through the list of
     their tiles where it finds something. A tile belongs to the look in which it begins; each also sees what follows."""
     looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
     for look in tl.range(tl.program_id(0), looks * sizes.heads, tl.num_programs(0), num_stages=1):
@@ -226,7 +227,7 @@ def packed_repair_kernel(q, k, v, bias, mask, sink, seed, tile_list, o, o_low, l
 
 
 @triton.jit
-def repair_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, sizes, r):
+def nan_fixup_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, sizes, r):
     """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch

@@ -30,7 +30,7 @@ from tilewise.backends.gluon.compat import tma_load, tma_store, warps_barrier
 from tilewise.backends.gluon.pipeline import (
     FIRST_NAMED_BARRIER,
     fill_at,
-    new_ring,
+    new_pipeline,
     new_tiles,
     release,
     slot_of,
@@ -65,7 +65,7 @@ MOST_MAXIMUM = gl.constexpr(2.0e38)  # of `finish`: times log2(e) it is above LO
 class SmallHeadShared(NamedTuple):
     """Tiles in shared memory."""
 
-    q: Any  # a ring
+    q: Any  # a pipeline
     k: Any  # STAGES tiles
     v: Any  # V_STAGES tiles
     bias: Any  # STAGES tiles for each warpgroup
@@ -76,7 +76,7 @@ class SmallHeadShared(NamedTuple):
 
 
 class StagePlace(NamedTuple):
-    """Of a tile in the rings."""
+    """Of a tile in the pipelines."""
 
     slot: Any
     phase: Any  # of the slot's barrier
@@ -172,7 +172,7 @@ def with_maxima(s, rows, o, x, terms, c, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def attend(q, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
+def mma_one_n_block(q, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
     """P·V of the tile of keys before, unless this is the FIRST, and Q·Kᵀ and softmax of this one, which has come.
 
     more: whether the next tile is one of the same queries, for which it waits.
@@ -224,12 +224,12 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         rows = HeadRows(m_i, m_i, sums_of_rows(none, True), gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0)
         mbarrier.wait(shared.full.index(place.slot), place.phase)
-        rows = attend(q, rows, x, shared, place, place, tile.count > 1, terms, c, WARPGROUP, True)
+        rows = mma_one_n_block(q, rows, x, shared, place, place, tile.count > 1, terms, c, WARPGROUP, True)
         for i in range(1, tile.count):
             before = place
             place = following(place)
             more = i + 1 < tile.count
-            rows = attend(q, rows, x, shared, before, place, more, terms, c, WARPGROUP, False)
+            rows = mma_one_n_block(q, rows, x, shared, before, place, more, terms, c, WARPGROUP, False)
 
         # PV of the first tile of keys
         release(shared.q, slot)
@@ -252,7 +252,9 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
+def small_heads_kernel(
+    q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c
+):
     """O and the LSE; the arguments of `forward_kernel`, some of which are None."""
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     declare_exceeds()
@@ -265,7 +267,7 @@ def together_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, t
         ones = new_step_tiles(x.q.dtype, 1, 64).index(0)
         store_ones(ones)
     shared = SmallHeadShared(
-        new_ring(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
+        new_pipeline(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1),
         new_tiles(k, STAGES, c.BLOCK_N, c.BLOCK_D),
         new_tiles(v, V_STAGES, c.BLOCK_N, c.BLOCK_DV),
         new_tiles(bias, STAGES * c.WARPGROUPS, 64, c.BLOCK_N),

@@ -13,7 +13,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise import TileMask
-from tilewise.backends.kernels.tile_lists import KeptLists
+from tilewise.backends.kernels.tile_lists import TileListCache
 
 PROBLEM = SimpleNamespace(
     batch=1, heads=2, kv_heads=1, queries=128, keys=128, head_dim=64, value_dim=64, dtype=torch.bfloat16
@@ -40,7 +40,7 @@ def a_mask(kind="bits"):
 @pytest.fixture
 def kept():
     maker = Maker()
-    return SimpleNamespace(maker=maker, lists=KeptLists(maker, PROBLEM))
+    return SimpleNamespace(maker=maker, lists=TileListCache(maker, PROBLEM))
 
 
 @pytest.mark.parametrize("kind", ["bits", "intervals"])
@@ -103,7 +103,7 @@ def test_no_larger_than_the_tensors_of_the_call():
     listed = tiles.tiles.nbytes
     for size, made in ((most - listed, 2), (most - listed + 1, 4)):
         maker = Maker(size)
-        lists = KeptLists(maker, PROBLEM)
+        lists = TileListCache(maker, PROBLEM)
         for _ in range(4):
             lists(None, tiles)
         assert maker.made == made

@@ -16,8 +16,8 @@ if importlib.util.find_spec("triton") is None:
 from test_hopper_roles import Barrier, Roles
 from test_hopper_work import kernel_arguments, plain, problem
 
-from tilewise.backends.gluon.pipeline import Ring
-from tilewise.backends.gluon.sm90.backward import batched as backward_lanes
+from tilewise.backends.gluon.pipeline import Pipeline
+from tilewise.backends.gluon.sm90.backward import batched as batched
 from tilewise.backends.gluon.sm90.backward import scheduler as scheduler
 from tilewise.backends.gluon.sm90.backward import warps as producers
 from tilewise.backends.gluon.sm90.common import config
@@ -25,7 +25,7 @@ from tilewise.layouts import nvmma_shared_layout
 
 __all__ = ["plain"]  # a fixture of all tests here too
 
-LANES, OTHERS = ["lane 0", "lane 1", "lane 2"], ["loads", "fetches", "adds"]
+ELEMENTS, OTHERS = ["element 0", "element 1", "element 2"], ["loads", "fetches", "adds"]
 STAGES = 2
 
 
@@ -52,9 +52,9 @@ class Slots:
         return self.made[slot]
 
 
-def ring(full=1, empty=1):
+def pipeline(full=1, empty=1):
     barriers = ([Arrivals(n) for _ in range(STAGES)] for n in (full, empty))
-    return Ring(Slots([{} for _ in range(STAGES)]), *map(Slots, barriers))
+    return Pipeline(Slots([{} for _ in range(STAGES)]), *map(Slots, barriers))
 
 
 class Tile:
@@ -70,15 +70,16 @@ class Tile:
         return self.values
 
 
-def new_lane():
-    ds_ring, k_ring, v_ring, rows = ring(), ring(), ring(), ring(full=4)
-    stored = Ring(None, Slots([Arrivals(1) for _ in range(STAGES)]), None)
+def new_element():
+    ds_pipeline, k_pipeline, v_pipeline, rows = pipeline(), pipeline(), pipeline(), pipeline(full=4)
+    stored = Pipeline(None, Slots([Arrivals(1) for _ in range(STAGES)]), None)
     stats, do = Slots([None] * 2 * STAGES), Slots([None] * STAGES)
     ds = Slots([Tile(torch.zeros(1, 1, 64, 64)) for _ in range(STAGES)])
-    shared = SimpleNamespace(k=k_ring.slots, v=v_ring.slots, ds=ds, ds_ring=ds_ring)
+    shared = SimpleNamespace(k=k_pipeline.slots, v=v_pipeline.slots, ds=ds, ds_pipeline=ds_pipeline)
     return SimpleNamespace(
-        rows=SimpleNamespace(ring=rows, do=do, stats=stats, bias_ring=None), k_ring=k_ring, v_ring=v_ring,
-        dq_ring=SimpleNamespace(stored=stored), shared=shared,
+        rows=SimpleNamespace(pipeline=rows, do=do, stats=stats, bias_pipeline=None),
+        k_pipeline=k_pipeline, v_pipeline=v_pipeline,
+        dq_pipeline=SimpleNamespace(stored=stored), shared=shared,
     )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def ds_of(b, h, m, n0):
     return torch.randint(-99, 99, (64, 64), generator=generator).float()
 
 
-@pytest.mark.parametrize("late", [*LANES, *OTHERS])
+@pytest.mark.parametrize("late", [*ELEMENTS, *OTHERS])
 @pytest.mark.parametrize(
     ("batch", "group", "keys", "taken", "hidden"),
     [
@@ -97,20 +98,20 @@ def ds_of(b, h, m, n0):
     ],
 )  # fmt: skip
 def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
-    """The lanes of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
+    """The elements of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
     without a batch element; a role that is late keeps nobody waiting for ever. hidden: work tiles without a step."""
-    monkeypatch.setattr(config, "LANES_FROM", 100)  # shorter ones have the same roles
+    monkeypatch.setattr(config, "BATCHED_FROM", 100)  # shorter ones have the same roles
     roles = Roles(late)
-    roles.waits_for = dict.fromkeys([*LANES, *OTHERS])
+    roles.waits_for = dict.fromkeys([*ELEMENTS, *OTHERS])
     terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, keys, "1hmn", D=32))
-    assert c.LANES == 3
+    assert c.ELEMENTS == 3
     c.KEY_STAGES = c.VALUE_STAGES = STAGES
     c.HIDES_KEYS = bool(hidden)
     count = sizes.key_tiles * sizes.kv_heads * sizes.batch
-    numbers, indices = iter([*taken, count]), ring(empty=5)
-    bias_ring, lanes = ring(empty=c.LANES), tuple(new_lane() for _ in LANES)
-    for lane in lanes:
-        lane.rows.bias_ring = bias_ring
+    numbers, indices = iter([*taken, count]), pipeline(empty=5)
+    bias_pipeline, elements = pipeline(empty=c.ELEMENTS), tuple(new_element() for _ in ELEMENTS)
+    for element in elements:
+        element.rows.bias_pipeline = bias_pipeline
     dbias = torch.zeros(4 * group, 150, 264)  # a row has room for a multiple of eight elements
     finished, waited, done, stored = [], [], [], []
 
@@ -139,8 +140,8 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         dbias.view(-1)[to[mask]] += values[mask]
 
     def work_tile_at(n, *_):
-        found = scheduler.work_tile_of.fn(n // c.LANES, n % c.LANES, terms, sizes, c)
-        return found._replace(end=found.begin) if n // c.LANES in hidden else found
+        found = scheduler.work_tile_of.fn(n // c.ELEMENTS, n % c.ELEMENTS, terms, sizes, c)
+        return found._replace(end=found.begin) if n // c.ELEMENTS in hidden else found
 
     gl = SimpleNamespace(
         static_range=range, to_tensor=lambda x: x, cast=lambda x, _: x, int64=torch.int64, float32=torch.float32,
@@ -154,23 +155,23 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "PIECE_ROWS": 16, "next_tile_index": next_tile_index,
         "hand_out_tile_index": hand_out_tile_index, "fill_at": fill_at, "fetch_tile_index": lambda _: next(numbers),
         "slot_of": lambda _, n: n % STAGES, "use_of": lambda _, n: n // STAGES,
-        "release": lambda ring, slot: roles.arrive(ring.empty.index(slot), 1),
-        "wait_full": lambda ring, slot, use: roles.wait(ring.full.index(slot), use & 1),
+        "release": lambda pipeline, slot: roles.arrive(pipeline.empty.index(slot), 1),
+        "wait_full": lambda pipeline, slot, use: roles.wait(pipeline.full.index(slot), use & 1),
         "work_tile_count": lambda *_: count, "box_of": lambda first, queries, b, h, row, c, col=0: [b, h, row, col],
-        "work_tile_at": work_tile_at, "of_lane": scheduler.of_lane.fn,
+        "work_tile_at": work_tile_at, "of_element": scheduler.of_element.fn,
         "row_tile": scheduler.row_tile, "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None, done=0),
         "finish_earlier_heads": lambda n, *_: finished.append(n),
         "wait_zeroed": lambda n, tile, *_: waited.append(scheduler.head_of(tile, sizes, c)),
         "head_of": scheduler.head_of, "count_up": lambda at: done.append((at, len(computed))),
         "tma": SimpleNamespace(store_wait=lambda _: None), "tma_store": lambda to, at, slot: stored.append((to, at)),
         **dict.fromkeys(("warps_barrier", "fence_async_shared", "let_next_begin"), lambda: None),
-        "widened": lambda x: x, "add_pieces": backward_lanes.add_pieces.fn,
-        "piece_of": lambda lane, slot, piece, _: lane.shared.ds.index(slot).piece(piece),
-        "tile_of_lane": backward_lanes.tile_of_lane.fn, "load_step": backward_lanes.load_step.fn,
+        "widened": lambda x: x, "add_pieces": batched.add_pieces.fn,
+        "piece_of": lambda element, slot, piece, _: element.shared.ds.index(slot).piece(piece),
+        "tile_of_element": batched.tile_of_element.fn, "load_step": batched.load_step.fn,
         **{name: getattr(producers, name).fn for name in ("fetch_keys_of", "store_keys_of")},
     }  # fmt: skip
     for name, stub in stubs.items():
-        for module in (backward_lanes, producers):
+        for module in (batched, producers):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stub)
 
@@ -181,43 +182,45 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
     computed = []
 
     def computes(which):
-        lane, step, nth = lanes[which], 0, 0
+        element, step, nth = elements[which], 0, 0
         tile_index = next_tile_index(0, nth)
-        while tile_index * c.LANES < count:
-            w, slot = stubs["work_tile_at"](tile_index * c.LANES + which), nth % STAGES
-            for of, name in ((lane.k_ring, "k"), (lane.v_ring, "v")):
+        while tile_index * c.ELEMENTS < count:
+            w, slot = stubs["work_tile_at"](tile_index * c.ELEMENTS + which), nth % STAGES
+            for of, name in ((element.k_pipeline, "k"), (element.v_pipeline, "v")):
                 roles.wait(of.full.index(slot), nth // STAGES & 1)
                 assert of.slots.index(slot)["holds"] == (name, w.b, w.hk, w.n0, 0)
             for g, m in itertools.product(range(group), reversed(range(w.begin, w.end))):
                 slot, phase, h = step % STAGES, step // STAGES & 1, w.hk * group + g
-                roles.wait(lane.rows.ring.full.index(slot), phase)
-                roles.wait(bias_ring.full.index(slot), phase)
-                assert lane.rows.ring.slots.index(slot)["holds"] == ("q", w.b, h, 64 * m, 0)
-                assert bias_ring.slots.index(slot)["holds"] == ("bias", 0, h, 64 * m, w.n0)
-                roles.wait(lane.shared.ds_ring.empty.index(slot), phase ^ 1)
-                lane.shared.ds.made[slot] = Tile(ds_of(w.b, h, m, w.n0)[None, None])
-                roles.arrive(lane.shared.ds_ring.full.index(slot), 1)
-                roles.arrive(bias_ring.empty.index(slot), 1)
-                roles.arrive(lane.rows.ring.empty.index(slot), 1)
+                roles.wait(element.rows.pipeline.full.index(slot), phase)
+                roles.wait(bias_pipeline.full.index(slot), phase)
+                assert element.rows.pipeline.slots.index(slot)["holds"] == ("q", w.b, h, 64 * m, 0)
+                assert bias_pipeline.slots.index(slot)["holds"] == ("bias", 0, h, 64 * m, w.n0)
+                roles.wait(element.shared.ds_pipeline.empty.index(slot), phase ^ 1)
+                element.shared.ds.made[slot] = Tile(ds_of(w.b, h, m, w.n0)[None, None])
+                roles.arrive(element.shared.ds_pipeline.full.index(slot), 1)
+                roles.arrive(bias_pipeline.empty.index(slot), 1)
+                roles.arrive(element.rows.pipeline.empty.index(slot), 1)
                 step += 1
             computed.append(w)
-            roles.arrive(lane.dq_ring.stored.full.index(nth % STAGES), 1)
+            roles.arrive(element.dq_pipeline.stored.full.index(nth % STAGES), 1)
             nth += 1
             tile_index = next_tile_index(tile_index, nth)
 
     strides = SimpleNamespace(pointer=0, stride1=150 * 264, stride2=264)
     given = (None, 0, terms, sizes, c)
     roles.run(**{
-        **{name: lambda which=which: computes(which) for which, name in enumerate(LANES)},
-        "loads": lambda: backward_lanes.load_lanes.fn(x, lanes, *given),
-        "fetches": lambda: backward_lanes.finish_and_store.fn(x, lanes, None, *given),
-        "adds": lambda: backward_lanes.add_lanes.fn(x, lanes, strides, None, terms, sizes, c),
+        **{name: lambda which=which: computes(which) for which, name in enumerate(ELEMENTS)},
+        "loads": lambda: batched.load_elements.fn(x, elements, *given),
+        "fetches": lambda: batched.finish_and_store.fn(x, elements, None, *given),
+        "adds": lambda: batched.add_elements.fn(x, elements, strides, None, terms, sizes, c),
     })  # fmt: skip
-    wanted = [n * c.LANES + lane for n in taken for lane in range(c.LANES)]
+    wanted = [n * c.ELEMENTS + element for n in taken for element in range(c.ELEMENTS)]
     assert finished == taken
     heads = [3 * (w.b // 3 * 4 + w.hk) for w in map(stubs["work_tile_at"], wanted[::3])]
     assert [at for at, _ in done] == waited == heads
-    assert all(so_far >= 3 * nth for nth, (_, so_far) in enumerate(done, 1)), "counted before all lanes have added dQ"
+    assert all(so_far >= 3 * nth for nth, (_, so_far) in enumerate(done, 1)), (
+        "counted before all elements have added dQ"
+    )
     assert len(computed) == len(wanted)
     assert len(stored) == 2 * len(wanted)
     expected = torch.zeros(4 * group, 192, 320)
@@ -232,7 +235,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
 
 def test_some_rows_of_a_tile_lie_by_themselves():
     """As `piece_of` reads them: a tile's ``n``-th rows are where they would be in as many tiles of so few."""
-    rows = backward_lanes.PIECE_ROWS.value
+    rows = batched.PIECE_ROWS.value
     whole, piece = (nvmma_shared_layout(shape, "bfloat16").invert() for shape in ((64, 64), (rows, 64)))
     for row, col in itertools.product(range(64), range(0, 64, 7)):
         (offset,) = piece(dim0=row % rows, dim1=col)[:1]

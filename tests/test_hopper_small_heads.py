@@ -25,8 +25,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from tilewise.backends.gluon.sm90.common import key_mask
-from tilewise.backends.gluon.sm90.common.config import SHARED_MEMORY, comes_together, forward_config
-from tilewise.backends.gluon.sm90.forward import small_heads as together_kernel
+from tilewise.backends.gluon.sm90.common.config import SHARED_MEMORY, forward_config, has_small_heads
+from tilewise.backends.gluon.sm90.forward import small_heads as small_heads_kernel
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 PAIR = Case(B=256, H=4, M=256, N=256, D=32, bias="1hmn", dtype=BRAIN)
@@ -38,7 +38,7 @@ PAIR = Case(B=256, H=4, M=256, N=256, D=32, bias="1hmn", dtype=BRAIN)
 )
 def test_compiled(compilers, triton, case):
     codes = compilers.compile(compile_hopper_case, triton, 90, case)
-    assert [code.kernel.name for code in codes] == ["together_kernel", "repair_kernel"]
+    assert [code.kernel.name for code in codes] == ["small_heads_kernel", "nan_fixup_kernel"]
     hold_hopper(codes, 0)
     # of each warpgroup the first tile of keys, the others, and P·V of the last
     assert codes[0].wgmma == 2 * (2 + (2 + 4) + 4)
@@ -52,9 +52,9 @@ def test_compiled(compilers, triton, case):
 def test_hidden_keys_are_one_more_step(compilers, case):
     codes = compilers.compile(compile_hopper_case, "3.6.0", 90, case)
     kernels = {code.kernel.name: code for code in codes}
-    assert set(kernels) - {"key_summary_kernel"} == {"together_kernel", "repair_kernel"}
+    assert set(kernels) - {"key_summary_kernel"} == {"small_heads_kernel", "nan_fixup_kernel"}
     hold_hopper(codes, 0)
-    code = kernels["together_kernel"]
+    code = kernels["small_heads_kernel"]
     assert code.wgmma == 2 * ((2 + 1) + (2 + 1 + 4) + 4)
     assert 2 * (code.kernel.shared + 1024) <= SHARED_MEMORY + 1024
 
@@ -70,7 +70,7 @@ def of(bias=BRAIN, band=None, cap=None, scale=0.2, dim=32, **terms):
 
 @pytest.mark.parametrize("problem", [of(), of(HALF), of(dim=17), of(scale=2.0), of(scale=1e-3), of(mask=KEYS)])
 def test_which_calls_come_together(problem):
-    assert comes_together(problem)
+    assert has_small_heads(problem)
     assert forward_config(problem).programs == 2
 
 
@@ -84,7 +84,7 @@ def test_which_calls_come_together(problem):
     ],
 )  # fmt: skip
 def test_which_do_not(problem):
-    assert not comes_together(problem)
+    assert not has_small_heads(problem)
 
 
 # --- roles ---
@@ -161,25 +161,25 @@ class Memory:
 @pytest.mark.parametrize(("keys", "tiles"), [(1, 5), (2, 3), (3, 1), (4, 4), (6, 3), (12, 2)])
 def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
     """``keys`` tiles of keys for each of ``tiles`` tiles of queries; cut: some keys are hidden."""
-    stages, read = together_kernel.STAGES.value, {0: [], 1: []}
+    stages, read = small_heads_kernel.STAGES.value, {0: [], 1: []}
     memory = Memory(stages, 2)
     gl = MagicMock()
     gl.where = lambda condition, x, y: x if condition else y
     gl.to_tensor, gl.static_range, gl.constexpr = lambda x: x, range, MagicMock()
     gl.program_id, gl.num_programs = lambda axis: 0, lambda axis: 1
-    names = "new_ring fill_at release slot_of use_of wait_full widened online_softmax rescaled rounded sums_of_rows"
+    names = "new_pipeline fill_at release slot_of use_of wait_full widened online_softmax rescaled rounded sums_of_rows"
     more = "accumulator finish tma tma_store warpgroup_mma times_v"
     for name in (*names.split(), *more.split()):
-        monkeypatch.setattr(together_kernel, name, MagicMock())
-    together_kernel.online_softmax.return_value = (0, 0, 0, 0)
+        monkeypatch.setattr(small_heads_kernel, name, MagicMock())
+    small_heads_kernel.online_softmax.return_value = (0, 0, 0, 0)
 
     def work_tile_at(t, *_):
         return SimpleNamespace(seq=MagicMock(), b=0, h=t, row0=0, count=keys, last=keys - 1)
 
     replaced = {
         "gl": gl, "STAGES": stages, "V_STAGES": stages + 1, "exceeds": lambda sums: 0,
-        "following": together_kernel.following.fn, "attend": together_kernel.attend.fn,
-        "with_maxima": together_kernel.with_maxima.fn,
+        "following": small_heads_kernel.following.fn, "mma_one_n_block": small_heads_kernel.mma_one_n_block.fn,
+        "with_maxima": small_heads_kernel.with_maxima.fn,
         "work_tile_at": work_tile_at, "entry_at": lambda i, tile, c: SimpleNamespace(n=tile.last - i),
         "box_of": lambda first, count, b, h, row, c, col=0: [h, row],
         "bias_box": lambda tile, b, row, n0, terms, c: [tile.h, row, n0],
@@ -190,9 +190,9 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
         "warpgroup_mma_wait": lambda count, deps: deps if len(deps) > 1 else deps[0],
     }  # fmt: skip
     for name, value in replaced.items():
-        monkeypatch.setattr(together_kernel, name, value)
+        monkeypatch.setattr(small_heads_kernel, name, value)
 
-    def ring(kind):
+    def pipeline(kind):
         """Whose index names a slot for `load`, and says in another thread what was read there."""
 
         def index(slot):
@@ -206,8 +206,8 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
         return SimpleNamespace(index=index)
 
     full = SimpleNamespace(index=lambda slot: slot)
-    rings = ring("k"), ring("v"), ring("bias"), ring("hidden")
-    shared = together_kernel.SmallHeadShared(MagicMock(), *rings, MagicMock(), full, MagicMock())
+    pipelines = pipeline("k"), pipeline("v"), pipeline("bias"), pipeline("hidden")
+    shared = small_heads_kernel.SmallHeadShared(MagicMock(), *pipelines, MagicMock(), full, MagicMock())
     sized = {
         name: SimpleNamespace(block_type=SimpleNamespace(nbytes=n)) for name, n in {"k": 4, "v": 4, "bias": 8}.items()
     }
@@ -222,9 +222,9 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
         except Exception as error:  # noqa: BLE001  (of another thread)
             failed.append(error)
 
-    threads = [threading.Thread(target=role, args=(together_kernel.load.fn, MagicMock(), sizes, c), name="load")]
+    threads = [threading.Thread(target=role, args=(small_heads_kernel.load.fn, MagicMock(), sizes, c), name="load")]
     for w in range(2):
-        arguments = (together_kernel.compute.fn, None, MagicMock(), sizes, c, w)
+        arguments = (small_heads_kernel.compute.fn, None, MagicMock(), sizes, c, w)
         threads.append(threading.Thread(target=role, args=arguments, name=str(w)))
     for thread in threads:
         thread.start()
@@ -297,7 +297,7 @@ def test_lanes_hide_keys_by_the_bits_of_the_mask(monkeypatch, heads):
     x = SimpleNamespace(bits=0, k=SimpleNamespace(shape=[batch]))
     for b, n in itertools.product(range(batch + 1), range(3)):
         tile = SimpleNamespace(b=b, hk=heads - 1, n0=64 * n)
-        found = key_mask.hidden_keys_of_lane.fn(x, tile, sizes, c)
+        found = key_mask.hidden_keys_of_element.fn(x, tile, sizes, c)
         shown = seen[b, 64 * n : 64 * n + 64] if b < batch else np.zeros(64, bool)
         assert list(found == 0.0) == list(shown)
         assert list(found == -np.inf) == list(~shown)

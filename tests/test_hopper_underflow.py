@@ -156,9 +156,9 @@ def test_who_asks(monkeypatch):
     """Calls of many queries and keys beside a line, whose every query sees a key at the same distance."""
 
     def asks(p):
-        found = forward_arguments(p)[2].VANISHES
-        assert found == backward_arguments(p)[2].VANISHES
-        assert ("vanish" in hopper.tiles(p)) == found
+        found = forward_arguments(p)[2].UNDERFLOWS
+        assert found == backward_arguments(p)[2].UNDERFLOWS
+        assert ("underflow" in hopper.tiles(p)) == found
         return found
 
     p = problem()
@@ -191,7 +191,7 @@ class Memory:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the schedulers as Python functions; small calls ask for a reach, too."""
-    monkeypatch.setattr(toeplitz, "VANISHING_FROM", 1024)
+    monkeypatch.setattr(toeplitz, "UNDERFLOW_FROM", 1024)
     gl = SimpleNamespace(
         minimum=min, maximum=max, where=lambda c, x, y: x if c else y, cdiv=lambda x, y: -(-x // y),
         load=lambda pointer: pointer.numbers[pointer.at], constexpr=lambda x: x,
@@ -221,8 +221,8 @@ class Visit(NamedTuple):
 def forward_visits(p, reach, on=True):
     """In order, tiles of a warpgroup's queries and keys, and whether a band or the end of the keys may cut one."""
     terms, sizes, c = forward_arguments(p)
-    assert c.VANISHES
-    c.VANISHES = on
+    assert c.UNDERFLOWS
+    c.UNDERFLOWS = on
     x = SimpleNamespace(tile_list=Memory(reach.flatten().tolist()))
     for t in range(sizes.tiles):
         tile = tile_scheduler.work_tile_at(t, x, terms, sizes, c)
@@ -240,8 +240,8 @@ def forward_visits(p, reach, on=True):
 def backward_visits(p, reach, on=True):
     """In order, of query heads, too; a tile of keys by itself where it visits nothing."""
     terms, sizes, c = backward_arguments(p)
-    assert c.VANISHES
-    c.VANISHES = on
+    assert c.UNDERFLOWS
+    c.UNDERFLOWS = on
     order = {}
     x = Memory(reach.flatten().tolist())
     for program in range(sizes.key_tiles * sizes.kv_heads * sizes.batch):
@@ -299,7 +299,7 @@ def test_no_tile_within_reach_is_left_out(M, N, lo, hi, band, dim):
     for spread in (3, 300):
         sure = toeplitz.sure_distance(p)
         steps = torch.randint(0, spread, (2, 1, 4), generator=generator)
-        # as of `vanishing.Reach`: on either side of the near distances, and of the one that all queries see
+        # as of `underflow.Reach`: on either side of the near distances, and of the one that all queries see
         reach = torch.stack([min(lo, sure) - steps[0], max(hi, sure) + steps[1]], -1)
         count = counts_of(p, forward_visits(p, reach), reach, 4)
         union = torch.stack([reach[..., 0].view(1, 2, 2).amin(2), reach[..., 1].view(1, 2, 2).amax(2)], -1)

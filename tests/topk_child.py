@@ -24,9 +24,9 @@ def interval_tiles(begins: Tensor, ends: Tensor, queries: int, block: tuple[int,
 
 
 def intervals(order: Tensor, keep: int, causal: bool, queries: int) -> tuple[Tensor, Tensor]:
-    from tilewise.topk.kernels import kept_intervals
+    from tilewise.topk.kernels import selected_intervals
 
-    return kept_intervals(order, keep, causal, queries)
+    return selected_intervals(order, keep, causal, queries)
 
 
 def chunks(begins: Tensor, ends: Tensor, band: Band, gather: Gather, batch: int) -> tuple[Tensor, TileTensors | None]:
