@@ -22,6 +22,7 @@ from tilewise.spec.score import Band, Score
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from tilewise.backends import kernels
 from tilewise.backends.gluon import score
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 from tilewise.backends.gluon.sm90.backward import m_subtiles
@@ -64,6 +65,7 @@ def plain(monkeypatch):
     )  # fmt: skip
     for module in (score, softmax, m_subtiles):
         monkeypatch.setattr(module, "gl", gl)
+    monkeypatch.setattr(kernels.score, "tl", gl)
     monkeypatch.setattr(softmax, "REDUCES_IN_TREES", False)
     monkeypatch.setattr(softmax, "SLACK", softmax.SLACK.value)
     for name in ("maxima_of_rows", "sums_of_rows"):
@@ -231,7 +233,7 @@ def test_a_sink_is_one_more_score(at, cap):
     s[0] = -math.inf
     m = s.amax(1) - 2.0 / units
     p = torch.exp((s - m.nan_to_num(0, 0, 0)[:, None]) * units)
-    m, l, alpha = softmax.with_sink.fn(m, p.sum(1), sink / units, units / math.log(2))  # noqa: E741
+    m, l, alpha = kernels.score.with_sink.fn(m, p.sum(1), sink / units, units / math.log(2))  # noqa: E741
     exact = torch.cat([s * units, sink[:, None]], 1).double()
     torch.testing.assert_close(m * units + l.log(), exact.logsumexp(1).float())
     expected = exact.softmax(1).nan_to_num()[:, :16] @ v.double()

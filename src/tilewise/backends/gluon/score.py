@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gluon.toeplitz import far_numbers
 from tilewise.backends.gluon.values import range_numbers
-from tilewise.backends.kernels.score import dropout_numbers, score_numbers
+from tilewise.backends.kernels.score import dropout_numbers, score_numbers, softcap, softcap_derivative
 from tilewise.spec import dropout, tiles
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Score
@@ -117,23 +117,6 @@ def widened(bias):
         )  # fmt: skip
     else:
         return bias.to(gl.float32)
-
-
-@gluon.jit
-def softcap(s, cap):
-    x = s / cap
-    u = gl.exp2(-2.8853900817779268 * gl.abs(x))  # e^(-2|x|): no overflow, and tanh is odd
-    far = (1 - u) / (1 + u)
-    x2 = x * x
-    near = gl.abs(x) * (1 - x2 * (0.33333333 - x2 * (0.13333333 - x2 * 0.05396825)))  # 1 - u cancels near 0
-    t = gl.where(x2 < 0.01, near, far)
-    return gl.where(x < 0, -t, t) * cap
-
-
-@gluon.jit
-def softcap_derivative(capped, cap):
-    t = capped / cap
-    return 1 - t * t
 
 
 @gluon.jit

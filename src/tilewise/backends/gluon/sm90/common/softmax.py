@@ -116,15 +116,6 @@ def exceeds(sums):
 
 
 @gluon.jit
-def with_sink(m_i, l_i, sink, exponent):
-    """The twin of `tilewise.backends.kernels.score.with_sink`: of rows, which have seen all of their keys."""
-    m_new = gl.maximum(m_i, sink)
-    base = gl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = gl.exp2((m_i - base) * exponent)
-    return m_new, l_i * alpha + gl.exp2((sink - base) * exponent), alpha
-
-
-@gluon.jit
 def changed_rows(alpha):
     """1 where a thread of the warp has an alpha that is not 1."""
     # A thread has two of the rows that its warp has, here as in wgmma's results.

@@ -55,7 +55,6 @@ from tilewise.backends.gluon.sm90.common.softmax import (
     rounded,
     sums_of_rows,
     times_v,
-    with_sink,
 )
 from tilewise.backends.gluon.sm90.common.toeplitz import (
     diagonal_of,
@@ -86,6 +85,7 @@ from tilewise.backends.gluon.sm90.forward.masks import banded, mask_words, maske
 from tilewise.backends.gluon.varlen import box_of
 from tilewise.backends.kernels.dropout import stream
 from tilewise.backends.kernels.rounding import low_bits
+from tilewise.backends.kernels.score import with_sink
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
