@@ -1,17 +1,14 @@
-"""The backward where batch elements share a bias: a program has several side by side, in elements.
+"""Batched backward: the CTA computes several batch elements that share a bias.
 
-An element is a warpgroup with a batch element of its own, and what it computes is `backward_kernel.compute_work_tile`.
-The elements of a program have the same tile of keys, of one head, and come to the same tile of queries at about the
-same time: they read one tile of the bias, and two other warps add their tiles of dS up where they lie, in shared
-memory, before they leave for a float32 sum in memory. So a tile of the bias comes, and one of dS leaves, once for all
-elements.
+Each element has a warpgroup, which runs `kernel.compute_work_tile`. The elements of a program have the same key tile
+and head and reach the same query tile at about the same time: together they load each bias tile once, and two more
+warps sum their dS tiles from shared memory and add one tile to a float32 sum in global memory.
 
-A program stays and takes the next work tile that is left. One warp loads K, V, Q and dO of all elements and the bias,
-one runs `dq.finish_earlier_heads` and `backward.warps.store_keys_of`: heads take turns in the sum of dQ, which has room
-for the heads at work.
+Programs are persistent. One warp loads all tiles; another runs `dq.finish_earlier_heads` and
+`backward.warps.store_keys_of`, since dq_accum holds only the heads in progress.
 
-Of the last program of a head some elements may have no batch element: TMA reads zeros for them and stores nothing,
-their dQ has a place in the pipeline of the sum which nobody reads, and their dS is not added."""
+Elements of the last program of a head may have no batch element: TMA reads zeros for them and stores nothing, their
+place in dq_accum is not stored to dQ, and their dS is not added."""
 
 from __future__ import annotations
 
@@ -61,11 +58,11 @@ from tilewise.backends.gluon.sm90.common.key_mask import new_step_tiles, store_o
 from tilewise.backends.gluon.sm90.common.wgmma import tile_layout
 from tilewise.backends.gluon.varlen import box_of
 
-PIECE_ROWS = gl.constexpr(16)  # of dS that are added up at once: enough loads on their way
+PIECE_ROWS = gl.constexpr(16)  # rows of dS that are summed at once: enough loads in flight
 
 
 class Element(NamedTuple):
-    """What an element has of its own, but for the bias in ``rows``."""
+    """Pipelines and shared memory of one element; all elements share the bias in ``rows``."""
 
     rows: Any
     k_pipeline: Any
@@ -95,13 +92,13 @@ def new_element(q, k, v, do, stats, dq_accum, bias_pipeline, ones, c):
 
 @gluon.jit
 def tile_of_element(tile_index, element, c):
-    """The number of an element's work tile among those of all elements."""
+    """Return the index of an element's work tile among those of all elements."""
     return tile_index * c.ELEMENTS + element
 
 
 @gluon.jit
 def compute_element(x, element, tile_indices, counts, terms, sizes, c, ELEMENT: gl.constexpr):
-    """The role of an element's warpgroup: all products."""
+    """Compute all products of an element: the role of its warpgroup."""
     step = gl.to_tensor(0)
     nth = gl.to_tensor(0)
     tile_index = next_tile_index(0, nth, tile_indices, c)
@@ -116,7 +113,7 @@ def compute_element(x, element, tile_indices, counts, terms, sizes, c, ELEMENT: 
 
 @gluon.jit
 def load_step(x, rows, work_tile, h, m, step, sizes, c):
-    """Q, dO, the LSE and delta of one element and step."""
+    """Load Q, dO, the LSE and delta of one element and step."""
     BYTES: gl.constexpr = x.q.block_type.nbytes + x.do.block_type.nbytes + 2 * x.stats.block_type.nbytes
     slot = slot_of(rows.pipeline, step)
     full = rows.pipeline.full.index(slot)
@@ -132,7 +129,7 @@ def load_step(x, rows, work_tile, h, m, step, sizes, c):
 
 @gluon.jit
 def load_elements(x, elements, tile_indices, counts, terms, sizes, c):
-    """The role of one warp: what tiles of queries bring, and the bias."""
+    """Load K, V and the query tiles of all elements, and the bias: the role of one warp."""
     let_next_begin()
     step = gl.to_tensor(0)
     nth = gl.to_tensor(0)
@@ -145,17 +142,17 @@ def load_elements(x, elements, tile_indices, counts, terms, sizes, c):
             fetch_keys_of(
                 of_element(first, element), nth, x, elements[element].k_pipeline, elements[element].v_pipeline, c
             )
-        # Elements add to dQ after they have seen what comes behind this. They would wait here for all that they have
-        # added before.
+        # Elements add to dQ only after the loads below. If they waited themselves, they would wait for all of their
+        # earlier additions too.
         wait_zeroed(tile_index, first, x, counters_at(counts, sizes, c), sizes, c)
         next_index = tile_index
-        if c.HIDES_KEYS:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if c.HIDES_KEYS:  # noqa: SIM102  (one is compile-time, the other is not)
             if first.end == first.begin:
                 next_index = fetch_tile_index(semaphore)
         for g in range(sizes.group):
             for i in range(first.end - first.begin):
                 m = first.end - 1 - i
-                if (g == sizes.group - 1) & (m == first.begin):  # not before: others may be done sooner
+                if (g == sizes.group - 1) & (m == first.begin):  # not earlier: others may be free sooner
                     next_index = fetch_tile_index(semaphore)
                 h = first.hk * sizes.group + g
                 bias_pipeline = elements[0].rows.bias_pipeline
@@ -174,7 +171,7 @@ def load_elements(x, elements, tile_indices, counts, terms, sizes, c):
 
 @gluon.jit
 def finish_and_store(x, elements, dq, tile_indices, counts, terms, sizes, c):
-    """The role of one warp: dQ of heads that have ended, dK and dV of this work tile. dq: a `Strided`."""
+    """Finish dQ of earlier heads and store dK and dV: the role of one warp. dq: a `Strided`."""
     nth = 0
     tile_index = next_tile_index(0, nth, tile_indices, c)
     while tile_index * c.ELEMENTS < work_tile_count(x, sizes, c):
@@ -184,12 +181,12 @@ def finish_and_store(x, elements, dq, tile_indices, counts, terms, sizes, c):
             store_keys_of(
                 of_element(first, element), nth, x, elements[element].dq_pipeline, elements[element].shared, c
             )
-        tma.store_wait(0)  # they have left shared memory
+        tma.store_wait(0)  # dK and dV have left shared memory
         for element in gl.static_range(c.ELEMENTS):
             of = elements[element]
             release(of.k_pipeline, slot_of(of.k_pipeline, nth))
             release(of.v_pipeline, slot_of(of.v_pipeline, nth))
-        # dQ is all there. dK and dV nobody reads before the kernel has ended, so nobody waits until they are.
+        # This counts dQ alone: dK and dV are read only after the kernel, so their stores need no wait.
         count_up(counters_at(counts, sizes, c).done + head_of(first, sizes, c))
         nth += 1
         tile_index = next_tile_index(tile_index, nth, tile_indices, c)
@@ -197,13 +194,13 @@ def finish_and_store(x, elements, dq, tile_indices, counts, terms, sizes, c):
 
 @gluon.constexpr_function
 def piece_layout(dtype, columns):
-    """Of PIECE_ROWS rows of a tile in shared memory: the swizzle begins anew after so many."""
+    """Return the layout of PIECE_ROWS rows of a tile, after which the swizzle starts again."""
     return gl.NVMMASharedLayout.get_default_for([PIECE_ROWS.value, columns], dtype)
 
 
 @gluon.jit
 def piece_of(element, slot, piece, c):
-    """The ``piece``-th PIECE_ROWS rows, no constant, of an element's dS."""
+    """Return the ``piece``-th PIECE_ROWS rows of an element's dS; ``piece`` may be a runtime value."""
     tile = element.shared.ds.index(slot)
     LAYOUT: gl.constexpr = piece_layout(tile.dtype, c.BLOCK_N)
     return reinterpret(tile, tile.dtype, [c.BLOCK_M // PIECE_ROWS, PIECE_ROWS, c.BLOCK_N], LAYOUT).index(piece)
@@ -213,8 +210,9 @@ def piece_of(element, slot, piece, c):
 def add_pieces(
     to, elements, slot, present, rows, left, inside_cols, stride, L: gl.constexpr, c, FEWER: gl.constexpr
 ):  # fmt: skip
-    """A step of `add_elements`, with all loads of a piece on their way before one is waited for. FEWER: of the elements
-    those that have a batch element count; rows: of a piece; left: from the step's first query on."""
+    """Run one step of `add_elements`; all loads of a piece are issued before the first is used.
+
+    FEWER: only the first ``present`` elements count. rows: of a piece. left: queries from the step's first on."""
     for piece in range(c.BLOCK_M // PIECE_ROWS):
         first = piece_of(elements[0], slot, piece, c).load(L)
         second = piece_of(elements[1], slot, piece, c).load(L)
@@ -232,11 +230,11 @@ def add_pieces(
 
 @gluon.jit
 def add_elements(x, elements, dbias, tile_indices, terms, sizes, c):
-    """The role of two warps: dS of all elements, added up in their order, onto the float32 sum of dBias, a `Strided`.
+    """Add dS of all elements, in their order, to the float32 sum of dBias: the role of two warps.
 
-    All elements wait for it. Its loop is short, in instructions too: those of a step, one after the other, are more
-    than the cache of a multiprocessor holds beside the loops of three elements."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])  # whole sectors of 32 bytes at a time
+    All elements wait for it. An unrolled step would not fit the instruction cache of a multiprocessor beside the loops
+    of three elements. dbias: a `Strided`."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])  # full sectors of 32 bytes at a time
     step = gl.to_tensor(0)
     nth = 0
     rows = gl.arange(0, PIECE_ROWS, gl.SliceLayout(1, L))
@@ -244,8 +242,9 @@ def add_elements(x, elements, dbias, tile_indices, terms, sizes, c):
     tile_index = next_tile_index(0, nth, tile_indices, c)
     while tile_index * c.ELEMENTS < work_tile_count(x, sizes, c):
         first = work_tile_at(tile_of_element(tile_index, 0, c), x, terms, sizes, c)
-        present = x.k.shape[0] - first.b  # elements that have a batch element, if they are so many
-        # A row of dBias has room for a multiple of eight elements: said, to add four at a time. Past the last key is 0.
+        present = x.k.shape[0] - first.b  # batch elements from the first of this program on
+        # Rows of dBias are padded to a multiple of eight elements: // 4 * 4 lets the compiler add four at a time. dS is
+        # 0 past the last key.
         inside_cols = (cols // 4 < gl.cdiv(sizes.keys - first.n0, 4))[None, :]
         stride = dbias.stride2 // 4 * 4
         for g in range(sizes.group):
@@ -275,8 +274,7 @@ def add_elements(x, elements, dbias, tile_indices, terms, sizes, c):
 def batched_kernel(
     q, k, v, do, bias, stats, dq_accum, dk, dv, dq, given, bits, pieces, dbias, counts, lists, terms, sizes, c
 ):
-    """As `backward_kernel.backward_kernel`, of which it has the arguments, but for ``dq`` and ``dbias``: each a
-    `Strided`, dBias of float32."""
+    """Like `backward_kernel`, but ``dq`` and ``dbias``, of float32, are each a `Strided`."""
     gl.static_assert(c.ELEMENTS == 3, "an element has a partition of its own")
     gl.static_assert(c.DYNAMIC and c.STAGES == c.DO_STAGES and c.M_SUBTILES == 1 and c.WARPS == 4)
     wait_for_previous()

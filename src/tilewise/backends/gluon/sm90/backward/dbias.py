@@ -1,4 +1,4 @@
-"""How dBias comes about: what the kernels write, and dBias from it."""
+"""Buffers that the kernels write dBias to, and dBias from these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilewise.spec.problem import Problem
 
 
 class ProgramGroup(NamedTuple):
-    """Who reads the same bias tile: batch elements, key/value heads, and of these the programs that form a group."""
+    """Batch elements and key/value heads that share a bias tile, and programs of these in a group."""
 
     batch: int
     heads: int
@@ -31,7 +31,7 @@ class ProgramGroup(NamedTuple):
 
 
 def reduction(problem: Problem) -> str:
-    """How tiles of dS become dBias; see `BackwardConstants.DBIAS`."""
+    """Return how dS tiles become dBias, see `BackwardConstants.DBIAS`."""
     bias, axes = problem.bias, bias_axes(problem)
     if bias is None or not problem.bias_grad or axes == "rows":
         return "none"
@@ -47,7 +47,7 @@ def reduction(problem: Problem) -> str:
 
 
 def broadcast_group(problem: Problem) -> ProgramGroup:
-    """Where a program has elements, these are a group; the last elements of a head may have no batch element."""
+    """Return the `ProgramGroup`; in the batched CTA the elements are a group, and their batch is padded."""
     bias = problem.bias
     if is_batched(problem):
         return ProgramGroup(-(-problem.batch // ELEMENTS) * ELEMENTS, 1, ELEMENTS)
@@ -59,14 +59,15 @@ def broadcast_group(problem: Problem) -> ProgramGroup:
 
 
 def adds(problem: Problem) -> bool:
-    """Whether more programs share an element of dBias than a group has: groups then add to a float32 sum."""
+    """True if more programs share an element of dBias than a group has: groups then add to a float32 sum."""
     found = broadcast_group(problem)
     return reduction(problem) in ("reduce", "elements") and found.batch * found.heads > found.programs
 
 
 def zeroes_ahead(problem: Problem) -> bool:
-    """Whether persistent programs zero dBias for groups to come, before these add to it; else the host does, all of it:
-    where tiles are left out, or added to by more programs than a group has."""
+    """True if persistent programs zero dBias for later groups, not the host all of it.
+
+    The host does if tiles are skipped, or if more programs than a group add to them."""
     found = broadcast_group(problem)
     if reduction(problem) != "accumulate" or problem.mask is not None or not problem.score.band.unlimited:
         return False
@@ -74,8 +75,7 @@ def zeroes_ahead(problem: Problem) -> bool:
 
 
 def sums_sparsely(problem: Problem) -> bool:
-    """Whether `sparse_sum` zeroes what programs add to, and makes dBias of it: a single sum in dBias's dtype is dBias
-    itself."""
+    """True if `sparse_sum` zeroes the sums and casts them; a single sum in dBias's dtype is dBias."""
     bias = problem.bias
     if problem.mask is None or bias is None or is_batched(problem):
         return False
@@ -87,22 +87,21 @@ def sums_sparsely(problem: Problem) -> bool:
 def bias_gradient_allocation(
     problem: Problem, bias: Tensor | None, ahead: bool = False
 ) -> Callable[..., Tensor] | None:
-    """What makes, on a ``device=``, what the kernels write: dBias in its own dtype where every element is stored once,
-    or `dbias_sums` of its shape one after the other, else a float32 sum of its shape; for a bias over the keys the sums
-    of each head, float32 (B, H, N), or (1, H, T) of a packed batch. Of a bias by distance `values.Skewed` does.
+    """Return the function that allocates, on a ``device=``, what the kernels write, or None.
 
-    ahead: persistent programs zero it, see `zeroes_ahead`.
-    """
+    That is dBias in its dtype, `dbias_sums` of these one after the other, or with `adds` a float32 sum of its shape;
+    for a bias over the keys the sums of each head, float32 (B, H, N), or (1, H, T) of a packed batch. Relative position
+    biases use `values.Skewed`. ahead: see `zeroes_ahead`."""
     how = reduction(problem)
     if how in ("none", "add") or bias is None:
         return None
-    if how == "sum" and problem.totals is not None:  # keys that no sequence has get none
+    if how == "sum" and problem.totals is not None:  # keys outside of sequences get 0
         total = problem.totals[1]
         return lambda device: torch.zeros(1, problem.heads, total, dtype=torch.float32, device=device)
     if how == "sum":
         size = problem.batch, problem.heads, problem.keys
         return lambda device: torch.empty(size, dtype=torch.float32, device=device)
-    # A program stores the tiles that it visits, and those that a mask hides from all who share them are not added up.
+    # Programs store only the tiles that they visit; tiles that a mask hides from all of them are not summed.
     everywhere = problem.score.band.unlimited and not adds(problem) and problem.mask is None
     stored = everywhere and (how != "accumulate" or ahead)
     fill = torch.empty if stored or sums_sparsely(problem) else torch.zeros
@@ -115,15 +114,15 @@ def bias_gradient_allocation(
 def bias_gradient(
     problem: Problem, bias: Tensor, found: Tensor | None, lse: Tensor | None, dlse: Tensor | None
 ) -> Tensor:
-    """dBias from what the kernels wrote.
+    """Return dBias from what the kernels wrote.
 
-    A bias that is constant along the keys moves the LSE alone: its gradient is dLSE, 0 in rows that see nothing or
-    that no sequence has.
+    A bias that is constant along the keys moves the LSE alone: its gradient is dLSE, and 0 in rows that are fully
+    masked or outside of sequences.
     """
     if bias_axes(problem) == "matrix" and found is not None:
-        if found.shape[0] > bias.shape[0]:  # two sums, rounded once; one over an axis has half of a copy's speed
+        if found.shape[0] > bias.shape[0]:  # two sums, rounded once; a sum over an axis has half the speed of a copy
             found = torch.add(*found.chunk(2))
-        return found.to(bias.dtype).contiguous()  # of rows that were longer
+        return found.to(bias.dtype).contiguous()  # rows may be padded
     if found is not None:
         found = found[:, :, None]
     elif lse is None or dlse is None:

@@ -1,15 +1,14 @@
 """dBias of a bias that batch elements or heads share.
 
-The programs of up to eight that share a bias run side by side: a group. Where few share it (see `config.dbias_sums`)
-each adds its tiles of dS to dBias by TMA, while these are in the L2 cache; persistent programs zero it for groups to
-come. What follows is for many broadcast_size, and for sums in a fixed order.
+Up to eight programs that share a bias run side by side: a group. If few programs share it (see `config.dbias_sums`),
+each adds its dS tiles to dBias by TMA while these are in the L2 cache; persistent programs zero dBias for later groups.
+This module is for a bias that many share, and for sums in a fixed order.
 
-Tiles of dS meet in memory, and spare warps add them up. Each program stores its tiles of dS, rounded like those
-that dK and dQ are made of, or in the dtype of a bias that has another, in a ds_slots of such groups. When a group has
-ended, idle warps of a later one add up its tiles in float32, in a fixed order, and write dBias; `dbias_reduce_kernel`
-does so for the last groups. This moves half the bytes of float32 reduce-adds, needs no sum to be zeroed and cast, and
-keeps it all out of the way of the products. A tile that a mask hides from a program is not stored by it. Lists say
-beforehand of each group which tiles are stored, and by whom: nobody fetches the others.
+Each program stores its dS tiles, rounded as for dK and dQ or in the bias's own dtype, to a buffer in global memory that
+holds `BackwardSizes.ds_slots` groups. When a group has ended, idle warps of a later one sum its tiles in float32, in a
+fixed order, and write dBias; `dbias_reduce_kernel` does so for the last groups. This moves half the bytes of float32
+reduce-adds, needs no sum to be zeroed and cast, and stays out of the way of the products. A program does not store
+tiles that a mask hides from it; `group_list_kernel` lists the stored ones, and only these are loaded.
 
 A program waits only for programs of a lower number, which the hardware starts first.
 """
@@ -33,18 +32,17 @@ from tilewise.backends.gluon.sm90.backward.scheduler import (
     work_tile_of,
 )
 
-ROWS = gl.constexpr(8)  # of the pieces that are added up at once
+ROWS = gl.constexpr(8)  # piece of a dS tile that is summed at once
 COLS = gl.constexpr(64)
-LISTED = gl.constexpr(128)  # tiles of queries that are looked at together
+LISTED = gl.constexpr(128)  # query tiles that are examined at once
 
 
 class DbiasTiles(NamedTuple):
-    """Where tiles of dS meet.
+    """dS buffer, and dBias made from it.
 
-    tiles: a descriptor of the ds_slots (slots · programs of a group, steps, BLOCK_M, BLOCK_N) in boxes [these, 1, ROWS,
-    COLS].
-    dbias: `Strided`, stride 0 along what broadcasts; float32 sums if more programs than a group has add to an element.
-    lists: with a mask those of `group_list_kernel`.
+    tiles: descriptor of (ds_slots · programs of a group, steps, BLOCK_M, BLOCK_N), in boxes [programs, 1, ROWS, COLS].
+    dbias: `Strided`, stride 0 along broadcast dims; float32 sums with ADDS.
+    lists: of `group_list_kernel`; ABSENT without a mask.
     """
 
     tiles: Any
@@ -54,13 +52,13 @@ class DbiasTiles(NamedTuple):
 
 @gluon.constexpr_function
 def leaves_as_tiles(way):
-    """Whether dS of a matrix leaves from its tile in shared memory; ``way``: `BackwardConstants.DBIAS`."""
+    """True if dS leaves from its tile in shared memory; ``way``: `BackwardConstants.DBIAS`."""
     return way in ("store", "accumulate", "reduce")
 
 
 @gluon.jit
 def dbias_tiles_of(pieces, dbias, lists, c):
-    """`DbiasTiles`, which are no argument of a kernel: Triton 3.6 takes no descriptor inside a tuple."""
+    """Return `DbiasTiles`. Triton 3.6: a kernel argument cannot be a tuple with a descriptor."""
     if not c.MASK:
         lists = ABSENT
     return DbiasTiles(pieces, dbias, lists)
@@ -68,11 +66,11 @@ def dbias_tiles_of(pieces, dbias, lists, c):
 
 @gluon.jit
 def group_list_kernel(states, lists, terms, sizes, c):
-    """Which tiles of dS one group of programs stores, in the order in which they are added up.
+    """List the dS tiles that one group of programs stores, in the order in which they are summed.
 
-    states: of the tiles of a mask, see `mask_kernels`. lists: (groups, 1 + query heads of a key/value head · tiles of
-    queries) int32: how many, then of each its step · 256 and a bit for each program that stores it, of up to eight.
-    Where query heads of a program share its bias, all of them are listed if one is stored, for they are one sum.
+    states: of the tiles of a mask, see `mask_kernels`. lists: (groups, 1 + query heads of a key/value head · query
+    tiles) int32: the count, then for each tile its step · 256 and a bit for each of up to eight programs that stores
+    it. If query heads of a program share its bias, all are listed if one is stored, since they are one sum.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     group = gl.program_id(0)
@@ -110,8 +108,7 @@ def _plus(x, y):
 
 @gluon.jit
 def _stored_by(states, group, m, g, begin, terms, sizes, c):
-    """Of tiles of queries ``m``, a bit for each program of a group that stores them for its ``g``-th query head; none
-    before ``begin``."""
+    """Return bits of the programs that store query tiles ``m`` of head ``g``; none before ``begin``."""
     stored = m * 0
     for member in gl.static_range(c.GROUP_PROGRAMS):
         work_tile = work_tile_of(group, member, terms, sizes, c)
@@ -123,21 +120,21 @@ def _stored_by(states, group, m, g, begin, terms, sizes, c):
 
 @gluon.jit
 def list_of_group(lists, group, sizes):
-    """Where a group's tiles are listed."""
+    """Return the pointer to a group's list."""
     return lists + gl.cast(group, gl.int64) * (1 + sizes.group * sizes.row_tiles)
 
 
 @gluon.constexpr_function
 def pieces_of_tile(block_m, block_n):
-    """How many pieces a tile has."""
+    """Return the number of pieces of a tile."""
     return block_m // ROWS.value * (block_n // COLS.value)
 
 
 @gluon.jit
 def _piece(u, work_tile, listed, sizes, EACH: gl.constexpr, c):
-    """Of a part's ``u``-th piece the step of its tile (see `backward.scheduler.step_of`), which of the part's pieces of
-    that tile it is, and a bit for each program that has stored it. Query heads of a program that share its bias follow
-    each other, as they are added up."""
+    """Return (step of its tile, index in the tile, bits of the programs that stored it) of a part's piece.
+
+    Query heads of a program that share its bias follow each other, as they are summed. step: see `step_of`."""
     if c.GROUP_BROADCASTS:
         g, row, j = u % sizes.group, u // sizes.group // EACH, u // sizes.group % EACH
     else:
@@ -151,7 +148,7 @@ def _piece(u, work_tile, listed, sizes, EACH: gl.constexpr, c):
 
 @gluon.jit
 def _place_in_tile(j, part, EACH: gl.constexpr, c):
-    """``(row, column)`` of a part's ``j``-th piece in its tile."""
+    """Return ``(row, column)`` of a part's ``j``-th piece in its tile."""
     n = part * EACH + j
     return n // (c.BLOCK_N // COLS) * ROWS, n % (c.BLOCK_N // COLS) * COLS
 
@@ -169,8 +166,7 @@ def _fetch(dbias_tiles, u, slots, full, place, work_tile, listed, part, sizes, E
 
 @gluon.jit
 def _tile_after(u, m, g, work_tile, sizes, EACH: gl.constexpr, c):
-    """``(tile of queries, query head)`` of the piece after the ``u``-th. Two warps have little time for each: no
-    division where every query head has a bias."""
+    """Return ``(query tile, query head)`` of the next piece; divide only if query heads share a bias."""
     if c.GROUP_BROADCASTS:
         return work_tile.end - 1 - (u + 1) // sizes.group // EACH, (u + 1) % sizes.group
     else:
@@ -181,23 +177,22 @@ def _tile_after(u, m, g, work_tile, sizes, EACH: gl.constexpr, c):
 
 @gluon.jit
 def _tile_of_step(step, work_tile, sizes, c):
-    """``(tile of queries, query head)``: the inverse of `step_of`; of heads that share a bias the last is asked for."""
+    """Invert `step_of`: return ``(query tile, query head)``, the last of the heads that share a bias."""
     rows = work_tile.end - work_tile.begin
     g = sizes.group - 1
     if not c.GROUP_BROADCASTS:
         g = 0
-        for before in range(1, sizes.group):  # a division takes more registers than there are
+        for before in range(1, sizes.group):  # a division needs too many registers
             g += (step >= before * rows).to(gl.int32)
     return work_tile.end - 1 - (step - g * rows), g
 
 
 @gluon.jit
 def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, terms, sizes, c):
-    """One of PARTS parts of a group's dBias: of each tile the same pieces."""
+    """Reduce one of PARTS parts of a group's dBias: the same pieces of each tile."""
     SLOTS: gl.constexpr = slots.shape[0]
     EACH: gl.constexpr = pieces_of_tile(c.BLOCK_M, c.BLOCK_N) // PARTS
-    # Of a float32 sum 16 bytes a thread, next to those of its neighbours: each instruction of a warp adds to whole
-    # sectors of 32 bytes.
+    # float32 sums: 16 contiguous bytes a thread, so that a warp's instruction adds to full sectors of 32 bytes.
     WIDTH: gl.constexpr = 4 if c.ADDS else 8
     L: gl.constexpr = gl.BlockedLayout([8 // WIDTH, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
@@ -239,7 +234,7 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
             to = at + head * dbias_tiles.dbias.stride1 + col
             to = to + (row + rows).to(gl.int64)[:, None] * dbias_tiles.dbias.stride2 + cols[None, :]
             inside = (rows < sizes.queries - row)[:, None] & (cols < sizes.keys - work_tile.n0 - col)[None, :]
-            if c.ADDS:  # rows of dBias have a multiple of 16 bytes, or this is declined: said, to add four at a time
+            if c.ADDS:  # rows of dBias are supported in multiples of 16 bytes only: four are added at a time
                 inside = gl.max_constancy(inside, [1, WIDTH])
                 gl.atomic_add(gl.multiple_of(to, [1, 16]), total, mask=inside, sem="relaxed")
             else:
@@ -251,8 +246,7 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
 
 @gluon.jit
 def zero_later_group(dbias, tile_index, counts, terms, sizes, c):
-    """One of the c.GROUP_PROGRAMS parts of dBias, a `Strided`, that a group has to which programs add when this one has
-    long begun: zeros of 16 bytes a thread, by two warps."""
+    """Zero one of c.GROUP_PROGRAMS parts of dBias, a `Strided`, of the group ``lag`` later, by two warps."""
     WIDTH: gl.constexpr = 128 // dbias.pointer.dtype.element_ty.primitive_bitwidth
     STEP: gl.constexpr = 64 * WIDTH // c.BLOCK_N  # rows
     L: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // c.BLOCK_N, c.BLOCK_N // WIDTH], [2, 1], [1, 0])
@@ -276,7 +270,7 @@ def zero_later_group(dbias, tile_index, counts, terms, sizes, c):
 
 @gluon.jit
 def wait_dbias_zeroed(tile_index, counters, sizes, c):
-    """Wait until all parts of what a work tile adds to are zeros; those of the first groups were before the kernel."""
+    """Wait until the dBias that a work tile adds to is zeroed; that of the first groups is from the start."""
     group = tile_index // c.GROUP_PROGRAMS
     if group >= sizes.lag:
         wait_count(counters.dbias_zeroed + group, c.GROUP_PROGRAMS)
@@ -284,7 +278,7 @@ def wait_dbias_zeroed(tile_index, counters, sizes, c):
 
 @gluon.jit
 def new_slots(dbias_tiles, c):
-    """Shared memory for pieces on their way in, with a barrier each."""
+    """Allocate shared memory for pieces in flight, with a barrier each."""
     BOX: gl.constexpr = dbias_tiles.tiles.block_type.nbytes
     SLOTS: gl.constexpr = c.SUM_BYTES // BOX
     slots = gl.allocate_shared_memory(
@@ -298,7 +292,7 @@ def new_slots(dbias_tiles, c):
 
 @gluon.jit
 def reduce_earlier_group(dbias_tiles, slots, full, counts, terms, sizes, c):
-    """The role of two warps: a part of a group that ended before this one began, or nearly."""
+    """Reduce a part of a group that has (nearly) ended: the role of two warps."""
     group = gl.program_id(0) // c.GROUP_PROGRAMS - sizes.lag
     if group >= 0:
         counters = counters_at(counts, sizes, c)
@@ -315,7 +309,7 @@ def reduce_earlier_group(dbias_tiles, slots, full, counts, terms, sizes, c):
 
 @gluon.jit
 def dbias_reduce_kernel(pieces, dbias, counts, lists, first, PARTS: gl.constexpr, terms, sizes, c):
-    """The groups that no later one has added up."""
+    """Reduce the last groups, which no later one reduces."""
     dbias_tiles = dbias_tiles_of(pieces, dbias, lists, c)
     counters = counters_at(counts, sizes, c)
     slots, full = new_slots(dbias_tiles, c)

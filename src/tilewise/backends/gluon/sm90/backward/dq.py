@@ -1,9 +1,8 @@
-"""dQ = dS K in the backward: from the products of a tile of keys to a float32 sum, and from the sum to dQ.
+"""dQ = dS K: from the products of a key tile to dq_accum (float32), and from there to dQ.
 
-The sum of a tile of queries lies in the order in which threads hold wgmma's result. Four neighbours are four registers
-of one thread, the next four are the next thread's: a warp adds 512 neighbouring bytes by one instruction. Where dQ goes
-through shared memory and TMA, stores of 16 bytes find each bank once, where rows and columns in their own order are
-stored 8 bytes at a time and find it twice. (FlashAttention-3 keeps its sum in such an order too.)
+dq_accum keeps each query tile in the order in which threads hold wgmma's result, as FlashAttention-3 does: four
+registers of one thread, then four of the next, so that a warp adds 512 contiguous bytes in one instruction. On the way
+through shared memory to TMA, stores are 16 bytes without bank conflicts; row-major, they are 8 bytes with 2-way ones.
 """
 
 from __future__ import annotations
@@ -46,15 +45,16 @@ from tilewise.backends.gluon.sm90.backward.scheduler import (
 from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 from tilewise.backends.gluon.varlen import box_of, first_tile_of, listed_tile, sum_of_head
 
-CAST_ROWS = gl.constexpr(8)  # of a piece of dBias that one warp casts
+CAST_ROWS = gl.constexpr(8)  # piece of dBias that one warp casts
 CAST_COLS = gl.constexpr(128)
-DQ_COLS = gl.constexpr(32)  # the sum is a matrix of so many columns, a row of swizzled shared memory
+DQ_COLS = gl.constexpr(32)  # columns of dq_accum: a row of swizzled shared memory, 128 bytes
 
 
 class DqPipeline(NamedTuple):
-    """How dQ leaves: a `Pipeline` of one slot, if it does by TMA. And a barrier for each slot of K and V which says,
-    once a work tile, that the program's other warps have stored all that counts; not one of the pipeline's, whose warp
-    may be some phases behind."""
+    """A `Pipeline` of one slot if dQ leaves by TMA.
+
+    stored: a barrier for each slot of K and V, on which the computing warps arrive once a work tile, when they have
+    stored all that counts. A barrier of the pipeline cannot serve: the warp that waits may be some phases behind."""
 
     slots: Any
     full: Any
@@ -64,7 +64,7 @@ class DqPipeline(NamedTuple):
 
 @gluon.jit
 def new_dq_pipeline(dq, c):
-    """``dq``: as of `BackwardOperands`."""
+    """Create a `DqPipeline`; ``dq``: see `BackwardOperands`."""
     pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.DQ_STORED:
         pipeline = new_pipeline(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
@@ -79,17 +79,17 @@ def new_dq_pipeline(dq, c):
 
 @gluon.constexpr_function
 def in_order(warps):
-    """The layout in which neighbours are neighbours in a thread, then of threads, then of warps."""
+    """Return the layout of dq_accum: contiguous within a thread, then across threads, then across warps."""
     return gl.BlockedLayout([1, 4], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def as_threads_hold_it(dq, WARPS: gl.constexpr):
-    """A tile [rows, columns] in wgmma's layout as [.., DQ_COLS] in the order of the sum; no register moves."""
+    """Reorder a tile [rows, columns] of wgmma to [.., DQ_COLS] in dq_accum's order; no register moves."""
     ROWS: gl.constexpr = dq.shape[0]
     WIDTH: gl.constexpr = dq.shape[1]
     HALVES: gl.constexpr = 16 * WARPS // ROWS  # of the columns, one for each warpgroup
-    # sixteen rows of a warp, half of them, row; half of the columns, eight columns, two of them, column
+    # 16 rows of a warp, half of them, row; half of the columns, 8 columns, 2 of them, column
     parts = dq.reshape([ROWS // 16, 2, 8, HALVES, WIDTH // (8 * HALVES), 4, 2])
     flat = parts.permute((4, 3, 0, 2, 5, 1, 6)).reshape([ROWS * WIDTH // DQ_COLS, DQ_COLS])
     return gl.convert_layout(flat, in_order(WARPS), assert_trivial=True)
@@ -97,7 +97,7 @@ def as_threads_hold_it(dq, WARPS: gl.constexpr):
 
 @gluon.jit
 def as_rows(flat, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """The inverse of `as_threads_hold_it`."""
+    """Invert `as_threads_hold_it`."""
     WIDTH: gl.constexpr = flat.shape[0] * DQ_COLS // ROWS
     HALVES: gl.constexpr = 16 * WARPS // ROWS
     parts = flat.reshape([WIDTH // (8 * HALVES), HALVES, ROWS // 16, 8, 4, 2, 2])
@@ -107,7 +107,7 @@ def as_rows(flat, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Where the elements of a flat tile lie."""
+    """Return the offsets of the elements of a flat tile."""
     IN: gl.constexpr = in_order(WARPS)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, IN))
     return rows[:, None] * DQ_COLS + gl.arange(0, DQ_COLS, gl.SliceLayout(0, IN))[None, :]
@@ -115,8 +115,9 @@ def places(ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
-    """Zero the part of the sum of a key/value head that comes later which a work tile has to zero; of a packed batch
-    the head of the work tile that is `BackwardSizes.zeroed` later, of which all work tiles zero a part each."""
+    """Zero a work tile's share of dq_accum of the key/value head that comes `BackwardSizes.zeroed` later.
+
+    Packed batch: of the head of the work tile that comes so much later; that head's work tiles have a share each."""
     UNIT: gl.constexpr = 1024
     IN: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
     UNITS: gl.constexpr = c.BLOCK_M * c.BLOCK_D // UNIT
@@ -144,7 +145,7 @@ def zero_ahead(tile_index, x, dq_accum, counts, sizes, c):
 
 @gluon.jit
 def in_rows(strips):
-    """Strips of 16 rows and 8 columns, next to each other, each as the sum has it, see `as_rows`, as [16, columns]."""
+    """Reorder adjacent strips of 16 rows and 8 columns, see `as_rows`, to [16, columns]."""
     parts = strips.reshape([strips.shape[0], 8, 4, 2, 2])  # columns, then row, columns, half of the rows, column
     return parts.permute((3, 1, 0, 2, 4)).reshape([16, 8 * strips.shape[0]])
 
@@ -153,15 +154,14 @@ def in_rows(strips):
 def finish_heads(
     head, HEADS: gl.constexpr, part, parts, dq_accum, dq, batch, dim, ZEROES: gl.constexpr, terms, sizes, c
 ):
-    """One of some parts of dQ = scale · sum, of HEADS key/value heads from ``head`` on, see
-    `backward.scheduler.head_of`, by one warp.
+    """Store one of ``parts`` shares of dQ = scale · dq_accum of HEADS key/value heads, by one warp.
 
-    ZEROES: their places for the heads that have them next. dq: `Strided`; elements past its ``batch`` elements have
-    none."""
+    head: the first of these, see `backward.scheduler.head_of`. ZEROES: zero their places for the next heads.
+    dq: `Strided` of ``batch`` batch elements; nothing is stored past these."""
     gl.static_assert(16 * c.WARPS == c.BLOCK_M, "a warp has 16 rows, and all of their columns")
-    STRIP: gl.constexpr = 128  # elements that one warp has next to each other: 16 rows and 8 columns
+    STRIP: gl.constexpr = 128  # contiguous elements of one warp: 16 rows and 8 columns
     IN: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # what a warp has of wgmma's result
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # one warp of wgmma's result
     STRIPS: gl.constexpr = c.BLOCK_D // 8
     group = head // c.ELEMENTS
     b0, hk = group // sizes.kv_heads * c.ELEMENTS + head % c.ELEMENTS, group % sizes.kv_heads
@@ -169,11 +169,11 @@ def finish_heads(
     within = nth * (c.WARPS * STRIP) + gl.arange(0, STRIP, gl.SliceLayout(0, IN))[None, :]
     row = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
     col = gl.arange(0, c.BLOCK_D, gl.SliceLayout(0, OUT))[None, :]
-    place = head % sizes.zeroed  # those of a group have theirs next to each other
+    place = head % sizes.zeroed  # heads of a group have adjacent places
     last = sizes.row_tiles * c.WARPS - 1
-    # Sixteen rows of each head at a time, all of their columns, which each thread has copied for itself: one warp has
-    # all of it to do while a work tile is computed, and no time to wait, nor registers for what is on its way.
-    AHEAD: gl.constexpr = 2  # times sixteen rows of each head
+    # 16 rows of each head at a time, all columns; each thread copies what it reads (cp.async). The warp must finish
+    # while a work tile is computed: it has no time to wait for loads, nor registers for loads in flight.
+    AHEAD: gl.constexpr = 2  # copies of 16 rows of each head in flight
     gl.static_assert(AHEAD == 2, "slots take turns by two")
     slots = gl.allocate_shared_memory(
         gl.float32, [AHEAD * HEADS, STRIPS, STRIP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -185,7 +185,7 @@ def finish_heads(
             for element in gl.static_range(HEADS):
                 async_load(slots.index(i * HEADS + element), at + element * apart)
                 async_copy.commit_group()
-        # Rows of dQ are of a multiple of eight elements, or there are no elements: said, to store two at a time.
+        # Batched calls have rows of a multiple of eight elements: // 8 * 8 lets the compiler store two at a time.
         to = dq.pointer + gl.cast(b0, gl.int64) * (dq.stride0 // 8 * 8)
         to += gl.cast(hk * sizes.group + g, gl.int64) * (dq.stride1 // 8 * 8)
         first_slot = 0
@@ -212,17 +212,17 @@ def finish_heads(
 
 @gluon.jit
 def strips_at(place, g, rows, STRIPS: gl.constexpr, sizes, c):
-    """The first strip of the ``rows``-th sixteen rows of the head that has a place in the sum; as of `tile_of_sum`."""
+    """Return the index of the first strip of the ``rows``-th 16 rows of the head at ``place`` in dq_accum."""
     tile = (place * sizes.group + g) * sizes.row_tiles + rows // c.WARPS
     return gl.cast(tile * (STRIPS * c.WARPS) + rows % c.WARPS, gl.int64)
 
 
 @gluon.jit
 def finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c):
-    """Where heads take turns in the sum of dQ, as those of elements: a program's part of dQ of the heads of a group
-    whose programs have ended, or nearly, and zeros in their places. Half of the pipeline's heads are between the two,
-    and half have that time to be finished in. Of the heads of a group, which programs have together, the first has
-    counters."""
+    """Store a share of dQ of the heads of an earlier group that has (nearly) ended, and zero their places.
+
+    For the batched CTA, whose heads take turns in dq_accum: half of its heads are between the two groups, and the other
+    half is the time in which to finish. Heads of a group share the counters of the first."""
     head, tile = head_and_tile(tile_index, sizes, c)
     earlier = head * c.ELEMENTS - sizes.zeroed // 2
     if earlier >= 0:
@@ -237,8 +237,10 @@ def finish_earlier_heads(tile_index, x, dq, counts, terms, sizes, c):
 
 @gluon.jit
 def last_heads_kernel(dq_accum, dq, total, dbias, batch, dim, terms, sizes, c):
-    """After elements: dQ of the heads that no later program has finished, one program for each tile of queries; and
-    dBias from its float32 sum ``total``, a `Strided`, one for each piece. dbias: (1, H, M, N), contiguous."""
+    """Store dQ of the heads that `finish_earlier_heads` leaves, and cast dBias.
+
+    One program for each query tile of these heads, then one for each piece. total: dBias in float32, a `Strided`.
+    dbias: (1, H, M, N), contiguous."""
     tiles = sizes.group * sizes.row_tiles
     nth = gl.program_id(0) // tiles
     if nth < sizes.zeroed // 2:
@@ -250,7 +252,7 @@ def last_heads_kernel(dq_accum, dq, total, dbias, batch, dim, terms, sizes, c):
 
 @gluon.jit
 def cast_piece(piece, total, dbias, sizes):
-    """A piece of dBias, by one warp."""
+    """Cast a piece of dBias, by one warp."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
     across, down = gl.cdiv(sizes.keys, CAST_COLS), gl.cdiv(sizes.queries, CAST_ROWS)
     head, rest = piece // (across * down), piece % (across * down)
@@ -258,7 +260,7 @@ def cast_piece(piece, total, dbias, sizes):
     col = rest % across * CAST_COLS + gl.arange(0, CAST_COLS, gl.SliceLayout(0, L))
     there = (row < sizes.queries)[:, None]
     row = row.to(gl.int64)[:, None]
-    # A row of the sum has room for a multiple of eight elements: said, to load four at a time.
+    # Rows of the sum are padded to a multiple of eight elements: // 4 * 4 lets the compiler load four at a time.
     at = total.pointer + gl.cast(head, gl.int64) * (total.stride1 // 4 * 4)
     at = at + row * (total.stride2 // 4 * 4) + col[None, :]
     found = gl.load(at, mask=there & (col // 4 < gl.cdiv(sizes.keys, 4))[None, :], other=0.0)
@@ -269,7 +271,7 @@ def cast_piece(piece, total, dbias, sizes):
 
 @gluon.jit
 def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
-    """Wait until work tiles of lower numbers have zeroed the sum that this one adds to."""
+    """Wait until earlier work tiles have zeroed the part of dq_accum that this one adds to."""
     if not c.ZEROED_BY_TILE:
         head = head_of(work_tile, sizes, c)
         if head >= sizes.zeroed:
@@ -277,7 +279,7 @@ def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
     else:
         first = tile_index - work_tile.n0 // c.BLOCK_N
         if first >= sizes.zeroed:
-            listed = work_tile_count(x, sizes, c) - first  # fewer than it has, if lengths are none
+            listed = work_tile_count(x, sizes, c) - first  # fewer than it has if lengths are invalid
             tiles = gl.minimum(gl.cdiv(work_tile.seq.keys, c.BLOCK_N), listed)
             wait_count(counters.zeroed + work_tile.hk * sizes.row_tiles + work_tile.first_tile, tiles)
 
@@ -295,21 +297,22 @@ def begin_dq(ds, shared, PART: gl.constexpr, c):
 
 @gluon.jit
 def place_of_part(tile_of_head, part, c):
-    """The first row of a part of a tile's sum; tiles are counted over all heads and batch elements."""
+    """Return the first row of a part of a tile in dq_accum, whose tiles are those of all heads."""
     return (tile_of_head * c.DQ_PARTS + part) * (c.BLOCK_M * c.BLOCK_D // c.DQ_PARTS // DQ_COLS)
 
 
 @gluon.jit
 def dv_tile(x, dq_pipeline, c):
-    """The memory of dQ as a tile of dV."""
+    """Return the shared memory of dQ as a tile of dV."""
     gl.static_assert(c.DQ_BY_TMA and c.DQ_PARTS == 1 and not c.DQ_STORED, "dQ has no memory of the size of dV")
     return reinterpret(dq_pipeline.slots.index(0), x.dv.dtype, x.dv.block_type.shape, x.dv.layout)
 
 
 @gluon.jit
 def uses_of_slot(step, shared, c):
-    """A number that is odd when dQ's memory has been used an odd number of times before: by dQ of each step, and where
-    it leaves that way by dV of each work tile, which the slot of K counts."""
+    """Return a number with the parity of the earlier uses of dQ's shared memory.
+
+    dQ uses it in each step and, if dV leaves that way, dV in each work tile, which the slot of K counts."""
     if c.VALUE_STAGES < c.KEY_STAGES:
         gl.static_assert(c.KEY_STAGES == 2, "the slot does not say whether an odd number of work tiles came before")
         return step + shared.slot
@@ -319,8 +322,7 @@ def uses_of_slot(step, shared, c):
 
 @gluon.jit
 def release_part(dq, x, dq_pipeline, tile_of_head, step, PART: gl.constexpr, terms, c):
-    """A part of dQ out of its registers: into shared memory, where the part before has been read; or straight onto the
-    sum, 512 neighbouring bytes a warp and instruction."""
+    """Move a part of dQ to shared memory, once the previous part has been read, or to dq_accum."""
     if c.DQ_STORED:
         mbarrier.wait(dq_pipeline.empty.index(0), (step & 1) ^ 1)
         dq_pipeline.slots.index(0).reshape([c.BLOCK_M, c.BLOCK_D]).store((dq * terms.scale).to(x.dq.dtype))
@@ -336,7 +338,7 @@ def release_part(dq, x, dq_pipeline, tile_of_head, step, PART: gl.constexpr, ter
 
 @gluon.jit
 def send_part(dq_pipeline, c):
-    """What is in shared memory to the warp that adds it; with the fence here all of these warps would wait for it."""
+    """Signal the warp that adds the part in shared memory; a fence here would stall all computing warps."""
     if c.DQ_BY_TMA:
         warps_barrier()
         mbarrier.arrive(dq_pipeline.full.index(0), count=1)
@@ -344,8 +346,7 @@ def send_part(dq_pipeline, c):
 
 @gluon.jit
 def signal_stored(dq_pipeline, slot, c):
-    """Tell the warp that adds dQ that dK and dV are in a slot of K and V, and dS and dQ stored and added, if not by
-    it."""
+    """Signal the warp that adds dQ that dK and dV are in a slot, and dS and dQ of this role stored."""
     if c.DBIAS == "reduce":
         wait_stored(0)
     warps_barrier()
@@ -354,14 +355,13 @@ def signal_stored(dq_pipeline, slot, c):
 
 @gluon.jit
 def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
-    """Add dQ of one work tile to its sum by TMA, or store it; returns the steps done. Where order matters, each tile is
-    added when the tiles of keys before have added theirs.
+    """Add dQ of one work tile to dq_accum by TMA, or store it; return the steps done.
 
-    All programs walk from the last query to the first, so that each waits about a step for the one before it.
-    With a single slot of V beside two of K that slot is given back here: who has dQ of the last step has read V. If
-    there is no step it is `backward.warps.add` that does it.
-    """
-    begun, before = step, step  # before: the tile of queries of the step before
+    ORDERED: a query tile is added after the earlier key tiles have added theirs; all programs walk from the last query
+    to the first, so that each waits about a step for the one before it.
+    With one slot of V beside two of K, V is released here, as dQ of the last step implies that V has been read; without
+    any step `backward.warps.add` releases it."""
+    begun, before = step, step  # before: the query tile of the previous step
     if c.DQ_BY_TMA:
         work_tile = work_tile_at(tile_index, x, terms, sizes, c)
         if c.VALUE_STAGES < c.KEY_STAGES:
@@ -391,7 +391,7 @@ def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
                     wait_full(dq_pipeline, 0, step * c.DQ_PARTS + part)
                     if c.VALUE_STAGES < c.KEY_STAGES:
                         mbarrier.arrive(values.empty.index(0), count=1, pred=step + 1 == end)
-                    fence_async_shared()  # warps have stored, TMA reads
+                    fence_async_shared()  # generic stores before the reads of TMA
                     if c.DQ_STORED:
                         seq = work_tile.seq
                         at = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
@@ -401,7 +401,7 @@ def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
                     tma.store_wait(0)
                     mbarrier.arrive(dq_pipeline.empty.index(0), count=1)
                 if c.DEFERRED_RELEASE:
-                    if step > begun:  # what was added a step ago is there by now: no wait for what has just begun
+                    if step > begun:  # the addition of a step ago has ended by now; this one has just begun
                         wait_stored(c.DQ_PARTS)
                         count_up(counters.dq_semaphores + before)
                     before = head + m
@@ -416,8 +416,7 @@ def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
 @gluon.jit
 def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_D: gl.constexpr):  # fmt: skip
-    """`postprocess_kernel` of a packed batch, after the backward: one program for each tile of the list and head. They
-    are launched while the last programs of the backward run."""
+    """Like `postprocess_kernel`, but for a packed batch: one program for each listed tile and head."""
     wait_for_previous()
     n, h = gl.program_id(0) % sizes.row_tiles, gl.program_id(0) // sizes.row_tiles
     if n < gl.load(tile_list):
@@ -430,7 +429,7 @@ def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS:
 @gluon.jit
 def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
              BLOCK_D: gl.constexpr):  # fmt: skip
-    """The ``pid``-th tile of the sum, scaled, as the rows from ``row0`` on of what begins at ``to``."""
+    """Store the ``pid``-th tile of dq_accum, scaled, as the rows from ``row0`` on of the matrix at ``to``."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = BLOCK_D // PARTS
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
@@ -449,9 +448,9 @@ def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constex
 @gluon.jit
 def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
                   BLOCK_D: gl.constexpr):  # fmt: skip
-    """dQ = scale · sum in dQ's dtype, for one tile of queries, by as many warps as have computed it.
+    """Store dQ = scale · dq_accum in dQ's dtype, for one query tile, by as many warps as have computed it.
 
-    It runs while the last programs of the backward do, where these leave multiprocessors idle.
+    It may run beside the last programs of the backward, where these leave multiprocessors idle.
     dq: `Strided`. dq_accum: float32 (B·H·tiles · PARTS · rows of a part, DQ_COLS). counts: see
     `backward.scheduler.counters_at`.
     """
@@ -462,5 +461,5 @@ def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.conste
     to = dq.pointer + gl.cast(bh // heads, gl.int64) * dq.stride0 + gl.cast(bh % heads, gl.int64) * dq.stride1
     wait_count(done_at(counts, sizes) + bh // sizes.group, sizes.key_tiles, PAUSE=500)
     store_dq(dq_accum, to, dq, pid, row0, sizes.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D)
-    if pid == gl.num_programs(0) - 1:  # so that this kernel has not ended before that one has
+    if pid == gl.num_programs(0) - 1:  # so that this kernel does not end before the backward
         wait_for_previous()

@@ -1,15 +1,14 @@
-"""Backward on Hopper: FlashAttention-2 (arXiv 2307.08691), Algorithm 2, tile of keys by tile of keys, dBias on the way.
+"""Backward on Hopper: FlashAttention-2 (arXiv 2307.08691), Algorithm 2, by key tiles, with dBias.
 
-Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dS
-passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds, in an order
-that nothing fixes, see `dq_accum`; dBias leaves the shared memory of dS by a TMA store, see `dbias_reduce` for
-one that is shared.
+Score tiles are transposed (rows are keys), so that Pᵀ and dSᵀ feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers.
+dS passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds, in no fixed
+order unless ORDERED, see `dq`. dBias leaves the shared memory of dS by a TMA store; see `dbias_reduce` if it is shared.
 
-Two warpgroups compute, 64 keys each, and meet where dS is complete: at 64 dimensions once for 128 queries, which are
-computed in two subtiles. Other warps load, add dQ, and store dK and dV, see `backward.warps`. A work tile is a tile of
-keys with all queries that see it; a program has one, or stays and takes the next that is left. Past 128 dimensions dK
-and dV of 64 keys are all that their registers hold: both warpgroups have the same keys, and each half of the columns of
-whatever is computed. Each then needs all of P and dS, which both pass through shared memory, and they meet for either.
+Two warpgroups compute 64 keys each and synchronize where dS is complete: at head dimension 64 once for 128 queries,
+which they compute in two subtiles. Other warps load, add dQ, and store dK and dV, see `backward.warps`. A work tile is
+a key tile with all queries that see it; a program has one, or is persistent. Past head dimension 128 the registers of
+both warpgroups hold dK and dV of only 64 keys: they have the same keys and compute half of the columns of each product.
+Both then need all of P and dS, which pass through shared memory with a barrier each.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ from tilewise.backends.kernels.dropout import stream
 
 
 class BackwardConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.BackwardConfig for most."""
+    """Compile-time parameters of the kernel, each a gl.constexpr; `BackwardConfig` explains most."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -133,68 +132,68 @@ class BackwardConstants(NamedTuple):
     AHEAD: Any
     K_IN_REGISTERS: Any
     V_IN_REGISTERS: Any
-    WARPS: Any  # that compute
-    ELEMENTS: Any  # batch elements of a program, see batched; else 1
-    SHARES_KEYS: Any  # both warpgroups have the same keys
+    WARPS: Any  # computing warps
+    ELEMENTS: Any  # batch elements of a program in `batched`, else 1
+    SHARES_KEYS: Any  # both warpgroups have the same keys, and half of the columns each
     LOADING_REGISTERS: Any
-    COMPUTING_REGISTERS: Any  # of elements
-    BIAS: Any  # "matrix", "cols" where it is full along the keys only, or "none", also where it is full along neither
-    BIAS_APART: Any  # dS has a tile of its own: the bias, and dBias in its place, are of another dtype
-    BIAS_BATCH: Any  # a bias for each batch element, or one for all
+    COMPUTING_REGISTERS: Any  # of the batched CTA
+    BIAS: Any  # "matrix", "cols" if it varies along the keys only, or "none", also if it is constant along the keys
+    BIAS_APART: Any  # the bias and dBias have another dtype than dS, which has its own tile
+    BIAS_BATCH: Any  # the bias differs between batch elements
     BIAS_GROUP: Any  # query heads that share a bias
-    RELATIVE: Any  # it is a bias by distance, see `backward.relative`
-    RANGE_LO: Any  # some visible pairs lie below the distances with an entry
+    RELATIVE: Any  # relative position bias, see `backward.relative`
+    RANGE_LO: Any  # some visible pairs have a distance below those with an entry
     RANGE_HI: Any  # or above
-    SORTED: Any  # tiles below the range, those that its end cuts, and those inside have a loop each
-    TOEPLITZ: Any  # as of the forward, see toeplitz_gradient
+    SORTED: Any  # query tiles outside, across and inside the range have a loop each
+    TOEPLITZ: Any  # as in the forward, see `backward.toeplitz`
     TOEPLITZ_BATCH: Any
     TOEPLITZ_GROUP: Any
     FAR_LO: Any
     FAR_HI: Any
     UNDERFLOWS: Any
-    DTOEPLITZ: Any  # its gradient is wanted
-    DBIAS_SUMS: Any  # to which tiles of dS are added with "accumulate", see config.dbias_sums
-    ZEROES_DBIAS: Any  # programs do, for groups to come
-    GROUP_BROADCASTS: Any  # those of one program do
-    DBIAS: Any  # "none"; of a matrix "store", "accumulate", "reduce" or "elements"; of cols "sum"; by distance "add"
-    MASK: Any  # there is a bool mask: `mask_kernels` has read it
-    HIDES_KEYS: Any  # of elements, in the place of MASK: it is the same for all queries, see `key_mask`
-    MASK_BATCH: Any  # as of the bias
+    DTOEPLITZ: Any  # its gradient is required
+    DBIAS_SUMS: Any  # sums that "accumulate" adds to, see `config.dbias_sums`
+    ZEROES_DBIAS: Any  # programs zero dBias of later groups
+    GROUP_BROADCASTS: Any  # query heads of a program share a bias
+    DBIAS: Any  # "none"; matrix: "store", "accumulate", "reduce", "elements"; cols: "sum"; relative: "add"
+    MASK: Any  # a mask, preprocessed by `mask_kernels`
+    HIDES_KEYS: Any  # batched, instead of MASK: the mask is the same for all queries, see `key_mask`
+    MASK_BATCH: Any  # as for the bias
     MASK_GROUP: Any
-    LONGEST_FIRST: Any  # work tiles come in the order that `mask_kernels.longest_first_kernel` finds
+    LONGEST_FIRST: Any  # work tiles in the order of `mask_kernels.longest_first_kernel`
     MASK_ROWS: Any  # the mask differs between queries
     GROUP_PROGRAMS: Any  # programs that share a bias and run side by side
-    SUM_BYTES: Any  # of shared memory, for what is added up
-    ADDS: Any  # more of them share a bias
-    ORDERED: Any  # what is summed by reduce-adds is summed in a fixed order
-    DEFERRED_RELEASE: Any  # what has been added counts a step later
-    RAGGED: Any  # the last tile of keys reaches past their end
-    HIDES_END: Any  # what is past it has to be hidden: a band that ends with the last key does so anyway
-    HIDES: Any  # some pair may be hidden, so that a key or value that is not finite may have to stay out
-    HEAD_SWIZZLE: Any  # see backward_scheduler.head_and_tile
+    SUM_BYTES: Any  # shared memory for the reduction of dBias
+    ADDS: Any  # more programs than a group share a bias
+    ORDERED: Any  # deterministic: reduce-adds have a fixed order
+    DEFERRED_RELEASE: Any  # an added tile of dQ counts one step later
+    RAGGED: Any  # the last key tile reaches past the end of the keys
+    HIDES_END: Any  # keys past the end need a comparison of their own
+    HIDES: Any  # some pairs may be hidden: non-finite K and V may have to be zeroed
+    HEAD_SWIZZLE: Any  # see `backward.scheduler.head_and_tile`
     KEY_STAGES: Any
-    VALUE_STAGES: Any  # fewer than KEY_STAGES: dV leaves through dQ's shared memory, see `backward.warps`
-    DYNAMIC: Any  # a program stays, and takes the next work tile that is left; else it has one
-    # Of a packed batch: which sums of dQ are zeroed before counts in work tiles, not in heads, see `zero_ahead`.
-    ZEROED_BY_TILE: Any
-    PACKED: Any  # a packed batch: work tiles are listed, see packed
+    VALUE_STAGES: Any  # if fewer than KEY_STAGES, dV leaves through dQ's shared memory, see `backward.warps`
+    DYNAMIC: Any  # persistent programs take the next free work tile; else one each
+    ZEROED_BY_TILE: Any  # packed batch: `BackwardSizes.zeroed` counts work tiles, not heads, see `zero_ahead`
+    PACKED: Any  # packed batch: work tiles are listed, see `gluon.varlen`
 
 
 class Given(NamedTuple):
-    """Pointers that a call may have or not: of dropout's seed, and of a list of tiles, see `BackwardOperands`."""
+    """Optional pointers: the seed of dropout and a tile list, see `BackwardOperands`."""
 
     seed: Any
     tile_list: Any
 
 
 class BackwardOperands(NamedTuple):
-    """Descriptors; `stats` holds the LSE and −delta of each tile of queries, one after the other.
+    """Operands of the kernel, TMA descriptors unless noted.
 
-    dq: of its sum, see `dq_accum`; a pointer unless it leaves by TMA. With DQ_STORED of dQ itself.
-    bias: None where `BackwardConstants.BIAS` is "none", a `Strided` for "cols"; dbias is then float32 (B, H, N), and
-    where DBIAS is "reduce" the pipeline of `DbiasTiles`. bits: of a mask, see mask_kernels; None without one.
-    tile_list: likewise, or of a packed batch, see packed; with UNDERFLOWS the reach of each key/value head, see
-    underflow."""
+    stats: LSE and −delta of each query tile, one after the other.
+    dq: dq_accum, a pointer unless dQ leaves by TMA; dQ itself with DQ_STORED.
+    bias: None if `BackwardConstants.BIAS` is "none", a `Strided` for "cols".
+    dbias: for "cols" a pointer, float32 (B, H, N); if DBIAS is "reduce" the dS buffer of `DbiasTiles`.
+    bits: of a mask, see `mask_kernels`; None without one.
+    tile_list: of a mask or a packed batch; with UNDERFLOWS the reach of each key/value head, see `underflow`."""
 
     q: Any
     k: Any
@@ -212,37 +211,36 @@ class BackwardOperands(NamedTuple):
 
 
 class TileIndices(NamedTuple):
-    """As `gluon.scheduler.next_tile_index` and `hand_out_tile_index` take them."""
+    """Pipeline of work tile indices for `gluon.scheduler.next_tile_index` and `hand_out_tile_index`."""
 
     tile_indices: Any
 
 
 class BackwardShared(NamedTuple):
-    """K, V and a bias of the keys; and what leaves: P where warpgroups share the keys, dS where it has no slot of the
-    bias to leave from, and dBias where a softcap makes it differ from dS."""
+    """Shared memory of a work tile; ABSENT for what it does without."""
 
     k: Any
     v: Any
-    slot: Any  # of K and V, where there are two
+    slot: Any  # of K and V, if there are two
     k_operand: Any  # see `m_subtiles.operand`
     v_operand: Any
-    p: Any
-    ds: Any
-    dbias: Any
-    added: Any
-    ds_pipeline: Any  # barriers of dS of an element, which others read too
-    hiding: Any  # of an element, keys and queries of the step that hides keys, see `key_mask`
+    p: Any  # if warpgroups share the keys
+    ds: Any  # if dS does not overwrite the bias
+    dbias: Any  # if a softcap makes it differ from dS
+    added: Any  # a bias that varies along the keys only
+    ds_pipeline: Any  # batched: barriers of dS, which other warps read too
+    hiding: Any  # batched: keys and queries of the step that hides keys, see `key_mask`
 
 
 class BackwardState(NamedTuple):
-    """What the tiles of queries hand on from one to the next."""
+    """State carried from one query tile to the next."""
 
     dk: Any
     dv: Any
-    s: Any  # K·Qᵀ of the next tile, if it comes ahead
+    s: Any  # K·Qᵀ of the next tile, if issued ahead
     start: Any  # of the next tile, see `start_of`
-    lse: Any  # of the next tile, if K·Qᵀ comes ahead
-    sums: Any  # of dS over the queries; of a Toeplitz bias see `FarSums`
+    lse: Any  # of the next tile, if K·Qᵀ is issued ahead
+    sums: Any  # of dS over the queries; `FarSums` for a Toeplitz bias
 
 
 @gluon.jit
@@ -250,14 +248,13 @@ def bwd_one_m_block(
     state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c,
     toeplitz=None, NEAR: gl.constexpr = False, RANGE: gl.constexpr = ANY,
 ):  # fmt: skip
-    """One tile of queries: every gradient that it takes part in. Returns the `BackwardState` for the next.
+    """Compute one query tile's share of every gradient, and return the `BackwardState` for the next.
 
-    words: the `Stream` of dropout, or None. toeplitz: of such a bias, NEAR its `diagonal_of`, else its `far_line`.
+    words: the `Stream` of dropout, or None. toeplitz: `diagonal_of` that bias if NEAR, else its `far_line`.
     RANGE: see `backward.relative.part_name`.
 
-    Of two subtiles the softmax of the first runs under K·Qᵀ of the second, its dV under the softmax of the second, its
-    dK under dS of the second.
-    """
+    With two subtiles, the softmax of the first overlaps K·Qᵀ of the second, its dV the softmax of the second, and its
+    dK dS of the second."""
     DTYPE: gl.constexpr = x.q.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
@@ -280,7 +277,7 @@ def bwd_one_m_block(
         ds_slot = slot_of(shared.ds_pipeline, step)
         tile = shared.ds.index(ds_slot)
     elif c.BIAS == "matrix" and not c.BIAS_APART:
-        tile = rows.bias.index(slot)  # the bias has been read: dS takes its place
+        tile = rows.bias.index(slot)  # dS overwrites the bias, which has been read
     else:
         tile = shared.ds.index(0)
     ds_queries = tile.reshape([c.BLOCK_M, c.BLOCK_N])
@@ -294,7 +291,7 @@ def bwd_one_m_block(
     ADDS: gl.constexpr = c.DBIAS == "add" and RANGE != "outside"
     LEAVES: gl.constexpr = leaves_as_tiles(c.DBIAS) or ADDS
 
-    # QK of the first subtile, unless it came ahead, and its dP
+    # QK of the first subtile, unless issued ahead, and its dP
     READS: gl.constexpr = NEAR and c.TOEPLITZ != "none"
     if READS and c.AHEAD:
         s += toeplitz_words(toeplitz, corner, s, True, 1)
@@ -319,7 +316,7 @@ def bwd_one_m_block(
                 next_lse = lse_of(rows, step, i + 1, c)
             border(steps)
 
-        # softmax, under dP
+        # softmax, overlapped with dP
         if c.TOEPLITZ == "line" and not NEAR:
             p, slope = on_line(s, lse, toeplitz, corner, terms, c), 1.0
         else:
@@ -328,12 +325,12 @@ def bwd_one_m_block(
         if words is not None:
             p = signed_by_dropout(p, words, m0 + i * c.SUBTILE_M, work_tile.n0, terms)
         if c.SHARES_KEYS:
-            # Both warpgroups have waited for the last to read P's memory, dV of the step before, when they last met.
+            # The last reader of P's memory, dV of the previous step, ended before the last barrier of the warpgroups.
             p_queries = shared.p.index(only_slot(c)).reshape([c.BLOCK_M, c.BLOCK_N])
             p_queries.permute((1, 0)).store(kept_of(p, words, DTYPE))
             warps_barrier()
             fence_async_shared()
-            # dV behind dP, and under it dS
+            # dV queued behind dP, and overlapped with dS
             dv = warpgroup_mma(p_queries.permute((1, 0)), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp_pending,))
         else:
@@ -345,7 +342,7 @@ def bwd_one_m_block(
                 dp, p, dv = warpgroup_mma_wait(0, deps=(dp_pending, p, dv))
             else:
                 dp, p = warpgroup_mma_wait(0, deps=(dp_pending, p))
-            # dV, and under it dS
+            # dV, overlapped with dS
             dv = warpgroup_mma(p_operand, subtile_of(do, i, c), dv, is_async=True)
         if i + 1 < c.M_SUBTILES:
             dp_pending = begin_dp(rows, shared, do_slot, i + 1, terms, c)
@@ -370,22 +367,22 @@ def bwd_one_m_block(
         subtile_of(ds_queries, i, c).permute((1, 0)).store(ds_rounded)
         if not c.SHARES_KEYS:
             ds_operand = gl.convert_layout(ds_rounded, OPERAND, assert_trivial=True)
-        if i + 1 < c.M_SUBTILES and READS:  # not before: registers are full
+        if i + 1 < c.M_SUBTILES and READS:  # not earlier: registers are full
             s_pending = begin(start_of_words(toeplitz, corner - (i + 1) * c.SUBTILE_M, c), rows, shared, step, i + 1,
                               terms, c, True)  # fmt: skip
             lse = lse_of(rows, step, i + 1, c)
             s, dp_pending = warpgroup_mma_wait(0, deps=(s_pending, dp_pending))
         elif i + 1 < c.M_SUBTILES:
-            if words is not None:  # not before: registers are full
+            if words is not None:  # not earlier: registers are full
                 next_lse = lse_of(rows, step, i + 1, c)
             start, lse = next_start, next_lse
             s = warpgroup_mma_wait(2, deps=(s_pending,))
-    # dS is about to be read through the async proxy; after the barrier, where there is less left to wait for. The fence
-    # also orders this step's ordinary loads (LSE, delta, the mask's bits; the bias, or the LSE that comes ahead, in the
-    # step before) before the refill of their slot.
+    # The async proxy reads dS next; the fence follows the barrier, where there is less left to wait for. It also orders
+    # this step's generic loads (LSE, delta, mask bits; the bias or the LSE that the previous step loaded ahead) before
+    # the refill of their slot.
     warps_barrier()
     fence_async_shared()
-    if c.ELEMENTS > 1:  # dS is there, and all warps have read the bias
+    if c.ELEMENTS > 1:  # dS is stored, and all warps have read the bias
         mbarrier.arrive(shared.ds_pipeline.full.index(ds_slot), count=1)
         release(rows.bias_pipeline, slot_of(rows.bias_pipeline, step))
     bias_b = work_tile.b if c.BIAS_BATCH else 0
@@ -399,7 +396,7 @@ def bwd_one_m_block(
     elif ADDS:
         let_out(x.dbias, rows.bias, slot, bias_b, h // c.BIAS_GROUP, m, work_tile, terms, c, RANGE)
 
-    # dQ and dK, and the next QK; of two parts of dQ the first leaves under dK, the second under that QK
+    # dQ, dK and the next QK; of two parts of dQ the first leaves during dK, the second during that QK
     dq_pending = begin_dq(ds_queries, shared, 0, c)
     if c.SHARES_KEYS:
         dk = warpgroup_mma(ds_queries.permute((1, 0)), q, dk, is_async=True)
@@ -409,15 +406,15 @@ def bwd_one_m_block(
         rest_pending = begin_dq(ds_queries, shared, 1, c)
     elif c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
-    BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products begun after dQ, or its first part
-    if DO_APART:  # the next dO is to come under what is left of this step
+    BEHIND: gl.constexpr = 2 if c.AHEAD else 1  # products issued after dQ, or its first part
+    if DO_APART:  # the next dO loads during the rest of this step
         dv = warpgroup_mma_wait(BEHIND + 1, deps=(dv,))
         release(rows.do_pipeline, do_slot)
         dq = warpgroup_mma_wait(BEHIND, deps=(dq_pending,))
     else:
         dv, dq = warpgroup_mma_wait(BEHIND, deps=(dv, dq_pending))
     release_part(dq, x, dq_pipeline, tile_of_head, uses_of_slot(step, shared, c), 0, terms, c)
-    if c.DQ_PARTS == 2:  # the next QK here, where the registers of the first part are free again
+    if c.DQ_PARTS == 2:  # the next QK, now that the registers of the first part are free
         start, s_pending, lse = begin_ahead(rows, shared, step + 1, steps, next_corner(m, work_tile, c), terms, c)
     send_part(dq_pipeline, c)
     if c.DQ_PARTS == 2:
@@ -431,15 +428,15 @@ def bwd_one_m_block(
     else:
         if c.AHEAD:
             dk, s = warpgroup_mma_wait(0, deps=(dk, s_pending))
-        elif BIASED:  # the next bias, under dK
+        elif BIASED:  # the next bias, during dK
             start = first_start_of(rows, step + 1, step + 1 < steps, next_corner(m, work_tile, c), terms, c, RANGE)
             border(steps)
             dk, start = warpgroup_mma_wait(0, deps=(dk, start))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk,))
         if LEAVES:
-            tma.store_wait(0)  # dBias has left
-        release(rows.pipeline, slot)  # all warps come here first: dS's tile has been read, too, where only one is
+            tma.store_wait(0)  # dBias has left shared memory
+        release(rows.pipeline, slot)  # waits for all warps, so a single tile of dS has been read too
     if not c.AHEAD:
         s, lse = ABSENT, ABSENT
     return BackwardState(dk, dv, s, start, lse, sums)
@@ -447,8 +444,7 @@ def bwd_one_m_block(
 
 @gluon.jit
 def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline, shared, counts, terms, sizes, c):
-    """The program's ``nth`` work tile: dK and dV of a tile of keys, its share of dQ, and dBias. Returns the steps
-    done."""
+    """Compute dK, dV, dBias and the share of dQ of the ``nth`` work tile; return the steps done."""
     DTYPE: gl.constexpr = x.k.dtype
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     work_tile = work_tile_at(tile_index, x, terms, sizes, c)
@@ -458,11 +454,11 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
     v_slot = slot_of(values, nth)
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
     v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    if not c.DQ_BY_TMA and c.ELEMENTS == 1:  # else who loads has waited
+    if not c.DQ_BY_TMA and c.ELEMENTS == 1:  # else another warp waits
         wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
         earlier = tile_index // c.GROUP_PROGRAMS - sizes.ds_slots
-        if earlier >= 0:  # it had this program's place
+        if earlier >= 0:  # it used this program's place in the dS buffer
             wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
     elif c.ZEROES_DBIAS:
         wait_dbias_zeroed(tile_index, counters, sizes, c)
@@ -473,7 +469,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
         drop_what_is_not_finite(v_tile, c)
         hide_keys(x, shared, work_tile, sizes, c)
         fence_async_shared()
-    warps_barrier()  # here, or the compiler puts it into the loop, between the setting up of barriers and their use
+    warps_barrier()  # Triton: else it inserts one in the loop, between the setup of barriers and their use
     k_operand, v_operand = operand(k_tile, c.K_IN_REGISTERS, c), operand(v_tile, c.V_IN_REGISTERS, c)
     shared = BackwardShared(
         shared.k, shared.v, slot, k_operand, v_operand, shared.p, shared.ds, shared.dbias, shared.added,
@@ -482,7 +478,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
 
     steps = step + steps_of(x, work_tile, sizes, c)
     corner = corner_of(work_tile.end - 1, work_tile, c)
-    s, start, lse = ABSENT, ABSENT, ABSENT  # where nothing comes ahead
+    s, start, lse = ABSENT, ABSENT, ABSENT  # unless issued ahead
     if c.AHEAD:
         start, s_pending, lse = begin_ahead(rows, shared, step, steps, corner, terms, c)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
@@ -506,11 +502,11 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
         if c.TOEPLITZ != "none":
             near_begin, near_end = near_queries(work_tile, terms, c)
             diagonal = diagonal_of(x.bias, work_tile.b, h, sizes.kv_heads * sizes.group, sizes, c)
-            if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and c.M_SUBTILES > 1:  # where it spills nothing
+            if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and c.M_SUBTILES > 1:  # only where this does not spill
                 prefetch_near(diagonal, c.BLOCK_M, c.WARPS, terms, sizes, c)
             count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
             begin = 0
-            for part in gl.static_range(3):  # what lies below, then near, then above
+            for part in gl.static_range(3):  # below, near, above
                 if part == 1 or (part == 0 and c.FAR_LO) or (part == 2 and c.FAR_HI):
                     at = diagonal if part == 1 else far_line(diagonal, part == 0, terms, sizes, c)
                     end = end_of_part(part, count, work_tile, near_begin, near_end, c)
@@ -533,7 +529,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
                     state, x, rows, dq_pipeline, shared, words, step, steps, work_tile, h, m, kind, terms, sizes, c
                 )
                 step += 1
-        else:  # what cuts a tile is known when it is compiled
+        else:  # a loop each for partial and full tiles
             if terms.HAS_LO:
                 for i in range(work_tile.end - work_tile.full_end):
                     m = work_tile.end - 1 - i
@@ -542,7 +538,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
                     )
                     step += 1
             end = work_tile.full_end
-            if c.SORTED:  # beside a bias by distance: the queries that are beyond all entries come first
+            if c.SORTED:  # relative position bias: queries beyond all entries first
                 state = BackwardState(state.dk, state.dv, s, ABSENT, lse, state.sums)
             for part in gl.static_range(3):
                 if part == 1 or c.SORTED:
@@ -570,8 +566,8 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
             store_sums(state.sums, x, work_tile, h, sizes, c)
             state = BackwardState(state.dk, state.dv, state.s, state.start, state.lse, none)
 
-    # dK and dV leave through the shared memory of K and V, or dV through that of dQ, when the last dQ has left it
-    warps_barrier()  # the other warpgroup may still read them
+    # dK and dV leave through the shared memory of K and V, or dV through that of dQ once the last dQ has left it
+    warps_barrier()  # the other warpgroup may still read K and V
     if c.VALUE_STAGES < c.KEY_STAGES:
         k_tile.store((state.dk * terms.scale).to(DTYPE))
         mbarrier.wait(dq_pipeline.empty.index(0), (uses_of_slot(step, shared, c) & 1) ^ 1)
@@ -585,7 +581,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
 
 @gluon.jit
 def compute(x, rows, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c):
-    """The role of the two warpgroups: all products."""
+    """Compute all products: the role of the two warpgroups."""
     step, nth = gl.to_tensor(0), gl.to_tensor(0)
     if c.DYNAMIC:
         tile_index = next_tile_index(0, nth, tile_indices, c)
@@ -604,11 +600,10 @@ def compute(x, rows, keys, values, dq_pipeline, shared, tile_indices, counts, te
 def backward_kernel(
     q, k, v, do, bias, stats, dq, dk, dv, dbias, given, bits, pieces, shared_dbias, counts, lists, terms, sizes, c
 ):
-    """dK, dV and dBias, and the sum of dQ / scale. The first ten are descriptors of tiles, see `BackwardOperands`.
+    """Compute dK, dV, dBias and dq_accum = dQ / scale. For the first ten arguments see `BackwardOperands`.
 
-    pieces, shared_dbias, lists: see `DbiasTiles`; where no dBias is shared, `pieces` is a pointer to the sum of dQ.
-    counts: see `backward.scheduler.Counters`.
-    """
+    pieces, shared_dbias, lists: see `DbiasTiles`; unless DBIAS is "reduce", ``pieces`` is a pointer to dq_accum.
+    counts: see `backward.scheduler.Counters`."""
     wait_for_previous()
     x = BackwardOperands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
     dbias_tiles = shared_dbias if c.ZEROES_DBIAS else pieces
@@ -660,8 +655,7 @@ def backward_kernel(
     else:
         slots, arrived = ABSENT, ABSENT
     fence_async_shared()
-    # All roles but the first have four warps, for which registers are set aside anyway: one without anything to do
-    # costs none.
+    # The roles after the first have four warps together, whose registers are allocated anyway: an idle role costs none.
     gl.warp_specialize(
         [
             (compute, (x, rows, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c)),

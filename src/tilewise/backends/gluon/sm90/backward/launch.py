@@ -1,4 +1,4 @@
-"""From a Problem, its results and their cotangents to the launches of the backward."""
+"""Launches of the backward, for a Problem, its outputs and their cotangents."""
 
 from __future__ import annotations
 
@@ -69,17 +69,14 @@ from tilewise.spec.seqlens import Lengths
 
 
 class HopperBackward:
-    """A backward with everything but its tensors, for one problem and one layout of these.
-
-    Every gradient is computed, also where nobody needs it.
-    """
+    """Backward prepared for a problem and layouts of tensors; it computes every gradient, required or not."""
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
         problem = as_matrix(problem)
         self.config = config = backward_config(problem)
         self.values: Skewed | PackedValues | None = None
-        self.dvalues: Tensor | None = None  # of a packed batch, what the gradient of its values is like
+        self.dvalues: Tensor | None = None  # packed batch: layout of the gradient of the values
         if parts is not None and parts.query is not None and problem.score.query is not None:
             if problem.totals is None:
                 self.values = Skewed(parts.query, problem.score.query)
@@ -92,7 +89,7 @@ class HopperBackward:
         self.multiprocessors = multiprocessors(q.device)
         self.block_m, self.dq_stored, self.elements = block_m, config.dq_stored, config.elements > 1
         self.zeroes_dq = self.dq_stored and problem.totals is None and leaves_queries_out(*band_of(problem))
-        row_warps = 8 if width == 256 else 4  # of the kernels before and after
+        row_warps = 8 if width == 256 else 4  # of preprocess and postprocess
         p = problem
         sizes, groups = _sizes(problem, config, inputs.q.device)
         batch = 1 if p.totals is not None else p.batch
@@ -100,14 +97,12 @@ class HopperBackward:
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
         dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
-        # Programs zero dBias for groups to come, and the host for those that come first: of so many heads, each with a
-        # group for every tile of keys.
+        # Programs zero dBias of later groups, the host that of the first: of so many heads, with a group per key tile.
         ahead = dynamic and zeroes_ahead(problem)
         self.zeroed_heads = -(-sizes.lag // sizes.key_tiles) if ahead else 0
-        self.heads_alone = sizes.kv_heads // sizes.broadcast_heads  # that do not share a bias
+        self.heads_alone = sizes.kv_heads // sizes.broadcast_heads  # with a bias of their own
         do, dlse, _ = cotangents
-        # float32: of each tile of queries the LSE in base 2, then −delta; the sum of dQ
-        # of a Toeplitz bias that again, of far tiles
+        # float32, for each query tile: LSE in base 2 and −delta; for a Toeplitz bias also two LSEs of far tiles
         toeplitz = None if parts is None else parts.toeplitz
         stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
         stats = torch.empty(stats_of_tile * row_programs, dtype=torch.float32, device="meta")
@@ -122,8 +117,8 @@ class HopperBackward:
         if self.adds and isinstance(self.values, Skewed):
             dbias = self.values.gradient_like
         elif self.adds:
-            dbias = bias  # a copy like that of the values
-        # the dS buffer of a bias that is shared
+            dbias = bias  # like the copied values
+        # dS buffer for a shared bias
         ds_buffer = None
         if bias is not None and reduction(problem) == "reduce":
             places = sizes.ds_slots * broadcast_group(problem).programs
@@ -132,8 +127,8 @@ class HopperBackward:
             )
         self.empty_ds_buffer = None if ds_buffer is None else allocation(ds_buffer, q.device)
         counted = counters(sizes, groups, p.deterministic, ds_buffer is not None, ahead, packed)
-        # The float32 dBias of elements lies behind the counters, and is zeroed with them: where an int32 counts both,
-        # and the step past them that all programs of the preprocess make together.
+        # Batched: the float32 dBias follows the counters and is zeroed with them, if an int32 can index both plus one
+        # step of all programs of the preprocess.
         self.dbias_layout: tuple[Any, ...] | None = None
         first = -(-counted // 32) * 32
         if (
@@ -156,7 +151,7 @@ class HopperBackward:
             self.zeros = zeros_launch(self.values, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
             self.dvalues = self.values.prepare_gradient(parts.query, terms, block_n)
-        # For what `resized` knows of: q, k and v and their gradients.
+        # For `resized`, which supports only q, k and v and their gradients.
         self.always_hides, self.banded = always_hides(problem), not problem.score.band.unlimited
         self.dynamic, self.programs = dynamic, programs
         self.made: dict[tuple, Any] = {}
@@ -229,7 +224,7 @@ class HopperBackward:
             **most_registers(config.programs, config.elements * config.warpgroups + 1),
         )
         self.list_groups = self.reduce_group = None
-        if ds_buffer is not None and p.mask is not None:  # which of its tiles are stored
+        if ds_buffer is not None and p.mask is not None:  # lists of the stored tiles
             self.list_groups = Launch(group_list_kernel, groups, (POINTER, POINTER), (terms, sizes, c), num_warps=4)
             lists = torch.empty(groups, 1 + p.group * sizes.row_tiles, dtype=torch.int32, device="meta")
             self.empty_lists = allocation(lists, q.device)
@@ -266,19 +261,18 @@ class HopperBackward:
         self.shape = sizes.batch, sizes.kv_heads, sizes.group, sizes.lag
         self.bases = backward_bases(self, dlse is not None) if self.resizable else []
         self.sink_gradient = None
-        if needs.sink and sink is not None and outputs.lse is not None:  # after a tile's LSE stands its -delta
+        if needs.sink and sink is not None and outputs.lse is not None:  # −delta follows the LSE of a tile
             self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))
 
     def resized(
         self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
         cotangents: Outputs, needs: Needs,
     ) -> ResizedBackward | None:  # fmt: skip
-        """For other lengths; None where these ask for something else that is compiled in."""
+        """Return this backward for other lengths, or None if these need other constants."""
         return resized_backward(self, structure, lo, hi)
 
     def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Row statistics, counters and the sum of dQ, uninitialised. Where dQ is no sum the kernel wants a pointer that
-        it does not follow: the first once more."""
+        """Return row statistics, counters and dq_accum (if unused, the first), uninitialised."""
         stats_size, counted, accum = self.sizes
         stats = torch.empty(stats_size, dtype=torch.float32, device=device)
         counts = torch.empty(counted, dtype=torch.int32, device=device)
@@ -293,7 +287,7 @@ class HopperBackward:
         return boxes(dq_accum, [rows, DQ_COLS.value], dq_accum.stride())
 
     def _some_see_nothing(self, lengths: Lengths) -> bool:
-        """Whether there may be tiles of queries of a packed batch that no tile of keys visits."""
+        """True if no key tile may visit some query tile of a packed batch."""
         p, band = self.problem, self.problem.score.band
         assert lengths.cu_q is not None
         assert lengths.cu_k is not None
@@ -322,7 +316,7 @@ class HopperBackward:
                 dquery = None if self.dvalues is None else torch.empty_like(self.dvalues, device=q.device)
                 row_list, key_list = self.lists(lengths, dq, dquery, dk, dv)
                 rows_listed = (row_list,)
-                if self.gaps:  # keys that do not count
+                if self.gaps:  # keys past used_k
                     dk.zero_()
                     dv.zero_()
             dbias = None
@@ -344,7 +338,7 @@ class HopperBackward:
             dtoeplitz, pairs, reach = None, None, None
             if self.pairs is not None and parts is not None and parts.toeplitz is not None and lse is not None:
                 pairs, dtoeplitz = self.toeplitz.begin(self.pairs, parts.toeplitz, lse, stats)
-                if self.reach is not None:  # before the statistics, under which the kernel already begins
+                if self.reach is not None:  # before the preprocess, during which `main` may already start
                     reach = self.reach(q, k, v, pairs, do)
             if self.zeroes_dq or (self.dq_stored and lengths is not None and self._some_see_nothing(lengths)):
                 dq.zero_()
@@ -374,7 +368,7 @@ class HopperBackward:
             if self.elements and bias is not None and self.after is not None:
                 total, dbias = dbias, torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
                 self.after(dq_accum, dq, total, dbias)
-            elif self.after is not None:  # next, because it begins while `main` still runs
+            elif self.after is not None:  # next, because it may start while `main` still runs
                 self.after(dq_accum, dq, *(rows_listed or (counts,)))
             if self.reduce_group is not None:
                 self.reduce_group(*dbias_tiles)
@@ -404,12 +398,12 @@ class HopperBackward:
 
 
 def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tuple[BackwardSizes, int]:
-    """Sizes, and how many groups of programs there are."""
+    """Return the `BackwardSizes` and the number of groups of programs."""
     p, broadcast = problem, broadcast_group(problem)
-    if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
+    if p.totals is not None:  # work tiles know their sequence's lengths; these are strides and upper bounds
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
-        # Work tiles that zero the sum of a head have begun when the head's start that are so much later. Where the
-        # warps that compute add to the sum, they would have to wait, and spill: there all is zeroed before.
+        # The work tiles that zero a head's dq_accum have begun when the head's own start, this much later. Computing
+        # warps that add to dq_accum would have to wait for them, which spills: then all is zeroed before.
         zeroed = multiprocessors(device) * config.programs + -(-p.keys // config.block_n)
         if config.dq_stored or not config.dq_by_tma:
             zeroed = 1 << 29
@@ -420,7 +414,7 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
 
 
 def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> int:
-    """How many key/value heads the sum of dQ has room for."""
+    """Return the number of key/value heads that dq_accum holds."""
     if config.elements > 1:
         return sizes.zeroed
     if config.dq_stored:
@@ -429,7 +423,7 @@ def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -
 
 
 def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
-    """Bytes that the backward of a dense call takes beside its inputs and its gradients, by part."""
+    """Return the bytes that the backward of a dense call allocates beside inputs and gradients, by buffer."""
     p, config = as_matrix(problem), backward_config(as_matrix(problem))
     sizes, _ = _sizes(p, config, device)
     tiles = p.group * sizes.row_tiles
@@ -446,19 +440,20 @@ def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
 
 
 def _ragged(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether the last tile of keys may reach past their end."""
+    """True if the last key tile may reach past the end of the keys."""
     return problem.totals is not None or problem.keys % config.block_n != 0
 
 
 def _hides_end(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether keys past the end are hidden by a comparison of their own."""
+    """True if keys past the end need a comparison of their own."""
     queries, keys = (0, 0) if problem.totals is not None else (problem.queries, problem.keys)
     return _ragged(problem, config) and not band_hides_end(queries, keys, problem.score.band.hi)
 
 
 def _sorts(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether tiles of a bias by distance have a loop for each way in which they lie to its range. That has a lower end
-    alone then, so far from the band's that no tile is cut by both."""
+    """True if query tiles outside, across and inside the range of relative positions have a loop each.
+
+    The range then has only a lower end, so far from the window's end that no tile is cut by both."""
     found, distances, band = ends(problem), problem.score.query, problem.score.band
     if distances is None or not found.lo or found.hi or band.lo is not None or not config.peeled or config.ahead:
         return False

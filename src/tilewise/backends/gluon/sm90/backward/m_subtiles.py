@@ -1,7 +1,4 @@
-"""The products K·Qᵀ and dP of the backward, subtile by subtile, and the softmax between them.
-
-A subtile is what is computed at a time of a tile of queries: all of it, or a half.
-"""
+"""Products K·Qᵀ and dP and the softmax between them, by subtiles: a query tile or half of one."""
 
 from __future__ import annotations
 
@@ -20,21 +17,20 @@ from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 
 
 class QueryRows(NamedTuple):
-    """A pipeline of what one tile of queries brings: its slots have one pair of barriers for everything, unless there
-    are fewer for dO."""
+    """Pipeline of query tiles; each slot has one pair of barriers, and dO its own if it has fewer slots."""
 
-    pipeline: Any  # of Q, and the barriers
+    pipeline: Any  # Q, and the barriers of all
     do: Any
     stats: Any
     bias: Any
     bits: Any
     do_pipeline: Any  # barriers of dO and delta
-    bias_pipeline: Any  # barriers of the bias, where elements share it
+    bias_pipeline: Any  # batched: barriers of the shared bias
 
 
 @gluon.jit
 def subtile_of(tile, SUBTILE: gl.constexpr, c):
-    """What belongs to one subtile of the queries of a tile in shared memory."""
+    """Return the rows of a tile in shared memory that belong to one subtile of the queries."""
     if c.M_SUBTILES == 1:
         return tile
     else:
@@ -43,8 +39,7 @@ def subtile_of(tile, SUBTILE: gl.constexpr, c):
 
 @gluon.jit
 def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.constexpr = ANY):
-    """The bias of a subtile in the units of the scores, transposed. ``corner``: see `backward.relative`; RANGE: see
-    `backward.relative.part_name`."""
+    """Return the transposed bias of a subtile in score units; corner, RANGE: see `backward.relative`."""
     if RANGE == "outside":
         return ABSENT
     elif c.BIAS == "matrix" and (c.RANGE_LO or c.RANGE_HI) and RANGE == "any":
@@ -63,7 +58,7 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.cons
         if c.HIDES_KEYS:
             bias = without_nan(bias)
         start = in_units(bias, terms.inverse)
-        if RANGE == "near":  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+        if RANGE == "near":  # noqa: SIM102  (one is compile-time, the other is not)
             if tile_state(corner, terms, c) == CUT:
                 start = without_range(start, corner, SUBTILE, terms, c)
         return start
@@ -73,7 +68,7 @@ def start_of(rows, step, corner, SUBTILE: gl.constexpr, terms, c, RANGE: gl.cons
 
 @gluon.jit
 def first_start_of(rows, step, needed, corner, terms, c, RANGE: gl.constexpr = ANY):
-    """Wait for the tiles of a step; `start_of` its first subtile."""
+    """Wait for the tiles of a step and return `start_of` its first subtile."""
     wait_full(rows.pipeline, slot_of(rows.pipeline, step), use_of(rows.pipeline, step), needed)
     if c.ELEMENTS > 1:
         wait_full(rows.bias_pipeline, slot_of(rows.bias_pipeline, step), use_of(rows.bias_pipeline, step), needed)
@@ -82,7 +77,7 @@ def first_start_of(rows, step, needed, corner, terms, c, RANGE: gl.constexpr = A
 
 @gluon.jit
 def statistics(stats, SUBTILE: gl.constexpr, c):
-    """The LSE of a subtile's queries in base 2, or their -delta."""
+    """Return the LSE in base 2, or −delta, of a subtile's queries."""
     return subtile_of(stats, SUBTILE, c).load(gl.SliceLayout(0, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
 
 
@@ -93,7 +88,7 @@ def lse_of(rows, step, SUBTILE: gl.constexpr, c):
 
 @gluon.jit
 def probabilities(s, start, lse, shared, terms, c):
-    """P of a transposed subtile, of which nothing is hidden yet, and the derivative of the softcap."""
+    """Return P of a transposed subtile, before masking, and the derivative of the softcap."""
     s, slope = score_tile(s, start, terms, c.BIAS == "matrix" and terms.HAS_CAP, False)
     if c.BIAS == "cols":
         added = shared.added.load(gl.SliceLayout(1, s.type.layout))
@@ -105,7 +100,7 @@ def probabilities(s, start, lse, shared, terms, c):
 
 @gluon.jit
 def operand(tile, IN_REGISTERS: gl.constexpr, c):
-    """K or V as the first operand of K·Qᵀ or dP, if it is read into registers; absent else."""
+    """Return K or V as the first operand of K·Qᵀ or dP if it is kept in registers, else ABSENT."""
     if IN_REGISTERS:
         return tile.load(gl.DotOperandLayout(0, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS), 2))
     else:
@@ -114,7 +109,7 @@ def operand(tile, IN_REGISTERS: gl.constexpr, c):
 
 @gluon.jit
 def slot_of_keys(shared, c):
-    """Where K is."""
+    """Return the slot of K."""
     if c.KEY_STAGES > 1:
         return hidden(shared.slot)
     else:
@@ -123,7 +118,7 @@ def slot_of_keys(shared, c):
 
 @gluon.jit
 def slot_of_values(shared, c):
-    """Where V is."""
+    """Return the slot of V."""
     if c.VALUE_STAGES < c.KEY_STAGES:
         return only_slot(c)
     else:
@@ -140,8 +135,7 @@ def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl
 
 @gluon.jit
 def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl.constexpr):
-    """Issue K·Qᵀ of a subtile of a step whose tiles are there (past the last step, of whatever is). STARTS: from
-    ``start``."""
+    """Issue K·Qᵀ of a subtile of a loaded step (past the last: of stale tiles). STARTS: from ``start``."""
     q = subtile_of(rows.pipeline.slots.index(slot_of(rows.pipeline, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
@@ -153,7 +147,7 @@ def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl
 
 @gluon.jit
 def begin_ahead(rows, shared, step, steps, corner, terms, c):
-    """Issue K·Qᵀ of the first subtile of a step, ahead of the others' products; `start_of` it, the product, its LSE."""
+    """Issue K·Qᵀ of a step's first subtile ahead; return its `start_of`, the product and its LSE."""
     start = first_start_of(rows, step, step < steps, corner, terms, c)
     STARTS: gl.constexpr = c.BIAS == "matrix" and not terms.HAS_CAP
     return start, begin(start, rows, shared, step, 0, terms, c, STARTS), lse_of(rows, step, 0, c)
@@ -166,7 +160,7 @@ def minus_delta_of(rows, slot, SUBTILE: gl.constexpr, c):
 
 @gluon.jit
 def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, terms, c):
-    """Issue dP - delta of a subtile, transposed; dP alone where dropout hides some of it."""
+    """Issue dP - delta of a subtile, transposed; dP alone with dropout."""
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
     STARTS: gl.constexpr = terms.threshold is None
     start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S)
@@ -178,10 +172,9 @@ def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, terms, c):
 
 @gluon.jit
 def softmax_gradient(p, dp, words, rows, slot, SUBTILE: gl.constexpr, terms, c):
-    """dS = P (dP - delta) of a transposed subtile; with dropout dP counts, by its weight, where P is kept.
+    """Return dS = P (dP - delta) of a transposed subtile; with dropout dP counts only where P is kept.
 
-    ``p``, with dropout, has that weight, of which delta has been rid; ``dp``: of `m_subtiles.begin_dp`, which has delta
-    in it where nothing is dropped."""
+    p: with dropout it includes the weight, by which delta has been divided. dp: of `begin_dp`."""
     if words is not None:
         minus_delta = minus_delta_of(rows, slot, SUBTILE, c)[None, :]
         return gl.maximum(p, 0.0) * dp + gl.abs(p) * minus_delta

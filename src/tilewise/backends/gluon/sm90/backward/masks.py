@@ -1,5 +1,4 @@
-"""What hides scores in the backward's tiles: a band, the end of the keys, and a bool mask, whose bits come from global
-memory to the registers that they hide."""
+"""Masking in the backward's tiles: windows, the end of the keys, and bit-packed masks."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from tilewise.backends.gluon.sm90.backward.scheduler import tile_of_mask
 
 @gluon.jit
 def load_bits(x, kind, full, slot, work_tile, h, m, others, sizes, c):
-    """Load the bits of the mask for a tile that something cuts, and say what its barrier has to wait for: these and so
-    many bytes of ``others``."""
+    """Load the bit-packed mask of a partial tile; its barrier expects these and ``others`` bytes."""
     tile = tile_of_mask(work_tile.b, h, work_tile.n0, sizes, c)
     if c.MASK_ROWS:
         tile = tile * sizes.row_tiles + m
@@ -26,24 +24,22 @@ def load_bits(x, kind, full, slot, work_tile, h, m, others, sizes, c):
 
 @gluon.jit
 def in_words(x):
-    """Of every sixteen keys and eight queries one key and the eighth after it, and two neighbouring queries, in each of
-    32 threads."""
+    """Reshape [keys, queries]: axes 1 and 5 (keys k and k + 8, adjacent queries) are within a thread."""
     return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
-    """P without what the band, the mask or the end of the keys hides, where one of them cuts the tile.
+    """Return P with 0 where the window, the mask or the end of the keys hides a pair of a partial tile.
 
-    ``bits``: in each slot one word for each thread, see `mask_kernels`; 0 past the end of the keys.
-    """
-    if c.MASK or terms.HAS_LO or terms.HAS_HI or c.RAGGED:  # noqa: SIM102  (decided when it is compiled)
+    bits: in each slot one word for each thread, see `mask_kernels`; 0 past the end of the keys."""
+    if c.MASK or terms.HAS_LO or terms.HAS_HI or c.RAGGED:  # noqa: SIM102  (compile-time)
         if kind != 0:
             S: gl.constexpr = p.type.layout
             rows = gl.arange(0, p.shape[1], gl.SliceLayout(0, S))[None, :]
             cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
             if terms.HAS_LO or terms.HAS_HI:
-                # What of an index differs between the elements of a thread is a constant of each comparison.
+                # The part of an index that differs within a thread is a constant of each comparison.
                 row, col = rows // 8 * 8 + rows % 2, cols // 8 % 2 * 8
                 at = (m0 + work_tile.seq.diagonal - work_tile.n0) + (rows - row) - (cols - col)
                 p = gl.where(in_band(at, col - row, 1 << 30, terms), p, 0.0)
@@ -67,14 +63,14 @@ def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
 def drop_what_is_not_finite(tile, c):
     """Zero the elements of K or V that are not finite.
 
-    That hides nothing: such an element, if it was seen, has made the LSE or delta of the query NaN. If it was not, it
-    must not turn dS = 0 into NaN.
+    This hides no error: if a query saw such an element, its LSE or delta is NaN. If none did, it must not turn dS = 0
+    into NaN.
     """
     THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [c.WARPS, 1], [1, 0])
     value = tile.load(THREADS)
     TYPE: gl.constexpr = "bf16x2" if value.dtype == gl.bfloat16 else "f16x2"
     tile.store(
-        gl.inline_asm_elementwise(  # a word of two at a time: one by one it takes twice as many instructions
+        gl.inline_asm_elementwise(  # two elements a word: half of the instructions
             "{ .reg .b32 m; abs." + TYPE + " m, $1; set.lt.u32." + TYPE + " m, m, $2; and.b32 $0, $1, m; }", "=r,r,r",
             [value, gl.full_like(value, float("inf"))], dtype=value.dtype, is_pure=True, pack=2,
         )

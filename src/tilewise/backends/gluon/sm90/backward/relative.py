@@ -1,13 +1,12 @@
-"""A bias by distance in the backward: what a tile of its scores, transposed, takes from it, and where its dS goes.
+"""Relative position bias in the backward: its values for transposed score tiles, and their gradient.
 
-dS leaves through the view by which the bias came, `spec.relative.skewed`. Where all pairs of a tile are visible and
-have an entry its dS is stored. A tile of which some do is added, and the rest of it, which may be visible and have a dS
-of its own, must not reach the entries that the view shows there: a second tile has -0 in its place, which changes no
-number, not even the sign of a zero. It leaves from a slot behind those of the bias. So each entry gets one number, in
-whatever order; see `zero_kernel` for those that get none.
+dS is written through the view through which the bias was read, `spec.relative.skewed`. If all pairs of a tile are
+visible and have an entry, its dS is stored. If only some do, its dS is added from a copy, in a slot behind those of the
+bias, in which all other pairs have -0: in the view these are at the places of other entries, and -0 changes no number,
+not even the sign of a zero. So each entry gets one number, in any order; for entries that get none see `zero_kernel`.
 
-``corner`` is the first key of a tile minus its first query, all that its distances depend on: of a packed batch both
-counted from the sequence's last.
+``corner`` is the first key of a tile minus its first query, on which alone its distances depend; in a packed batch both
+are counted from the sequence's last.
 """
 
 from __future__ import annotations
@@ -19,38 +18,39 @@ from tilewise.backends.gluon.compat import tma_add, tma_store, warps_barrier
 from tilewise.backends.gluon.relative import CUT, INSIDE, column_of, in_range, range_state, reach, state
 from tilewise.backends.gluon.varlen import box_of
 
-ANY = gl.constexpr("any")  # how tiles lie to the range, where nobody knows; else see `part_name`
+ANY = gl.constexpr("any")  # tiles at unknown places relative to the range; else see `part_name`
 
 
 @gluon.jit
 def corner_of(m, work_tile, c):
-    """That of the ``m``-th tile of queries."""
+    """Return the corner of the ``m``-th query tile."""
     return work_tile.n0 - work_tile.seq.diagonal - m * c.BLOCK_M
 
 
 @gluon.jit
 def tile_state(corner, terms, c):
-    """`spec.relative.state` of a tile of the backward."""
+    """Return `spec.relative.state` of a tile of the backward."""
     return range_state(0, c.BLOCK_M, corner, c.BLOCK_N, terms)
 
 
 @gluon.jit
 def next_corner(m, work_tile, c):
-    """Of the tile of queries that follows the ``m``-th, of this query head or the next."""
+    """Return the corner of the query tile after the ``m``-th, of this query head or the next."""
     following = gl.where(m > work_tile.begin, m - 1, work_tile.end - 1)
     return corner_of(following, work_tile, c)
 
 
 @gluon.constexpr_function
 def part_name(part, known):
-    """How the tiles of queries of a part that nothing else cuts, and the next of their head, lie to the range: none of
-    them has an entry, all have some, or all pairs have one."""
+    """Return where a part's unmasked query tiles, and the next of their head, are relative to the range.
+
+    "outside": no pair has an entry; "near": each tile has some; "inside": all pairs have one."""
     return ("outside", "near", "inside")[part] if known else "any"
 
 
 @gluon.jit
 def begin_of_part(part: gl.constexpr, work_tile, end, terms, c):
-    """The first tile of queries of a part that ends before ``end``; where parts are not known, of the only one."""
+    """Return the first query tile of a part that ends before ``end``; unless SORTED, of the only part."""
     first = work_tile.n0 - work_tile.seq.diagonal - terms.range_lo  # from this query on the first key has no entry
     begin = work_tile.full_begin
     if c.SORTED and part == 0:
@@ -62,8 +62,9 @@ def begin_of_part(part: gl.constexpr, work_tile, end, terms, c):
 
 @gluon.jit
 def places(x, corner, SUBTILE: gl.constexpr, c):
-    """Of the elements of a transposed subtile ``(row, column)`` such that a distance is column - row. What of an index
-    differs between the elements of a thread is a constant of each comparison, as in `backward.masks`."""
+    """Return ``(row, column)`` of a transposed subtile's elements, whose distance is column - row.
+
+    The part of an index that differs within a thread is a constant of each comparison, as in `backward.masks`."""
     S: gl.constexpr = x.type.layout
     rows = gl.arange(0, c.SUBTILE_M, gl.SliceLayout(0, S))[None, :]
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, S))[:, None]
@@ -73,37 +74,37 @@ def places(x, corner, SUBTILE: gl.constexpr, c):
 
 @gluon.jit
 def without_range(x, corner, SUBTILE: gl.constexpr, terms, c):
-    """A transposed subtile with 0 where a pair has no entry."""
+    """Return a transposed subtile with 0 where a pair has no entry."""
     row, col = places(x, corner, SUBTILE, c)
     return gl.where(in_range(row, col, terms, c), x, 0.0)
 
 
 @gluon.jit
 def gradient_state(corner, terms, c):
-    """`spec.relative.state` of a tile beside the distances whose pairs are visible and have an entry."""
+    """Return `spec.relative.state` of a tile for the distances that are visible and have an entry."""
     least, most = reach(0, c.BLOCK_M, corner, c.BLOCK_N)
     return state(least, most, terms.inner_lo, terms.inner_hi)
 
 
 @gluon.jit
 def minus_zero():
-    """-0.0, of which Triton makes 0.0 where it is written so."""
+    """Return -0.0; Triton compiles the literal to 0.0."""
     return gl.to_tensor(-2147483648).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def of_entries(ds, corner, SUBTILE: gl.constexpr, terms, c):
-    """dS of a transposed subtile with -0 where a pair is hidden or has no entry."""
+    """Return dS of a transposed subtile with -0 where a pair is hidden or has no entry."""
     row, col = places(ds, corner, SUBTILE, c)
     return gl.where((col >= row + terms.inner_lo) & (col <= row + terms.inner_hi), ds, minus_zero())
 
 
 @gluon.jit
 def keep_entries(ds, tiles, corner, SUBTILE: gl.constexpr, terms, c):
-    """dS of a subtile, [keys, queries], into the slot behind the pipeline, if some of its tile has entries."""
+    """Store dS of a subtile, [keys, queries], in the slot behind the pipeline if its tile is CUT."""
     if gradient_state(corner, terms, c) == CUT:
         if SUBTILE == 0:
-            warps_barrier()  # the warp that has waited for TMA to read what was there before comes here, too
+            warps_barrier()  # includes the warp that has waited for TMA to read the slot
         to = tiles.index(c.STAGES).reshape([c.BLOCK_M, c.BLOCK_N])
         if c.M_SUBTILES > 1:
             to = to.slice(SUBTILE * c.SUBTILE_M, c.SUBTILE_M, 0)
@@ -112,7 +113,7 @@ def keep_entries(ds, tiles, corner, SUBTILE: gl.constexpr, terms, c):
 
 @gluon.jit
 def let_out(dvalues, tiles, slot, b, h, m, work_tile, terms, c, RANGE: gl.constexpr = ANY):
-    """Store or add dS of a tile as the gradient of the values; ``slot``: of the dS of which dQ and dK are made."""
+    """Store or add dS of a tile to the gradient of the values; ``slot``: of the dS for dQ and dK."""
     found = INSIDE
     if RANGE != "inside":
         found = gradient_state(corner_of(m, work_tile, c), terms, c)

@@ -1,4 +1,4 @@
-"""Backwards that were prepared for some lengths, for others: of calls without a bias, a mask and packed sequences."""
+"""Prepared backwards for other sequence lengths, without a bias, a mask or packed sequences."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tilewise.backends.launch.launcher import Launch, Varied, Whole, kinds, resi
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.spec.problem import Problem
 
-# Where in values of `resized_backward` things stand: programs, the band's limits, counters, sizes; how tensors lie.
+# Indices in the values of `resized_backward`: programs, window limits, counters, sizes; shapes and strides of tensors.
 _ROW_PROGRAMS, _PROGRAMS, _LO, _HI, _COUNTED, _SIZES, _FIRST = range(7)
 _STATS, _ACCUM, _DQ, _DK, _DV, _Q, _K, _V, _O, _LSE, _DO, _DLSE = range(_FIRST, _FIRST + 24, 2)
 
 
 def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
-    """The launches of a `HopperBackward`, and what of them differs with lengths; see `resized_launches`."""
+    """Return the launches of a `HopperBackward`, and what varies with lengths, see `resized_launches`."""
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
     before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
     main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 5)
@@ -38,11 +38,11 @@ def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
     return found
 
 
-_MOST = 4096  # pairs of numbers of tiles that are remembered
+_MOST = 4096  # cached pairs of (query tiles, key tiles)
 
 
 class _Tiled(NamedTuple):
-    """What so many tiles of queries and of keys make of a backward: sizes, programs, and lengths of buffers."""
+    """Sizes, programs and buffer lengths of a backward for given numbers of query and key tiles."""
 
     ds_slots: int
     zeroed: int
@@ -52,7 +52,7 @@ class _Tiled(NamedTuple):
     programs: int
     stats: int
     accum: int
-    kind: tuple[Any, ...]  # `kinds` of the integers among these that kernels get
+    kind: tuple[Any, ...]  # `kinds` of the integers that kernels take
 
 
 def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
@@ -76,8 +76,7 @@ def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
 
 
 def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | None) -> ResizedBackward | None:
-    """A `HopperBackward` for other lengths than ``run``'s; None where these ask for something else that is
-    compiled in."""
+    """Return a `HopperBackward` for other lengths than ``run``'s, or None if these need other constants."""
     _, M, N, layouts = structure
     q_shape, q_strides, k_shape, k_strides, v_shape, v_strides, *_ = layouts
     config = run.config
@@ -99,15 +98,15 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
         (accum, DQ_COLS.value), (DQ_COLS.value, 1), q_shape, dq_strides, k_shape, dk_strides, v_shape, dv_strides,
         *layouts,
     )  # fmt: skip
-    if len(layouts) > 12:  # the kernel's rows of the LSE's cotangent have one column
+    if len(layouts) > 12:  # the kernel takes dLSE with a last axis of 1
         values = *values[:-2], (*layouts[12], 1), (*layouts[13], 1)
-    kind = kind, ends, M & 15 == 0, N & 15 == 0  # a structure knows which is 1
+    kind = kind, ends, M & 15 == 0, N & 15 == 0  # lengths of 1 are part of the structure
     found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedBackward(run, structure, (lo, hi), (stats, counted, accum), values, found)
 
 
 class ResizedBackward:
-    """A `HopperBackward` for other lengths."""
+    """Resized `HopperBackward`, see `resized_backward`."""
 
     __slots__ = ("band", "kept", "launches", "of", "sizes", "structure", "varied", "zeroes_dq")
 
@@ -117,12 +116,12 @@ class ResizedBackward:
     ) -> None:  # fmt: skip
         self.of, self.structure, self.band, self.sizes = of, structure, band, sizes
         self.varied, self.launches = values, launches
-        self.kept: tuple[dict[Any, Any], ...] = ({}, {}, {})  # of each launch
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {}, {})  # for each launch
         self.zeroes_dq = of.dq_stored and leaves_queries_out(structure.queries, structure.keys, *band)
 
     @property
     def layouts(self) -> list[Any]:
-        """Of dQ, dK and dV: shape and strides."""
+        """Return shape and strides of dQ, dK and dV."""
         return [self.varied[at : at + 2] for at in (_DQ, _DK, _DV)]
 
     @property
@@ -137,10 +136,10 @@ class ResizedBackward:
         (o, lse, _), (do, dlse, _), (stats_size, counted, accum) = outputs, cotangents, self.sizes
         assert lse is not None
         values, launches, (kept, main_kept, after_kept) = self.varied, self.launches, self.kept
-        stats = lse.new_empty(stats_size)  # float32, as all that is summed
+        stats = lse.new_empty(stats_size)  # float32
         counts = lse.new_empty(counted, dtype=torch.int32)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # in `gradient_strides`
-        if self.of.dq_stored:  # dQ is no sum: the kernel wants a pointer, which it does not follow
+        if self.of.dq_stored:  # no dq_accum: the kernel takes a pointer that it does not read
             sums, leaves, pointer = None, dq, stats
             if self.zeroes_dq:
                 dq.zero_()

@@ -1,4 +1,4 @@
-"""Which tile of keys a program of the backward has, and which tiles of queries see it."""
+"""Work tiles of the backward: the key tile of a program, and the query tiles that see it."""
 
 from __future__ import annotations
 
@@ -17,48 +17,46 @@ class BackwardSizes(NamedTuple):
     group: int  # query heads that share a key/value head
     queries: int
     keys: int
-    row_tiles: int  # tiles of queries of one head
+    row_tiles: int  # query tiles of one head
     key_tiles: int
-    broadcast_batch: int  # batch elements, and key/value heads, that share a bias
+    broadcast_batch: int  # batch elements that share a bias, and key/value heads
     broadcast_heads: int
-    ds_slots: int  # groups of programs whose dS is kept for `dbias_reduce`
-    lag: int  # groups back that one adds up
-    # Key/value heads whose sum of dQ is zeroed before; of others the head so many before does it. Of a packed batch,
-    # whose heads are of different lengths, work tiles.
+    ds_slots: int  # groups of programs whose dS the buffer of `dbias_reduce` holds
+    lag: int  # a group reduces the dBias of the group this much earlier
+    # Key/value heads whose dq_accum is zeroed before the kernel; the head this much earlier zeroes that of a later one.
+    # Packed batch: work tiles, since heads differ in length.
     zeroed: int
 
 
 class Counters(NamedTuple):
-    """Pointers to int32 that are zero at first."""
+    """Pointers to int32 counters of programs that start at zero."""
 
-    # Of each key/value head, the programs that have zeroed their part of its sum of dQ; of a packed batch by its first
-    # tile of queries.
-    zeroed: Any
-    done: Any  # the programs that have added all that they add to it
-    dq_semaphores: Any  # where order matters, of each tile of queries the tiles of keys that have added to its dQ
-    ended: Any  # with a shared dBias, of each group of programs those that have stored their dS
-    summed: Any  # and those that have added up their part of it
-    tile_count_semaphore: Any  # without one, the work tiles that persistent programs have taken
-    dbias_zeroed: Any  # and of each group of programs those that have zeroed their part of its dBias, if programs do
+    zeroed: Any  # per key/value head: have zeroed their part of dq_accum; packed batch: at its first query tile
+    done: Any  # per key/value head: have added all of their dQ
+    dq_semaphores: Any  # if ORDERED, per query tile: key tiles that have added to its dQ
+    ended: Any  # if DBIAS is "reduce", per group: have stored their dS
+    summed: Any  # likewise: have reduced their part of the group's dBias
+    tile_count_semaphore: Any  # unless "reduce": work tiles that persistent programs have taken
+    dbias_zeroed: Any  # if ZEROES_DBIAS, per group: have zeroed their part of its dBias
 
 
 class KeyTile(NamedTuple):
-    """One program's work tile: a tile of keys, and the tiles of queries that see it."""
+    """Work tile: a key tile, and the query tiles that see it."""
 
     b: Any
     hk: Any
-    n0: Any
-    begin: Any
+    n0: Any  # first key
+    begin: Any  # query tiles [begin, end), those in [full_begin, full_end) full
     full_begin: Any
     full_end: Any
     end: Any
     seq: Any
-    first_tile: Any  # of a packed batch, the number of its sequence's first tile of queries; else 0
+    first_tile: Any  # packed batch: index of its sequence's first query tile; else 0
 
 
 @gluon.jit
 def counters_at(counts, sizes, c):
-    """The parts of ``counts``; `counters` says how many there are."""
+    """Return the `Counters` in ``counts``, which has `counters` elements."""
     done = done_at(counts, sizes)
     heads = sizes.batch * sizes.kv_heads
     dq_semaphores = done + heads
@@ -73,39 +71,39 @@ def counters_at(counts, sizes, c):
 
 @gluon.jit
 def done_at(counts, sizes):
-    """Of these what `Counters.done` is."""
+    """Return `Counters.done`."""
     return counts + sizes.batch * sizes.kv_heads
 
 
 def counters(
     sizes: BackwardSizes, groups: int, ordered: bool, reduces: bool, zeroes: bool = False, packed: bool = False
 ) -> int:
-    """How many counters there are."""
+    """Return the number of counters."""
     heads = sizes.batch * sizes.kv_heads
     of_groups = 2 * groups if reduces else 1 + zeroes * groups
     if packed:
-        of_groups = 1 + sizes.kv_heads * sizes.row_tiles  # and of the heads of each sequence
+        of_groups = 1 + sizes.kv_heads * sizes.row_tiles  # and one per head of each sequence
     return 2 * heads + ordered * heads * sizes.group * sizes.row_tiles + of_groups
 
 
 @gluon.jit
 def groups(sizes, c):
-    """How many groups of programs there are."""
+    """Return the number of groups of programs."""
     return sizes.key_tiles * (sizes.kv_heads * sizes.batch // c.GROUP_PROGRAMS)
 
 
 @gluon.jit
 def head_and_tile(group, sizes, c):
-    """What a group works on: a key/value head, counted without those that share its bias, and a tile of keys.
+    """Return the key/value head, counting those of a group as one, and the key tile of a group.
 
     The order of the groups decides which run together and share the L2 cache.
     """
     tiles = sizes.key_tiles
-    if c.HEAD_SWIZZLE == 1:  # programs of one head share its queries
+    if c.HEAD_SWIZZLE == 1:  # programs of a head share its queries
         head = group // tiles
         tile = group % tiles
     else:
-        # the first tile of each of some heads, then the next: see config.BackwardConfig
+        # the first tile of each of several heads, then the second, see `BackwardConfig`
         AT_ONCE: gl.constexpr = c.HEAD_SWIZZLE // c.GROUP_PROGRAMS if c.HEAD_SWIZZLE > c.GROUP_PROGRAMS else 1
         first, width = heads_at_once(group // (AT_ONCE * tiles), AT_ONCE, sizes, c)
         head = first + (group - first * tiles) % width
@@ -115,7 +113,7 @@ def head_and_tile(group, sizes, c):
 
 @gluon.jit
 def group_of(head, tile, sizes, c):
-    """The inverse of `head_and_tile`."""
+    """Invert `head_and_tile`."""
     if c.HEAD_SWIZZLE == 1:
         group = head * sizes.key_tiles + tile
     else:
@@ -127,36 +125,38 @@ def group_of(head, tile, sizes, c):
 
 @gluon.jit
 def heads_at_once(n, AT_ONCE: gl.constexpr, sizes, c):
-    """The n-th heads that are swizzled: ``(the first, how many)``."""
+    """Return ``(first, count)`` of the ``n``-th heads that are swizzled together."""
     first = n * AT_ONCE
     return first, gl.minimum(sizes.kv_heads * sizes.batch // c.GROUP_PROGRAMS - first, AT_ONCE)
 
 
 @gluon.jit
 def groups_per_broadcast(sizes, c):
-    """Groups of programs that share a bias and have the same tile of keys; their heads follow each other."""
+    """Return the number of groups that share a bias and a key tile; their heads follow each other."""
     return sizes.broadcast_batch * sizes.broadcast_heads // c.GROUP_PROGRAMS
 
 
 @gluon.jit
 def key_tile(b, hk, n0, seq, first_tile, terms, c):
-    """The work tile of the keys from n0 on."""
+    """Return the work tile of the keys from ``n0`` on."""
     cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     begin, full_begin, full_end, end = query_tiles(n0, cols, seq.queries, lo, hi, c.BLOCK_M)
-    if c.RAGGED:  # noqa: SIM102  (one is compiled away)
+    if c.RAGGED:  # noqa: SIM102  (one is compile-time)
         if n0 + c.BLOCK_N > seq.keys:  # keys past the end: every tile is partial
             full_begin = end
             full_end = end
-    if not terms.HAS_LO:  # rows past the end are no reason for a mask: their P is 0
+    if not terms.HAS_LO:  # rows past the end need no mask: their P is 0
         full_end = end
     return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
 
 
 @gluon.jit
 def listed_head_and_tile(group, parts, tile_list, sizes, c):
-    """`head_and_tile` in the order that `mask_kernels.longest_first_kernel` has found in the mask of the first of those
-    who share a bias. Where it is that of the tiles as they lie, all ``parts`` groups of these run side by side."""
+    """Like `head_and_tile`, but in the order of `mask_kernels.longest_first_kernel`.
+
+    It is that of the first mask of heads that share a bias. With tiles in their own order (a negative entry) all
+    ``parts`` groups of these run side by side."""
     first, nth = group // (parts * sizes.key_tiles), group % (parts * sizes.key_tiles)
     alone = sizes.kv_heads // sizes.broadcast_heads
     mask = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c)
@@ -172,13 +172,13 @@ def listed_head_and_tile(group, parts, tile_list, sizes, c):
 
 @gluon.jit
 def work_tile_of(group, member, terms, sizes, c, tile_list=None):
-    """The work tile of one of the c.GROUP_PROGRAMS programs of a group, which share a bias and run side by side."""
+    """Return the work tile of program ``member`` of a group."""
     parts = groups_per_broadcast(sizes, c)
     if c.LONGEST_FIRST:
         head, tile = listed_head_and_tile(group, parts, tile_list, sizes, c)
     else:
         head, tile = head_and_tile(group, sizes, c)
-    if c.ELEMENTS > 1:  # all heads of their batch elements, next to each other in a line of the cache
+    if c.ELEMENTS > 1:  # then the other heads of these batch elements, which may share cache lines
         b, hk = head // sizes.kv_heads * c.ELEMENTS + member, head % sizes.kv_heads
     else:
         member = head % parts * c.GROUP_PROGRAMS + member
@@ -193,8 +193,7 @@ def work_tile_of(group, member, terms, sizes, c, tile_list=None):
 
 @gluon.jit
 def within_reach(work_tile, reaches, sizes, c):
-    """A work tile without the tiles of queries that have no pair within its head's reach, see `underflow`: none may be
-    left. What cuts a tile is what it was."""
+    """Return a work tile, maybe empty, without query tiles beyond its head's reach, see `underflow`."""
     begin, end = work_tile.begin, work_tile.end
     reach = reaches + 2 * (work_tile.b * sizes.kv_heads + work_tile.hk)
     if c.FAR_HI:
@@ -209,7 +208,7 @@ def within_reach(work_tile, reaches, sizes, c):
 
 @gluon.jit
 def first_within_reach(first, m0, work_tile, reaches, sizes, c):
-    """The first tile of keys that visits a tile of queries; ``first``: that sees it."""
+    """Return the first key tile that visits a query tile; ``first``: the first that sees it."""
     if c.FAR_LO:
         lo = gl.load(reaches + 2 * (work_tile.b * sizes.kv_heads + work_tile.hk))
         first = gl.maximum(first, gl.maximum(m0 + lo, 0) // c.BLOCK_N)
@@ -218,21 +217,21 @@ def first_within_reach(first, m0, work_tile, reaches, sizes, c):
 
 @gluon.jit
 def packed_work_tile(tile_index, x, terms, sizes, c):
-    """The ``tile_index``-th of the list, see `gluon.varlen.listed_tile_and_head`."""
+    """Return the ``tile_index``-th listed work tile, see `gluon.varlen.listed_tile_and_head`."""
     seq, tile, hk, n = listed_tile_and_head(x.tile_list, tile_index, sizes.kv_heads, c.BLOCK_N, True)
     return key_tile(0, hk, tile * c.BLOCK_N, seq, first_tile_of(x.tile_list, n, seq, c.BLOCK_M), terms, c)
 
 
 @gluon.jit
 def row_tile(work_tile, h, m, sizes):
-    """The place of a tile of queries among those of all heads."""
+    """Return the index of a query tile among those of all heads."""
     return (work_tile.b * sizes.kv_heads * sizes.group + h) * sizes.row_tiles + (work_tile.first_tile + m)
 
 
 @gluon.jit
 def head_of(work_tile, sizes, c):
-    """The number of a work tile's key/value head among all: of their counters, and of their place in the sum of dQ."""
-    if c.ELEMENTS > 1:  # in the order in which they come, see `work_tile_of`
+    """Return the index of a work tile's key/value head in the counters and in dq_accum."""
+    if c.ELEMENTS > 1:  # in the order of `work_tile_of`
         return (work_tile.b // c.ELEMENTS * sizes.kv_heads + work_tile.hk) * c.ELEMENTS + work_tile.b % c.ELEMENTS
     else:
         return work_tile.b * sizes.kv_heads + work_tile.hk
@@ -240,8 +239,8 @@ def head_of(work_tile, sizes, c):
 
 @gluon.jit
 def tile_of_sum(work_tile, h, m, sizes, c):
-    """The place of a tile of queries in the sum of dQ."""
-    if c.ELEMENTS > 1:  # heads take turns in it
+    """Return the index of a query tile in dq_accum."""
+    if c.ELEMENTS > 1:  # heads take turns in dq_accum
         head = head_of(work_tile, sizes, c) % sizes.zeroed * sizes.group + h - work_tile.hk * sizes.group
         return head * sizes.row_tiles + m
     else:
@@ -250,8 +249,7 @@ def tile_of_sum(work_tile, h, m, sizes, c):
 
 @gluon.jit
 def group_before(group, sizes, c):
-    """The group before, of those that share its bias, and the same tile of keys, which has a lower number; -1 for
-    none."""
+    """Return the group before (of a lower number) with the same bias and key tile, or -1."""
     head, tile = head_and_tile(group, sizes, c)
     before = group_of(gl.maximum(head - 1, 0), tile, sizes, c)
     return gl.where(head % groups_per_broadcast(sizes, c) == 0, -1, before)
@@ -259,7 +257,7 @@ def group_before(group, sizes, c):
 
 @gluon.jit
 def work_tile_at(tile_index, x, terms, sizes, c):
-    """The ``tile_index``-th work tile."""
+    """Return the ``tile_index``-th work tile."""
     if c.PACKED:
         return packed_work_tile(tile_index, x, terms, sizes, c)
     else:
@@ -272,12 +270,12 @@ def work_tile_at(tile_index, x, terms, sizes, c):
 
 @gluon.jit
 def unless_hidden(work_tile, x, sizes, c):
-    """An element's work tile, without tiles of queries where a mask hides its keys from all elements of the program."""
+    """Return an element's work tile, empty if a mask hides its keys from all elements of the program."""
     seen = 0
     for element in gl.static_range(c.ELEMENTS):
         b = work_tile.b // c.ELEMENTS * c.ELEMENTS + element
         nth = tile_of_mask(b, work_tile.hk * sizes.group, work_tile.n0, sizes, c)
-        # as `tile_list_of`; the sum of 1 and row_tiles would be made for all roles where the kernel begins, and spill
+        # as `tile_list_of`; Triton: 1 + row_tiles would be hoisted to the kernel's start for all roles, and spill
         seen |= gl.load(x.tile_list + nth * sizes.row_tiles + nth, mask=b < x.k.shape[0], other=0)
     end = gl.where(seen != 0, work_tile.end, work_tile.begin)
     return KeyTile(
@@ -288,7 +286,7 @@ def unless_hidden(work_tile, x, sizes, c):
 
 @gluon.jit
 def of_element(first, element):
-    """The work tile of an element, of that of the program's first."""
+    """Return the work tile of an element; ``first``: that of the program's first."""
     return KeyTile(
         first.b + element, first.hk, first.n0, first.begin, first.full_begin, first.full_end, first.end, first.seq,
         first.first_tile,
@@ -305,13 +303,13 @@ def work_tile_count(x, sizes, c):
 
 @gluon.jit
 def step_of(m, g, work_tile):
-    """When a program visits a tile of queries of its ``g``-th query head, counting those that a mask hides from it."""
+    """Return the step in which a program visits a query tile of its ``g``-th head, counting empty tiles."""
     return g * (work_tile.end - work_tile.begin) + work_tile.end - 1 - m
 
 
 @gluon.jit
 def place_of(sizes, c):
-    """This program's place in the dS buffer; with a shared dBias it has one work tile."""
+    """Return this program's place in the dS buffer; with DBIAS "reduce" it has one work tile."""
     return (
         gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ds_slots * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
     )
@@ -319,8 +317,9 @@ def place_of(sizes, c):
 
 @gluon.jit
 def first_of_sum(work_tile, sizes, c):
-    """The first batch element of the sum to which a work tile's dS is added, of `config.dbias_sums`: one half of those
-    that share a bias add to each."""
+    """Return the first batch element of the sum (see `config.dbias_sums`) that a work tile adds dS to.
+
+    With two sums, one half of those that share a bias add to each."""
     if c.DBIAS_SUMS == 1:
         return 0
     else:
@@ -331,14 +330,14 @@ def first_of_sum(work_tile, sizes, c):
 
 @gluon.jit
 def tile_of_mask(b, h, n0, sizes, c):
-    """The place of a tile of keys among those of all masks."""
+    """Return the index of a key tile among those of all masks."""
     heads = sizes.kv_heads * sizes.group
     return mask_of(b, h, heads, c) * sizes.key_tiles + n0 // c.BLOCK_N
 
 
 @gluon.jit
 def tile_list_of(tile_list, work_tile, h, sizes, c):
-    """The tile list of one query head: ``(how many, where they are listed)``."""
+    """Return ``(count, pointer)`` of the tile list of one query head; the pointer is 0 without a mask."""
     if c.MASK:
         PER_TILE: gl.constexpr = 2 if c.ORDERED else 1
         WIDTH: gl.constexpr = 1 + c.LONGEST_FIRST
@@ -350,7 +349,7 @@ def tile_list_of(tile_list, work_tile, h, sizes, c):
 
 @gluon.jit
 def steps_of(x, work_tile, sizes, c):
-    """How many tiles of queries a work tile visits, of all of its query heads."""
+    """Return the number of query tiles that a work tile visits, over all of its query heads."""
     if c.MASK:
         steps = 0
         for g in range(sizes.group):
@@ -363,8 +362,7 @@ def steps_of(x, work_tile, sizes, c):
 
 @gluon.jit
 def entry_at(i, listed, work_tile, c):
-    """The ``i``-th tile of queries, from the last to the first, and what cuts it (see
-    `mask_kernels.tile_list_kernel`)."""
+    """Return the ``i``-th query tile, from the last, and its kind, see `mask_kernels.tile_list_kernel`."""
     if c.MASK:
         entry = gl.load(listed + i)
         return entry >> 2, entry & 3

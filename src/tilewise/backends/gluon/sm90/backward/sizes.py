@@ -1,4 +1,4 @@
-"""Sizes of a backward, and what of its lengths is compiled in."""
+"""Sizes of a backward, and the properties of its lengths that are compiled in."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from tilewise.spec.problem import Problem
 def sized(
     config: BackwardConfig, shape: tuple[int, ...], queries: int, keys: int, multiprocessors: int
 ) -> tuple[BackwardSizes, int]:
-    """Sizes, and how many groups of programs there are.
+    """Return the `BackwardSizes` and the number of groups of programs.
 
-    shape: batch, key/value heads, query heads of each; of a bias that is shared the batch elements, key/value heads and
-    programs of a group, or 1. With elements, which are a group, the batch is filled up to a multiple of them.
-    """
+    shape: batch, key/value heads, query heads of each; then batch elements and key/value heads that share a bias, and
+    programs of a group, or 1 each. In the batched CTA, whose elements are a group, batch is padded to a multiple."""
     batch, kv_heads, group, broadcast_batch, broadcast_heads, broadcast_programs = shape
     row_tiles, key_tiles, heads = -(-queries // config.block_m), -(-keys // config.block_n), batch * kv_heads
     groups = key_tiles * heads // broadcast_programs
-    # A group has about ended when one starts that is as many groups later as a GPU runs at once.
+    # A group has about ended when the group starts that is as many groups later as a GPU runs at once.
     lag = -(-multiprocessors * config.programs * config.elements // broadcast_programs)
     ds_slots = min(2 * lag + 2, groups)
-    # Where a bias is shared, heads are not in their order. Else the programs of a head have begun when those of a head
-    # start that is as much later as a GPU runs at once, and one more; `backward.scheduler.head_and_tile` may mix some
+    # With a shared bias heads are not in order: all are zeroed before. Else all programs of a head have begun when the
+    # head starts that is as much later as a GPU runs at once, plus one; `backward.scheduler.head_and_tile` may mix
     # heads.
     none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
-    # Elements' heads take turns: those of a group have ended when half as many groups again have begun, and one more.
-    # What the preprocess zeroes is a place for each head that there is, and each half of the ds_slots has whole groups.
+    # In the batched CTA heads take turns in dq_accum: those of a group have ended when half as many groups again have
+    # begun, plus one. The preprocess zeroes a place only for heads that exist; each half of the places has full groups.
     if config.elements > 1:
         zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.elements
         there = heads - (config.elements - 1) * kv_heads  # at least
@@ -47,10 +46,9 @@ def choices(
     problem: Problem, config: BackwardConfig, always_hides: bool, queries: int, keys: int, lo: int | None,
     hi: int | None, work_tiles: int, programs: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """All that depends on lengths in what is compiled in, of a problem without a bias, a mask and parts; of these
-    lengths and limits of the band, not its own."""
+    """Return what is compiled in for these lengths and window limits, without a bias, a mask and parts."""
     return (
-        keys <= config.block_n,  # which dQ is stored by: not by the tile that these lengths would get
+        keys <= config.block_n,  # decides dq_stored, with the tile of ``config`` and not that of these lengths
         keys % config.block_n != 0,
         band_hides_end(queries, keys, hi),
         always_hides or tiles.hides(queries, keys, lo, hi),
@@ -61,16 +59,15 @@ def choices(
 
 
 def band_hides_end(queries: int, keys: int, hi: int | None) -> bool:
-    """Whether the last query, and so each, sees no key past the last; queries past the last have probabilities of 0."""
+    """True if the window hides keys past the last from all queries; queries past the last have P = 0."""
     return hi is not None and hi <= keys - queries
 
 
 def runs_beside(work_tiles: int, programs: int) -> bool:
-    """Whether the postprocess begins beside the last programs of the main kernel, unless they are most of it: what
-    waits disturbs them."""
+    """True if the postprocess may start beside the last programs, which it slows down if these are most."""
     return work_tiles >= 4 * programs
 
 
 def leaves_queries_out(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
-    """Whether a query of a call that is no packed batch may see no key, so that no tile of keys visits its tile."""
+    """True if some query of a dense call may see no key, so that no key tile visits its query tile."""
     return (hi is not None and hi < 0) or (lo is not None and queries - 1 + lo > keys - 1)

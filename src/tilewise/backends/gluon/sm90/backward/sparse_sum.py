@@ -1,7 +1,7 @@
-"""The sum of a dBias, or two, where a mask hides tiles of it: float32, or see `config.dbias_sums`.
+"""Sums of dBias where a mask hides tiles of it: one of float32, or those of `config.dbias_sums`.
 
-Tiles that no program adds to are most of the sum's bytes: they are neither zeroed before nor read after, and dBias is
-written once, from the sum or as 0.
+Tiles that no program adds to, most of the bytes, are neither zeroed before nor read after: dBias is written once, from
+the sum or as 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tilewise.spec.problem import Problem
 
 
 class BroadcastOfSum(NamedTuple):
-    """Which matrices of a mask belong to one matrix of the bias: BATCHES·HEADS of them, from batch element BATCH·b and
-    head MULTIPLE·h // DIVISOR on; every field is a tl.constexpr."""
+    """Matrices of a mask that belong to the bias's matrix (b, h); every field is a tl.constexpr.
+
+    BATCHES·HEADS of them, from batch element BATCH·b and head MULTIPLE·h // DIVISOR on."""
 
     BATCH: Any
     BATCHES: Any
@@ -28,14 +29,15 @@ class BroadcastOfSum(NamedTuple):
     DIVISOR: Any
     HEADS: Any
     ALL_HEADS: Any  # of the mask
-    SPAN: Any  # how many matrices, the next power of two
+    SPAN: Any  # BATCHES·HEADS, rounded up to a power of two
     ROWS: Any  # the mask differs between queries
 
 
 class SparseSum:
-    """Of one problem with a mask: `zero` before the backward, `result` after it. total: the sums, one after the other.
+    """Sums of one problem with a mask: `zero` runs before the backward, `result` after it.
 
-    states: (matrices of the mask, tiles of keys, tiles of 64 queries) as `mask_kernels` has them for the backward.
+    total: the sums, one after the other. states: (matrices of the mask, key tiles, tiles of 64 queries), of
+    `mask_kernels` for the backward.
     """
 
     def __init__(self, problem: Problem, bias: Tensor, total: Tensor, block_n: int) -> None:
@@ -54,7 +56,7 @@ class SparseSum:
         self._zero, self._cast = launch(False), launch(True)
 
     def zero(self, states: Tensor, total: Tensor) -> None:
-        """Of ``total`` what some program may add to."""
+        """Zero the tiles of ``total`` that some program may add to."""
         self._zero(states, total, None)
 
     def result(self, states: Tensor, total: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ class SparseSum:
 
 
 def broadcast_of_sum(bias: TensorSpec, mask: TensorSpec) -> BroadcastOfSum:
-    """The matrices of both are of all batch elements or one, and of query heads, key/value heads or one."""
+    """Return how a bias and a mask broadcast: each has all batch elements or one, and H, Hkv or one heads."""
     own_batch = bias.batch > 1 or mask.batch == 1
     most, least = max(bias.heads, mask.heads), min(bias.heads, mask.heads)
     multiple, divisor, heads = 1, 1, mask.heads
@@ -80,7 +82,7 @@ def broadcast_of_sum(bias: TensorSpec, mask: TensorSpec) -> BroadcastOfSum:
 @triton.jit
 def sparse_sum_kernel(states, total, dbias, batch, heads, queries, keys, s, SUMS: tl.constexpr, BLOCK_N: tl.constexpr,
                       CASTS: tl.constexpr):  # fmt: skip
-    """One tile of 64 queries by BLOCK_N keys. total, dbias: `Strided`; s: `BroadcastOfSum`."""
+    """Zero or cast a tile of 64 queries by BLOCK_N keys. total, dbias: `Strided`. s: `BroadcastOfSum`."""
     row_tiles, key_tiles = tl.cdiv(queries, 64), tl.cdiv(keys, BLOCK_N)
     pid = tl.program_id(0)
     n, m, bh = pid % key_tiles, pid // key_tiles % row_tiles, pid // key_tiles // row_tiles

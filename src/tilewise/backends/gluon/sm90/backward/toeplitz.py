@@ -1,11 +1,10 @@
-"""A Toeplitz bias in the backward: what transposed tiles take from it, and where their dS goes.
+"""Toeplitz bias in the backward: its values for transposed tiles, and its gradient.
 
-A program has one tile of keys; its tiles of queries, from the last to the first, lie below the near distances, then
-among them, then above (`tilewise.spec.score.Far`). Of a far tile the bias is in the LSE, which the loading warp takes
-from another place (`far_stats_kernel`); a line's share of the keys is added to it. Its dS is summed up in the thread
-that has it, with a line a second time times its distance, and once for each side of a program the sums are added to the
-two entries between which the line runs: a number's gradient is their sum, and a line's is the same from there as from
-all of its entries. dS of a near tile is added along its diagonals, those of a thread first.
+The query tiles of a key tile, from the last to the first, are below the near distances, then among them, then above
+(`tilewise.spec.score.Far`). The bias of a far tile is in the LSE, which the loading warp takes from another buffer
+(`far_stats_kernel`); the keys' share of a line is added to the scores. dS of far tiles is summed within threads, for a
+line also dS times the distance. For each side of a program the sums are added once to the two entries that define the
+line, with the same gradient of the line as from all entries. dS of a near tile is added along its diagonals.
 
 The gradient is float32, with `PAD` places before the first entry and behind the last, to which 0 is added.
 """
@@ -35,11 +34,10 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 class FarSums(NamedTuple):
-    """Of one side of a program and head: of what a thread has, [keys / 16, 8, 4]; dS, and dS times the distance from
-    where the line begins."""
+    """Sums of each thread, [keys / 16, 8, 4], for one side of a program and head."""
 
-    total: Any
-    weighted: Any
+    total: Any  # of dS
+    weighted: Any  # of dS times the distance from the begin of the line
 
 
 # --- the LSE of far tiles ---
@@ -47,9 +45,10 @@ class FarSums(NamedTuple):
 
 @triton.jit
 def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, weight, c, BLOCK: tl.constexpr):
-    """For each tile of queries the LSE in base 2 that far tiles take, below the near distances and above, as
-    `preprocess_kernel` has it. Of a number that is the LSE less the number; of a line less what the line changes from
-    the tile's first query on. lse: (B, H, M)."""
+    """Store the LSE in base 2 of each query tile for far tiles, below and above the near distances.
+
+    It is that of `preprocess_kernel` less the number, or less the line's change from the tile's first query on. lse:
+    (B, H, M)."""
     pid = tl.program_id(0)
     heads = sizes.kv_heads * sizes.group
     bh = pid // sizes.row_tiles
@@ -75,8 +74,7 @@ def far_stats_kernel(lse, pairs, stats, sizes, terms, exponent, weight, c, BLOCK
 
 @triton.jit
 def _of_queries(diagonal, at, end, c, BLOCK: tl.constexpr):
-    """What the bias of far distances, which lie between ``at`` and ``end``, has for the queries of a tile alone; the
-    slope is that of `common.toeplitz.line_of`."""
+    """Return the queries' share of the bias at far distances ``at`` to ``end``; slope as in `line_of`."""
     value = tl.load(diagonal + at).to(tl.int32).to(tl.float32, bitcast=True)
     if c.TOEPLITZ == "line":
         last = tl.load(diagonal + end).to(tl.int32).to(tl.float32, bitcast=True)
@@ -89,7 +87,7 @@ def _of_queries(diagonal, at, end, c, BLOCK: tl.constexpr):
 
 
 class ToeplitzGradient:
-    """Where the gradient of a vector comes together, and what comes before."""
+    """Gradient buffer of a Toeplitz vector, and the launch that precedes the backward."""
 
     def __init__(self, problem: Problem, vector: Tensor, sizes: BackwardSizes, terms: Any, c: Any, programs: int):
         B, H, _, self.count = vector.shape
@@ -101,7 +99,7 @@ class ToeplitzGradient:
             self.stats = Launch(far_stats_kernel, programs, (POINTER, POINTER, POINTER), numbers, num_warps=4)
 
     def begin(self, pairs_of: Pairs, vector: Tensor, lse: Tensor, stats: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The words of the vector and the gradient, all 0; and of far tiles the LSE behind the others in ``stats``."""
+        """Return the vector's words and a zeroed gradient; store the LSE of far tiles at the end of ``stats``."""
         found = torch.empty(self.shape, dtype=torch.float32, device=lse.device) if self.wanted else None
         pairs = pairs_of(vector, found)
         if self.stats is not None:
@@ -109,7 +107,7 @@ class ToeplitzGradient:
         return pairs, found
 
     def end(self, found: Tensor) -> Tensor:
-        """A view where the vector is of float32."""
+        """Return the gradient in the vector's dtype, a view if that is float32."""
         return found[..., PAD.value : PAD.value + self.count].to(self.dtype)
 
 
@@ -118,8 +116,7 @@ class ToeplitzGradient:
 
 @gluon.jit
 def near_queries(work_tile, terms, c):
-    """Of a work tile's tiles of queries those that read entries, an interval: from its end on they lie below the near
-    distances, before its begin above."""
+    """Return ``(begin, end)`` of the query tiles that read entries: later ones are below, earlier above."""
     begin, end = work_tile.begin, work_tile.end
     if c.FAR_HI:
         begin = gl.minimum(gl.maximum(gl.maximum(work_tile.n0 + 1 - terms.far_hi, 0) // c.BLOCK_M, begin), end)
@@ -131,8 +128,7 @@ def near_queries(work_tile, terms, c):
 
 @gluon.jit
 def end_of_part(PART: gl.constexpr, count, work_tile, near_begin, near_end, c):
-    """Up to which of the ``count`` tiles of queries of a work tile, from the last to the first, what lies below goes,
-    PART 0, what is near, 1, and what lies above, 2."""
+    """Return the end of a part of the ``count`` query tiles, last to first: 0 below, 1 near, 2 above."""
     if PART == 0:
         return work_tile.end - near_end
     elif PART == 1 and (c.FAR_LO or c.FAR_HI):
@@ -143,7 +139,7 @@ def end_of_part(PART: gl.constexpr, count, work_tile, near_begin, near_end, c):
 
 @gluon.jit
 def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
-    """Where the loading warp finds the LSE of a tile of queries; ``at_stats``: of a near one."""
+    """Return the offset of a query tile's LSE; ``at_stats``: that of a near one."""
     if c.FAR_LO or c.FAR_HI:
         tiles = sizes.batch * sizes.kv_heads * sizes.group * sizes.row_tiles
         far = gl.where(m >= near_end, tiles * (2 * c.BLOCK_M), tiles * (2 * c.BLOCK_M) + c.BLOCK_M)
@@ -153,7 +149,7 @@ def place_of_lse(at_stats, m, near_begin, near_end, sizes, c):
 
 @gluon.jit
 def far_line(diagonal, BELOW: gl.constexpr, terms, sizes, c):
-    """The `Line` of one side, and the distance at which it ends."""
+    """Return the `Line` of one side, and the distance at which it ends."""
     if BELOW:
         return line_below(diagonal, terms, sizes, c), 1 - sizes.queries
     else:
@@ -165,16 +161,15 @@ def far_line(diagonal, BELOW: gl.constexpr, terms, sizes, c):
 
 @gluon.jit
 def start_of_words(diagonal, corner, c):
-    """What the accumulator of K·Qᵀ of a near subtile starts from."""
+    """Return the initial accumulator of K·Qᵀ of a near subtile."""
     S: gl.constexpr = accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)
-    STEP: gl.constexpr = 1 if c.AHEAD else -1  # where the first subtile adds words to a product, that is its order
+    STEP: gl.constexpr = 1 if c.AHEAD else -1  # with AHEAD the first subtile adds words to a product, in this order
     return words(diagonal, corner, gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S), True, STEP)
 
 
 @gluon.jit
 def on_line(s, lse, line, corner, terms, c):
-    """P of a transposed far subtile whose bias lies on a line, of which the LSE has what belongs to queries;
-    ``corner``: the first key of its tile minus the first query."""
+    """Return P of a transposed far subtile on a line, of which the LSE has the queries' share."""
     value, slope, at = line[0]
     slope = anew(slope) * terms.exponent
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, s.type.layout)).to(gl.float32)
@@ -187,7 +182,7 @@ def on_line(s, lse, line, corner, terms, c):
 
 @gluon.jit
 def of_thread(ds):
-    """The sum of what each thread has of a transposed subtile."""
+    """Return the sum of each thread's elements of a transposed subtile."""
     return gl.sum(gl.sum(gl.sum(in_words(ds), axis=5), axis=3), axis=1)
 
 
@@ -208,13 +203,13 @@ def _like(x, y):
 
 @gluon.jit
 def _halves_of_places(x):
-    """Of [w, g, n, t] those at even and at odd places of n."""
+    """Split [w, g, n, t] into even and odd places of n."""
     return x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3]]).permute((0, 1, 2, 4, 3)).split()
 
 
 @gluon.jit
 def by_places(x):
-    """Of [w, g, 8, t] the sum, and the sum of each times its place: 13 operations for 16."""
+    """Return the sum of [w, g, 8, t] over axis 2, and that of each times its place: 13 operations, not 16."""
     even, odd = _halves_of_places(x)
     even2, odd2 = _halves_of_places(even + odd)
     even4, odd4 = _halves_of_places(even2 + odd2)
@@ -225,8 +220,10 @@ def by_places(x):
 
 @gluon.jit
 def of_thread_by_distance(ds):
-    """`of_thread`, and the same with each element times its distance from the first of its thread, 47 operations for 32
-    elements: of sixteen keys and eight queries a thread has four on three diagonals, of two it has the sum first."""
+    """Return `of_thread`, and the sum of each element times its distance from the first of its thread.
+
+    47 operations for 32 elements: of 16 keys and 8 queries a thread has four elements on three diagonals, and adds the
+    two of one diagonal first."""
     near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
     moved, first = _one_on(far)
     early, late = (near + _like(moved, near)).split()
@@ -239,10 +236,10 @@ def of_thread_by_distance(ds):
 
 @gluon.jit
 def summed(sums, ds, line, corner, c):
-    """With dS of one more subtile; ``corner``: its first key minus its first query."""
+    """Return the sums with dS of one more subtile; ``corner``: its first key minus its first query."""
     if c.TOEPLITZ == "line":
         own, within = of_thread_by_distance(ds)
-        own = anew(_like(own, sums.total))  # here, not where dS is needed no more
+        own = anew(_like(own, sums.total))  # here: the compiler would do it after the last use of dS
         L: gl.constexpr = own.type.layout
         sixteens = gl.arange(0, c.BLOCK_N // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
         keys = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
@@ -255,13 +252,13 @@ def summed(sums, ds, line, corner, c):
 
 @gluon.jit
 def of_warps(x):
-    """Of a `FarSums` the sum of each warp."""
+    """Return the sum of each warp of a field of `FarSums`."""
     return gl.sum(gl.sum(x, axis=2), axis=1)
 
 
 @gluon.jit
 def add_sums(sums, dvector, b, h, line, sizes, c):
-    """Those of one side of a program and head to the entries between which its line runs."""
+    """Add the sums of one side of a program and head to the two entries that define its line."""
     at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c)
     begin, end = line[0].at, line[1]
     total = of_warps(sums.total)
@@ -276,14 +273,14 @@ def add_sums(sums, dvector, b, h, line, sizes, c):
 
 @gluon.jit
 def _halves(x):
-    """Of [w, g, n, t, b] those at even and at odd places of n."""
+    """Split [w, g, n, t, b] into even and odd places of n."""
     x = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3], x.shape[4]])
     return x.permute((0, 1, 2, 4, 5, 3)).split()
 
 
 @gluon.jit
 def _whole(even, odd):
-    """`_halves` backwards."""
+    """Invert `_halves`."""
     odd = gl.convert_layout(odd, even.type.layout, assert_trivial=True)
     x = gl.join(even, odd).permute((0, 1, 2, 5, 3, 4))
     return x.reshape([x.shape[0], x.shape[1], 2 * x.shape[2], x.shape[4], x.shape[5]])
@@ -291,23 +288,22 @@ def _whole(even, odd):
 
 @gluon.jit
 def _one_on(x):
-    """Of [w, g, 8, t, b] each at the place before, 0 at the last; and the first, [w, g, 1, t, b]."""
+    """Return [w, g, 8, t, b] shifted to the place before, 0 at the last; and the first, [w, g, 1, t, b]."""
     even, odd = _halves(x)
     even2, odd2 = _halves(even)
     even4, odd4 = _halves(even2)
-    even2 = _whole(odd4, gl.zeros_like(even4) * -1.0)  # to add -0 is no operation to a compiler, to add 0 is one
+    even2 = _whole(odd4, gl.zeros_like(even4) * -1.0)  # the compiler drops an addition of -0, not of 0
     return _whole(odd, _whole(odd2, even2)), even4
 
 
 @gluon.jit
 def add_diagonals(ds, dvector, b, h, corner, sizes, c):
-    """dS of a transposed near subtile to the entries of its distances.
+    """Add dS of a transposed near subtile to the entries of its distances.
 
-    A warp has sixteen keys and 64 queries, of which 1,024 pairs meet 79 distances. A thread adds up first what it has
-    of a diagonal, which leaves it two numbers in each of nine blocks of eight keys and eight queries. What lies on one
-    diagonal then comes to the threads of the distance modulo 8, and of these four share the distances between them: an
-    addition to memory for each number would be six times as many, several to a place.
-    """
+    A warp has 16 keys and 64 queries: 1,024 pairs with 79 distances. A thread first sums its elements of a diagonal,
+    which leaves two numbers in each of nine blocks of 8 keys and 8 queries. Those of a diagonal then move to the
+    threads of the distance modulo 8, four of which share these distances. An atomic addition for each number would be
+    six times as many, several to an address."""
     gl.static_assert(ds.shape[1] == 64, "eight times eight queries")
     at = diagonal_of(dvector, b, h, sizes.kv_heads * sizes.group, sizes, c) + corner
     near, far = in_words(ds).permute((0, 2, 3, 4, 5, 1)).split()
@@ -315,7 +311,7 @@ def add_diagonals(ds, dvector, b, h, corner, sizes, c):
     L: gl.constexpr = near.type.layout
     near = _turned(near + gl.convert_layout(moved, L, assert_trivial=True))
     first = _turned(first)
-    # Of the place n distances -8 n and less belong to it, or, where they went once around, to the next.
+    # Distances -8 n and less at place n belong to it, or to the next where they wrapped around.
     later, head = _one_on(near)
     later = gl.where(_goes_around(near), near, gl.convert_layout(later, L, assert_trivial=True))
     around = _goes_around(first)
@@ -334,7 +330,7 @@ def add_diagonals(ds, dvector, b, h, corner, sizes, c):
 
 @gluon.jit
 def _turned(x):
-    """Of [w, g, n, t, b], of the distances g - 2 t - b - 8 n, those that are equal modulo 8 in one place of g."""
+    """Move distances g - 2 t - b - 8 n of [w, g, n, t, b] that are equal modulo 8 to the same place of g."""
     turn = 2 * _index(x, 3) + _index(x, 4)
     element = (_index(x, 1) + turn) % 8 * 4 + _index(x, 3)
     return _from_element(x, element + gl.zeros_like(x).to(gl.int32))
@@ -342,27 +338,27 @@ def _turned(x):
 
 @gluon.jit
 def _goes_around(x):
-    """Which elements of `_turned` have come from behind the last place."""
+    """True for elements of `_turned` that wrapped around past the last place."""
     return _index(x, 1) + 2 * _index(x, 3) + _index(x, 4) + gl.zeros_like(x).to(gl.int32) >= 8
 
 
 @gluon.jit
 def _of_neighbours(x):
-    """The sum over the last axis, of two that a thread has."""
+    """Return the sum over the last axis, of two elements of a thread."""
     even, odd = x.split()
     return even + odd
 
 
 @gluon.jit
 def _shared(x, BIT: gl.constexpr):
-    """Of [w, g, n, t] half as many n: of two one, that to which t has the same bit, summed over two threads."""
+    """Halve n of [w, g, n, t]: keep the n with the bit of t, summed over the threads that differ in it."""
     even, odd = x.reshape([x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3]]).permute((0, 1, 2, 4, 3)).split()
     return _exchanged(even, odd, BIT)
 
 
 @gluon.jit
 def _exchanged(x, y, BIT: gl.constexpr):
-    """x, and in threads that have this bit of t y, summed over those that differ in it."""
+    """Return x, or y in threads with this bit of t, summed over the two threads that differ in it."""
     has = (_index(x, 3) & BIT) + gl.zeros_like(x).to(gl.int32) != 0
     element = (4 * _index(x, 1) + _index(x, 3)) ^ BIT
     return gl.where(has, y, x) + _from_element(gl.where(has, x, y), element + gl.zeros_like(x).to(gl.int32))
@@ -370,7 +366,7 @@ def _exchanged(x, y, BIT: gl.constexpr):
 
 @gluon.jit
 def _from_element(x, element):
-    """Each element as another thread of the warp has it."""
+    """Return each element of another thread of the warp."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [x, element], dtype=gl.float32, is_pure=False, pack=1
     )
@@ -378,7 +374,7 @@ def _from_element(x, element):
 
 @gluon.jit
 def _index(x, AXIS: gl.constexpr):
-    """The place of each element along an axis."""
+    """Return the index of each element along an axis."""
     RANK: gl.constexpr = len(x.shape)
     index = gl.arange(0, x.shape[AXIS], _axis(x.type.layout, AXIS, RANK))
     for other in gl.static_range(RANK):

@@ -1,4 +1,4 @@
-"""The warps of the backward that compute nothing: what they load, add, store and zero beside the products."""
+"""The warps of the backward that load, add, store and zero while others compute the products."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ from tilewise.backends.gluon.varlen import box_of
 
 @gluon.jit
 def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
-    """For each tile of queries of a work tile Q, dO, the LSE, delta and the bias. Returns the steps done and, with
-    DYNAMIC, the tile index to come."""
+    """Load all query tiles of a work tile; return the steps done and, with DYNAMIC, the next tile index."""
     Q_BYTES: gl.constexpr = x.q.block_type.nbytes + x.stats.block_type.nbytes
     DO_BYTES: gl.constexpr = x.do.block_type.nbytes + x.stats.block_type.nbytes
     BIAS_BYTES: gl.constexpr = x.bias.block_type.nbytes if c.BIAS == "matrix" else 0
@@ -53,7 +52,7 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
         bias_b = work_tile.b if c.BIAS_BATCH else 0
         count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
         for i in range(count):
-            if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not before: others may be done sooner
+            if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not earlier: others may be free sooner
                 next_index = fetch_tile_index(counters_at(counts, sizes, c).tile_count_semaphore)
             m, kind = entry_at(i, listed, work_tile, c)
             slot = slot_of(rows.pipeline, step)
@@ -94,10 +93,10 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
 
 @gluon.jit
 def load(x, rows, tile_indices, counts, terms, sizes, c):
-    """The role of one warp: what tiles of queries bring.
+    """Load query tiles: the role of one warp.
 
-    With DYNAMIC a program has no work tile before it runs: others wait for work tiles before their own (`wait_zeroed`,
-    `add_dq`), and a program that has not begun may have to wait for them to end.
+    With DYNAMIC a program takes a work tile only once it runs: running programs wait for lower work tiles
+    (`wait_zeroed`, `add_dq`), and a program that has not started may have to wait until these programs end.
     """
     let_next_begin()
     step = gl.to_tensor(0)
@@ -115,8 +114,7 @@ def load(x, rows, tile_indices, counts, terms, sizes, c):
 
 @gluon.jit
 def fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c):
-    """K and V of a program's ``nth`` work tile, when dK and dV have left that had their place, or V when it has been
-    read that had."""
+    """Load K and V of the ``nth`` work tile once dK and dV have left their slots, or a single V is read."""
     fetch_keys_of(work_tile_at(tile_index, x, terms, sizes, c), nth, x, keys, values, c)
 
 
@@ -129,7 +127,7 @@ def fetch_keys_of(work_tile, nth, x, keys, values, c):
 
 @gluon.jit
 def store_keys(tile_index, nth, x, dq_pipeline, shared, terms, sizes, c):
-    """dK and dV of a program's ``nth`` work tile, when they are in shared memory."""
+    """Store dK and dV of a program's ``nth`` work tile once they are in shared memory."""
     store_keys_of(work_tile_at(tile_index, x, terms, sizes, c), nth, x, dq_pipeline, shared, c)
 
 
@@ -137,7 +135,7 @@ def store_keys(tile_index, nth, x, dq_pipeline, shared, terms, sizes, c):
 def store_keys_of(work_tile, nth, x, dq_pipeline, shared, c):
     slot = slot_of(dq_pipeline.stored, nth)
     wait_full(dq_pipeline.stored, slot, use_of(dq_pipeline.stored, nth))
-    fence_async_shared()  # warps have stored, TMA reads
+    fence_async_shared()  # generic stores before the reads of TMA
     at = box_of(work_tile.seq.first_key, work_tile.seq.keys, work_tile.b, work_tile.hk, work_tile.n0, c)
     if c.VALUE_STAGES < c.KEY_STAGES:
         tma_store(x.dv, at, dv_tile(x, dq_pipeline, c))
@@ -148,7 +146,7 @@ def store_keys_of(work_tile, nth, x, dq_pipeline, shared, c):
 
 @gluon.jit
 def signal_done(tile_index, x, counts, terms, sizes, c):
-    """All that a work tile stores or adds is there."""
+    """Count a work tile as done once everything that it stores or adds is visible."""
     work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
     if c.DBIAS == "reduce":
@@ -158,7 +156,7 @@ def signal_done(tile_index, x, counts, terms, sizes, c):
 
 @gluon.jit
 def add(x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c):
-    """The role of one warp: adds dQ, stores dK and dV, and says when all of it is there."""
+    """Add dQ, store dK and dV, and count work tiles as done: the role of one warp."""
     step = gl.to_tensor(0)
     if c.DYNAMIC:
         nth = 0
@@ -167,14 +165,14 @@ def add(x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes
             begun = step
             step = add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c)
             store_keys(tile_index, nth, x, dq_pipeline, shared, terms, sizes, c)
-            tma.store_wait(0)  # they have left shared memory
+            tma.store_wait(0)  # dK and dV have left shared memory
             release(keys, slot_of(keys, nth))
             if c.VALUE_STAGES < c.KEY_STAGES:
-                mbarrier.arrive(dq_pipeline.empty.index(0), count=1)  # of dV
+                mbarrier.arrive(dq_pipeline.empty.index(0), count=1)  # dV has left
                 mbarrier.arrive(values.empty.index(0), count=1, pred=step == begun)
             else:
                 release(values, slot_of(values, nth))
-            if not c.PACKED:  # of which nobody asks before the kernel has ended
+            if not c.PACKED:  # a packed batch has its postprocess after the kernel
                 signal_done(tile_index, x, counts, terms, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)
@@ -188,8 +186,7 @@ def add(x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes
 
 @gluon.jit
 def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, counts, terms, sizes, c):
-    """The role of two warps beside the products: K and V of work tiles to come and zeros for dQ of heads to come, or
-    dBias of groups that have ended."""
+    """Load K and V and zero dQ for later work, or reduce dBias of earlier groups: the role of two warps."""
     if c.DBIAS == "reduce":
         reduce_earlier_group(dbias_tiles, slots, arrived, counts, terms, sizes, c)
     elif c.DYNAMIC:
@@ -199,7 +196,7 @@ def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, count
             fetch_keys(tile_index, nth, x, keys, values, terms, sizes, c)
             if c.ZEROES_DBIAS:
                 zero_later_group(dbias_tiles, tile_index, counts, terms, sizes, c)
-            if c.GROUP_PROGRAMS == 1:  # else heads are not in their order, and `preprocess_kernel` has zeroed all sums
+            if c.GROUP_PROGRAMS == 1:  # else heads are not in order, and `preprocess_kernel` zeroes all of dq_accum
                 zero_ahead(tile_index, x, dbias_tiles, counts, sizes, c)
             nth += 1
             tile_index = next_tile_index(tile_index, nth, tile_indices, c)

@@ -1,8 +1,7 @@
-"""Zeros in the gradient of values by distance, where the backward adds to it or does not come at all.
+"""Zeroing of the gradient of relative position values where the backward does not store it.
 
-The dS of a tile of scores whose pairs are all visible and all have an entry is stored: these are most of the entries,
-and of the bytes that zeros would take. The rest is zeroed before: what tiles that something cuts add to, and entries
-that no visible pair has.
+dS of a tile is stored if all pairs are visible and have an entry, which covers most entries. The rest is zeroed before:
+entries that other tiles add to, and entries without a visible pair.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from tilewise.backends.launch.launcher import Launch, strided
 @triton.jit
 def zero_kernel(dvalues, front, heads, queries, keys, entries, lo, inner_lo, inner_hi, STEP: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """One tile of queries of a head. dvalues: a `Strided`, of rows with ``front`` columns before their entries; lo,
-    inner_lo, inner_hi: see `GluonScoreArgs`."""
+    """Zero one query tile of a head; lo, inner_lo, inner_hi: see `GluonScoreArgs`.
+
+    dvalues: a `Strided`, whose rows have ``front`` columns before their entries."""
     count = tl.cdiv(queries, BLOCK_M)
     m0 = tl.program_id(0) % count * BLOCK_M
     bh = tl.program_id(0) // count
@@ -31,7 +31,7 @@ def zero_kernel(dvalues, front, heads, queries, keys, entries, lo, inner_lo, inn
 
 
 def zeros_launch(values: Skewed, keys: int, terms: Any, block_m: int, block_n: int) -> Launch:
-    """What zeroes the gradient of these, as `values.Skewed.empty_gradient` has made it."""
+    """Return the launch that zeroes what `values.Skewed.empty_gradient` has made."""
     B, H, M, R = values.gradient_plain.shape
     numbers = (values.gradient_front, H, M, keys, R, terms.first, terms.inner_lo, terms.inner_hi)
     step = step_of(values.gradient_plain.dtype)
