@@ -274,7 +274,7 @@ def add_elements(x, elements, dbias, tile_indices, terms, sizes, c):
 def batched_kernel(
     q, k, v, do, bias, stats, dq_accum, dk, dv, dq, given, bits, pieces, dbias, counts, lists, terms, sizes, c
 ):
-    """Like `backward_kernel`, but ``dq`` and ``dbias``, of float32, are each a `Strided`."""
+    """Like `backward_kernel`, but ``dq`` and ``dbias`` (float32) are each a `Strided`."""
     gl.static_assert(c.ELEMENTS == 3, "an element has a partition of its own")
     gl.static_assert(c.DYNAMIC and c.STAGES == c.DO_STAGES and c.M_SUBTILES == 1 and c.WARPS == 4)
     wait_for_previous()

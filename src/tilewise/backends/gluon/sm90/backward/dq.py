@@ -2,7 +2,7 @@
 
 dq_accum keeps each query tile in the order in which threads hold wgmma's result, as FlashAttention-3 does: four
 registers of one thread, then four of the next, so that a warp adds 512 contiguous bytes in one instruction. On the way
-through shared memory to TMA, stores are 16 bytes without bank conflicts; row-major, they are 8 bytes with 2-way ones.
+through shared memory to TMA, stores are 16 bytes without bank conflicts; row-major, 8 bytes with 2-way ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DQ_COLS = gl.constexpr(32)  # columns of dq_accum: a row of swizzled shared memo
 
 
 class DqPipeline(NamedTuple):
-    """A `Pipeline` of one slot if dQ leaves by TMA.
+    """`Pipeline` of one slot, if dQ leaves by TMA, and barriers for other stores.
 
     stored: a barrier for each slot of K and V, on which the computing warps arrive once a work tile, when they have
     stored all that counts. A barrier of the pipeline cannot serve: the warp that waits may be some phases behind."""

@@ -287,7 +287,7 @@ class HopperBackward:
         return boxes(dq_accum, [rows, DQ_COLS.value], dq_accum.stride())
 
     def _some_see_nothing(self, lengths: Lengths) -> bool:
-        """True if no key tile may visit some query tile of a packed batch."""
+        """True if a packed batch may have query tiles that no key tile visits."""
         p, band = self.problem, self.problem.score.band
         assert lengths.cu_q is not None
         assert lengths.cu_k is not None

@@ -29,15 +29,15 @@ class BackwardSizes(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Pointers to int32 counters of programs that start at zero."""
+    """Pointers to int32 counters, 0 at first."""
 
-    zeroed: Any  # per key/value head: have zeroed their part of dq_accum; packed batch: at its first query tile
-    done: Any  # per key/value head: have added all of their dQ
-    dq_semaphores: Any  # if ORDERED, per query tile: key tiles that have added to its dQ
-    ended: Any  # if DBIAS is "reduce", per group: have stored their dS
-    summed: Any  # likewise: have reduced their part of the group's dBias
-    tile_count_semaphore: Any  # unless "reduce": work tiles that persistent programs have taken
-    dbias_zeroed: Any  # if ZEROES_DBIAS, per group: have zeroed their part of its dBias
+    zeroed: Any  # per key/value head: programs that zeroed their part of dq_accum; packed: at the first query tile
+    done: Any  # per key/value head: programs that added all of their dQ
+    dq_semaphores: Any  # if ORDERED, per query tile: key tiles that added to its dQ
+    ended: Any  # if DBIAS is "reduce", per group: programs that stored their dS
+    summed: Any  # likewise: programs that reduced their part of dBias
+    tile_count_semaphore: Any  # unless "reduce": work tiles taken by persistent programs
+    dbias_zeroed: Any  # if ZEROES_DBIAS, per group: programs that zeroed their part of dBias
 
 
 class KeyTile(NamedTuple):
@@ -178,7 +178,7 @@ def work_tile_of(group, member, terms, sizes, c, tile_list=None):
         head, tile = listed_head_and_tile(group, parts, tile_list, sizes, c)
     else:
         head, tile = head_and_tile(group, sizes, c)
-    if c.ELEMENTS > 1:  # then the other heads of these batch elements, which may share cache lines
+    if c.ELEMENTS > 1:  # next groups: the other heads of these batch elements, adjacent in a cache line
         b, hk = head // sizes.kv_heads * c.ELEMENTS + member, head % sizes.kv_heads
     else:
         member = head % parts * c.GROUP_PROGRAMS + member

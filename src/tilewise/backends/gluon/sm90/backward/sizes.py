@@ -24,8 +24,7 @@ def sized(
     lag = -(-multiprocessors * config.programs * config.elements // broadcast_programs)
     ds_slots = min(2 * lag + 2, groups)
     # With a shared bias heads are not in order: all are zeroed before. Else all programs of a head have begun when the
-    # head starts that is as much later as a GPU runs at once, plus one; `backward.scheduler.head_and_tile` may mix
-    # heads.
+    # head starts that is as much later as a GPU runs at once, plus one; `backward.scheduler.head_and_tile` mixes some.
     none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
     zeroed = heads if none_later else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle

@@ -37,7 +37,7 @@ class FarSums(NamedTuple):
     """Sums of each thread, [keys / 16, 8, 4], for one side of a program and head."""
 
     total: Any  # of dS
-    weighted: Any  # of dS times the distance from the begin of the line
+    weighted: Any  # of dS times the distance from the start of the line
 
 
 # --- the LSE of far tiles ---
@@ -239,7 +239,7 @@ def summed(sums, ds, line, corner, c):
     """Return the sums with dS of one more subtile; ``corner``: its first key minus its first query."""
     if c.TOEPLITZ == "line":
         own, within = of_thread_by_distance(ds)
-        own = anew(_like(own, sums.total))  # here: the compiler would do it after the last use of dS
+        own = anew(_like(own, sums.total))  # here: the compiler would sink it below the last use of dS
         L: gl.constexpr = own.type.layout
         sixteens = gl.arange(0, c.BLOCK_N // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
         keys = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :][:, :, None]
