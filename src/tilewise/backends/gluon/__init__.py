@@ -1,13 +1,13 @@
-"""What kernels in Gluon of any GPU architecture share; `sm90` has those for Hopper.
+"""Code shared by the Gluon kernels of all GPU architectures; `sm90` has the kernels for Hopper.
 
-score           the score pipeline in registers, and its numbers
-values          values by distance as TMA reads them; relative: which tiles do
-pipeline        pipelines of shared memory between warps, barriers, counters in global memory
-tile_scheduler  which tile a persistent program has next, and which tiles it visits
-mask_kernels    what a bool mask leaves of each tile; masks: their launches
-preprocess      the statistics of rows before a backward
+score           the score pipeline in registers, and its arguments
+values          values by relative position as TMA reads them; relative: the tiles that have some
+pipeline        shared-memory pipelines between warps, barriers, counters in global memory
+scheduler       the work tiles of a persistent program and the key tiles each of them visits
+mask_kernels    kernels that summarise a bool mask tile by tile; masks: their launches
+preprocess      row statistics before a backward
 tensors         TMA descriptors
-compat          what differs between versions of Triton
+compat          differences between versions of Triton
 """
 
-RAGGED_ROWS = 2**30  # more than a packed tensor may have, see `tensors.ragged`
+RAGGED_ROWS = 2**30  # the most rows of a packed tensor, see `tensors.ragged`

@@ -1,10 +1,10 @@
-"""What a mask leaves of each tile of scores, found out once before the forward, and once before the backward.
+"""Kernels that summarise a mask tile by tile, once before the forward and once before the backward.
 
-`summary_kernel` reads a bool mask and writes an eighth of its size: its bits, in the order in which the threads want
-them, and of each tile whether it is hidden, mixed or visible. `tile_summary_kernel` makes the same of a mask by tiles,
-but writes bits only where a tile is visited. `tile_list_kernel` lists for each tile of queries the tiles of
-keys that it visits: hidden ones are left out, and only mixed ones read their bits. The backward's programs have a tile
-of keys each and visit tiles of queries: `MaskConstants.BY_KEYS`.
+`summary_kernel` reads a bool mask and writes a bit-packed copy of an eighth of its size, in the order in which threads
+read it, and for each tile whether it is empty, partial or full. `tile_summary_kernel` does this for a block mask, but
+writes bits only where a tile is visited. `tile_list_kernel` lists the key tiles that each query tile visits: empty
+tiles are left out, and only partial ones read their bits. With `MaskConstants.BY_KEYS`, for the backward, key tiles
+visit query tiles.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from tilewise.backends.kernels.score import key_tiles, query_tiles
 
 
 class MaskConstants(NamedTuple):
-    """What the kernels know when they are compiled; every field is a tl.constexpr."""
+    """Compile-time constants of the mask kernels; every field is a tl.constexpr."""
 
-    BLOCK_N: Any  # keys of a tile
-    WARPGROUPS: Any  # of 64 queries each, in a tile of queries
+    BLOCK_N: Any  # keys per tile
+    WARPGROUPS: Any  # warpgroups per query tile, 64 queries each
     ROWS: Any  # the mask differs between queries
-    TILES: Any  # that may be visited, the next power of two
-    BY_KEYS: Any  # a tile of keys visits tiles of 64 queries
-    SPARSE: Any  # bits are written of tiles alone that are visited
-    DQ_ORDER: Any  # its entries have an order, see `tile_list_kernel`
-    BANDED: Any  # a band hides pairs, too
-    AT_ONCE: Any  # tiles of a program of `tile_summary_kernel`
-    LONGEST_FIRST: Any  # work tiles come in the order that `longest_first_kernel` finds
+    TILES: Any  # tiles that may be visited, rounded up to a power of two
+    BY_KEYS: Any  # a key tile visits tiles of 64 queries
+    SPARSE: Any  # only visited tiles have their bits written
+    DQ_ORDER: Any  # entries have an order for dQ, see `tile_list_kernel`
+    BANDED: Any  # a causal or local window hides pairs as well
+    AT_ONCE: Any  # tiles per program of `tile_summary_kernel`
+    LONGEST_FIRST: Any  # work tiles run in the order of `longest_first_kernel`
 
 
 @triton.jit
 def summary_kernel(mask, bits, states, heads, rows, keys, c):
-    """Bits and state of one tile of 64 rows of the mask.
+    """Write the bits and the state of one tile of 64 rows of the mask.
 
-    mask: `Strided`, of ``heads`` heads and ``rows`` rows. bits: (batch·heads, rows, key tiles, 4) int32; bit 2·j + i of
-    word w is column 8·j + 2·w + i of the tile, which is what thread w of four holds in a row of wgmma's result.
-    states: (batch·heads, tiles of 64 rows, key tiles) int8: 0 hidden, 1 mixed, 2 visible, inside the tensor.
+    mask: `Strided`, with ``heads`` heads and ``rows`` rows. bits: (batch·heads, rows, key tiles, 4) int32; bit 2·j + i
+    of word w is column 8·j + 2·w + i of the tile: thread w of four has these columns in a row of wgmma's result.
+    states: (batch·heads, tiles of 64 rows, key tiles) int8: 0 empty, 1 partial, 2 full, within the tensor.
 
-    BY_KEYS: the scores are transposed, and a thread of wgmma's result holds two keys, k and k + 8 of sixteen. Both are
-    in one word, so that a thread has one. bits: (batch·heads, key tiles, tiles of 64 rows, BLOCK_N / 16, 8, 4); bit
-    16·h + 2·j + i of word (s, k, w) is key 16·s + 8·h + k in row 8·j + 2·w + i. states: (batch·heads, key tiles, tiles
-    of 64 rows). A mask of one row has a tile of 64 like it.
+    BY_KEYS: the scores are transposed, and a thread of wgmma's result has two keys, k and k + 8 of sixteen, so that one
+    word holds both. bits: (batch·heads, key tiles, tiles of 64 rows, BLOCK_N / 16, 8, 4); bit 16·h + 2·j + i of word
+    (s, k, w) is key 16·s + 8·h + k in row 8·j + 2·w + i. states: (batch·heads, key tiles, tiles of 64 rows). A mask of
+    one row gets a tile of 64 equal rows.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(rows, 64)
@@ -67,12 +67,13 @@ def summary_kernel(mask, bits, states, heads, rows, keys, c):
 
 @triton.jit
 def tile_summary_kernel(x, bits, states, rows, keys, how, c):
-    """`summary_kernel` of a mask by tiles, of AT_ONCE tiles beside each other, most of which need no look at their
-    pairs. x: its tensors, a record; how: `TileHow` of tiles of 64 by BLOCK_N.
+    """Like `summary_kernel`, but for AT_ONCE adjacent tiles of a block mask; most need no look at their pairs.
 
-    The bits of a tile are written if it, or one beside it in the same tile of queries, is not hidden: such a tile is
-    visited, and what is hidden of it is read too. Where all of these are full nobody reads bits, and the pairs are not
-    looked at; but the backward does read those of a tile that a band or an end cuts.
+    x: the tensors of the block mask, a record. how: `TileHow` for tiles of 64 by BLOCK_N.
+
+    A query tile visits a key tile if any of its 64-row tiles there is not empty, and then reads the bits of all of
+    them: these bits are written. Where all are full the forward reads no bits, and none are written; the backward still
+    reads the bits of a tile that the window or the end of the tensor cuts.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(rows, 64)
@@ -116,10 +117,10 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
 
 @triton.jit
 def _store_interval_bits(x, bits, matrix, bh, m, n, rows, keys, c):
-    """`_store_bits` of intervals of queries, and whether a tile shows something, and everything. Words are made where
-    they are stored, without an array of pairs.
+    """Like `_store_bits`, but from intervals of queries; return (any pair visible, all pairs visible) of the tile.
 
-    BY_KEYS: of a key's interval a word has a run of bits, which the numbers of its rows below both ends tell.
+    Words are computed where they are stored, without an array of pairs. BY_KEYS: the interval of a key is a run of bits
+    in a word; how many of the word's rows are below either end gives the run.
     """
     key_count, row_count = tl.cdiv(keys, c.BLOCK_N), tl.cdiv(rows, 64)
     row0, key0 = m * 64, n * c.BLOCK_N
@@ -153,7 +154,7 @@ def _store_interval_bits(x, bits, matrix, bh, m, n, rows, keys, c):
 
 @triton.jit
 def _interval(x, matrix, key, row0, keys):
-    """From and up to which row of a tile keys are seen, counted from its first one; past the last key none."""
+    """Return the first row of the tile at ``row0`` that sees each key, and the row after the last such."""
     begin = tl.load(x.begins + matrix * keys + key, mask=key < keys, other=0)
     end = tl.load(x.ends + matrix * keys + key, mask=key < keys, other=0)
     return begin - row0, end - row0
@@ -161,7 +162,8 @@ def _interval(x, matrix, key, row0, keys):
 
 @triton.jit
 def _run(begin, end, two, shown):
-    """Sixteen bits, of rows 8 * j + two + i bit 2 * j + i: those from ``begin`` on and before ``end`` and ``shown``."""
+    """Return sixteen bits: bit 2 * j + i is set if row 8 * j + two + i is from ``begin`` on and before ``end`` and
+    ``shown``."""
     first = tl.minimum(tl.maximum(begin, 0), shown)
     last = tl.maximum(tl.minimum(end, shown), first)
     before = first // 8 * 2 + tl.minimum(tl.maximum(first % 8 - two, 0), 2)
@@ -171,7 +173,7 @@ def _run(begin, end, two, shown):
 
 @triton.jit
 def _store_bits(bits, seen, bh, m, n, rows, keys, c):
-    """Of a tile, int32 (64, BLOCK_N), 0 outside the mask."""
+    """Store the bits of one tile; seen: int32 (64, BLOCK_N), 0 outside the mask."""
     key_count, row_count = tl.cdiv(keys, c.BLOCK_N), tl.cdiv(rows, 64)
     col = tl.arange(0, c.BLOCK_N)
     if c.BY_KEYS:
@@ -201,15 +203,15 @@ def _store_state(states, some, all_, these, bh, m, n, row_count, key_count, c):
 
 @triton.jit
 def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
-    """The tiles of keys that one tile of queries visits, from the last to the first; BY_KEYS the other way round.
+    """List the key tiles that one query tile visits, from the last to the first; BY_KEYS: query tiles of a key tile.
 
-    tile_list: (batch·heads, tiles of queries, 1 + key tiles) int32: how many, then of each its number · 4, + 1 if the
-    band or the end of the keys cuts it, + 2 if the mask does. There is at least one, which may be hidden: SPARSE
-    clears its bits, which nobody has written.
+    tile_list: (batch·heads, query tiles, 1 + key tiles) int32: the count, then for each entry the tile's number · 4, +
+    1 if the window or the end of the keys cuts it, + 2 if the mask does. There is at least one entry, possibly an empty
+    tile: with SPARSE its bits, not written before, are cleared here.
 
-    BY_KEYS: (batch·heads, key tiles, 1 + tiles of queries), there may be none. With DQ_ORDER as many numbers more: of
-    each entry, how many tiles of keys before this one visit the same tile of queries. With LONGEST_FIRST one more,
-    which `longest_first_kernel` writes.
+    BY_KEYS: (batch·heads, key tiles, 1 + query tiles), possibly without entries. DQ_ORDER appends, for each entry, how
+    many earlier key tiles visit the same query tile. LONGEST_FIRST appends one number, which `longest_first_kernel`
+    writes.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     row_count = tl.cdiv(queries, 64)
@@ -270,9 +272,9 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
 
 @triton.jit
 def key_summary_kernel(mask, bits, tile_list, heads, keys, programs, c):
-    """`summary_kernel` and `tile_list_kernel` in one, of a mask that is the same for all queries, without a band.
+    """Do the work of `summary_kernel` and `tile_list_kernel` for a mask that all queries share, without a window.
 
-    Each of the ``programs`` tiles of queries of a matrix looks at all keys; the first writes the bits.
+    Each of the ``programs`` query tiles of a matrix reads all keys; the first writes the bits.
     """
     key_count = tl.cdiv(keys, c.BLOCK_N)
     pid = tl.program_id(0)
@@ -293,17 +295,18 @@ def key_summary_kernel(mask, bits, tile_list, heads, keys, programs, c):
     entries = tile_list + tl.cast(pid, tl.int64) * (1 + key_count)
     tl.store(entries + 1 + total - tl.cumsum(listed, 0), 4 * n + 2 * hidden + cut, mask=listed != 0)
     tl.store(entries, tl.maximum(total, 1))
-    if total == 0:  # one, as of other masks
+    if total == 0:  # list one tile, as `tile_list_kernel` does
         tl.store(entries + 1, 3)
 
 
 @triton.jit
 def longest_first_kernel(tile_list, count, width, BLOCK: tl.constexpr):
-    """In which order the ``count`` work tiles of a matrix come: behind the list of the i-th stands which is the i-th
-    longest, of equal ones the first. width: of a list, with this number.
+    """Write the order of the ``count`` work tiles of a matrix, longest first, ties by index.
 
-    Where they visit most of what lies between their first and their last tile, neighbours visit the same and stay in
-    step: there work tiles come as they lie, and behind the list of the i-th stands -1 - i.
+    The number after the i-th list is the index of the i-th longest tile. width: numbers of a list, including this one.
+
+    If the tiles visit most of what is between their first and their last entry, neighbours visit the same tiles and
+    stay in step: their order is kept, and the number after the i-th list is -1 - i.
     """
     blocks = tl.cdiv(count, BLOCK)
     pid = tl.program_id(0)
@@ -330,7 +333,7 @@ def longest_first_kernel(tile_list, count, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _queries_of(n, queries, keys, lo, hi, c):
-    """`query_tiles` of a tile of keys; none is full where the keys end within the tile."""
+    """Return `query_tiles` of a key tile; no tile is full where the keys end within the key tile."""
     cols = tl.minimum(c.BLOCK_N, keys - n * c.BLOCK_N)
     begin, full_begin, full_end, end = query_tiles(n * c.BLOCK_N, cols, queries, lo, hi, 64)
     if cols < c.BLOCK_N:
@@ -340,6 +343,6 @@ def _queries_of(n, queries, keys, lo, hi, c):
 
 @triton.jit
 def _states_of(states, row, m, inside, row_count, c):
-    """States of tiles of queries beside one tile of keys; 0 where they are not inside."""
+    """Load the states of query tiles ``m`` of one key tile; 0 where ``inside`` is false."""
     at = states + (row * row_count + m if c.ROWS else row + 0 * m)
     return tl.load(at, mask=inside, other=0).to(tl.int32)

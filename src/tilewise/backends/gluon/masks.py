@@ -1,4 +1,4 @@
-"""From a mask to what kernels must know of it: the launches of `mask_kernels`."""
+"""Launches of `mask_kernels`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tilewise.backends.launch.launcher import POINTER, Launch, constants, stride
 from tilewise.spec.problem import Problem
 from tilewise.spec.tiles import limits
 
-ROWS = 64  # of a tile of the mask, see `summary_kernel`
-KEYS = 1 << 12  # of a mask that is the same for all queries, which a program of `key_summary_kernel` looks at
-MANY = 1 << 14  # tiles, of which a program of `tile_summary_kernel` has several, for most need no look at their pairs
+ROWS = 64  # rows per tile of the mask, see `summary_kernel`
+KEYS = 1 << 12  # the most keys of a mask shared by all queries that one program of `key_summary_kernel` reads
+MANY = 1 << 14  # tiles from which on a program of `tile_summary_kernel` has several: most need no look at their pairs
 
 
 class KnownMask(NamedTuple):
-    """See `mask_kernels`, and `backward.dbias_reduce` for lists of groups; all None without a mask.
+    """Outputs of `mask_kernels`; group_lists: of `backward.dbias_reduce`. All are None without a mask.
 
-    Only a backward asks for states: `key_summary_kernel` makes none.
+    states: only the backward reads them; `key_summary_kernel` writes none.
     """
 
     bits: Tensor | None = None
@@ -40,10 +40,10 @@ class KnownMask(NamedTuple):
 
 
 class MaskSummary:
-    """What a kernel must know of a mask, for one problem and one layout of the mask.
+    """Launches that summarise the mask of one problem, for one layout of the mask.
 
-    mask: a bool mask, or None of one by tiles.
-    by_keys: tiles of keys visit tiles of queries, as in the backward, not the other way round.
+    mask: a bool mask, or None for a block mask.
+    by_keys: key tiles visit query tiles, as in the backward; else query tiles visit key tiles.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class MaskSummary:
             )
         else:
             count = matrices * chunks * -(-key_tiles // at_once)
-            # Intervals: a warp makes its words by itself, and what several have in common is computed once.
+            # Intervals: a single warp computes its words without sharing work with other warps.
             warps = 1 if how.LIES == "intervals" else 4
             self.summarise = Launch(
                 tile_summary_kernel, count, (tile_layout(), POINTER, POINTER), (rows, p.keys, constants(how), c),
@@ -111,7 +111,7 @@ class MaskSummary:
         )  # fmt: skip
 
     def __call__(self, mask: Sequence[Tensor | None]) -> KnownMask:
-        """mask: as `kernels.block_mask.flat_mask` gives it."""
+        """mask: from `kernels.block_mask.flat_mask`."""
         bits, tile_list = self.bits(), self.tile_list()
         if self.in_one:
             self.summarise(*mask, bits, tile_list)

@@ -1,4 +1,4 @@
-"""Before the backward: the statistics of each row."""
+"""Row statistics before the backward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tilewise.spec.score import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 COARSE = tl.constexpr(COARSE_LSE)
-ZEROED_AT_ONCE = tl.constexpr(128)  # counters, by a program
+ZEROED_AT_ONCE = tl.constexpr(128)  # counters that a program zeroes at once
 
 
 class Lists(NamedTuple):
-    """Of a packed batch, see `packed`: tiles of queries, and of keys."""
+    """Work tile lists of a packed batch, see `varlen`: tiles of queries, and of keys."""
 
     queries: Any
     keys: Any
@@ -25,7 +25,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def _load_rows(x, b, h, rows, row_end, cols, col_end):
-    """A tile [rows, cols] of a `Strided` as float32; 0 outside the tensor."""
+    """Load a tile [rows, cols] of a `Strided` as float32; 0 outside the tensor."""
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :]
     return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0).to(tl.float32)
@@ -35,8 +35,11 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, lists, value_dim, sizes,
                              counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr,
                              BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """`preprocess_kernel` of a packed batch: one program for each tile of queries and head. bias: or None. dq_accum:
-    None where dQ is no sum. Of others that of the first work tiles is zeroed here, and of sequences without any."""
+    """Like `preprocess_kernel`, but for a packed batch: one program per query tile and head.
+
+    bias: a `Strided` or None. dq_accum: None where dQ is not accumulated; else this zeroes the sums of the first work
+    tiles, and those of sequences without keys.
+    """
     _zero_counters(counts, counters)
     if dq_accum is not None:
         _zero_first_sums(dq_accum, lists.keys, sizes, BLOCK_M, BLOCK_D, BLOCK_N)
@@ -50,8 +53,10 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
 
 @triton.jit
 def _zero_first_sums(dq_accum, key_list, sizes, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zero what `backward.dq.zero_ahead` does not: the sums of heads whose first work tile is among the first
-    `zeroed`, a part for each of their work tiles. No head has more than `zeroed` of these."""
+    """Zero the sums that `backward.dq.zero_ahead` does not: of heads whose first work tile is among the first `zeroed`.
+
+    Each work tile of such a head zeroes one part. No head has more than `zeroed` work tiles.
+    """
     UNIT: tl.constexpr = 1024
     UNITS: tl.constexpr = BLOCK_M * BLOCK_D // UNIT
     count = tl.load(key_list) * sizes.kv_heads
@@ -69,18 +74,21 @@ def _zero_first_sums(dq_accum, key_list, sizes, BLOCK_M: tl.constexpr, BLOCK_D: 
 def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters, weight,
                       BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_D: tl.constexpr):  # fmt: skip
-    """For each tile of queries the LSE in base 2, then −delta = dLSE − rowsum(dO∘O); zeroes the sum of dQ of the first
-    heads, which nobody zeroes later, and the counters.
+    """Write the LSE in base 2 and −delta = dLSE − rowsum(dO∘O) of each row, and zero the counters.
 
-    A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0.
-    So does a row whose LSE is beyond COARSE, as where all keys have the most negative finite bias: probabilities
-    cannot be told from such an LSE, would be off by any factor and could overflow into the gradients of the keys.
-    A bias that is constant along the keys moves the LSE and no probability: it is taken out of the LSE again.
-    weight: of what dropout keeps, or None. The LSE is less by its logarithm, so that probabilities have it, and delta
-    is divided by it, for delta times a probability has none.
-    o_low: the bits that rounding took of o, with dropout, or None.
+    Also zeroes the dQ sums of the first heads, which no later kernel zeroes.
+
+    A fully masked row and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
+    does a row whose LSE is beyond COARSE, as where all keys have the most negative finite bias: probabilities cannot be
+    recovered from such an LSE, would be off by any factor and could overflow into the gradients of the keys. A bias
+    that is constant along the keys changes the LSE and no probability: it is subtracted from the LSE.
+    weight: the dropout weight of kept probabilities, or None. Its logarithm is subtracted from the LSE, so that
+    recomputed probabilities include it, and delta is divided by it, because delta times a probability must not include
+    it.
+    o_low: with dropout, the low bits that rounding o removed, else None.
     o, o_low, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
-    BLOCK_M·BLOCK_D). counts: (counters,), int32. float32 but o, do and the bias.
+    BLOCK_M·BLOCK_D). counts: (counters,), int32.
+    lse, dlse, stats, dq_accum: float32.
     """
     _zero_counters(counts, counters)
     pid = tl.program_id(0)
@@ -102,8 +110,10 @@ def _zero_counters(counts, counters):
 def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, row0, seq, value_dim, sizes, weight,
                 BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of one tile: of the rows from ``row0`` on of a sequence, `SeqInfo`. bh: the head; place: among all tiles.
-    outputs: o, o_low and do. zeroes: the tile's sum of dQ."""
+    """Write the statistics of one tile: the rows from ``row0`` on of a sequence, a `SeqInfo`.
+
+    bh: the head. place: the tile's index among all tiles. outputs: o, o_low and do. zeroes: zero the tile's dQ sum.
+    """
     o, o_low, do = outputs
     heads = sizes.kv_heads * sizes.group
     b, h = bh // heads, bh % heads
@@ -117,7 +127,7 @@ def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, ro
         o_tile = with_low_bits(o_tile, _load_rows(o_low, b, h, rows, end, cols, value_dim).to(tl.int32))
     do_tile = _load_rows(do, b, h, rows, end, cols, value_dim)
     natural = tl.load(lse + at_row, mask=inside, other=-float("inf"))
-    if dq_accum is not None:  # noqa: SIM102  (the one is decided when it is compiled)
+    if dq_accum is not None:  # noqa: SIM102  (the outer condition is compile-time)
         if zeroes:
             zero_at = dq_accum + tl.cast(place, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
             tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
@@ -134,6 +144,6 @@ def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, ro
         base2 -= tl.log2(weight)
         delta /= weight
     at_stats = stats + tl.cast(place, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
+    left_out = tl.abs(natural) > COARSE  # false for NaN, which must propagate
     tl.store(at_stats, tl.where(left_out, float("inf"), base2))
-    tl.store(at_stats + BLOCK_M, tl.where(left_out, 0.0, -delta))  # 0 · a cotangent that is not finite would be NaN
+    tl.store(at_stats + BLOCK_M, tl.where(left_out, 0.0, -delta))  # else 0 · a non-finite cotangent would be NaN

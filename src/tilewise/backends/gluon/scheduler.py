@@ -1,4 +1,4 @@
-"""Which tile of queries a program of the forward has next, and which tiles of keys it visits, for all of its roles."""
+"""Tile scheduler: the query tiles of a forward program, in order, and the key tiles each visits, for all warp roles."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ class ForwardSizes(NamedTuple):
     group: int  # query heads that share a key/value head
     queries: int
     keys: int
-    row_tiles: int  # tiles of queries of one head
-    tiles: int  # of all heads and batch elements
-    at_once: int  # heads whose tiles run together, see work_tile_at
-    last: int  # the first head of the last of them
+    row_tiles: int  # query tiles per head
+    tiles: int  # query tiles of all heads and batch elements
+    at_once: int  # heads whose tiles run together, see `work_tile_at`
+    last: int  # the first head of the last such group
 
 
 class QueryTile(NamedTuple):
-    """One program's work tile: a tile of queries, and the tiles of keys that it visits."""
+    """Work tile of one program: a query tile and the key tiles that it visits."""
 
     seq: Any
-    b: Any  # of tensors with an axis of batch elements: 0 for a packed batch
+    b: Any  # batch element; 0 for a packed batch
     h: Any
     row0: Any
-    count: Any  # of the tiles of keys
+    count: Any  # number of key tiles
     last: Any
     full_begin: Any
     full_end: Any
-    tile_list: Any  # with a mask, what tile_list_kernel lists of them
+    tile_list: Any  # with a mask, the entries that tile_list_kernel lists
 
 
 class Entry(NamedTuple):
-    """One of the tiles of keys."""
+    """One key tile of a work tile."""
 
     n: Any
-    partial: Any  # the band or the end of the keys cuts it
-    mixed: Any  # the mask does
+    partial: Any  # the window or the end of the keys cuts it
+    mixed: Any  # the mask cuts it
 
 
 @gluon.jit
 def next_tile_index(tile_index, t, pipelines, c):
-    """Which tile follows this program's ``t``-th: with DYNAMIC whichever is left, as `load` has found out.
+    """Return the tile after this program's ``t``-th; with DYNAMIC the one that the loading warp has fetched.
 
-    In the backward: which is its ``t``-th, for the first is handed out, too.
+    In the backward with DYNAMIC, return the ``t``-th itself: its first tile is fetched, too.
     """
     if c.DYNAMIC:
         slot = slot_of(pipelines.tile_indices, t)
         wait_full(pipelines.tile_indices, slot, use_of(pipelines.tile_indices, t))
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         tile_index = gl.max(pipelines.tile_indices.slots.index(slot).load(ONE), axis=0)
-        release(pipelines.tile_indices, slot)  # which is filled by an ordinary store: no fence
+        release(pipelines.tile_indices, slot)  # filled by an ordinary store: no fence
     else:
         tile_index += gl.num_programs(0)
     return tile_index
@@ -66,7 +66,7 @@ def next_tile_index(tile_index, t, pipelines, c):
 
 @gluon.jit
 def hand_out_tile_index(pipelines, t, tile_index):
-    """Tell the other roles which tile follows this program's ``t``-th; in a role of one warp."""
+    """Pass the index of the tile after this program's ``t``-th to the other roles; called by a role of one warp."""
     slot = slot_of(pipelines.tile_indices, t)
     mbarrier.wait(pipelines.tile_indices.empty.index(slot), (use_of(pipelines.tile_indices, t) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -76,10 +76,11 @@ def hand_out_tile_index(pipelines, t, tile_index):
 
 @gluon.jit
 def head_at(n, sizes, c):
-    """Batch element and query head of the ``n``-th of all heads.
+    """Return batch element and query head of the ``n``-th head of all.
 
-    With UNDERFLOWS the last heads come first, of all batch elements, those of one key/value head side by side: by
-    ALiBi's usual slopes they see most, and what is left in the end is short."""
+    With UNDERFLOWS the last heads run first, those of all batch elements, grouped by key/value head: with ALiBi's usual
+    slopes they visit most tiles, so that short ones remain at the end.
+    """
     if c.UNDERFLOWS:
         n = sizes.heads * sizes.batch - 1 - n
         h = n // (sizes.group * sizes.batch) * sizes.group + n % sizes.group
@@ -92,8 +93,10 @@ def head_at(n, sizes, c):
 
 @gluon.jit
 def keys_within_reach(begin, end, row0, rows, head, reaches, c):
-    """Of an interval of tiles of keys those that have a pair within a head's reach, see `common.underflow`. That has a
-    distance at which every query sees a key: one tile is left."""
+    """Clip an interval of key tiles to those that have a pair within a head's reach, see `common.underflow`.
+
+    A head's reach includes a distance at which every query sees a key, so that at least one tile remains.
+    """
     if c.FAR_LO:
         begin = gl.maximum(begin, gl.maximum(row0 + gl.load(reaches + 2 * head), 0) // c.BLOCK_N)
     if c.FAR_HI:
@@ -104,33 +107,33 @@ def keys_within_reach(begin, end, row0, rows, head, reaches, c):
 
 @gluon.jit
 def work_tile_at(t, x, terms, sizes, c):
-    """The ``t``-th tile of queries. What varies fastest decides which tiles run together and share the L2 cache."""
+    """Return the ``t``-th query tile. The axis that varies fastest decides which tiles share the L2 cache."""
     BLOCK_M: gl.constexpr = 64 * c.WARPGROUPS
     count = sizes.row_tiles
     if c.PACKED:
         b = 0
         seq, m, h, _ = listed_tile_and_head(x.tile_list, t, sizes.heads, BLOCK_M, False)
-    elif c.ORDER == "tiles":  # of one head: they share its keys and values
+    elif c.ORDER == "tiles":  # tiles of one head, which share its keys and values
         m = t % count
         b, h = head_at(t // count, sizes, c)
-    elif c.ORDER == "longest":  # of `at_once` heads, the last time of those that are left too, the longest first
+    elif c.ORDER == "longest":  # longest first among `at_once` heads; the last group may have fewer
         first = gl.minimum(t // (sizes.at_once * count) * sizes.at_once, sizes.last)
         width = gl.where(first == sizes.last, sizes.heads * sizes.batch - first, sizes.at_once)
         t -= first * count
         m = t // width
-        if terms.HAS_HI or not terms.HAS_LO:  # later queries see more
+        if terms.HAS_HI or not terms.HAS_LO:  # later queries see more keys
             m = count - 1 - m
         b, h = head_at(first + t % width, sizes, c)
-    elif c.ORDER == "batch":  # batch elements that read one bias tile
+    elif c.ORDER == "batch":  # batch elements that read the same bias tile
         b = t % sizes.batch
         m = t // sizes.batch % count
         h = t // sizes.batch // count
-    else:  # heads that read one bias tile
+    else:  # heads that read the same bias tile
         h = t % sizes.heads
         m = t // sizes.heads % count
         b = t // sizes.heads // count
     row0 = m * BLOCK_M
-    # A tile that sees nothing visits one tile of hidden keys: no role needs a case of its own for it.
+    # A fully masked query tile visits one tile of masked keys, so that no role needs a special case.
     if c.MASK:
         tile_list = x.tile_list + (mask_of(b, h, sizes.heads, c) * count + m) * (gl.cdiv(sizes.keys, c.BLOCK_N) + 1)
         seq = SeqInfo(0, 0, sizes.queries, sizes.keys, 0)
@@ -149,7 +152,7 @@ def work_tile_at(t, x, terms, sizes, c):
 
 @gluon.jit
 def work_tile_count(x, sizes, c):
-    """Return the number of work tiles; `gluon.varlen.tiles_kernel` counts those of a packed batch."""
+    """Return the number of work tiles; for a packed batch `gluon.varlen.tiles_kernel` has counted them."""
     if c.PACKED:
         return gl.load(x.tile_list) * sizes.heads
     elif c.DOCUMENTS:
@@ -160,7 +163,7 @@ def work_tile_count(x, sizes, c):
 
 @gluon.jit
 def entry_at(i, tile, c):
-    """The ``i``-th tile of keys, from the last to the first."""
+    """Return the ``i``-th key tile, from the last to the first."""
     if c.MASK:
         listed = gl.load(tile.tile_list + i)
         return Entry(listed >> 2, (listed & 1) != 0, (listed & 2) != 0)
@@ -171,8 +174,10 @@ def entry_at(i, tile, c):
 
 @gluon.jit
 def first_entry(tile, terms, c, WARPGROUP: gl.constexpr):
-    """Which entry is a warpgroup's first: with SKIPS_HIDDEN it leaves out what is hidden from all its queries, but for
-    the first keys, which no band without a lower limit leaves out."""
+    """Return a warpgroup's first entry; SKIPS_HIDDEN: skip tiles of which none of its queries sees a key.
+
+    Its last entry is never skipped, as a window without a lower limit always includes the first keys.
+    """
     first = 0
     if c.SKIPS_HIDDEN and WARPGROUP + 1 < c.WARPGROUPS:
         hi = terms.hi + tile.seq.diagonal
@@ -183,5 +188,6 @@ def first_entry(tile, terms, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def first_full(tile, first):
-    """The first entry after a warpgroup's first that no band without a lower limit, and no end of the keys, cuts."""
+    """Return the first entry after a warpgroup's first that neither a window without lower limit nor the keys' end
+    cuts."""
     return gl.maximum(tile.last + 1 - tile.full_end, first + 1)

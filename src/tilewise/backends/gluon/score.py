@@ -1,7 +1,7 @@
-"""The score pipeline in registers: jit twins of `tilewise.spec.reference` and `tilewise.spec.tiles`.
+"""Score pipeline in registers: Gluon versions of `tilewise.spec.reference` and `tilewise.spec.tiles`.
 
-Scores stay in units of 1/scale, in which Q·Kᵀ comes out of the tensor cores: the scale rides on the multiply-add that
-the exponential needs anyway, and a bias is brought into these units. A softcap applies the scale first: units of 1.
+Scores stay in units of 1/scale, as the tensor cores return Q·Kᵀ: the multiply-add before the exponential applies the
+scale, and a bias is converted to these units. A softcap applies the scale first: units of 1.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import Score
 
 LOG2E = 1.4426950408889634
-INFINITY = 0x7C00  # the bits of float16's; those of more are NaN
+INFINITY = 0x7C00  # bits of infinity in float16; larger ones are NaN
 key_tiles = gluon.jit(tiles.key_tiles)
 query_tiles = gluon.jit(tiles.query_tiles)
 
 
 class GluonScoreArgs(NamedTuple):
-    """The numbers of the score pipeline; fields in capitals are gl.constexpr."""
+    """Arguments of the score pipeline; fields in capitals are gl.constexpr."""
 
-    exponent: float  # of 2: log2(e), times the scale where no softcap applies it
-    inverse: float  # 1 / scale, or 1 with a softcap: brings a bias into the units of the scores
+    exponent: float  # factor of scores in exp2: log2(e), times the scale unless a softcap applies it
+    inverse: float  # 1 / scale, or 1 with a softcap: converts a bias to the units of the scores
     scale: float
     cap: float
     lo: int
@@ -37,18 +37,18 @@ class GluonScoreArgs(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
-    threshold: float | None = None  # of dropout, as in Triton's `GluonScoreArgs`
+    threshold: float | None = None  # of dropout, as in `backends.kernels.score.ScoreArgs`
     weight: float | None = None
     origin: Any = None
-    bound: Any = None  # of two numbers at once, see `dropout_bounds`
+    bound: Any = None  # threshold of two numbers at once, see `dropout_bounds`
     MOSTLY: Any = None
-    IN_GROUPS: Any = None  # rows i and i + 8 of a tile are of a group of dropout, and so are columns
-    column: Any = gl.constexpr(0)  # of a bias by distance: where key 0 stands in its values, see `relative`
+    IN_GROUPS: Any = None  # rows i and i + 8 of a tile share a dropout group, and so do columns j and j + 8
+    column: Any = gl.constexpr(0)  # column of key 0 in a bias by relative position, see `relative`
     first: Any = gl.constexpr(0)  # the least distance with an entry
-    range_lo: Any = gl.constexpr(0)  # and which have one
+    range_lo: Any = gl.constexpr(0)  # distances from range_lo to range_hi have an entry
     range_hi: Any = gl.constexpr(0)
-    entries: Any = gl.constexpr(0)  # how many of them
-    inner_lo: Any = gl.constexpr(0)  # and of which distances pairs are visible, too
+    entries: Any = gl.constexpr(0)  # number of distances with an entry
+    inner_lo: Any = gl.constexpr(0)  # distances from inner_lo to inner_hi have an entry and are visible
     inner_hi: Any = gl.constexpr(0)
     far_lo: Any = gl.constexpr(0)  # of a Toeplitz bias, see `tilewise.spec.score.Far`
     far_hi: Any = gl.constexpr(0)
@@ -68,9 +68,12 @@ def score_terms(problem: Problem) -> GluonScoreArgs:
 
 
 def dropout_bounds(score: Score) -> dict[str, Any]:
-    """By which a kernel compares the two numbers of 15 bits in a word to the threshold T, from 1 to 32768: as those of
-    float16, whose order is that of their bits, up to infinity. `bound` has in its bits T twice, or, MOSTLY, where T is
-    beyond that, what is left to 32768, for the complement of a number. Nothing where there is no dropout.
+    """Return the fields by which a kernel compares both 15-bit numbers of a word to the dropout threshold T (1 to
+    32768).
+
+    The numbers are compared as float16 values, whose order is that of their bits, up to infinity. `bound` holds T
+    twice. With MOSTLY, where T is above infinity, it holds 32768 - T twice, for the complement of a number. Without
+    dropout, return no fields.
     """
     threshold, at = score.dropout, score.origin
     if not threshold:
@@ -82,21 +85,19 @@ def dropout_bounds(score: Score) -> dict[str, Any]:
 
 
 def _as_float(word: int) -> float:
-    """A float32 of these bits: Triton compiles anew for an int that 16 divides, and for no float."""
+    """Return the float32 with these bits: Triton recompiles for an int divisible by 16, but not for a float."""
     return struct.unpack("<f", struct.pack("<I", word))[0]
 
 
 def kept_weight(problem: Problem) -> float | None:
-    """What probabilities have in a backward with dropout beside what they are; None without. Where nothing is kept any
-    will do, and 1 divides."""
+    """Return the dropout weight of kept probabilities in a backward; None without dropout, 1 if all are dropped."""
     return dropout.weight(problem.score.dropout) or 1.0 if problem.score.dropout else None
 
 
 @gluon.jit
 def in_units(bias, inverse):
-    """The bias in the units of the scores, rounded towards zero: the largest finite bias (a mask in some models) stays
-    finite, and -inf stays -inf."""
-    if bias.dtype == gl.bfloat16:  # two at a time: a shift and a mask make them float32
+    """Convert the bias to the units of the scores, rounding towards zero: the largest finite bias stays finite."""
+    if bias.dtype == gl.bfloat16:  # two at a time: a shift and a mask convert them to float32
         return gl.inline_asm_elementwise(
             "{ .reg .b32 x; shl.b32 x, $2, 16; mul.rz.f32 $0, x, $3; "
             "and.b32 x, $2, 0xffff0000; mul.rz.f32 $1, x, $4; }",
@@ -110,7 +111,7 @@ def in_units(bias, inverse):
 
 @gluon.jit
 def widened(bias):
-    """The bias as float32, where the units of the scores are 1."""
+    """Return the bias as float32, for scores in units of 1."""
     if bias.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [bias], dtype=gl.float32, is_pure=True, pack=2
@@ -121,11 +122,10 @@ def widened(bias):
 
 @gluon.jit
 def score_tile(products, bias, terms, ADDS: gl.constexpr, STORED: gl.constexpr):
-    """Scores of a tile of products of Q and K, of which nothing is hidden yet: softcap, bias. Also the softcap's
-    derivative, of which only a backward makes use; 1 without a softcap.
+    """Apply softcap and bias to a tile of products Q·Kᵀ, before masking; return (scores, softcap's derivative or 1).
 
-    ADDS: the bias comes here; not where the accumulator has started from it, where the softmax's exponent takes it in,
-    or where there is none. STORED: as it is stored, else in the units of the scores.
+    ADDS: add the bias here; false where the accumulator starts from it, where the softmax's exponent adds it, or
+    without a bias. STORED: the bias is as stored, else in the units of the scores.
     """
     s, slope = products, 1.0
     if terms.HAS_CAP:
@@ -140,7 +140,7 @@ def score_tile(products, bias, terms, ADDS: gl.constexpr, STORED: gl.constexpr):
 
 @gluon.jit
 def score_tile_gradient(ds, slope, terms):
-    """From dS with respect to the biased score to that with respect to scale·Q Kᵀ."""
+    """Convert dS with respect to the biased score to dS with respect to scale·Q Kᵀ."""
     if terms.HAS_CAP:
         ds = ds * slope
     return ds
@@ -148,7 +148,7 @@ def score_tile_gradient(ds, slope, terms):
 
 @gluon.jit
 def mask_of(b, h, heads, c):
-    """Which mask a head has, counted over its batch elements and heads."""
+    """Return the index of a head's mask, counted over the mask's batch elements and heads."""
     if c.MASK_BATCH:
         h = b * heads + h
     return gl.cast(h // c.MASK_GROUP, gl.int64)
@@ -156,7 +156,7 @@ def mask_of(b, h, heads, c):
 
 @gluon.jit
 def in_band(rows, cols, keys, terms):
-    """Which scores are visible, from indices that broadcast to the tile: one comparison for each limit."""
+    """True for visible scores, with one comparison per limit; the indices broadcast to the tile."""
     last = keys - 1
     if terms.HAS_HI:
         last = gl.minimum(rows + terms.hi, last)

@@ -24,24 +24,27 @@ DTYPES = {
 
 
 def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
-    """The layout of a tensor that is read by TMA, in boxes of (rows, cols) of its last two axes; the hardware reads 0
-    outside the tensor and writes nothing there. A tensor that is absent is a plain None in the kernel."""
+    """Return the TMA layout of a tensor, in boxes of (rows, cols) of its last two axes; of None, a plain None argument.
+
+    The hardware reads 0 outside the tensor and writes nothing there.
+    """
     if x is None:
         return POINTER
     return boxes(x, [1, 1, rows, cols], row_strides(x.shape, x.stride(), x.element_size()))
 
 
-ENDLESS = 0x7FFF0000  # of a descriptor of `ragged`: more than any coordinate
+ENDLESS = 0x7FFF0000  # size of both leading axes of `ragged`: more than any coordinate
 
 
 def ragged(x: Tensor | None, rows: int, cols: int) -> Any:
-    """The layout of a packed tensor (1, H, T, D) that is read and written by TMA, in boxes of (rows, cols) that end
-    where a sequence does: the hardware reads 0 past its end and writes nothing there. None as for `descriptor`.
+    """Return the TMA layout of a packed tensor (1, H, T, D), in boxes of (rows, cols) that end where a sequence does.
 
-    The axis of rows has 2^30 of them, of which a sequence takes the last, so that its end is the tensor's. Two axes in
-    front put them in their place, both in steps of a row: one goes to the sequence's end, and one goes 2^30 rows back,
-    by 2^30 steps of 2^34 elements less a row, because addresses are counted modulo 2^64. `gluon.varlen.box_of` has the
-    coordinates. (Triton's tools.ragged_tma does the same.)
+    The hardware reads 0 past the end of a sequence and writes nothing there. None as for `descriptor`.
+
+    The row axis has 2^30 rows, of which a sequence takes the last, so that its end is the tensor's. Two leading axes
+    restore the address, both in steps of a row: one moves to the sequence's end, the other 2^30 rows back, by 2^30
+    steps of 2^34 elements less a row, because addresses are modulo 2^64. `gluon.varlen.box_of` returns the coordinates.
+    (Triton's tools.ragged_tma does the same.)
     """
     if x is None:
         return POINTER
@@ -54,12 +57,12 @@ def ragged(x: Tensor | None, rows: int, cols: int) -> Any:
 
 
 def boxes(x: Tensor, box: list[int], strides: Sequence[int]) -> TensorDescriptor:
-    """The same for boxes of any shape."""
+    """Return the TMA layout of a tensor in boxes of any shape."""
     return boxed(TensorDescriptor, x, strides, box, _shared(tuple(box), x.dtype))
 
 
 def vector(x: Tensor, length: int) -> TensorDescriptor:
-    """The layout of a contiguous tensor of one dimension that is read by TMA, ``length`` elements at a time."""
+    """Return the TMA layout of a contiguous one-dimensional tensor, read in boxes of ``length`` elements."""
     return boxed(TensorDescriptor, x, (1,), (length,), _shared((length,), x.dtype))
 
 

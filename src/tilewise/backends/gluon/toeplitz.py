@@ -1,6 +1,6 @@
-"""A Toeplitz bias, as the kernels of this folder are told of it.
+"""Kernel arguments for a Toeplitz bias.
 
-Nothing here imports triton: the plan asks on machines that have none.
+Nothing here imports triton: the plan calls it on machines without triton.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Far
 
-# Queries, and so keys: of fewer keys there is less to leave out than it takes to read all of them for their norms (one
-# H200, 16 heads of 64: of the speed without a bias 0.66 became 0.56 of the backward at 2,048, and 0.87 1.03 at 4,096).
+# Queries, and so keys, from which on underflowing tiles are skipped: with fewer keys the norms cost more than the
+# skipping saves (H200, 16 heads of 64, backward, fraction of the speed without a bias: 0.66 became 0.56 at 2,048, and
+# 0.87 became 1.03 at 4,096).
 UNDERFLOW_FROM = 4096
 
 
 def far_of(problem: Problem) -> Far | None:
-    """Where the entries of its Toeplitz bias need not be read, within the distances that the call has."""
+    """Return the distances at which Toeplitz entries need not be read, clipped to those of the call."""
     far = problem.score.toeplitz
     if far is None or problem.parts is None or problem.parts.toeplitz is None:
         return None
@@ -26,15 +27,15 @@ def far_of(problem: Problem) -> Far | None:
 
 
 def far_numbers(problem: Problem) -> dict[str, Any]:
-    """Fields of `GluonScoreArgs`."""
+    """Return the Toeplitz fields of `GluonScoreArgs`."""
     far = far_of(problem)
     return {} if far is None else {"far_lo": far.lo, "far_hi": far.hi}
 
 
 def toeplitz_constants(problem: Problem, block: int) -> dict[str, Any]:
-    """What kernels know of it when they are compiled; ``block``: a bound for the rows and columns of a tile.
+    """Return the Toeplitz constants of the kernels; ``block``: an upper bound of the rows and columns of a tile.
 
-    A mask lists tiles in an order of its own: beside one all entries are read.
+    A mask lists tiles in its own order: with a mask all entries are read.
     """
     far = far_of(problem)
     if far is None or problem.parts is None or problem.parts.toeplitz is None:
@@ -59,7 +60,7 @@ def toeplitz_constants(problem: Problem, block: int) -> dict[str, Any]:
 
 
 def sure_distance(problem: Problem) -> int | None:
-    """A distance, near 0 of the bias, at which every query sees a key; None where there is none, or nobody knows."""
+    """Return a distance near 0 at which every query sees a key; None if there is none, or if it is not known."""
     far, band, most = far_of(problem), problem.score.band, problem.keys - problem.queries
     if far is None or most < 0 or problem.mask is not None or problem.totals is not None:
         return None
@@ -69,5 +70,5 @@ def sure_distance(problem: Problem) -> int | None:
 
 
 def _may_underflow(problem: Problem) -> bool:
-    """Whether far tiles whose probabilities are 0 are looked for, see `common.underflow`."""
+    """True if the kernels skip far tiles whose probabilities underflow to 0, see `common.underflow`."""
     return problem.queries >= UNDERFLOW_FROM and sure_distance(problem) is not None

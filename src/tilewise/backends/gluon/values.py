@@ -1,6 +1,6 @@
-"""Values by distance, a row a query: what the kernels of this folder are told of them, and how they lie for TMA.
+"""Bias by relative position with values per query: kernel arguments, and the memory layout for TMA.
 
-Nothing here imports triton: the plan asks on machines that have none.
+Nothing here imports triton: the plan calls it on machines without triton.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tilewise.spec.score import Distances
 from tilewise.spec.tiles import NO_HI, NO_LO
 from tilewise.spec.tma import tensor_fits_tma
 
-WIDEST = 256  # keys, no tile has more
+WIDEST = 256  # the most keys of a tile
 
 
 class Ends(NamedTuple):
-    """Whether pairs that the band leaves visible lie below the least distance with an entry, or above the largest."""
+    """Flags: visible pairs exist below the least distance with an entry, or above the largest."""
 
     lo: bool
     hi: bool
@@ -44,7 +44,8 @@ def ends(problem: Problem) -> Ends:
 
 
 def range_numbers(problem: Problem) -> dict[str, Any]:
-    """Of `GluonScoreArgs`, for a problem `as_matrix`; an end beyond which no visible pair lies is none."""
+    """Return the range fields of `GluonScoreArgs` for a problem `as_matrix`; an end without visible pairs beyond is
+    open."""
     distances, band, found = problem.score.query, problem.score.band, ends(problem)
     if distances is None or problem.bias is None:
         return {}
@@ -60,13 +61,13 @@ def range_numbers(problem: Problem) -> dict[str, Any]:
 
 
 def range_constants(problem: Problem) -> dict[str, bool]:
-    """What kernels know of it when they are compiled: whether the bias is one by distance, and what cuts its tiles."""
+    """Return compile-time constants: True for a bias by relative position, and for ends of its range that cut tiles."""
     found = ends(problem)
     return {"RELATIVE": problem.score.query is not None, "RANGE_LO": found.lo, "RANGE_HI": found.hi}
 
 
 def as_matrix(problem: Problem) -> Problem:
-    """With the matrix that the values per query stand for as its bias; other problems as they are."""
+    """Return the problem with the matrix that its values per query represent as bias; other problems unchanged."""
     parts = problem.parts
     if parts is None or parts.query is None:
         return problem
@@ -76,21 +77,26 @@ def as_matrix(problem: Problem) -> Problem:
 
 
 def step_of(dtype: torch.dtype) -> int:
-    """Elements of 16 bytes: where a box of TMA begins in a row is a multiple of it, else the instruction is illegal."""
+    """Return the elements of 16 bytes: a TMA box must begin in its row at a multiple, or the instruction is illegal."""
     return 16 // dtype.itemsize
 
 
 def front_of(distances: Distances, dtype: torch.dtype) -> int:
-    """Columns without a use before the first entry, so that tiles of keys begin at a multiple of 16 bytes, and none at
-    a negative column: where the first entry belongs to a key behind the query's, a tile that reaches it begins up to
-    its own width before it, unless it begins with it. (Negative columns ended in an illegal instruction on an H200
-    wherever there were some.)"""
+    """Return the padding columns before the first entry.
+
+    They make key tiles begin at a multiple of 16 bytes, and none at a negative column: where the first entry is of a
+    key after the query's, a tile that includes it begins up to the tile's width before it, unless it begins with it.
+    (On an H200 negative columns raised an illegal instruction.)
+    """
     return distances.lo % step_of(dtype) + (WIDEST if distances.lo > 0 and distances.lo % WIDEST else 0)
 
 
 def fits(values: Tensor, distances: Distances) -> bool:
-    """Whether TMA reads the values (B|1, H|Hkv|1, M, R) where they are: entries that ascend from a distance that is a
-    multiple of 16 bytes on, and in bytes a row stride of 1 element more than such a multiple."""
+    """True if TMA can read the values (B|1, H|Hkv|1, M, R) in place.
+
+    Entries must ascend from a distance that is a multiple of 16 bytes; the row stride must be one element more than
+    such a multiple.
+    """
     contiguous = values.stride(3) == 1 or values.shape[3] == 1
     if distances.reverse or front_of(distances, values.dtype):
         return False
@@ -100,7 +106,7 @@ def fits(values: Tensor, distances: Distances) -> bool:
 
 
 def empty_values(values: Tensor, distances: Distances, device: torch.device | str | None = None) -> Tensor:
-    """Uninitialised, of the same dtype, as TMA reads it: `front_of` columns, and then the entries."""
+    """Return an uninitialised tensor for values in the layout that TMA reads: `front_of` columns, then the entries."""
     B, H, M, R = values.shape
     step, width = step_of(values.dtype), front_of(distances, values.dtype) + R
     row = -(-max(width - 1, 1) // step) * step + 1
@@ -109,11 +115,11 @@ def empty_values(values: Tensor, distances: Distances, device: torch.device | st
 
 
 class Skewed:
-    """The values of a layout, and their gradient, for TMA to read and add to.
+    """Values of one layout, and their gradient, as TMA reads and adds to them.
 
-    like: `skewed` values, for a descriptor. gradient_like: the same of the gradient; gradient_laid, gradient_plain: as
-    it comes together, with gradient_front columns in front, and its entries. None of them has memory: what is prepared
-    is kept.
+    like: `skewed` values, for a descriptor. gradient_like: likewise for the gradient; gradient_laid: the accumulated
+    gradient, with gradient_front padding columns; gradient_plain: its entries. All are on the meta device, because
+    prepared calls are kept.
     """
 
     def __init__(self, values: Tensor, distances: Distances):
@@ -129,11 +135,11 @@ class Skewed:
         self.gradient_plain = self.entries(laid)
 
     def entries(self, laid: Tensor) -> Tensor:
-        """Of what `empty_values` gives, or of values, all but the columns in front."""
+        """Return values, or the result of `empty_values`, without the padding columns."""
         return laid[..., front_of(self.distances, laid.dtype) :]
 
     def laid_out(self, values: Tensor) -> Tensor:
-        """The values, or a copy of them with columns in front."""
+        """Return the values, or a copy of them with padding columns."""
         if not self.copies:
             return values
         laid = empty_values(values, self.distances)
@@ -141,11 +147,11 @@ class Skewed:
         return laid
 
     def empty_gradient(self, values: Tensor) -> Tensor:
-        """Where the gradient comes together, uninitialised, with columns in front."""
+        """Return an uninitialised tensor to accumulate the gradient, with padding columns."""
         return empty_values(values, self.distances) if self.gradient_copies else torch.empty_like(values)
 
     def gradient(self, found: Tensor, values: Tensor) -> Tensor:
-        """That of the values from `empty_gradient`, filled."""
+        """Return the gradient of the values from a filled `empty_gradient`."""
         if not self.gradient_copies:
             return found
         found = self.entries(found)

@@ -1,12 +1,12 @@
-"""Packed batches in kernels in Gluon: a list of work tiles made on the device, and boxes that end where sequences do.
+"""Packed batches in Gluon kernels: a work tile list made on the device, and TMA boxes that end where sequences do.
 
-Nobody waits for lengths. One kernel lists the tiles of queries of all sequences, those with most keys first: each
-program of it takes some sequences and counts what stands before them, so that nothing is sorted. A program of the
-forward takes the next tile of the list, and reads beside it all that it must know of its sequence. The backward has a
-list of tiles of keys as well, those with most queries first.
+The host does not read the lengths. One kernel lists the query tiles of all sequences, those with most keys first: each
+of its programs takes some sequences and counts the tiles before them, so that nothing is sorted. A forward program
+takes the next tile of the list and reads its sequence's data beside it. The backward also has a list of key tiles,
+those with most queries first.
 
 The list, int32: a head of `LIST_HEAD` numbers, of which the first is the number of tiles and number `SEMAPHORE` a
-counter that starts at 0, and then `ENTRY` numbers for each tile.
+counter that starts at 0, then `ENTRY` numbers per tile.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.seqlens import Lengths
 
 LIST_HEAD = tl.constexpr(8)
-SEMAPHORE = 4  # 16 bytes from the begin
-ENTRY = tl.constexpr(8)  # tile of its sequence, first query, first key, queries, keys, sequence; two without a use
-SEQUENCES = tl.constexpr(128)  # of a program of `tiles_kernel`
+SEMAPHORE = 4  # index of the counter, 16 bytes from the start
+ENTRY = tl.constexpr(8)  # tile in its sequence, first query, first key, queries, keys, sequence; two unused
+SEQUENCES = tl.constexpr(128)  # sequences per program of `tiles_kernel`
 RAGGED_AXIS = tl.constexpr(RAGGED_ROWS)  # rows of the axis that `box_of` counts from its end
 
 
 class SeqInfo(NamedTuple):
-    """The sequence of a work tile, read once for each; of a dense call all there is."""
+    """Sequence of a work tile, read once per tile; the whole batch element in a dense call."""
 
-    first_query: Any  # row of q, and of what lies packed as q does
+    first_query: Any  # first row in q, and in tensors packed like q
     first_key: Any
     queries: Any
     keys: Any
-    diagonal: Any  # of a packed batch, by how much the band is moved: its limits count from the last query and key
+    diagonal: Any  # packed batch: keys - queries, as window limits count from the last query and key; 0 in a dense call
 
 
 @triton.jit
 def listed_tile(tile_list, n):
-    """(`SeqInfo`, tile of its queries) of the ``n``-th work tile."""
+    """Return (`SeqInfo`, query tile) of the ``n``-th work tile."""
     at = tile_list + LIST_HEAD + n * ENTRY
     queries, keys = tl.load(at + 3), tl.load(at + 4)
     return SeqInfo(tl.load(at + 1), tl.load(at + 2), queries, keys, keys - queries), tl.load(at)
@@ -51,41 +51,43 @@ def listed_tile(tile_list, n):
 
 @triton.jit
 def listed_tile_and_head(tile_list, t, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
-    """(`SeqInfo`, its tile, head, an entry of its sequence) of the ``t``-th of the tiles of all heads.
+    """Return (`SeqInfo`, tile, head, an entry of the sequence) of the ``t``-th tile among those of all heads.
 
-    Of a sequence come all tiles of one head, which have keys or queries in common, then those of the next. Tiles of the
-    sequences before it, of all heads, come first: the entry t // heads is one of its own.
+    The tiles of one head of a sequence, which share keys or queries, precede those of the next head. All heads of
+    earlier sequences come first: the entry t // heads is of this sequence.
     """
     n = t // heads
     seq, tile = listed_tile(tile_list, n)
     tiles = tl.cdiv(seq.keys if BY_KEYS else seq.queries, BLOCK)
     nth = tile if BY_KEYS else tiles - 1 - tile
-    t -= (n - nth) * heads  # counted from the sequence's first
+    t -= (n - nth) * heads  # relative to the sequence's first tile
     nth = t % tiles
     return seq, nth if BY_KEYS else tiles - 1 - nth, t // tiles, n
 
 
 @triton.jit
 def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
-    """The number of the first tile of queries of the ``n``-th work tile's sequence, where each leaves room for all that
-    the others may have: row statistics and the sum of dQ lie by it."""
+    """Return the storage index of the first query tile of the ``n``-th work tile's sequence.
+
+    Row statistics and dQ sums are stored by this index, which leaves enough space for earlier sequences of any length.
+    """
     return seq.first_query // BLOCK_M + tl.load(tile_list + LIST_HEAD + n * ENTRY + 5)
 
 
 class SumOfHead(NamedTuple):
-    """The sum of dQ of a sequence's key/value head, which its work tiles share out when they zero it."""
+    """dQ sum of one key/value head of a sequence, which the head's work tiles zero part by part."""
 
-    first: Any  # of the head's work tiles
+    first: Any  # the head's first work tile
     hk: Any
-    place: Any  # of its first tile of queries, see `first_tile_of`
-    tiles: Any  # of queries
-    part: Any  # the one of a work tile
-    parts: Any  # as many as work tiles that are listed
+    place: Any  # storage index of its first query tile, see `first_tile_of`
+    tiles: Any  # query tiles
+    part: Any  # the part of this work tile
+    parts: Any  # number of parts: the head's listed work tiles
 
 
 @triton.jit
 def sum_of_head(tile_list, t, count, kv_heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`SumOfHead` of the ``t``-th of ``count`` work tiles of keys."""
+    """Return the `SumOfHead` of the ``t``-th of ``count`` work tiles of keys."""
     seq, tile, hk, n = listed_tile_and_head(tile_list, t, kv_heads, BLOCK_N, True)
     parts = tl.minimum(tl.cdiv(seq.keys, BLOCK_N), count - (t - tile))
     place = first_tile_of(tile_list, n, seq, BLOCK_M)
@@ -94,8 +96,8 @@ def sum_of_head(tile_list, t, count, kv_heads, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @gluon.jit
 def box_of(first, count, b, h, row, c, col=0):
-    """Where TMA finds the tile from row ``row`` on, and column ``col``: of a packed batch, of the ``count`` rows from
-    ``first`` on."""
+    """Return the TMA coordinates of the tile at (``row``, ``col``); packed: within the ``count`` rows from ``first``
+    on."""
     if c.PACKED:
         return [RAGGED_AXIS, first + count, h, RAGGED_AXIS - count + row, col]
     else:
@@ -104,14 +106,14 @@ def box_of(first, count, b, h, row, c, col=0):
 
 @triton.jit
 def _offset(at, n, most, batch):
-    """Offsets between 0 and ``most``, whatever stands there: nothing outside is read or written."""
+    """Load offsets, clamped to 0 .. ``most``, so that any contents stay in bounds."""
     found = tl.load(at + n, mask=(n >= 0) & (n < batch), other=0)
     return tl.minimum(tl.maximum(found, 0), most).to(tl.int32)
 
 
 @triton.jit
 def _sequences(lengths, n, batch, sizes):
-    """First query, first key, queries and keys of the sequences ``n``; 0 where there is none."""
+    """Return first query, first key, queries and keys of the sequences ``n``; 0 where there is none."""
     q0, k0 = (
         _offset(lengths.cu_q, n, sizes.total_queries, batch),
         _offset(lengths.cu_k, n, sizes.total_keys, batch),
@@ -128,25 +130,25 @@ def _sequences(lengths, n, batch, sizes):
 
 class ListSizes(NamedTuple):
     batch: int
-    most: int  # tiles
-    queries: int  # of the longest sequence
+    most: int  # the most tiles of the list
+    queries: int  # queries of the longest sequence
     keys: int
     total_queries: int
     total_keys: int
     heads: int
     kv_heads: int
-    x_dim: int  # head dimensions of what is zeroed
+    x_dim: int  # head dimension of x, which is zeroed
     y_dim: int
 
 
 @triton.jit
 def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
                  BY_KEYS: tl.constexpr):  # fmt: skip
-    """List the tiles of `SEQUENCES` sequences a program, of queries, or of keys; and zero rows that no sequence has,
-    whose LSE is -inf.
+    """List the tiles of `SEQUENCES` sequences per program; zero rows without a sequence, and set their LSE to -inf.
 
-    lengths: `Lengths` of pointers. x, y: `Strided`, or y None, tensors of queries, or of keys. lse: (1, H, T), float32,
-    or None.
+    Tiles are of queries, or BY_KEYS of keys.
+    lengths: `Lengths` of pointers. x, y: `Strided` tensors of queries, or of keys; y may be None. lse: (1, H, T),
+    float32, or None.
     """
     _list_tiles(tl.program_id(0), tl.num_programs(0), lengths, tile_list, x, y, lse, sizes, SEQUENCES, BLOCK, BY_KEYS)
 
@@ -154,7 +156,7 @@ def tiles_kernel(lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, 
 @triton.jit
 def both_lists_kernel(lengths, row_list, key_list, x, values, k, v, row_sizes, key_sizes, SEQUENCES: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """`tiles_kernel` of queries, whose tensors are x and values, and in as many programs more of keys, k and v."""
+    """Run `tiles_kernel` for queries (tensors x, values), and in as many more programs for keys (k, v)."""
     pid, programs = tl.program_id(0), tl.num_programs(0) // 2
     if pid < programs:
         _list_tiles(pid, programs, lengths, row_list, x, values, None, row_sizes, SEQUENCES, BLOCK_M, False)
@@ -165,7 +167,7 @@ def both_lists_kernel(lengths, row_list, key_list, x, values, k, v, row_sizes, k
 @triton.jit
 def _list_tiles(pid, programs, lengths, tile_list, x, y, lse, sizes, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
                 BY_KEYS: tl.constexpr):  # fmt: skip
-    """`tiles_kernel`'s program ``pid`` of ``programs``."""
+    """Run program ``pid`` of ``programs`` of `tiles_kernel`."""
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
     q0, k0, queries, keys = _sequences(lengths, n, sizes.batch, sizes)
     mine, length = (keys, queries) if BY_KEYS else (queries, keys)
@@ -186,7 +188,7 @@ def _list_tiles(pid, programs, lengths, tile_list, x, y, lse, sizes, SEQUENCES: 
         tl.store(tile_list + tl.arange(0, LIST_HEAD), tl.where(tl.arange(0, LIST_HEAD) == 0, count, 0))
     at = tile_list + LIST_HEAD + place * ENTRY
     for i in range(0, tl.max(tiles, 0)):  # the last queries see most keys: they come first, and so do the first keys
-        # Sequences that overlap, for offsets that descend, may have more tiles than there is room for.
+        # Overlapping sequences, from descending offsets, may have more tiles than fit the list.
         inside, to = (i < tiles) & (place + i < sizes.most), at + i * ENTRY
         tl.store(to, (n * 0 + i) if BY_KEYS else tiles - 1 - i, mask=inside)
         tl.store(to + 1, q0, mask=inside)
@@ -200,7 +202,7 @@ def _list_tiles(pid, programs, lengths, tile_list, x, y, lse, sizes, SEQUENCES: 
 
 @triton.jit
 def _rows_of(lengths, n, sizes, BY_KEYS: tl.constexpr):
-    """Where the rows of the sequences ``n`` begin, and where they end that are written."""
+    """Return where the rows of the sequences ``n`` begin, and where those that kernels write end."""
     q0, k0, queries, keys = _sequences(lengths, n, sizes.batch, sizes)
     if BY_KEYS:
         return k0, k0 + keys
@@ -210,8 +212,11 @@ def _rows_of(lengths, n, sizes, BY_KEYS: tl.constexpr):
 
 @triton.jit
 def _zero_between(pid, programs, lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Zero the rows of x and y that no sequence has, and give them an LSE of -inf: between two, of which there are none
-    if offsets and longest lengths are right, and after the last, which all programs do together."""
+    """Zero the rows of x and y without a sequence, and set their LSE to -inf.
+
+    Gaps between sequences occur only if offsets or longest lengths are wrong; all programs share the rows after the
+    last.
+    """
     total, heads = (sizes.total_keys, sizes.kv_heads) if BY_KEYS else (sizes.total_queries, sizes.heads)
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
     begins, _ = _rows_of(lengths, n, sizes, BY_KEYS)
@@ -246,10 +251,10 @@ def _zero_rows(x, h, rows, inside, dim):
 
 
 class TileList:
-    """Makes the list for one problem and one layout of its tensors.
+    """Launch that makes the list, for one problem and one layout of its tensors.
 
-    x, y: of queries or, by_keys, of keys; their rows without a sequence are zeroed, and those of an LSE -inf. With
-    `Lengths.used_k` and by_keys that is the caller's: most rows may be without use.
+    x, y: tensors of queries, or by_keys of keys, whose rows without a sequence are zeroed; their LSE becomes -inf. With
+    `Lengths.used_k` and by_keys the caller must zero them: most rows may be unused.
     """
 
     def __init__(self, problem: Problem, block: int, x: Tensor, y: Tensor | None = None, by_keys: bool = False):
@@ -262,16 +267,16 @@ class TileList:
     def __call__(
         self, lengths: Lengths, x: Tensor, y: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The list, and the semaphore in it."""
+        """Return the list, and the semaphore in it."""
         tile_list = torch.empty(self.shape, dtype=torch.int32, device=x.device)
         self.make(*_contiguous(lengths), tile_list, x, y, lse)
         return tile_list, tile_list[SEMAPHORE:]
 
 
 class BothLists:
-    """Makes the lists of a backward, of queries and of keys, at once.
+    """Launch that makes both lists of a backward, of queries and of keys.
 
-    x, values: of queries; k, v: of keys, as for `TileList`.
+    x, values: tensors of queries; k, v: of keys, as for `TileList`.
     """
 
     def __init__(
@@ -288,7 +293,7 @@ class BothLists:
     def __call__(
         self, lengths: Lengths, x: Tensor, values: Tensor | None, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The list of tiles of queries, and that of keys."""
+        """Return the list of query tiles and the list of key tiles."""
         row_list, key_list = (torch.empty(shape, dtype=torch.int32, device=x.device) for shape in self.shapes)
         self.make(*_contiguous(lengths), row_list, key_list, x, values, k, v)
         return row_list, key_list
@@ -306,13 +311,13 @@ def _contiguous(lengths: Lengths) -> list[Tensor | None]:
 
 
 def _list_programs(problem: Problem) -> int:
-    return -(-problem.batch // SEQUENCES.value) + 31  # more than sequences ask for zero rows
+    return -(-problem.batch // SEQUENCES.value) + 31  # 31 more programs help to zero unused rows
 
 
 def _list_sizes(problem: Problem, block: int, x: Tensor, y: Tensor | None, by_keys: bool) -> tuple[int, ListSizes]:
-    """How many numbers a list has, and what its kernel must know."""
+    """Return the length of a list, and the sizes that its kernel needs."""
     assert problem.totals is not None
-    most = problem.totals[by_keys] // block + problem.batch  # tiles of one head
+    most = problem.totals[by_keys] // block + problem.batch  # tiles per head
     sizes = ListSizes(
         problem.batch, most, problem.queries, problem.keys, *problem.totals, problem.heads, problem.kv_heads,
         x.shape[3], 0 if y is None else y.shape[3],

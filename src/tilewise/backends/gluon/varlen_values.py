@@ -1,12 +1,12 @@
-"""Values by distance of a packed batch, a row a query, as TMA reads tiles of them: a copy, and their gradient back.
+"""Values per query by relative position of a packed batch: a copy that TMA reads, and the gradient copied back.
 
 Distances count from each sequence's last query and key, so that the tile of keys ``col0 ..`` begins in the `skewed`
-view at ``col0 + first query - (keys - queries) - lo``. That is no multiple of 16 bytes for most sequences, and TMA
-wants one: so the values are copied, with as many columns in front of a sequence's rows as are missing, 7 at most.
-Before the first row stand `FRONT` elements, because TMA takes no negative columns.
+view at ``col0 + first query - (keys - queries) - lo``. For most sequences that is no multiple of 16 bytes, as TMA
+requires: the values are copied, with the missing columns, 7 at most, before a sequence's rows. `FRONT` elements precede
+the first row, because TMA supports no negative columns.
 
-Boxes of the view end where the sequence does, as those of `tensors.ragged` do. A gradient is added through the same
-view, in a copy like that of the values: zeros come first, where tiles do not store it, and at the end it is copied.
+Boxes of the view end where the sequence does, as those of `tensors.ragged`. The gradient is accumulated through this
+view, in a copy of this layout: tiles that do not store it are zeroed first, and at the end it is copied back.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from tilewise.backends.launch.launcher import POINTER, Launch, strided
 from tilewise.spec.problem import Problem
 
 FRONT = tl.constexpr(WIDEST)  # elements before the first row
-STEP = tl.constexpr(8)  # elements of 16 bytes, or of 32
-PART = 32  # queries of a program that moves values: one warp, so that what is of a row is worked out once for its words
+STEP = tl.constexpr(8)  # elements of 16 bytes (16-bit dtypes), or of 32
+PART = 32  # queries per program that copies values: one warp, which computes the row arithmetic once for its words
 
 
 @triton.jit
 def first_column(seq, lo):
-    """Where the keys of a sequence begin in the view: a multiple of STEP. ``lo``: the least distance with an entry."""
+    """Return the column of the view where a sequence's keys begin, a multiple of STEP; ``lo``: least distance with
+    entry."""
     return FRONT + ((seq.first_query - seq.diagonal - lo + (STEP - 1)) & -STEP)
 
 
 @triton.jit
 def first_entry_of(seq, lo):
-    """The columns in front of the first entry of a sequence's rows."""
+    """Return the columns before the first entry of a sequence's rows."""
     return first_column(seq, lo) - FRONT - (seq.first_query - seq.diagonal - lo)
 
 
 @triton.jit
 def move_pairs(at, to, shift, rows, seq, end, lo, entries, stride, row, BACK: tl.constexpr, COLS: tl.constexpr):
-    """Some rows of values of 16 bits to where they are laid out, or BACK, a word of two at a time.
+    """Copy some rows of 16-bit values to the copy, or BACK, in words of two.
 
-    at, to: entry 0 of the sequence's query 0 there and here. shift: of ``to`` in its word, in elements. A row of values
-    begins with a word. Laid out every other row does not: a word of it is then the upper half of one word and the lower
-    half of the next. Beside a row and its neighbour are columns that nobody reads, so that a word may reach into them.
+    at, to: entry 0 of the sequence's query 0 in values and copy. shift: offset of ``to`` in its word, in elements. A
+    row of values begins with a word; in the copy every other row does not, and a word of it spans two words. Rows have
+    unused columns on both sides, so that a word may reach into them.
     """
     WORD: tl.constexpr = tl.pointer_type(tl.uint32)
     place = rows.to(tl.int64)
     odd = (shift + rows) & 1  # `row` is odd
-    first = -(rows + seq.diagonal + lo)  # of the entries that have a key
+    first = -(rows + seq.diagonal + lo)  # the first entry that has a key
     last = tl.where(rows < end, tl.minimum(first + seq.keys, entries), 0)
-    if not BACK:  # the first of an odd row stands by itself, and words of such rows are counted behind it
+    if not BACK:  # the first entry of an odd row is stored alone; words of such rows are counted from the next
         single = (odd == 1) & (first <= 0) & (last > 0)
         tl.store(to + place * row, tl.load(at + place * stride, mask=single), mask=single)
     values = (at + place * stride).to(WORD)[:, None]
     laid = (to + place * row - odd).to(WORD)[:, None]
     odd, first, last, inside = odd[:, None], first[:, None], last[:, None], (rows < end)[:, None]
-    # of whole words, from 0 to before `count`; what differs between the words of a thread is a constant
+    # whole words, from 0 to `count` - 1; the difference between the words of a thread is a constant
     word, count = tl.arange(0, COLS)[None, :], entries // 2
     for _ in tl.range(0, count, COLS, num_stages=1):
         if BACK:
@@ -70,7 +71,7 @@ def move_pairs(at, to, shift, rows, seq, end, lo, entries, stride, row, BACK: tl
             found &= low.to(tl.uint32) | (high.to(tl.uint32) << 16)
             tl.store(values + (word + odd) - odd, found, mask=inside & (word < count))
         else:
-            there = (word >= (first - odd) >> 1) & (word < (last - odd + 1) >> 1)  # the rest no tile reads, or hides
+            there = (word >= (first - odd) >> 1) & (word < (last - odd + 1) >> 1)  # no tile reads the rest, or masks it
             found = _two_of(values + (word + odd), odd, there & (word < count - odd), there)
             tl.store(laid + (word + odd), found, mask=there)
         values, laid, first, last, count = values + COLS, laid + COLS, first - 2 * COLS, last - 2 * COLS, count - COLS
@@ -78,9 +79,11 @@ def move_pairs(at, to, shift, rows, seq, end, lo, entries, stride, row, BACK: tl
 
 @triton.jit
 def _two_of(at, odd, mask, first_mask=None):
-    """The word at ``at``, or where ``odd`` is 1 the upper half of the one before and its lower half. (The address is
-    said so that Triton sees no more than a word in it: four neighbours of a thread would be no vector for the mask, and
-    32 threads would touch four lines.)"""
+    """Return the word at ``at``; where ``odd`` is 1, the upper half of the word before and the lower half of this one.
+
+    Triton: this form of the address keeps it from vectorizing beyond a word; with four neighbours per thread the mask
+    would allow no vector load, and 32 threads would touch four cache lines.
+    """
     word = tl.load(at - odd, mask=mask if first_mask is None else first_mask, other=0).to(tl.uint64)
     following = tl.load(at, mask=mask, other=0).to(tl.uint64)
     return ((word | (following << 32)) >> (16 * odd).to(tl.uint64)).to(tl.uint32)
@@ -90,9 +93,10 @@ def _two_of(at, odd, mask, first_mask=None):
 def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE: tl.constexpr, BACK: tl.constexpr,
                 PAIRS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
                 COLS: tl.constexpr):  # fmt: skip
-    """The values of PART queries of one tile of the list to where they are laid out, or BACK; those of keys that there
-    are. values: `Strided`; row, head: the strides of the copy. tiles: at most as many are listed. PAIRS: see
-    `move_pairs`."""
+    """Copy the values of PART queries of one listed tile to the copy, or BACK; only entries that have a key.
+
+    values: `Strided`. row, head: strides of the copy. tiles: upper bound of the listed tiles. PAIRS: use `move_pairs`.
+    """
     PARTS: tl.constexpr = BLOCK // PART
     n, h = tl.program_id(0) // PARTS % tiles, tl.program_id(0) // PARTS // tiles
     if n < tl.load(tile_list):
@@ -114,7 +118,7 @@ def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE:
                     cols = col0 + tl.arange(0, COLS)
                     inside = (rows < end)[:, None] & (cols < entries)[None, :]
                     key = (rows + seq.diagonal + lo)[:, None] + cols[None, :]
-                    there = inside & (key >= 0) & (key < seq.keys)  # the rest no tile reads, or its scores are hidden
+                    there = inside & (key >= 0) & (key < seq.keys)  # no tile reads the rest, or masks its scores
                     entry = cols
                     if REVERSE:
                         entry = entries - 1 - cols
@@ -129,16 +133,17 @@ def move_kernel(values, laid, tile_list, tiles, lo, entries, row, head, REVERSE:
 @triton.jit
 def zero_tile(at, origin, stride, m0, queries, keys, diagonal, entries, lo, inner_lo, inner_hi, STEP: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Zero the entries of a gradient that `backward.relative.let_out` adds to or never writes, of the rows of a tile of
-    queries from ``m0`` on. origin: where from ``at`` on query 0 has its entry 0, int64. lo, inner_lo, inner_hi: see
+    """Zero the gradient entries that `backward.relative.let_out` adds to or never writes, in the rows of a query tile.
+
+    m0: the tile's first row. origin: offset from ``at`` of query 0's entry 0, int64. lo, inner_lo, inner_hi: see
     `GluonScoreArgs`.
 
-    In the skewed view tiles of keys that are stored are a rectangle. So in memory what is left between those of a row
-    and those of the next is one run, of the same length for all rows, which begins and ends at a multiple of STEP, 16
-    bytes; and it is zeroed as such. The first begins with the tile's rows, or up to STEP - 1 columns before them that
-    have no use, and the last ends with them.
+    In the skewed view the stored key tiles form a rectangle. So in memory the rest between the tiles of one row and the
+    next is one run, of equal length for all rows, from one multiple of STEP (16 bytes) to another, and is zeroed as
+    such. The first run begins with the tile's rows, or up to STEP - 1 unused columns before them; the last ends with
+    them.
     """
-    # the tiles of keys that are stored: from `first` to before `last`, in keys
+    # stored key tiles, as keys `first` .. `last` - 1
     position = m0 + diagonal
     first = tl.cdiv(tl.maximum(position + BLOCK_M - 1 + inner_lo, 0), BLOCK_N) * BLOCK_N
     last = tl.minimum(tl.maximum(position + inner_hi + 1, 0) // BLOCK_N, tl.cdiv(keys, BLOCK_N)) * BLOCK_N
@@ -154,7 +159,7 @@ def zero_tile(at, origin, stride, m0, queries, keys, diagonal, entries, lo, inne
     width = tl.maximum(rest, tl.maximum(stored - begin, end - (stored + length + rows_below * (stride - 1))))
     for row0 in tl.range(0, n + 1, ROWS, num_stages=1):
         rows = row0 + tl.arange(0, ROWS)
-        run = stored + rows.to(tl.int64) * (stride - 1)  # ends where a row's stored tiles begin
+        run = stored + rows.to(tl.int64) * (stride - 1)  # ends where the row's stored tiles begin
         ends = tl.where(rows < n, run, end // STEP * STEP)
         run = tl.multiple_of(tl.where(rows == 0, begin, run - rest), STEP)
         count = tl.where(rows <= n, ends - run, 0)
@@ -170,7 +175,7 @@ def zero_tile(at, origin, stride, m0, queries, keys, diagonal, entries, lo, inne
 def packed_zero_kernel(laid, tile_list, tiles, entries, lo, inner_lo, inner_hi, row, head, STEP: tl.constexpr,
                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
                        COLS: tl.constexpr):  # fmt: skip
-    """`zero_tile` of one tile of the list, in a copy."""
+    """Run `zero_tile` for one listed tile, in a copy."""
     n, h = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if n < tl.load(tile_list):
         seq, tile = listed_tile(tile_list, n)
@@ -181,17 +186,17 @@ def packed_zero_kernel(laid, tile_list, tiles, entries, lo, inner_lo, inner_hi, 
 
 
 def in_pairs(values: Tensor, reverse: bool) -> bool:
-    """Whether `move_pairs` can read and write values (1, H, T, R): rows of words of two."""
+    """True if `move_pairs` can read and write values (1, H, T, R), whose rows must be whole words of two."""
     strides = values.stride(1) if values.shape[1] > 1 else 0, values.stride(2) if values.shape[2] > 1 else 0
     even = all(n % 2 == 0 for n in (*strides, values.shape[3]))
     return even and not reverse and values.dtype.itemsize == 2 and values.stride(3) == 1 and address(values) % 4 == 0
 
 
 class PackedValues:
-    """The values of a layout, (1, H|Hkv|1, T, R), and their gradient, for TMA to read and add to; see `values.Skewed`.
+    """Values of one layout, (1, H|Hkv|1, T, R), and their gradient, as TMA reads and adds to them; see `values.Skewed`.
 
-    block_m: queries of a tile of the list that calls are given.
-    like: the view of a copy, for a descriptor. It has no memory.
+    block_m: queries of a listed tile.
+    like: the view of a copy, for a descriptor, on the meta device.
     """
 
     def __init__(self, problem: Problem, values: Tensor, block_m: int):
@@ -200,10 +205,10 @@ class PackedValues:
         assert problem.totals is not None
         _, self.heads, T, R = values.shape
         step = STEP.value
-        self.row = -(-(R + step - 2) // step) * step + 1  # entries and 7 columns in front, and so no two rows overlap
+        self.row = -(-(R + step - 2) // step) * step + 1  # 7 columns in front, then the entries; rows do not overlap
         self.head = -(-(FRONT.value + T * self.row + 2 * step) // step) * step
         self.dtype, self.distances = values.dtype, distances
-        # to the end of the last row: a box that reaches farther is cut off
+        # to the end of the last row: a longer box is cut off
         width = FRONT.value + T + R + step
         self.like = torch.empty_strided(
             (1, self.heads, T, width), (self.heads * self.head, self.head, self.row - 1, 1), dtype=values.dtype,
@@ -222,7 +227,7 @@ class PackedValues:
         )  # fmt: skip
 
     def prepare_gradient(self, values: Tensor, terms: Any, block_n: int) -> Tensor:
-        """Before `empty_gradient` and `gradient`; what the gradient is like, on the meta device."""
+        """Prepare `empty_gradient` and `gradient`; return a meta tensor like the gradient."""
         like = values.new_empty(values.transpose(1, 2).shape, device="meta").transpose(1, 2)
         self.copy_back = self._move(like, back=True)
         self.zeros = Launch(
@@ -233,24 +238,24 @@ class PackedValues:
         return like
 
     def laid_out(self, values: Tensor, tile_list: Tensor) -> Tensor:
-        """A copy of the values that keys of the sequences have; nothing else of it is initialised."""
+        """Return a copy of the values whose keys exist; the rest is uninitialised."""
         laid = values.new_empty(self.heads * self.head)
         self.copy(values, laid, tile_list)
         return laid
 
     def empty_gradient(self, values: Tensor, tile_list: Tensor) -> Tensor:
-        """Where the gradient comes together."""
+        """Return a tensor to accumulate the gradient."""
         laid = values.new_empty(self.heads * self.head)
         self.zeros(laid, tile_list)
         return laid
 
     def gradient(self, laid: Tensor, tile_list: Tensor, found: Tensor) -> None:
-        """From `empty_gradient`, filled, to ``found``, as `prepare_gradient` said it would be: rows of sequences."""
+        """Copy a filled `empty_gradient` to ``found``, which has the layout that `prepare_gradient` returned."""
         self.copy_back(found, laid, tile_list)
 
 
 def laid_out(values: Skewed | PackedValues | None, of: Tensor, tile_list: Tensor | None) -> Tensor:
-    """The values of a call where TMA reads them; ``tile_list``: of a packed batch."""
+    """Return the values of a call in the layout that TMA reads; ``tile_list``: of a packed batch."""
     if isinstance(values, PackedValues):
         assert tile_list is not None
         return values.laid_out(of, tile_list)
